@@ -18,6 +18,7 @@ from laminar.core.indexes import (
     add_lost,
     assign,
     load_changed,
+    ordered_pull,
     remove_lost,
     replica_changed,
     straggler_changed,
@@ -242,10 +243,9 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
     replica = state.replicas.get(trajectory.replica)
     if replica is None or trajectory.id not in replica.running:
         return trajectory.version
-    pulled = state.commands.get(keys.pull(trajectory.replica))
-    command = pulled.command if pulled is not None else None
-    if isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
-        return command.version
+    ordered = ordered_pull(state, trajectory.replica)
+    if ordered is not None and ordered.purpose == PullPurpose.IN_FLIGHT:
+        return ordered.version
     return trajectory.version
 
 

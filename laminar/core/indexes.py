@@ -5,7 +5,7 @@ Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, s
         state.ready, state.lost, trajectory.replica, trajectory.restart, each together with its
         index; nothing else in the core changes them
 Gives   Indexes (`indexes_of(state)`); `replica_changed`, to be called after a change of a
-        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`
+        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`, `ordered_pull`
 
 Indexes hold nothing that does not follow from the state: they are made from it when they are first
 asked for, are no part of its encoding or digest, and an invariant compares them with new ones.
@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
+from laminar.core import keys
 from laminar.core.keys import CommandKey, TimerName
 from laminar.core.lost_work import LostWork
 from laminar.core.repack import Standing
@@ -300,6 +301,13 @@ def _forget_command(indexes: Indexes, key: CommandKey, outstanding: Outstanding 
     if outstanding is not None:
         del indexes.commands[outstanding.command.to][key]
         indexes.count_fetched(outstanding, -1)
+
+
+def ordered_pull(state: State, replica: str) -> PullWeights | None:
+    """The load that it is ordered to do; None: none is outstanding."""
+    outstanding = state.commands.get(keys.pull(replica))
+    command = outstanding.command if outstanding is not None else None
+    return command if isinstance(command, PullWeights) else None
 
 
 def set_timer(state: State, name: TimerName, due_ns: int) -> None:

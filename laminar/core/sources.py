@@ -20,8 +20,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
-from laminar.core import keys
-from laminar.core.indexes import indexes_of
+from laminar.core.indexes import indexes_of, ordered_pull
 from laminar.core.state import Relay, Replica, State
 from laminar.events import commands as cmd
 
@@ -136,12 +135,9 @@ def fetches(state: State) -> list[cmd.PullWeights]:
     """Outstanding loads of a version that comes from another machine."""
     if not indexes_of(state).fetched:
         return []
-    found = []
-    for name, replica in state.replicas.items():
-        outstanding = state.commands.get(keys.pull(name)) if replica.loading else None
-        if outstanding is not None and isinstance(outstanding.command, cmd.PullWeights):
-            found.append(outstanding.command)
-    return [command for command in found if command.holder]
+    loading = (name for name, replica in state.replicas.items() if replica.loading)
+    orders = (ordered_pull(state, name) for name in loading)
+    return [order for order in orders if order is not None and order.holder]
 
 
 def note_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:

@@ -118,13 +118,6 @@ def _pulled(ctx: Context) -> Replica | None:
     return replica
 
 
-def _ordered(ctx: Context) -> cmd.PullWeights | None:
-    """The order to load that the sender has."""
-    outstanding = ctx.state.commands.get(keys.pull(ctx.stamped.peer))
-    command = outstanding.command if outstanding is not None else None
-    return command if isinstance(command, cmd.PullWeights) else None
-
-
 def _measured(state: State, event: ev.WeightsLoaded) -> bool:
     return of_a_version(state, event) and 0 <= event.seconds <= COUNT_MAX
 
@@ -135,7 +128,7 @@ def _measured(state: State, event: ev.WeightsLoaded) -> bool:
 )
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
-    state, ordered = ctx.state, _ordered(ctx)
+    state, ordered = ctx.state, indexes.ordered_pull(ctx.state, ctx.stamped.peer)
     replica = _pulled(ctx)
     if replica is None:
         return
@@ -189,7 +182,7 @@ def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     What the relay got since then, it has reported; what it had before and has no more is gone. Who
     was to give it is not asked again before it is heard of.
     """
-    state, ordered = ctx.state, _ordered(ctx)
+    state, ordered = ctx.state, indexes.ordered_pull(ctx.state, ctx.stamped.peer)
     replica = _pulled(ctx)
     if replica is None:
         return
