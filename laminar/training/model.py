@@ -44,6 +44,7 @@ from laminar.training.batching import TokenRows, token_rows
 from laminar.training.cascade import read_prompts_once, why_padded
 from laminar.training.footprint import FLOAT32, way_of
 from laminar.training.losses import entropy_of, gather_targets, log_softmax_at
+from laminar.training.steps import ModelLayout
 from laminar.training.tensor_file import Form, Forms
 
 Entropy = Literal["none", "value", "gradient"]
@@ -80,6 +81,13 @@ class LoadedPolicy:
 
     def reads_prompts_once(self, compute: Compute) -> bool:
         return self.prompts_once and not why_padded(self.model, self.device, compute.dtype)
+
+    def layout(self, published: Forms, compute: Compute) -> ModelLayout:
+        """Of what it publishes, and how it reads the sequences of a step."""
+        shapes = tuple((name, form.shape) for name, form in published.items())
+        dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        padded = why_padded(self.model, self.device, compute.dtype)
+        return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of one of its tensors."""

@@ -31,7 +31,6 @@ from laminar.config import Config
 from laminar.storage.rules import Span
 from laminar.training import checkpoint, export, lora, tensor_file
 from laminar.training.adapted import ADAPTER_FILE
-from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
@@ -247,10 +246,7 @@ class RankWorker:
             ranks=self._ranks,
         )
         self.learner.reached = self._reached
-        shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
-        dtype = "bfloat16" if self._device.type == "cuda" else "float32"
-        padded = why_padded(policy.model, self._device, self.learner.compute.dtype)
-        return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
+        return policy.layout(weight_forms(policy.model), self.learner.compute)
 
     def _meet(self) -> Ranks:
         trainer = self._config.trainer

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from laminar.config import Config
 from laminar.training import checkpoint, export, lora
-from laminar.training.cascade import why_padded
 from laminar.training.checkpoint import named_moments
 from laminar.training.directories import ThreadedDirectories
 from laminar.training.learner import Learner, measured_step, no_point, take_weights
@@ -102,10 +101,7 @@ class ThreadedLearner:
             config, policy, reference=reference, critic=critic, total_steps=total
         )
         self.learner.reached = self._reached
-        shapes = tuple((name, form.shape) for name, form in weight_forms(policy.model).items())
-        dtype = "bfloat16" if self._device.type == "cuda" else "float32"
-        padded = why_padded(policy.model, self._device, self.learner.compute.dtype)
-        return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
+        return policy.layout(weight_forms(policy.model), self.learner.compute)
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         return await asyncio.to_thread(measured_step, self.learner, samples, step)
