@@ -99,10 +99,38 @@ def test_words_that_the_store_does_not_bear_out(world: World) -> None:
         (ev.TrajectoriesEnded(command_id=1, ended=(ended,)), {"end": None}, {"num_tokens": 0}),
     )
     for event, *changes in cases:
-        reported_is_stored(event, world.rows)
+        reported_is_stored(event, world.rows, False)
         wrong = [{}, *({row.id: row._replace(**change)} for change in changes)]
         for rows in wrong:
-            assert broken(partial(reported_is_stored, event, rows)) == "reported_is_stored"
+            assert broken(partial(reported_is_stored, event, rows, False)) == "reported_is_stored"
+
+
+@pytest.mark.parametrize(
+    ("environment", "change", "stored"),
+    [
+        (True, {"placement": 4, "num_tokens": 0, "tokens_lost": 50}, True),
+        (True, {"placement": 4, "num_tokens": 70, "turns": 1}, True),
+        (True, {"placement": 4, "num_tokens": 20, "tokens_lost": 20}, False),
+        (True, {"placement": 1, "num_tokens": 0, "tokens_lost": 50}, False),
+        (True, {"placement": 1, "num_tokens": 49, "turns": 1}, False),
+        (False, {"placement": 4, "num_tokens": 0, "tokens_lost": 50}, False),
+    ],
+)
+def test_a_late_report_of_a_turn(
+    world: World, environment: bool, change: dict[str, object], stored: bool
+) -> None:
+    """Its response may have begun again behind that turn, in another placement; its tokens are
+    lost then, and counted."""
+    row = next(row for row in world.rows.values() if row.end == "trained")
+    finished = ev.TrajectoryFinished(
+        trajectory_id=TrajectoryId(row.id), placement=1, num_tokens=50, finish_reason="stop"
+    )
+    rows = {row.id: row._replace(status="open", end=None, **change)}
+    check = partial(reported_is_stored, finished, rows, environment)
+    if stored:
+        check()
+    else:
+        assert broken(check) == "reported_is_stored"
 
 
 @pytest.mark.parametrize("change", [{"num_tokens": 99_999}, {"end": "dropped"}, {"end": "trained"}])

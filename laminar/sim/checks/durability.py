@@ -83,15 +83,14 @@ class Durability:
         return offset
 
 
-def reported_is_stored(event: Event, rows: Mapping[str, Row]) -> None:
-    """A response that is reported is whole there, a reward is that one, an end is final."""
+def reported_is_stored(event: Event, rows: Mapping[str, Row], environment: bool) -> None:
+    """A response that is reported is whole there, a reward is that one, an end is final.
+
+    `environment`: the run has one, and responses have turns.
+    """
     if isinstance(event, ev.TrajectoryFinished):
         row = rows.get(event.trajectory_id)
-        if row is not None and row.turns:  # that turn, or a later one
-            whole = row.num_tokens >= event.num_tokens
-        else:
-            whole = row is not None and row.status != "open" and row.num_tokens == event.num_tokens
-        if not whole:
+        if row is None or not _has_turn(event, row, environment):
             _differs(event, event.trajectory_id, row)
     elif isinstance(event, ev.TrajectoryRewarded):
         row = rows.get(event.trajectory_id)
@@ -104,6 +103,19 @@ def reported_is_stored(event: Event, rows: Mapping[str, Row]) -> None:
             row = rows.get(ended.trajectory_id)
             if row is None or row.end is None or row.num_tokens != ended.num_tokens:
                 _differs(event, ended.trajectory_id, row)
+
+
+def _has_turn(event: ev.TrajectoryFinished, row: Row, environment: bool) -> bool:
+    """Whether the store has what has ended: a turn, behind which others may be, or all of it.
+
+    What is placed again behind a turn may begin again: a late report is then of tokens that are
+    lost. A whole response never is.
+    """
+    if environment and row.placement > event.placement:
+        return row.num_tokens + row.tokens_lost >= event.num_tokens
+    if row.turns:
+        return row.num_tokens >= event.num_tokens
+    return row.status != "open" and row.num_tokens == event.num_tokens
 
 
 def _differs(event: Event, trajectory_id: str, row: Row | None) -> None:

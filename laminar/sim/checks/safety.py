@@ -113,7 +113,7 @@ class Checks:
         self._note(stamped, commands)
         self.durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
-        reported_is_stored(stamped.event, self.world.rows)
+        reported_is_stored(stamped.event, self.world.rows, bool(self.world.scenario.effects))
         self.released.observe(stamped.event, commands, self.world.rows)
         self.moves.observe(stamped, commands, state)
         self.joins_once(stamped, commands)
