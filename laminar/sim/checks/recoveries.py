@@ -196,8 +196,8 @@ class Recoveries:
         """Nobody serves its version with room for it; nobody who is empty could load that."""
         version = trajectory.version
         replicas = [r for r in state.replicas.values() if state.actor_alive(r.name)]
-        usable = {version}
-        if state.settings.in_flight:
+        usable = {version}  # a held-out answer has one version
+        if state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN:
             usable = {r.version for r in replicas if r.version >= version}
         able = next((r for r in replicas for v in usable if _serves(state, r, v)), None)
         if able is not None:
