@@ -445,12 +445,15 @@ def healed(world: World) -> None:
 
 
 def test_healing_that_takes_too_long() -> None:
+    """A whole run takes 28 s, and 31 s when one of its prompts kills replicas, as it goes on to."""
     world = ran(calm(**SMALL), seed=3)
     heals_in_time(world, without_faults)
     healed(world)
-    world.scheduler.now = seconds(5_000)
-    with pytest.raises(Violation, match=r"heals_in_time: it took 5000 s after the faults"):
+    world.scheduler.now = seconds(296)
+    with pytest.raises(Violation, match=r"heals_in_time: it took 296 s after the faults"):
         heals_in_time(world, without_faults)
+    world.faults.poison = (3,)
+    heals_in_time(world, without_faults)
 
 
 def test_each_sequence_that_hangs_may_cost_a_wait() -> None:

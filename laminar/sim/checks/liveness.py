@@ -3,8 +3,9 @@
 Reads   a world that has ended, and one like it in which nothing goes wrong
 Raises  Violation
 
-The measure is the same world without any fault. It is run only where a healed run was not quick
-anyway, and no further than it takes to know that the healed run was quick enough.
+The measure is the same world without any fault but a prompt that stays bad: each pass over the data
+comes to it again. It is run only where a healed run was not quick anyway, and no further than it
+takes to know that the healed run was quick enough.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def heals_in_time(world: World, without_faults: Callable[[], World]) -> None:
     if healing_ns <= QUICK_NS:
         return
     with without_faults() as calm:
+        calm.faults.poison = world.faults.poison
         calm.begin()
         scheduler, limit_ns = calm.scheduler, healing_ns // FACTOR
         while not calm.finished and scheduler.now <= limit_ns and scheduler.step():
