@@ -368,7 +368,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
         bool, says("true: relays send the change of a version where it is smaller")
     ] = True
     rate_mbit: Annotated[
-        Natural, says("Mbit/s from one relay to the next, at most; 0: no limit")
+        Natural, says("Mbit/s from one relay to another, at most; 0: no limit")
     ] = 0
     probe_tolerance: Annotated[
         float,

@@ -1,6 +1,7 @@
 """A plane and what connects to its port: strangers, wrong relays, hostile bytes."""
 
 import queue
+import select
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -321,16 +322,22 @@ def test_a_successor_that_is_no_relay_is_reported(
     assert relay.plane.status().refused == {"not-a-relay": 1, "no-welcome": 1, "unasked-chunk": 1}
 
 
-def test_rate_and_congestion_control_are_set_before_anything_is_sent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        handler = cast(FrameHandler[wire.FromSuccessor], None)  # nothing arrives
-        network = TcpNetwork(congestion="reno", rate=5_000_000)
-        with network.connect("127.0.0.1", port, "127.0.0.1", handler).sock as sock:
-            name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            rate = sock.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
-            assert name.rstrip(b"\0") == b"reno"
-            assert int.from_bytes(rate, "little") == 5_000_000
+def test_rate_and_congestion_control_are_set_on_both_sides_before_anything_is_sent() -> None:
+    """Who connects sends what the chain brings; who accepts sends what is fetched."""
+    to, by = cast(FrameHandler[wire.FromSuccessor], None), cast(Any, None)  # nothing arrives
+    network = TcpNetwork(congestion="reno", rate=5_000_000)
+    listener = network.listen("127.0.0.1", 0)
+    connecting = network.connect(*listener.address, "127.0.0.1", to)
+    select.select([listener], [], [], 10)
+    accepted = listener.accept(by)
+    assert accepted is not None
+    for sock in (connecting.sock, accepted.sock):
+        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        rate = sock.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8)
+        assert name.rstrip(b"\0") == b"reno"
+        assert int.from_bytes(rate, "little") == 5_000_000
+    for end in (connecting, accepted, listener):
+        end.close()
 
 
 def test_a_mistake_of_the_user_is_one_sentence() -> None:

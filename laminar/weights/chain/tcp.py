@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -167,11 +168,13 @@ class Connection(Generic[Incoming]):
 class TcpListener:
     """A listening, non-blocking socket."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """OSError if the address cannot be had."""
+    def __init__(self, host: str, port: int, limit: Callable[[socket.socket], None]) -> None:
+        """`limit`: sets what connections inherit, since who fetches a version connects and is
+        sent it. OSError if the address cannot be had."""
         self._sock = socket.socket(_family(host), socket.SOCK_STREAM)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            limit(self._sock)
             self._sock.bind((host, port))
             self._sock.listen(BACKLOG)
             self._sock.setblocking(False)
@@ -208,7 +211,7 @@ class TcpNetwork:
         self._congestion, self._rate = congestion, rate
 
     def listen(self, host: str, port: int) -> TcpListener:
-        return TcpListener(host, port)
+        return TcpListener(host, port, self._limit)
 
     def connect(
         self, host: str, port: int, source: str, handler: FrameHandler[wire.FromSuccessor]
@@ -226,14 +229,17 @@ class TcpNetwork:
     def _begin(self, sock: socket.socket, address: tuple[str, int], source: str) -> None:
         sock.setblocking(False)
         _tune(sock)
+        self._limit(sock)
+        if not ipaddress.ip_address(source).is_unspecified:
+            sock.bind((source, 0))
+        sock.connect(address)
+
+    def _limit(self, sock: socket.socket) -> None:
         if self._congestion:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion.encode())
         if self._rate:
             rate = self._rate.to_bytes(8, "little")
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-        if not ipaddress.ip_address(source).is_unspecified:
-            sock.bind((source, 0))
-        sock.connect(address)
 
 
 def _tune(sock: socket.socket) -> None:
