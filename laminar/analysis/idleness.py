@@ -1,7 +1,8 @@
 """When each replica ran nothing, and what refused it new work meanwhile.
 
 Reads   a replay: each event, its commands, the state after it
-Gives   Idleness: per replica the times without a trajectory, in spells of one reason each
+Gives   Idleness: per replica the times without a trajectory, in spells of one reason each;
+        source_of: where an exact version comes from, beside the other copies
 
 The reasons are those of core.admission.why_not_admitted, asked of the replayed state, and before
 them what a replica does instead of generating: it pulls weights, has none, or is down. What a
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from laminar.analysis.lives import Moment
 from laminar.analysis.plain import step_number
 from laminar.analysis.windows import STALENESS_BOUND
-from laminar.core import keys
+from laminar.core import keys, sources
 from laminar.core.admission import why_not_admitted
 from laminar.core.state import Replica, State
 from laminar.events import commands as cmd
@@ -34,7 +35,9 @@ class Spell(NamedTuple):
     reason: str
     since: Moment
     detail: str
-    chosen: int = 0  #: batches chosen so far: with each of them the bound means something else
+    #: batches chosen so far: with each of them the bound means something else; or the event that
+    #: ordered the load
+    mark: int = 0
 
 
 @dataclass(slots=True)
@@ -90,10 +93,12 @@ class Idleness:
         if idle is None:
             idle = self.open[name] = Idle(name, now, stamped.event)
         reason = idle_reason(state, replica)
-        chosen = state.chosen if reason == STALENESS_BOUND else 0
+        mark = state.chosen if reason == STALENESS_BOUND else 0
+        if reason == PULLING:
+            mark = state.commands[keys.pull(name)].cause
         last = idle.spells[-1] if idle.spells else None
-        if last is None or (last.reason, last.chosen) != (reason, chosen):
-            idle.spells.append(Spell(reason, now, _detail(state, replica, reason), chosen))
+        if last is None or (last.reason, last.mark) != (reason, mark):
+            idle.spells.append(Spell(reason, now, _detail(state, replica, reason), mark))
 
 
 def idle_reason(state: State, replica: Replica | None) -> str:
@@ -136,9 +141,30 @@ def _pull(state: State, replica: Replica) -> str:
     order = outstanding.command
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
-    place = order.checkpoint or order.holder
-    source = f" from {place}" if place else ""
-    return f"it loads {wanted}{source} (purpose {order.purpose}), ordered by #{outstanding.cause}"
+    return (
+        f"it loads {wanted}{source_of(state, order)} (purpose {order.purpose}), "
+        f"ordered by #{outstanding.cause}"
+    )
+
+
+def source_of(state: State, order: cmd.PullWeights) -> str:
+    """Where it takes an exact version from and how long that was thought to take, beside the other
+    copies; empty where its own relay has it. `state`: as it was after the order."""
+    place = order.holder or order.checkpoint
+    if not place:
+        return ""
+    replica, taken, others = state.replicas[order.to], "", []
+    for source in sources.offers(state, replica, order.version):
+        ms = sources.estimate_ms(source, state.version_bytes)
+        known = f"about {ms / 1000:.1f} s" if ms >= 0 else "its time is not known"
+        if source.name == place:
+            taken = known
+        elif source.name in state.failed_sources:
+            others.append(f"{source.name}: it has failed")
+        else:
+            others.append(f"{source.name}: {known}")
+    beside = f", not from {', '.join(others)}" if others else ""
+    return f" from {place} ({taken}){beside}"
 
 
 def _bound(state: State, step: int) -> str:

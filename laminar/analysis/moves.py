@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from laminar.analysis.idleness import source_of
 from laminar.analysis.lives import DISPATCHED, LOST, Life, Lives, Moments, Placement
 from laminar.analysis.looks import EMPTIED, NOT_IN_TAIL, Looks, look_lines
 from laminar.analysis.phrases import WHAT_HAS_AN_ANSWER, said, times
@@ -19,8 +20,10 @@ from laminar.analysis.repack_book import given_away
 from laminar.config import ConfigError
 from laminar.core import keys
 from laminar.core.state import State
+from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
+from laminar.events.reasons import PullPurpose
 from laminar.names.ids import Purpose, TrajectoryId
 
 
@@ -32,6 +35,7 @@ class _Move(NamedTuple):
     before: Placement
     after: Placement
     reason: str
+    source: str  #: of its version, if its new replica was ordered to load it for such work
 
 
 class Moves:
@@ -44,6 +48,7 @@ class Moves:
         self._first: Stamped | None = None
         self._lost: Stamped | None = None
         self._restart = self._waited = False  #: since it was lost
+        self._sources: dict[str, str] = {}  #: since then, by the replica that loads its version
         self._moves: list[_Move] = []
         self._again = ""  #: the id under which an evaluation ran it again
         self._looks = Looks()
@@ -58,6 +63,7 @@ class Moves:
                 self._again = self._again or life.trajectory_id
         if self._lost is not None:
             self._watch(stamped, state)
+            self._note_sources(commands, state)
         trajectory = state.trajectories.get(self.name)
         if trajectory is not None:
             self._looks.take(now, stamped, commands, state, {trajectory.replica})
@@ -65,6 +71,7 @@ class Moves:
     def _change(self, what: str, life: Life, stamped: Stamped, state: State) -> None:
         if what == LOST:
             self._lost, self._restart, self._waited = stamped, False, False
+            self._sources = {}
             self._watch(stamped, state)
         elif what == DISPATCHED and self._lost is None:
             self._first = stamped
@@ -73,7 +80,8 @@ class Moves:
             before, after = life.placements[-2:]
             self._restart = self._restart or _timer(stamped) == keys.BATCH_WAIT
             reason = self._reason(before, after, state)
-            self._moves.append(_Move(self._lost, stamped, before, after, reason))
+            source = self._sources.get(after.replica, "") * (after.attempt == before.attempt)
+            self._moves.append(_Move(self._lost, stamped, before, after, reason, source))
             self._lost = None
 
     def _watch(self, stamped: Stamped, state: State) -> None:
@@ -81,6 +89,17 @@ class Moves:
         trajectory = state.trajectories.get(self.name)
         self._restart = self._restart or (trajectory is not None and trajectory.restart)
         self._waited = self._waited or _timer(stamped) == keys.resume(self.name)
+
+    def _note_sources(self, commands: list[Command], state: State) -> None:
+        """Where replicas get its version from, if that is not from their own relays."""
+        version = self._life.placement.version if self._life is not None else -1
+        for order in commands:
+            if not isinstance(order, cmd.PullWeights) or order.purpose != PullPurpose.RESUME:
+                continue
+            if order.version == version and (found := source_of(state, order)):
+                when = self._moments.said(self._moments.now)
+                text = f"{order.to} was ordered to load v{version}{found}."
+                self._sources[order.to] = f"At {when} {text}"
 
     def _reason(self, before: Placement, after: Placement, state: State) -> str:
         if self._lost is not None and given_away(self._lost):
@@ -152,6 +171,8 @@ class Moves:
         yield f"Placement {after.number}:"
         how = "gave it away" if given_away(move.lost) else "lost it"
         yield f"  {before.replica} {how} at {at(before.left)}: {said(move.lost)}."
+        if move.source:
+            yield f"  {move.source}"
         waited_s = (after.dispatched.unix_ns - before.left.unix_ns) / 1e9
         if move.placed is move.lost:
             yield f"  {after.replica} got it at once, by the same event."

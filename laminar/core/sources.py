@@ -1,16 +1,20 @@
-"""Where an exact version comes from: the copy that is there soonest, or none: work begins again.
+"""Where an exact version comes from: the copy that is there soonest.
 
 Reads   state.relays, state.saved, outstanding loads
 Writes  state.version_bytes, state.paces, state.failed_sources
-Gives   Tier, Source, Choice; estimate_ms, again_ms, nearest; choose, what of it a replica can take
+Gives   Tier, Source, Choice; estimate_ms, nearest; offers and choose, what of it a replica can
+        take; fetches
 
-A version that work needs may be in the engine already (only its stamp changes then, and only if
-the digest of both is known to be the same), in the relay of the replica's machine, in the relay of
-another machine, or on disk as a checkpoint. Each takes its bytes at a measured rate, after what
-waits before it. Sampling the lost tokens once more is the alternative, and takes their number at
-the rate at which a sequence is sampled. The least time wins. A time that nobody has measured is
-taken as the least time of its tier that is known, so that a source is tried once; if none is known
-either, the order of the tiers decides. All times are whole ms, since a log replays to them.
+A version that work needs may be in the relay of the replica's machine, in the relay of another
+machine, or on disk as a checkpoint. Each takes its bytes at a measured rate, after what waits
+before it, and the least time wins. A time that nobody has measured is taken as the least time of
+its tier that is known, so that a source is tried once; if none is known either, the order of the
+tiers decides. All times are whole ms, since a log replays to them.
+
+An engine that has these bytes already loads nothing, which it sees by their digest. Sampling again
+is no source: the state does not know how many tokens a lost answer had, and a fresh draw in place
+of an answer that was long already makes the data shorter. It comes when recovery.resume_wait_ms is
+over (core/recovery.py).
 """
 
 from __future__ import annotations
@@ -20,13 +24,15 @@ from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
+from laminar.core import keys
 from laminar.core.indexes import indexes_of, ordered_pull
-from laminar.core.state import Relay, Replica, State
+from laminar.core.state import Replica, State
 from laminar.events import commands as cmd
 
 PS_PER_MS = 1_000_000_000
 """Rates are in ps per byte: 1 is 1 TB/s, and a kB/s still fits into 64 bits."""
 UNKNOWN = -1
+"""A rate, or a time, that nobody has measured."""
 HOLDERS_MAX = 4
 LOAD, DISK = "load", "disk"
 """Among the paces: of loads from the own relay, and from a checkpoint."""
@@ -35,7 +41,6 @@ LOAD, DISK = "load", "disk"
 class Tier(IntEnum):
     """Kinds of sources, the nearest first."""
 
-    GPU = 0  #: the engine has these bytes
     OWN = 1  #: the relay of the replica's machine
     PEER = 2  #: the relay of another machine
     DISK = 3  #: a checkpoint
@@ -45,46 +50,34 @@ class Source(NamedTuple):
     """One copy of the version."""
 
     tier: Tier
-    name: str  #: of the relay, or directory of the checkpoint; empty in the engine
-    ps_per_byte: int = UNKNOWN  #: as measured
+    name: str  #: of the relay, or directory of the checkpoint
+    ps_per_byte: int = UNKNOWN
     waiting_bytes: int = 0  #: that it has to move before
 
 
 class Choice(NamedTuple):
-    """The source that is taken, and why."""
+    """The source that is taken."""
 
-    source: Source | None  #: None: there is none, or beginning again takes less
-    ms: int  #: until the version is there; UNKNOWN: nobody has measured it
-    again_ms: int  #: to sample the tokens once more; UNKNOWN: no rate is known
+    source: Source | None  #: None: there is none
+    ms: int  #: until the version is there; UNKNOWN without a measured rate
 
 
 def estimate_ms(source: Source, num_bytes: int) -> int:
     """Until the version is loaded from there; UNKNOWN without a measured rate."""
-    if source.tier == Tier.GPU:
-        return 0
     if source.ps_per_byte < 0:
         return UNKNOWN
     return (num_bytes + source.waiting_bytes) * source.ps_per_byte // PS_PER_MS
 
 
-def again_ms(num_tokens: int, tokens_per_s: int) -> int:
-    """To sample so many tokens of one sequence once more; UNKNOWN without a rate."""
-    return num_tokens * 1000 // tokens_per_s if tokens_per_s > 0 else UNKNOWN
-
-
-def nearest(
-    sources: Iterable[Source], num_bytes: int, again: int, failed: Collection[str] = ()
-) -> Choice:
-    """The source that is there soonest, if that takes no longer than beginning again (ms).
+def nearest(sources: Iterable[Source], num_bytes: int, failed: Collection[str] = ()) -> Choice:
+    """The source that is there soonest.
 
     `failed`: names of sources that have failed and were not heard of since; they are left out.
     """
     able = [source for source in sources if source.name not in failed]
     times = {source: estimate_ms(source, num_bytes) for source in able}
     best = min(able, key=lambda source: (_guess(source, times), source), default=None)
-    if best is None or (0 <= again < times[best]):
-        return Choice(None, UNKNOWN if best is None else times[best], again)
-    return Choice(best, times[best], again)
+    return Choice(best, UNKNOWN if best is None else times[best])
 
 
 def _guess(source: Source, times: dict[Source, int]) -> int:
@@ -98,20 +91,30 @@ def _guess(source: Source, times: dict[Source, int]) -> int:
 
 
 def choose(state: State, replica: Replica, version: int) -> Choice:
-    """Where this replica gets this very version from.
+    """Where this replica gets this very version from."""
+    return nearest(offers(state, replica, version), state.version_bytes, state.failed_sources)
+
+
+def offers(state: State, replica: Replica, version: int) -> list[Source]:
+    """The copies that this replica can take, also of relays that have failed.
 
     Another machine's relay is asked only where the size of a version is known and the own relay
     has a newer one: else the chain is about to bring it.
     """
     relay, load = state.relays.get(replica.relay), state.paces.get(LOAD, UNKNOWN)
     if relay is not None and version in relay.held:
-        return Choice(Source(Tier.OWN, relay.name, load), UNKNOWN, UNKNOWN)
-    sources = []
+        return [Source(Tier.OWN, relay.name, load)]
+    found = []
     if relay is not None and state.version_bytes and relay.newest > version:
-        sources = [_peer(state, relay, name, load) for name in holders(state, version)]
+        waiting = _waiting_bytes(state, replica)
+        hop = state.paces.get(relay.name, UNKNOWN)
+        pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN  # over a hop, then into the engine
+        found = [
+            Source(Tier.PEER, name, pace, waiting.get(name, 0)) for name in holders(state, version)
+        ]
     if version in state.saved:
-        sources.append(Source(Tier.DISK, state.saved[version], state.paces.get(DISK, UNKNOWN)))
-    return nearest(sources, state.version_bytes, UNKNOWN, state.failed_sources)
+        found.append(Source(Tier.DISK, state.saved[version], state.paces.get(DISK, UNKNOWN)))
+    return found
 
 
 def holders(state: State, version: int) -> list[str]:
@@ -120,23 +123,24 @@ def holders(state: State, version: int) -> list[str]:
     return list(islice(indexes_of(state).held.get(version, {}), HOLDERS_MAX))
 
 
-def _peer(state: State, relay: Relay, holder: str, load: int) -> Source:
-    """Its bytes come over a hop, and are loaded then."""
-    hop = state.paces.get(relay.name, UNKNOWN)
-    pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN
-    return Source(Tier.PEER, holder, pace, state.version_bytes * _fetches_from(state, holder))
-
-
-def _fetches_from(state: State, holder: str) -> int:
-    return sum(command.holder == holder for command in fetches(state))
+def _waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
+    """Bytes that holders were ordered to give to others before, by their names."""
+    own = state.commands.get(keys.pull(replica.name))  # of who asks once more what was chosen
+    waiting: dict[str, int] = {}
+    for order in fetches(state):
+        number = state.commands[keys.pull(order.to)].command_id
+        if own is None or number < own.command_id:
+            waiting[order.holder] = waiting.get(order.holder, 0) + state.version_bytes
+    return waiting
 
 
 def fetches(state: State) -> list[cmd.PullWeights]:
     """Outstanding loads of a version that comes from another machine."""
     if not indexes_of(state).fetched:
         return []
-    loading = (name for name, replica in state.replicas.items() if replica.loading)
-    orders = (ordered_pull(state, name) for name in loading)
+    index = indexes_of(state).replicas
+    loading = sorted(index.numbers_of(index.of(lambda kind: kind.loading)))
+    orders = (ordered_pull(state, index.replicas[number].name) for number in loading)
     return [order for order in orders if order is not None and order.holder]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar.analysis.idleness import DOWN, NO_DATA, NO_WEIGHTS, PULLING, REPACKED, RUN_ENDING
@@ -221,6 +222,40 @@ def held_out_again() -> Asked:
     bench.finish("0.1.0")
     yield bench, "e0.0.0", ""
     yield bench, "e0.0-2.0", ""
+
+
+@story
+def fetched_from_another_machine() -> Asked:
+    """Only the relay of the lost replica's machine has its version; then a checkpoint, too."""
+    for saved in (False, True):
+        bench = pair(replicas=1, nodes=2, max_staleness=2)
+        _empty(bench, "rollout-1.0")
+        if saved:
+            path = "checkpoints/step_0"
+            bench.say("trainer-0", ev.CheckpointSaved(version=0, step=0, path=path, kept=(0,)))
+        for version in (1, 2):
+            bench.say("trainer-0", bench.trained())
+            bench.publish(version, version, held=(0, version))
+            bench.receive("relay-1", version, held=(version,))
+            loaded = msgspec.structs.replace(bench.loaded(version), num_bytes=4_000_000)
+            bench.say("rollout-1.0", loaded)
+            _empty(bench, "rollout-1.0")
+        bench.kill("rollout-0")
+        bench.wait(4_000)
+        if saved:
+            yield bench, "rollout-1.0", f"#{bench.seq}"
+            return
+        bench.receive("relay-1", 0, held=(0, 2))
+        bench.load("rollout-1.0")
+        bench.wait(20)
+        opened(bench, "0.0.0", 7)
+        yield bench, "0.0.0", ""
+
+
+def _empty(bench: ToldBench, name: str) -> None:
+    """It finishes what it has and is given until the staleness bound holds it."""
+    while running := list(bench.replica(name).running):
+        bench.complete(bench.trajectory(running[0]).group)
 
 
 # --- why a replica was idle ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from laminar.core import keys
-from laminar.core.sources import Source, Tier, again_ms, estimate_ms, nearest
+from laminar.core.sources import Source, Tier, estimate_ms, nearest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.kit.bench import Bench
@@ -24,34 +24,23 @@ def test_least_time_wins_and_what_waits_counts():
     own = Source(Tier.OWN, "relay-a-0", _mb_per_s(2_000), waiting_bytes=60 * GIB)
     peer = Source(Tier.PEER, "relay-b-0", _mb_per_s(1_000))
     disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(100))
-    assert nearest([disk, own, peer], 4 * GIB, again=-1).source == peer
-    assert nearest([disk, own._replace(waiting_bytes=0), peer], 4 * GIB, again=-1).source.name == (
-        "relay-a-0"
-    )
-    assert nearest([disk, peer, Source(Tier.GPU, "")], 4 * GIB, again=1).source.tier == Tier.GPU
-
-
-def test_beginning_again_wins_over_a_slow_copy_of_few_tokens():
-    disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(100))
-    few, many = again_ms(100, tokens_per_s=50), again_ms(20_000, tokens_per_s=50)
-    assert nearest([disk], 4 * GIB, few).source is None
-    assert nearest([disk], 4 * GIB, many).source == disk
-    assert nearest([disk], 4 * GIB, again=-1).source == disk, "no rate of sampling is known"
+    assert nearest([disk, own, peer], 4 * GIB).source == peer
+    assert nearest([disk, own._replace(waiting_bytes=0), peer], 4 * GIB).source.name == "relay-a-0"
 
 
 def test_a_failed_source_is_left_out_until_it_is_heard_of():
     peers = [Source(Tier.PEER, f"relay-{m}-0", _mb_per_s(r)) for m, r in (("b", 900), ("c", 100))]
-    assert nearest(peers, GIB, -1, failed={"relay-b-0"}).source == peers[1]
-    assert nearest(peers, GIB, -1, failed={p.name for p in peers}).source is None
+    assert nearest(peers, GIB, failed={"relay-b-0"}).source == peers[1]
+    assert nearest(peers, GIB, failed={p.name for p in peers}).source is None
 
 
 def test_a_source_that_nobody_has_measured_is_tried_as_its_tier():
     known = Source(Tier.PEER, "relay-c-0", _mb_per_s(500))
     new = Source(Tier.PEER, "relay-b-0")
     disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(400))
-    assert nearest([disk, known, new], GIB, -1).source.tier == Tier.PEER
+    assert nearest([disk, known, new], GIB).source.tier == Tier.PEER
     slow = known._replace(ps_per_byte=_mb_per_s(50))
-    assert nearest([disk, slow, new], GIB, -1).source == disk
+    assert nearest([disk, slow, new], GIB).source == disk
 
 
 def test_mean_regret_where_rates_change_afterwards():
@@ -63,10 +52,9 @@ def test_mean_regret_where_rates_change_afterwards():
             Source(t, f"s{i}", _mb_per_s(10 ** draw.uniform(1, 4)), draw.choice((0, GIB, 8 * GIB)))
             for i, t in enumerate(tiers)
         ]
-        num_bytes, again = draw.choice((GIB, 16 * GIB, 64 * GIB)), draw.randint(1_000, 600_000)
-        chosen = nearest(sources, num_bytes, again).source
-        later = {s: estimate_ms(s, num_bytes) * 2 ** draw.uniform(-1, 1) for s in sources}
-        took = {**later, None: again * 2 ** draw.uniform(-1, 1)}
+        num_bytes = draw.choice((GIB, 16 * GIB, 64 * GIB))
+        chosen = nearest(sources, num_bytes).source
+        took = {s: estimate_ms(s, num_bytes) * 2 ** draw.uniform(-1, 1) for s in sources}
         regrets.append(took[chosen] / min(took.values()) - 1)
     assert sum(regrets) / len(regrets) <= 0.15, sum(regrets) / len(regrets)
 
