@@ -415,6 +415,7 @@ class Tick:
 def _joining(hello: Hello) -> ev.ActorJoined:
     """What a process that the log does not know says of itself."""
     pid, restarts = hello.info.get("pid", ""), hello.info.get("job_restarts", "")
+    start = hello.info.get("start", "")
     return ev.ActorJoined(
         name=hello.name,
         role=hello.role,
@@ -422,6 +423,7 @@ def _joining(hello: Hello) -> ev.ActorJoined:
         node=hello.info.get("node", ""),
         pid=int(pid) if pid.isdigit() else 0,
         node_boot=hello.info.get("node_boot", ""),
+        start=int(start) if start.isdigit() else 0,
         job=hello.info.get("job", ""),
         job_restarts=int(restarts) if restarts.isdigit() else 0,
     )

@@ -39,7 +39,7 @@ from laminar.names.roles import ACTOR_ROLES, Role
 
 REPLACED = "another process has its place"
 FORMER_MAX = 4
-"""The hello of a process that has ended comes within a few restarts, if the network was cut."""
+"""The hello of a node that has ended comes within a few restarts, if the network was cut."""
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
 """Roles of which a run has one process, and cannot do without it."""
 
@@ -79,7 +79,9 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
 
 def _new_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
     """The process that has joined; the one `known` by its name was before it."""
-    if known is not None:
+    if event.start:
+        state.starts[event.name] = event.start
+    elif known is not None:
         former = *state.former.get(event.name, ()), known.boot_id
         state.former[event.name] = former[-FORMER_MAX:]
     incarnation = state.next_incarnation
@@ -104,7 +106,7 @@ def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
     if event.role == Role.RELAY and event.name != relays.name_of(event.node):
         return f"{event.name!r} is no name for the relay of {event.node!r}"
     known = ctx.state.actors.get(event.name)
-    if event.boot_id in ctx.state.former.get(event.name, ()):
+    if _has_ended(ctx.state, event, known):
         return REPLACED
     if known is not None and known.role != event.role:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
@@ -119,6 +121,14 @@ def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
         return ""
     same = (event.name, event.node) == (first.name, first.node)
     return "" if same else f"the trainer of this run is {first.name} on {first.node}"
+
+
+def _has_ended(state: State, event: ev.ActorJoined, known: Actor | None) -> bool:
+    """Its hello comes late: its node, which has one of a name at a time, has started another one
+    since. Of nodes, which nobody counts, the last boots are known."""
+    if event.start and known is not None and known.node == event.node:
+        return event.start < state.starts.get(event.name, 0)
+    return event.boot_id in state.former.get(event.name, ())
 
 
 def _joins_late(state: State, event: ev.ActorJoined) -> bool:
@@ -337,6 +347,7 @@ def _machine_lost(ctx: Context, node: str, reason: str) -> None:
 def _await_machine(ctx: Context, node: str) -> None:
     """A new process of the node starts its processes anew; they have a time for it."""
     for actor in _actors_of(ctx.state, node):
+        ctx.state.starts.pop(actor.name, None)  # it counts anew
         if not actor.alive and _is_needed(ctx.state, actor):
             ctx.set_timer(keys.rejoin(actor.name), ctx.state.settings.start_timeout_ms)
 

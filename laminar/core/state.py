@@ -239,8 +239,10 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     #: processes by name; role "rollout" has an entry in replicas once it is ready
     actors: dict[str, Actor] = {}
-    #: boot ids of the last processes that had the name of one before, by that name
+    #: boot ids of the last nodes that had the name of one before, by that name
     former: dict[str, tuple[str, ...]] = {}
+    #: by name: which of the processes that its node has started the last member is
+    starts: dict[str, int] = {}
     replicas: dict[str, Replica] = {}
     #: relays that are ready, by name
     relays: dict[str, Relay] = {}

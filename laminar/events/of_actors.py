@@ -24,6 +24,7 @@ class ActorJoined(Event, frozen=True, kw_only=True):
     node: str
     pid: int
     node_boot: str = ""  #: of the process of its node that started it
+    start: int = 0  #: which of the processes of its name this one of its node has started; 0: none
     job: str = ""  #: of the batch system, that has started this node; empty: none has
     job_restarts: int = 0  #: how often that job was started before
 

@@ -396,3 +396,21 @@ def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody(
         assert isinstance(refused, cmd.RefuseActor)
     assert bench.state.actors["rollout-0"].boot_id.endswith("c")
     assert bench.state.actor_alive("rollout-0")
+
+
+def test_a_late_hello_of_what_its_node_has_started_before_pushes_out_nobody() -> None:
+    """Also of one that never joined, and when many have since; a new process of the node counts
+    anew."""
+    bench = Bench(nodes=2)
+    bench.start()
+
+    def joins(start: int, node: str = "a") -> bool:
+        hello = bench.joining("rollout-1.0", f"{node}.{start}", f"node-1/{node}")
+        commands = bench.hear("rollout-1.0", 0, msgspec.structs.replace(hello, start=start))
+        return bool(only(cmd.AcceptActor, commands))
+
+    assert all(map(joins, (1, 3, 4, 5, 6, 7, 8)))
+    assert not any(map(joins, (1, 2, 6)))
+    assert bench.state.actors["rollout-1.0"].boot_id.endswith("a.8")
+    bench.join("node-1", "b")
+    assert joins(1, "b")

@@ -64,6 +64,7 @@ class Actors(Trainers):
             node=process.node,
             pid=1000 + process.boot,
             node_boot="" if process.role == "node" else self.processes[process.node].boot_id,
+            start=0 if process.role == "node" else process.boot,
         )
         self.deliver(process.name, 0, 0, joined)
 

@@ -172,8 +172,12 @@ def _kill_the_node(directory: Path) -> None:
 
 
 def _all_came_back(run: Finished) -> None:
-    """Each process names the present boot of its node, and what was trained is trained again."""
-    joined = {e.name: e for e in history(run.directory) if isinstance(e, ev.ActorJoined)}
+    """Each process names the present boot of its node, which counts what it starts, and what was
+    trained is trained again."""
+    joins = [e for e in history(run.directory) if isinstance(e, ev.ActorJoined)]
+    starts = [(e.node_boot, e.name, e.start) for e in joins if e.node_boot]
+    assert len({*starts}) == len(starts) and {start for *_, start in starts} == {1, 2}
+    joined = {e.name: e for e in joins}
     node = joined.pop("node-0")
     assert {e.node_boot for e in joined.values()} == {node.boot_id}
     assert {*joined} == {"store-0", "trainer-0", "relay-0", "rollout-0", "rollout-1"}

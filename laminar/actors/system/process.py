@@ -83,6 +83,7 @@ class SystemProcess:
                 "node": self.node,
                 "pid": str(os.getpid()),
                 "node_boot": os.environ.get("LAMINAR_NODE_BOOT", ""),
+                "start": os.environ.get("LAMINAR_START", ""),
                 **(job_of(os.environ) if self.role == "node" else {}),
             },
             coordinator.heartbeat_ms,

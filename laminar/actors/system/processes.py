@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 
@@ -99,6 +100,7 @@ class MachineProcesses:
         self._ranks = host.config.trainer.ranks if here else 0  #: that have GPUs of this machine
         self._together = together(roles, host.config, host.node)
         self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: with its boot
+        self._starts = Counter[tuple[str, ...]]()
         self._lifeline = os.pipe()  #: its first end is the standard input of the actors
         ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}
         self._warm = {
@@ -125,9 +127,11 @@ class MachineProcesses:
 
     async def _fork(self, names: tuple[str, ...], role: str, boot: str) -> ForkedProcess:
         host, name = self._host, names[0]
+        self._starts[names] += 1
         environment: dict[str, str | None] = {
             "LAMINAR_BOOT": boot,
             "LAMINAR_NODE_BOOT": host.boot_id,
+            "LAMINAR_START": str(self._starts[names]),
         }
         gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config), self._ranks)
         if gpus:

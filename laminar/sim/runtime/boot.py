@@ -116,14 +116,17 @@ class Boot:
         self.pid = 1000 + self.number
         self.log = Log(lambda what: world.coverage.hit(f"{self.role}:{what}"), self._raised)
         self.loop = SimLoop(self.now_ns, self.after, self._turned)  # type: ignore[abstract]
-        node_boot = "" if self.role == "node" else world.processes[self.node].boot_id
+        started = {}
+        if self.role != "node":
+            node_boot = world.processes[self.node].boot_id
+            started = {"node_boot": node_boot, "start": str(self.number)}
         self.link = ClientLink(
             self.name,
             self.role,
             self.boot_id,
             heartbeat_ns=world.scenario.heartbeat_ns,
             now_ns=world.scheduler.now,
-            info={"node": self.node, "pid": str(self.pid), "node_boot": node_boot},
+            info={"node": self.node, "pid": str(self.pid), **started},
         )
         #: what its engine is to generate, by the engine's name for it
         self.placed: dict[str, cmd.GenerateTrajectory] = {}
