@@ -56,7 +56,7 @@ def join(ctx: Context, actor: Actor, bulk: str) -> Relay:
         ready_seq=ctx.stamped.seq,
     )
     state.relays[relay.name] = relay
-    state.failed_sources.pop(relay.name, None)
+    _heard_of(ctx, relay)
     state.chain.append(relay.name)
     ctx.clear_timer(keys.rejoin(relay.name))
     set_head(ctx)
@@ -189,7 +189,7 @@ def hold(ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int,
     state = ctx.state
     if version == state.newest and digest != state.newest_digest:
         return restart_for_other_bytes(ctx, relay, digest)
-    state.failed_sources.pop(relay.name, None)
+    _heard_of(ctx, relay)
     changed = indexes.set_held(state, relay, list(held))
     if version > relay.newest:
         changed = True
@@ -199,6 +199,14 @@ def hold(ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int,
         touch_replicas(ctx, relay)
     relay.arrived = {v: at for v, at in relay.arrived.items() if v in held}
     return changed
+
+
+def _heard_of(ctx: Context, relay: Relay) -> None:
+    """One that did not give a version may be asked again: lost work may wait for that."""
+    failed = ctx.state.failed_sources
+    if relay.name in failed:
+        del failed[relay.name]
+        ctx.touch_all()
 
 
 def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:

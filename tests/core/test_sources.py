@@ -101,8 +101,13 @@ def test_relay_that_did_not_give_it_is_asked_again_once_it_is_heard_of():
     bench.say("rollout-1.0", ev.VersionGone(version=0, held=(1,)))
     pull = bench.pull_of("rollout-1.0")
     assert (pull is None or not pull.holder) and bench.state.failed_sources == {"relay-0": None}
-    bench.publish(1, 1)
-    assert not bench.state.failed_sources
+    bench.complete("0.2")
+    bench.state.paces.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
+    bench.publish(1, 1, held=(0, 1))
+    pull = bench.pull_of("rollout-1.0")
+    assert not bench.state.failed_sources and pull is not None and pull.holder == "relay-0"
+    due = bench.state.timers[keys.deadline(keys.pull("rollout-1.0"))]
+    assert due - bench.state.time_ns == 2 * 404_000 * 1_000_000, "twice what it is thought to take"
 
 
 def test_time_of_a_fetch_runs_from_the_last_word_of_its_bytes():

@@ -164,7 +164,7 @@ def test_slow_and_paused_engines_take_longer() -> None:
 # --- configs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["small", "1024", "repack", "agents"])
+@pytest.mark.parametrize("name", ["small", "1024", "repack", "agents", "sources"])
 def test_shipped_configs_are_legal(name: str) -> None:
     config = load(ROOT / "configs" / f"sim_{name}.toml", KINDS)
     for seed in range(20):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from laminar.sim.faults.faults import FATAL_ROLES
+from laminar.sim.config import SimConfig, load
+from laminar.sim.faults.faults import FATAL_ROLES, KINDS
 from laminar.sim.faults.targeted import LAST_WORDS, WAYS, TargetedFault, lose
 from laminar.sim.run import run_seed
 from laminar.sim.world import World
 from tests.kit.sim_worlds import calm, config
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_trainer_goes_on_from_the_checkpoint_before_a_damaged_one() -> None:
@@ -20,6 +25,28 @@ def test_a_trainer_goes_on_from_the_checkpoint_before_a_damaged_one() -> None:
     assert not outcome.invariant, outcome.details
     assert outcome.coverage["fault:newest-checkpoint-damaged"] == 1
     assert not outcome.failure and outcome.coverage["event:StepRedone"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("source-lost-in-fetch", 1),
+        pytest.param("version-elsewhere", 1, marks=pytest.mark.long),
+        pytest.param("fetched-twice", 1, marks=pytest.mark.long),
+        pytest.param("checkpoint-gone-in-fetch", 1, marks=pytest.mark.long),
+    ],
+)
+def test_version_of_another_machine_and_what_goes_wrong_with_it(kind: str, seed: int) -> None:
+    outcome = run_seed(_sources(kind), seed)
+    assert not outcome.invariant, outcome.details
+    assert outcome.coverage[f"fault:{kind}"] == 1 and not outcome.failure
+
+
+def _sources(kind: str) -> SimConfig:
+    """The worlds of lost work that needs such versions, with no other fault."""
+    swarm = load(ROOT / "configs" / "sim_sources.toml", KINDS)
+    alone = {"menu": (kind,), "share": 1.0, "fatal_share": 0.0, "calm_share": 0.0}
+    return msgspec.structs.replace(swarm, faults=msgspec.structs.replace(swarm.faults, **alone))
 
 
 @pytest.mark.parametrize("way", WAYS)

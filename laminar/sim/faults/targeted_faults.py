@@ -51,6 +51,12 @@ from laminar.sim.faults.targeted_relay import (
     RelayWhilePublishing,
     TransferNeverEnds,
 )
+from laminar.sim.faults.targeted_source import (
+    CheckpointGone,
+    FetchedTwice,
+    SourceLost,
+    VersionElsewhere,
+)
 from laminar.sim.faults.targeted_version import (
     CheckpointOutdated,
     EvaluationOutOfReach,
@@ -184,5 +190,6 @@ TARGETED: dict[str, type[TargetedFault]] = {
         DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
         EvaluationInHandover, PoisonInTail, MachineInPhase, NewestCheckpointDamaged, LostInLoad,
         ProofFails, StoreCutInLoad, CoordinatorInLoad, EvaluationInLoad,
+        VersionElsewhere, SourceLost, FetchedTwice, CheckpointGone,
     )
 }  # fmt: skip
