@@ -54,6 +54,8 @@ class Indexes:
         self.held: dict[int, dict[str, None]] = {}
         #: by version, how many are ordered to load this very one
         self.fetched: dict[int, int] = {}
+        #: orders to load from another machine, by replica
+        self.from_afar: dict[str, PullWeights] = {}
         #: ids by the replica that generates or scores them, or did last
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
         #: by group, how many of it have finished and their tokens, where there are any
@@ -90,6 +92,10 @@ class Indexes:
             self.fetched[command.version] = self.fetched.get(command.version, 0) + change
             if not self.fetched[command.version]:
                 del self.fetched[command.version]
+            if command.holder and change > 0:
+                self.from_afar[command.to] = command
+            else:
+                self.from_afar.pop(command.to, None)
 
     def count_length(self, trajectory: Trajectory, change: int) -> None:
         """One that has finished is known, or is forgotten."""

@@ -425,6 +425,7 @@ def indexes_are_true(state: State) -> None:
     _require(set(kept.timers) >= set(made.timers), "timers", made.timers)
     _require(kept.ready == made.ready, "ready", kept.ready)
     _require(kept.fetched == made.fetched, "fetched", kept.fetched)
+    _require(kept.from_afar == made.from_afar, "from afar", kept.from_afar)
     _require(kept.lengths == made.lengths, "lengths", kept.lengths)
     _require(kept.lost.content() == made.lost.content(), "lost work", kept.lost.content())
     _require(

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from laminar.core import keys
-from laminar.core.indexes import indexes_of, ordered_pull
+from laminar.core.indexes import indexes_of
 from laminar.core.state import Replica, State
 from laminar.events import commands as cmd
 
@@ -136,12 +136,8 @@ def _waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
 
 def fetches(state: State) -> list[cmd.PullWeights]:
     """Outstanding loads of a version that comes from another machine."""
-    if not indexes_of(state).fetched:
-        return []
-    index = indexes_of(state).replicas
-    loading = sorted(index.numbers_of(index.of(lambda kind: kind.loading)))
-    orders = (ordered_pull(state, index.replicas[number].name) for number in loading)
-    return [order for order in orders if order is not None and order.holder]
+    orders = indexes_of(state).from_afar
+    return [orders[name] for name in sorted(orders)]
 
 
 def note_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
