@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import chain
 
-from laminar.core import groups, held_out, kept_versions
+from laminar.core import groups, held_out, kept_versions, sources
 from laminar.core.admission import has_sessions, room, serving
 from laminar.core.context import Context
 from laminar.core.dispatch import open_group
@@ -80,7 +80,7 @@ def waits(state: State) -> bool:
 
 
 def version_wanted(ctx: Context, replica: Replica) -> int:
-    """The version that an empty replica should load for an evaluation; -1: none that it can.
+    """The version that an empty replica should load for an evaluation, if it can; -1: none.
 
     A due one needs one replica to pull it; a running one only if no live replica is left for it.
     """
@@ -97,10 +97,11 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
     helped = _is_helped(state, evaluation)
     if helped and not (evaluation.final and state.phase == Phase.FINAL_EVALUATION):
         return -1
-    if not helped and not _in_reach(state, evaluation.version):
+    here = sources.choose(state, replica, evaluation.version).source is not None
+    if not helped and not here and not _in_reach(state, evaluation.version):
         _move_on(ctx)
         return version_wanted(ctx, replica)
-    return evaluation.version if state.in_reach(replica, evaluation.version) else -1
+    return evaluation.version
 
 
 def _is_helped(state: State, evaluation: Evaluation) -> bool:
@@ -139,7 +140,7 @@ def may_want(state: State) -> bool:
 
 
 def _in_reach(state: State, version: int) -> bool:
-    """Some live replica can load it."""
+    """Some live replica can load it from its relay, or from a checkpoint."""
     if version in state.saved:
         return bool(indexes_of(state).replicas.kinds)
     relays = indexes_of(state).held.get(version, {})
@@ -149,8 +150,8 @@ def _in_reach(state: State, version: int) -> bool:
 
 
 def _move_on(ctx: Context) -> None:
-    """The version was evicted before it was pinned, or went with a machine, and no checkpoint has
-    it: evaluate the newest instead."""
+    """The version was evicted before it was pinned, or went with a machine, and there is no copy
+    that could be loaded: evaluate the newest instead."""
     state = ctx.state
     state.evaluation, state.evaluation_due = None, state.newest
     for group in list(state.groups.values()):

@@ -273,10 +273,9 @@ def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
     if state.newest_for(replica) < 0:
         return  # its relay will be back: an evaluation does not move on for that
     wanted = evaluation.version_wanted(ctx, replica)
-    if wanted >= 0 and wanted != replica.version:
-        pull(
-            ctx, replica, wanted, exact=state.evaluation is not None, purpose=PullPurpose.EVALUATION
-        )
+    exact = state.evaluation is not None
+    if wanted >= 0 and wanted != replica.version and (not exact or _loads(state, replica, wanted)):
+        pull(ctx, replica, wanted, exact, PullPurpose.EVALUATION)
 
 
 def plan_pull(ctx: Context, replica: Replica) -> None:
@@ -341,11 +340,16 @@ def _version_of_lost_work(state: State, replica: Replica) -> int:
     return next((v for v in wanted if _to_be_fetched(state, replica, v)), -1)
 
 
+def _loads(state: State, replica: Replica, version: int) -> bool:
+    """It is in reach of this replica, which else is the one for which it is fetched."""
+    return state.in_reach(replica, version) or _to_be_fetched(state, replica, version)
+
+
 def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
-    """Another machine has it, and no replica there is free to load it."""
-    if sources.choose(state, replica, version).source is None:
-        return False
+    """Another machine has it, no replica there is free to load it, and none loads it already."""
     index = indexes_of(state)
+    if version in index.fetched or sources.choose(state, replica, version).source is None:
+        return False
     near = [name for relay in sources.holders(state, version) for name in index.served_by(relay)]
     return not any(_can_pull(state, state.replicas[name]) for name in near)
 

@@ -120,3 +120,39 @@ def test_time_of_a_fetch_runs_from_the_last_word_of_its_bytes():
     before = bench.state.timers[timer]
     bench.say("relay-1", slow)
     assert bench.state.timers[timer] > before
+
+
+def _evaluation_elsewhere() -> Bench:
+    """rollout-0 has answered one of three held-out prompts of version 0 when it is lost; only the
+    relay of its machine still has that version."""
+    bench = Bench(nodes=2, groups_per_step=1, max_staleness=1, num_eval=3, val_before_train=True)
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.receive("relay-1", 1, held=(1,))
+    loaded = msgspec.structs.replace(bench.loaded(1), num_bytes=4_000_000)
+    bench.say("rollout-1.0", loaded)
+    while bench.open_groups():
+        bench.complete(*bench.open_groups())
+    bench.finish("e0.0.0")
+    bench.reward("e0.0.0")
+    bench.kill("rollout-0")
+    return bench
+
+
+def test_evaluation_goes_on_with_its_version_from_another_machine():
+    bench = _evaluation_elsewhere()
+    pull = bench.pull_of("rollout-1.0")
+    assert pull is not None and (pull.version, pull.exact, pull.holder) == (0, True, "relay-0")
+    assert bench.state.evaluation.version == 0 and bench.state.evaluation.done == 1
+    bench.receive("relay-1", 0, held=(0, 1))
+    again = [c for c in bench.load("rollout-1.0") if isinstance(c, cmd.GenerateTrajectory)]
+    assert {(c.group, c.version) for c in again} == {("e0.1-2", 0), ("e0.2-2", 0)}
+
+
+def test_evaluation_moves_on_when_nobody_gives_its_version():
+    bench = _evaluation_elsewhere()
+    again = bench.say("rollout-1.0", ev.VersionGone(version=0, held=(1,)))
+    held_out = [c for c in again if isinstance(c, cmd.GenerateTrajectory) and c.group[0] == "e"]
+    assert {(c.group, c.version) for c in held_out} == {(f"e1.{row}", 1) for row in range(3)}
+    assert bench.pull_of("rollout-1.0") is None

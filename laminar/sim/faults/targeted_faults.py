@@ -53,6 +53,7 @@ from laminar.sim.faults.targeted_relay import (
 )
 from laminar.sim.faults.targeted_source import (
     CheckpointGone,
+    EvaluationElsewhere,
     FetchedTwice,
     SourceLost,
     VersionElsewhere,
@@ -190,6 +191,6 @@ TARGETED: dict[str, type[TargetedFault]] = {
         DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
         EvaluationInHandover, PoisonInTail, MachineInPhase, NewestCheckpointDamaged, LostInLoad,
         ProofFails, StoreCutInLoad, CoordinatorInLoad, EvaluationInLoad,
-        VersionElsewhere, SourceLost, FetchedTwice, CheckpointGone,
+        VersionElsewhere, SourceLost, FetchedTwice, CheckpointGone, EvaluationElsewhere,
     )
 }  # fmt: skip

@@ -17,6 +17,8 @@ from laminar.core.indexes import indexes_of
 from laminar.core.state import Replica, State
 from laminar.core.statuses import Phase
 from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
+from laminar.names.ids import Purpose
 from laminar.sim.faults.effects import Effects
 from laminar.sim.faults.targeted import SLOW, TargetedFault
 from laminar.sim.scenario import seconds
@@ -125,3 +127,17 @@ class CheckpointGone(VersionElsewhere):
         self.world.lose_checkpoints()
         self.lose(self.relay, "dies")
         return True
+
+
+class EvaluationElsewhere(VersionElsewhere):
+    """What is lost are held-out answers alone, to a version that others have newer ones of."""
+
+    kind = "evaluation-elsewhere"
+
+    def _suits(self, state: State, replica: Replica) -> bool:
+        groups = (state.groups[state.trajectories[t].group] for t in replica.running)
+        held_out = all(group.purpose == Purpose.EVAL for group in groups)
+        return held_out and super()._suits(state, replica)
+
+    def follow(self, state: State, order: cmd.PullWeights) -> bool:
+        return order.purpose == PullPurpose.EVALUATION and bool(order.holder)
