@@ -19,7 +19,7 @@ from laminar.actors.host import Host
 from laminar.actors.openings import Openings
 from laminar.actors.running import Running
 from laminar.config import Config
-from laminar.config.tree import RolloutConfig
+from laminar.config.rollout import RolloutConfig
 from laminar.engines.protocol import ReplicaEngine, StepRecord
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId

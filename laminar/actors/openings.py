@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laminar.actors.clients import StoreClient
-from laminar.config.tree import RolloutConfig
+from laminar.config.rollout import RolloutConfig
 from laminar.events import commands as cmd
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m

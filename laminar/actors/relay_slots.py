@@ -18,6 +18,7 @@ from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.arena.slots import SlotError, SlotTable, VersionGone, slots_within
 from laminar.weights.version import manifest as mf
+from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.table import VersionTable
 
 CHAIN, FETCH = "chain", "fetch"
@@ -174,9 +175,12 @@ class RelaySlots:
         return self._manifest(version) if version in self.held else None
 
     def _manifest(self, version: int) -> mf.Manifest:
+        return self._copy(version).manifest()
+
+    def _copy(self, version: int) -> VersionCopy:
         copy = self._versions.get(version)
         assert copy is not None, version  # it is forgotten when its slot is given away, not before
-        return copy.manifest()
+        return copy
 
     # --- readers ------------------------------------------------------------------------------
 
@@ -192,6 +196,25 @@ class RelaySlots:
             slot=lease.slot,
             arena=self._memory.path,
             manifest=mf.encode(self._manifest(lease.version)),
+            copy=self._copy(lease.version).number,
+        )
+
+    def stream(
+        self, boot_id: str, request: m.LeaseVersion
+    ) -> m.Leased | m.Arriving | m.Coming | m.Gone:
+        """This very version, or what is here of it; a newer one instead means that it has gone."""
+        reply, copy = self.lease(boot_id, request), self._versions.get(request.version)
+        if isinstance(reply, m.Leased):
+            return reply
+        if copy is None:
+            newer = max(self._versions.all(), default=-1) > request.version
+            return reply if newer else m.Coming()
+        return m.Arriving(
+            slot=copy.slot,
+            arena=self._memory.path,
+            copy=copy.number,
+            num_bytes=copy.front,
+            draft=copy.draft if copy.number != request.copy else None,
         )
 
     def release(self, request: m.ReleaseLease) -> m.Released | m.OtherArena:
@@ -238,8 +261,12 @@ class Fetches:
         self._coming: set[int] = set()
         self._asked: set[int] = set()  #: ids of orders for which a version was fetched
 
-    def lease(self, boot_id: str, request: m.LeaseVersion) -> m.Leased | m.Coming | m.Gone:
+    def lease(
+        self, boot_id: str, request: m.LeaseVersion
+    ) -> m.Leased | m.Arriving | m.Coming | m.Gone:
         """What is here; else it is fetched once for this order, if that names a holder."""
+        if request.stream:
+            return self._slots.stream(boot_id, request)
         reply = self._slots.lease(boot_id, request)
         if isinstance(reply, m.Gone) and request.holder:
             if request.order not in self._asked and request.version not in self._coming:

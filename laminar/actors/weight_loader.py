@@ -3,6 +3,9 @@
 Reads   PullWeights commands; leased slots of the relay on this machine; checkpoints
 Emits   WeightsLoaded, WeightsRejected, VersionGone, CheckpointRefused
 
+A stream copies what its relay has got so far, while the rest arrives; work waits in the engine
+meanwhile, and is sampled when the version is proved.
+
 Two proofs: the digest of the bytes that were loaded, taken after the load (a slot must not have
 changed under the reader), and the probe: the engine scores a few fixed sequences and must agree
 with the trainer. A right digest with a wrong probe is a tensor in the wrong place.
@@ -40,8 +43,9 @@ from laminar.weights.version.hashes import Bytes, WeightsCorrupt
 LOADS_MAX = 2
 """A load that fails its digest is tried once more; the second failure is reported. One with which
 sequences went on is not: what they sampled since is worth nothing."""
+REVOKED = "the lease was revoked while the slot was read"
 COMING_POLL_S = 0.05
-"""How often a relay is asked for a version that it fetches."""
+"""How often a relay is asked for a version that it fetches, or for more of one that it gets."""
 RELEASE_S = 5.0
 """A relay that does not answer must not keep a replica that has its weights from serving."""
 
@@ -95,53 +99,186 @@ class WeightFiles(Protocol):
         """WeightsCorrupt, ManifestError."""
 
 
+class Leases:
+    """Slots of the relay on this machine, for as long as they are read."""
+
+    def __init__(self, host: Host, relay: RelayClient, files: WeightFiles) -> None:
+        self._host, self._relay, self._files = host, relay, files
+        self._arena: Slots | None = None
+        self._arena_path = ""  #: a relay that was started again has another
+
+    async def take(
+        self, order: cmd.Order, command: cmd.PullWeights, copy: int = -1
+    ) -> m.Leased | m.Arriving | m.Gone:
+        """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing; one that
+        awaits the version is asked again until it is there. `copy`: the one that is known here."""
+        request = m.LeaseVersion(
+            version=command.version,
+            exact=command.exact,
+            holder=command.holder,
+            address=command.address,
+            order=order.command_id,
+            stream=command.purpose == PullPurpose.STREAM,
+            copy=copy,
+        )
+        try:
+            lease: m.Leased | m.Arriving | m.Coming | m.Gone = m.Coming()
+            while isinstance(lease, m.Coming):  # the order to load has a deadline
+                lease = await self._relay.ask(request, m.Leased, m.Arriving, m.Coming, m.Gone)
+                if isinstance(lease, m.Coming):
+                    await asyncio.sleep(COMING_POLL_S)
+            if not isinstance(lease, m.Gone) and self._arena_path != lease.arena:
+                self._arena = self._files.attach(lease.arena)
+                self._arena_path = lease.arena
+        except (RpcError, TimeoutError, NotReadable) as error:
+            self._host.log.warning("not-leased", version=command.version, reason=str(error))
+            return m.Gone(held=())
+        return lease
+
+    async def release(self, lease: m.Leased) -> bool:
+        """Whether nothing can have been written into the slot while it was read.
+
+        Nothing is written into what a relay leaves behind when it dies; and if it is only slow, the
+        digest, which was checked after the load, decides.
+        """
+        request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
+        try:
+            released: m.Released | m.OtherArena = await self._relay.ask(
+                request, m.Released, m.OtherArena, timeout_s=RELEASE_S
+            )
+        except TimeoutError:
+            return True
+        return isinstance(released, m.OtherArena) or released.valid
+
+    def bytes_of(self, lease: m.Leased) -> Bytes:
+        """The slot, in the arena that was mapped last."""
+        assert self._arena is not None
+        return self._arena.slot(lease.slot)
+
+    def source_of(self, lease: m.Leased | m.Arriving, draft: mf.Draft) -> WeightSource:
+        """Where the tensors of a version lie that has this layout."""
+        assert self._arena is not None
+        offset = self._arena.offset(lease.slot)
+        return source_of(lease.arena, offset, draft.tensors, draft.total_bytes)
+
+
 class WeightLoader:
     """What this replica has loaded, and how it loads more."""
 
     def __init__(
         self, host: Host, relay: RelayClient, engine: ReplicaEngine, files: WeightFiles
     ) -> None:
-        self.host, self.relay, self.engine, self._files = host, relay, engine, files
+        self.host, self.engine, self._files = host, engine, files
+        self._leases = Leases(host, relay, files)
         #: of what the engine serves; empty and -1: nothing
         self.digest, self.version = "", -1
+        self.coming = -1  #: what is streamed into it now; -1: nothing
         self.proved = 0  #: the last load whose digest and probe were right, as TokenDelta counts
         self._loads = 0  #: that have begun
         self._weights: dict[int, Weights] = {}  #: by load, of the last ones
         self.probe_diff = 0.0
         #: seconds of the last load, its digest included, and of its probe
         self._took: dict[str, float] = {}
-        self._arena: Slots | None = None
-        self._arena_path = ""  #: a relay that was started again has another
 
     def weights_of(self, load: int) -> Weights:
         """What the engine samples with after this load, one of the last two; 0: after the last."""
         return self._weights[load or self._loads]
 
+    def expect(self, version: int) -> None:
+        """From here on the engine takes work for a version of which nothing is here; `pull` with
+        the purpose stream follows."""
+        self._nothing_served()
+        self._loads += 1
+        self.coming, self._expected = version, self.engine.expect_weights()
+
     async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """Lease, load, prove, release, report."""
+        if command.purpose == PullPurpose.STREAM:
+            return await self._stream(order, command)
         in_flight = command.purpose == PullPurpose.IN_FLIGHT
         if command.checkpoint:
             return await self._pull_from_disk(order, command)
         started = self.host.now_ns()
         failure = ""
         for _ in range(1 if in_flight else LOADS_MAX):
-            lease = await self._lease(order, command)
+            lease = await self._leases.take(order, command)
             if isinstance(lease, m.Gone):
                 if failure:  # what the engine had is gone, too
                     return self._rejected(order, command.version, failure)
-                gone = ev.VersionGone(version=command.version, held=lease.held)
-                return self.host.emit(gone, event_seq=order.cause, version=command.version)
+                return self._gone(order, command.version, lease)
+            assert isinstance(lease, m.Leased)  # only a stream is told of what arrives
             await self.host.reached("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
             failure = await self._load(lease, manifest, in_flight) if reloaded else ""
-            valid = await self._release(lease)
+            valid = await self._leases.release(lease)
             if valid and not failure:
                 await self.host.reached("rollout-loaded")
                 return self._loaded(order, manifest, started, reloaded)
-            failure = failure or "the lease was revoked while the slot was read"
+            failure = failure or REVOKED
             self._nothing_served()
         self._rejected(order, manifest.version, failure)
+
+    async def _stream(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+        """Copy what arrives, prove the whole, report, let the engine sample. A failure is not tried
+        again here: the whole version is there by then."""
+        started = self.host.now_ns()
+        try:
+            await self._expected
+            lease, source, begun = await self._follow(order, command)
+        except EngineError as error:
+            return self._rejected(order, command.version, str(error))
+        if isinstance(lease, m.Gone):
+            self.coming = -1
+            return self._gone(order, command.version, lease)
+        await self.host.reached("rollout-leased")
+        manifest = mf.decode(lease.manifest)
+        failure = await self._complete(lease, manifest, source, begun)
+        valid = await self._leases.release(lease)
+        if failure or not valid:
+            return self._rejected(order, command.version, failure or REVOKED)
+        await self.host.reached("rollout-loaded")
+        self.coming = -1
+        self._loaded(order, manifest, started, True)
+        await self.engine.go_on()
+
+    async def _complete(
+        self, lease: m.Leased, manifest: mf.Manifest, source: WeightSource, begun: int
+    ) -> str:
+        """Copy the rest and check the whole; what is wrong, or nothing."""
+        try:
+            await self.engine.arrived(source, source.nbytes)
+        except EngineError as error:
+            return str(error)
+        return await self._prove(self._leases.bytes_of(lease), manifest, begun)
+
+    async def _follow(
+        self, order: cmd.Order, command: cmd.PullWeights
+    ) -> tuple[m.Leased | m.Gone, WeightSource, int]:
+        """Copy what is proved of one copy in the relay until that is whole, or gone; when its
+        first bytes were here, ns."""
+        source, copy, begun, here = WeightSource("", 0, 0, ()), -1, 0, 0
+        while True:
+            lease = await self._leases.take(order, command, copy)
+            if isinstance(lease, m.Gone):
+                return lease, source, begun
+            former = source.path not in ("", lease.arena)  # of a relay that was started again
+            if former or copy not in (-1, lease.copy):  # its slot was given away
+                if isinstance(lease, m.Leased):
+                    await self._leases.release(lease)
+                return m.Gone(held=()), source, begun
+            if copy < 0:
+                copy, begun = lease.copy, self.host.now_ns()
+                draft = mf.decode(lease.manifest) if isinstance(lease, m.Leased) else lease.draft
+                assert draft is not None, lease  # it is left out where the reader knows it
+                self._note_weights(draft)
+                source = self._leases.source_of(lease, draft)
+            if isinstance(lease, m.Leased):
+                return lease, source, begun
+            if lease.num_bytes > here:
+                here = lease.num_bytes
+                await self.engine.arrived(source, here)
+            await asyncio.sleep(COMING_POLL_S)
 
     async def _pull_from_disk(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """What the relays have evicted. The bytes are proved before the engine sees them."""
@@ -165,51 +302,10 @@ class WeightLoader:
     def _nothing_served(self) -> None:
         self.digest, self.version = "", -1
 
-    async def _lease(self, order: cmd.Order, command: cmd.PullWeights) -> m.Leased | m.Gone:
-        """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing; one that
-        fetches the version is asked again until it is there."""
-        request = m.LeaseVersion(
-            version=command.version,
-            exact=command.exact,
-            holder=command.holder,
-            address=command.address,
-            order=order.command_id,
-        )
-        try:
-            lease: m.Leased | m.Coming | m.Gone = m.Coming()
-            while isinstance(lease, m.Coming):  # the order to load has a deadline
-                lease = await self.relay.ask(request, m.Leased, m.Coming, m.Gone)
-                if isinstance(lease, m.Coming):
-                    await asyncio.sleep(COMING_POLL_S)
-            if isinstance(lease, m.Leased) and self._arena_path != lease.arena:
-                self._arena = self._files.attach(lease.arena)
-                self._arena_path = lease.arena
-        except (RpcError, TimeoutError, NotReadable) as error:
-            self.host.log.warning("not-leased", version=command.version, reason=str(error))
-            return m.Gone(held=())
-        return lease
-
-    async def _release(self, lease: m.Leased) -> bool:
-        """Whether nothing can have been written into the slot while it was read.
-
-        Nothing is written into what a relay leaves behind when it dies; and if it is only slow, the
-        digest, which was checked after the load, decides.
-        """
-        request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
-        try:
-            released: m.Released | m.OtherArena = await self.relay.ask(
-                request, m.Released, m.OtherArena, timeout_s=RELEASE_S
-            )
-        except TimeoutError:
-            return True
-        return isinstance(released, m.OtherArena) or released.valid
-
     async def _load(self, lease: m.Leased, manifest: mf.Manifest, in_flight: bool) -> str:
-        assert self._arena is not None
-        offset = self._arena.offset(lease.slot)
-        source = source_of(lease.arena, offset, manifest.tensors, manifest.total_bytes)
+        source = self._leases.source_of(lease, manifest)
         on_update = self.host.config.rollout.kv_on_update if in_flight else None
-        return await self._load_from(self._arena.slot(lease.slot), source, manifest, on_update)
+        return await self._load_from(self._leases.bytes_of(lease), source, manifest, on_update)
 
     async def _load_from(
         self,
@@ -226,6 +322,13 @@ class WeightLoader:
         begun = self.host.now_ns()
         try:
             await self.engine.load(source, on_update)
+        except EngineError as error:
+            return str(error)
+        return await self._prove(view, manifest, begun)
+
+    async def _prove(self, view: Bytes, manifest: mf.Manifest, begun: int) -> str:
+        """Digest and probe of what was loaded since `begun` (ns); what is wrong, or nothing."""
+        try:
             await self._files.verify(view, manifest)
             proved = self.host.now_ns()
             found = await probe_difference(self.engine, manifest.probe)
@@ -239,7 +342,7 @@ class WeightLoader:
             self.digest = manifest.digest
         return failure
 
-    def _note_weights(self, manifest: mf.Manifest) -> None:
+    def _note_weights(self, manifest: mf.Draft) -> None:
         """From the last load on, or as of now where nothing had to be loaded."""
         before = self._weights.get(self._loads - 1)
         self._weights = {} if before is None else {before.load: before}
@@ -265,8 +368,13 @@ class WeightLoader:
         took = self._took if reloaded else {}
         self.host.emit(loaded, event_seq=order.cause, **facts, **took)
 
+    def _gone(self, order: cmd.Order, version: int, lease: m.Gone) -> None:
+        gone = ev.VersionGone(version=version, held=lease.held)
+        self.host.emit(gone, event_seq=order.cause, version=version)
+
     def _rejected(self, order: cmd.Order, version: int, failure: str) -> None:
         self._nothing_served()
+        self.coming = -1
         rejected = ev.WeightsRejected(version=version, reason=failure[:500])
         self.host.emit(rejected, event_seq=order.cause, version=version, reason=failure)
 

@@ -99,8 +99,13 @@ def _check_critic(c: Config) -> None:
 
 
 def _check_update(c: Config) -> None:
-    """Weights in flight: what makes no sense beside it."""
+    """How weights get into an engine: what makes no sense beside it."""
     rollout = c.rollout
+    if rollout.load == "stream" and rollout.engine == "vllm":
+        raise ConfigError(
+            'rollout.load = "stream" with rollout.engine = "vllm", which loads whole versions '
+            'only; give rollout.load = "whole" or "auto", or rollout.engine = "torch"'
+        )
     if not rollout.in_flight:
         return
     if c.repack.policy != "off":

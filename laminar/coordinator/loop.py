@@ -118,6 +118,7 @@ def settings_of(config: Config) -> Settings:
         filter_metric=filtered.metric if filtered.enable else "",
         filter_batches=filtered.max_num_gen_batches if filtered.enable else 0,
         in_flight=config.rollout.in_flight,
+        stream=config.rollout.streams,
         max_sessions=config.max_sessions if config.env.path else 0,
         turn_timeout_ms=int(config.env.turn_timeout_s * 1000) if config.env.path else 0,
         rules=NEW_RUN,

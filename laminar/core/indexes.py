@@ -5,7 +5,8 @@ Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, s
         state.ready, state.lost, trajectory.replica, trajectory.restart, each together with its
         index; nothing else in the core changes them
 Gives   Indexes (`indexes_of(state)`); `replica_changed`, to be called after a change of a
-        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`, `ordered_pull`
+        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`, `ordered_pull`,
+        `streams`
 
 Indexes hold nothing that does not follow from the state: they are made from it when they are first
 asked for, are no part of its encoding or digest, and an invariant compares them with new ones.
@@ -23,6 +24,7 @@ from laminar.core.repack import Standing
 from laminar.core.replica_index import ReplicaIndex
 from laminar.core.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
 from laminar.events.commands import PullWeights
+from laminar.events.reasons import PullPurpose
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.names.roles import Role
 
@@ -314,6 +316,12 @@ def ordered_pull(state: State, replica: str) -> PullWeights | None:
     outstanding = state.commands.get(keys.pull(replica))
     command = outstanding.command if outstanding is not None else None
     return command if isinstance(command, PullWeights) else None
+
+
+def streams(state: State, replica: str) -> bool:
+    """Whether it is to begin with weights that its relay is still getting."""
+    ordered = ordered_pull(state, replica)
+    return ordered is not None and ordered.purpose == PullPurpose.STREAM
 
 
 def set_timer(state: State, name: TimerName, due_ns: int) -> None:

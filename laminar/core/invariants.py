@@ -14,7 +14,7 @@ from collections.abc import Callable
 from laminar.core import keys, store_restarts
 from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
 from laminar.core.buffering import batch_size, steps_done, trainer_idle
-from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay
+from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay, streams
 from laminar.core.indexes import trainer as source_of
 from laminar.core.keys import TimerKind
 from laminar.core.relays import ending
@@ -133,7 +133,8 @@ def every_wait_has_an_owner(state: State) -> None:
         elif status == TrajectoryStatus.GENERATED and state.phase == Phase.RUNNING:
             _require(_being_scored(state, key, trajectory.group), trajectory)
     for replica in state.live_replicas():
-        _require(replica.loading == (keys.pull(replica.name) in state.commands), replica)
+        pulls = replica.loading + streams(state, replica.name)
+        _require(pulls == (keys.pull(replica.name) in state.commands), replica)
     if not ending(state):
         _weights_are_on_their_way(state)
         _engines_start_in_time(state)
@@ -433,7 +434,7 @@ def indexes_are_true(state: State) -> None:
     )
     for name, standing in kept.standings.items():
         replica = state.replicas[name]
-        _require(not why_engine_not_in_tail(replica), "in its tail", replica)
+        _require(not why_engine_not_in_tail(state, replica), "in its tail", replica)
         _require(standing_of(state, replica) == (standing, True), "standing", standing)
 
 

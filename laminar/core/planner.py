@@ -57,6 +57,8 @@ def _plan_replicas(ctx: Context) -> None:
     recovery.plan_unscored(ctx)
     evaluation.plan_unserved(ctx)
     while ctx.anybody_touched:
+        if state.settings.stream:  # one that has just begun to stream takes it
+            recovery.plan_lost(ctx)
         names, all_touched = ctx.take_touched()
         touched = [state.replicas[n] for n in names if n in state.replicas]
         for replica in touched:

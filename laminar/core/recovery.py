@@ -28,7 +28,7 @@ from laminar.core import (
 )
 from laminar.core.context import Context
 from laminar.core.dispatch import lose, newest_tokens, place_again
-from laminar.core.indexes import indexes_of
+from laminar.core.indexes import indexes_of, ordered_pull
 from laminar.core.lost_work import Entry, goes_anywhere
 from laminar.core.relays import ending
 from laminar.core.replica_index import Kind
@@ -89,18 +89,20 @@ def _waiting_on(state: State, name: str) -> list[Trajectory]:
 
 def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
     """Lost work has waited for its version long enough. With an environment it waits on for a place
-    where its version is served: longer episodes must not be the ones that begin again."""
+    where its version is served: longer episodes must not be the ones that begin again. A held-out
+    answer has no other version: where that is served nowhere, it is asked for again."""
     state = ctx.state
     trajectory = state.trajectories.get(trajectory_id)
-    lost = trajectory is not None and trajectory_id in state.lost
-    if trajectory is not None and lost and state.settings.environment:
+    if trajectory is not None and trajectory_id in state.lost:
+        held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
         index = indexes_of(state).replicas
-        if index.of(lambda kind: kind.version == trajectory.version and kind.serving):
+        waits = (held_out or state.settings.environment) and index.of(
+            lambda kind: kind.version == trajectory.version and kind.serving
+        )
+        if waits or _is_fetched(state, trajectory.version):
             return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
-        if state.groups[trajectory.group].purpose == Purpose.EVAL:
+        if held_out:
             return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
-    if trajectory is not None and lost and _is_fetched(state, trajectory.version):
-        return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
     indexes.end_wait(state, trajectory_id)
     ctx.touch_all()
 
@@ -255,7 +257,7 @@ def watch_progress(ctx: Context, name: str) -> None:
     silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
     if store_restarts.awaited(state):  # who waits for it samples nothing
         replica.progress_ns = ctx.stamped.time_ns
-    elif replica.running and not replica.loading and silent_ms >= stall_ms:
+    elif replica.running and not ordered_pull(state, name) and silent_ms >= stall_ms:
         ctx.restart(name, f"sampled nothing for {silent_ms} ms with work to do")
         replica.progress_ns = ctx.stamped.time_ns
     ctx.set_timer(keys.progress(name), stall_ms)

@@ -264,6 +264,9 @@ def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
         _older_comes(ctx, event)
     elif event.num_bytes and timer in ctx.state.timers:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
+        for replica in indexes_of(ctx.state).served_by(name):
+            if indexes.streams(ctx.state, replica):
+                ctx.set_timer(keys.deadline(keys.pull(replica)), RECEIVE_TIMEOUT_MS)
 
 
 def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:

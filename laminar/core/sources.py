@@ -28,6 +28,7 @@ from laminar.core import keys
 from laminar.core.indexes import indexes_of
 from laminar.core.state import Replica, State
 from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
 
 PS_PER_MS = 1_000_000_000
 """Rates are in ps per byte: 1 is 1 TB/s, and a kB/s still fits into 64 bits."""
@@ -142,7 +143,7 @@ def fetches(state: State) -> list[cmd.PullWeights]:
 
 def note_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
     """A whole version of so many bytes was loaded as ordered."""
-    if command.holder or num_bytes <= 0:
+    if command.holder or command.purpose == PullPurpose.STREAM or num_bytes <= 0:
         return
     state.version_bytes = num_bytes
     state.paces[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes

@@ -12,7 +12,7 @@ time; nothing is latched.
 from __future__ import annotations
 
 from laminar.core.admission import first_share, groups_wanted, room, why_not_admitted
-from laminar.core.indexes import indexes_of
+from laminar.core.indexes import indexes_of, streams
 from laminar.core.repack import Standing
 from laminar.core.state import Replica, State, Trajectory
 from laminar.names.ids import Purpose
@@ -39,7 +39,7 @@ def tails(state: State) -> dict[int, list[Standing]]:
         replica = index.replicas[number]
         standing = kept.get(replica.name)
         if standing is None:
-            if why_engine_not_in_tail(replica):
+            if why_engine_not_in_tail(state, replica):
                 continue
             standing = _counted(state, replica)
         place = replica.version, replica.relay
@@ -54,16 +54,20 @@ def tails(state: State) -> dict[int, list[Standing]]:
 
 def why_not_in_tail(state: State, replica: Replica) -> str:
     """Why a replica that serves is not in its tail; empty: it is."""
-    return why_engine_not_in_tail(replica) or ("" if why_not_admitted(state, replica) else "admits")
+    return why_engine_not_in_tail(state, replica) or (
+        "" if why_not_admitted(state, replica) else "admits"
+    )
 
 
-def why_engine_not_in_tail(replica: Replica) -> str:
+def why_engine_not_in_tail(state: State, replica: Replica) -> str:
     """Why its engine keeps a replica out of its tail; empty: it does not."""
     packing = replica.packing
     if packing is None or packing.as_of < packing.asked:
         return "not-heard"
     if packing.waiting:
         return "waiting"
+    if streams(state, replica.name):
+        return "streams"
     if not replica.load:
         return "empty"
     return "full" if replica.load >= packing.max_batch else ""

@@ -7,7 +7,9 @@ Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
 In flight it loads newer weights as soon as its relay has them, whatever it runs, and that goes on
-with them; but never with held-out answers, of which each has one version, too. A number is
+with them; but never with held-out answers, of which each has one version, too. A replica whose
+relay has nothing yet begins with what that is getting (`rollout.load`): it serves that version as
+far as decisions go, and samples nothing before the weights are proved. A number is
 allocated with the step that makes the weights and never used again. A replica pulls from the relay
 of its own machine; what that has not, this fetches from another machine's relay, or it comes from
 a checkpoint (core/sources.py).
@@ -132,12 +134,14 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     replica = _pulled(ctx)
     if replica is None:
         return
+    streamed = ordered is not None and ordered.purpose == PullPurpose.STREAM
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
-    replica.took, replica.loading, replica.failed_loads = 0, False, 0
+    replica.loading, replica.failed_loads = False, 0
+    replica.took = replica.took if streamed else 0
     took_ms = int(event.seconds * 1000)
     if ordered is not None and event.reloaded:
         sources.note_load(state, ordered, event.num_bytes, took_ms)
-    fetched = ordered is not None and ordered.holder
+    fetched = (ordered is not None and bool(ordered.holder)) or streamed
     if event.reloaded and not fetched and _time_for(took_ms) > PULL_TIMEOUT_MS:
         state.slow_load_ms = max(state.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
@@ -158,14 +162,19 @@ def on_weights_rejected(ctx: Context, event: ev.WeightsRejected) -> None:
     replica = _pulled(ctx)
     if replica is None:
         return
-    for trajectory_id in list(replica.running):
-        dispatch.lose(ctx, trajectory_id)
-    replica.version, replica.step, replica.loading = -1, -1, False
+    _give_up_weights(ctx, replica)
     replica.failed_loads += 1
     indexes.replica_changed(ctx.state, replica)
     ctx.touch(replica.name)
     if replica.failed_loads >= FAILED_LOADS_MAX:
         ctx.restart(replica.name, f"rejected weights {event.version}: {event.reason}")
+
+
+def _give_up_weights(ctx: Context, replica: Replica) -> None:
+    """It has none now; what ran there waits for another place."""
+    for trajectory_id in list(replica.running):
+        dispatch.lose(ctx, trajectory_id)
+    replica.version, replica.step, replica.loading = -1, -1, False
 
 
 def _held_versions(state: State, event: ev.VersionGone) -> bool:
@@ -187,6 +196,9 @@ def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     if replica is None:
         return
     replica.loading = False
+    if ordered is not None and ordered.purpose == PullPurpose.STREAM:
+        _give_up_weights(ctx, replica)
+        state.failed_sources[replica.relay] = None
     if ordered is not None and ordered.holder:
         state.failed_sources[ordered.holder] = None
     indexes.replica_changed(state, replica)
@@ -235,11 +247,11 @@ def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
 
 
 def pull(ctx: Context, replica: Replica, version: int, exact: bool, purpose: PullPurpose) -> None:
-    """Order a load; this very version (exact) is in reach of the replica."""
-    state = ctx.state
-    replica.loading = True
+    """Order a load; this very version (exact) is in reach of the replica, or is streamed."""
+    state, streamed = ctx.state, purpose == PullPurpose.STREAM
+    replica.loading = not streamed
     replica.progress_ns = ctx.stamped.time_ns
-    evicted = exact and version not in state.held_for(replica)
+    evicted = exact and not streamed and version not in state.held_for(replica)
     choice = sources.choose(state, replica, version) if evicted else None
     source = choice.source if choice is not None else None
     peer = source.name if source is not None and source.tier == sources.Tier.PEER else ""
@@ -283,7 +295,7 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
     flight any does that answers no held-out prompt."""
     state, newest = ctx.state, ctx.state.newest_for(replica)
     if newest <= replica.version:
-        return
+        return _plan_stream(ctx, replica)
     if _can_pull(state, replica):
         purpose = PullPurpose.START if replica.version < 0 else PullPurpose.NEWER
         pull(ctx, replica, newest, False, purpose)
@@ -291,8 +303,23 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
         pull(ctx, replica, newest, True, PullPurpose.IN_FLIGHT)
 
 
+def _plan_stream(ctx: Context, replica: Replica) -> None:
+    """Where the relay of a machine has nothing yet, a replica begins with what it is getting."""
+    state, relay = ctx.state, ctx.state.relays.get(replica.relay)
+    if not state.settings.stream or state.newest < 0 or relay is None or replica.failed_loads:
+        return
+    comes = relay.newest < 0 and relay is not master_relay(state)
+    if comes and relay.name not in state.failed_sources and _can_pull(state, replica):
+        replica.version, replica.step = state.newest, state.newest_step
+        replica.digest, replica.took = state.newest_digest, 0
+        pull(ctx, replica, state.newest, True, PullPurpose.STREAM)
+        ctx.touch(replica.name)
+
+
 def _can_pull_in_flight(state: State, replica: Replica) -> bool:
     if not state.settings.in_flight or not serving(state, replica):
+        return False
+    if indexes.streams(state, replica.name):
         return False
     groups = (state.groups[state.trajectories[t].group] for t in replica.running)
     return all(group.purpose == Purpose.TRAIN for group in groups) and not _awaits_turn(
@@ -306,7 +333,8 @@ def _can_pull(state: State, replica: Replica) -> bool:
     busy = replica.running or replica.incoming or replica.given or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
     able = not busy and not given_up and state.actor_alive(replica.name)
-    return able and not _awaits_turn(state, replica)
+    streams = able and indexes.streams(state, replica.name)
+    return able and not streams and not _awaits_turn(state, replica)
 
 
 def _awaits_turn(state: State, replica: Replica) -> bool:

@@ -92,6 +92,13 @@ class ClockEngine:
     def _end_load(self, on_update: KvOnUpdate | None) -> None:
         self.clock.go_on(prefills=on_update == "recompute")
 
+    def expect_weights(self) -> asyncio.Future[None]:
+        return self._done(self._begin_load(None))
+
+    def go_on(self) -> asyncio.Future[None]:
+        self._end_load(None)
+        return self._done()
+
     def abort(self, request_id: str) -> asyncio.Future[bool]:
         """What was sampled so far is handed over before."""
         self._hand_over()

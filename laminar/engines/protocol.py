@@ -139,6 +139,24 @@ class ReplicaEngine(Protocol):
         """
         ...
 
+    def expect_weights(self) -> asyncio.Future[None]:
+        """Give the weights up, as a load does that begins; requests are taken from here on and
+        wait, for what `arrived` brings and `go_on` ends. EngineError while a sequence runs."""
+        ...
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        """The first bytes of a version lie in their place: copy the tensors that are whole, and
+        prefill what waits through the layers that are here, if the engine can.
+
+        Asked again with more bytes of the same source; all of them end the load. EngineError as
+        `load` has it.
+        """
+        ...
+
+    def go_on(self) -> asyncio.Future[None]:
+        """What arrived is proved: sample what waits."""
+        ...
+
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; what runs is not touched.
 
@@ -186,6 +204,15 @@ class Engine(Protocol):
         EngineError for a tensor that is unknown, missing, given twice or of another shape; what
         `on_update` means, and what is left after an error, ReplicaEngine.load says.
         """
+        ...
+
+    def expect_weights(self) -> None:
+        """As ReplicaEngine has it; `step` is not called before `go_on` there."""
+        ...
+
+    def arrived(self, tensors: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
+        """The next tensors of the version that is expected, each given once; what waits is
+        prefilled behind them. EngineError as `load_weights` has it."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -11,6 +11,7 @@ rather than a growing queue of callbacks.
 
 Sequences that go on with new weights step before these are proved, and broken ones may break the
 step. That is no failure of the engine, whose requests are dropped: `score`, the proof, says so.
+While weights are expected nothing steps until they are proved: `go_on`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +35,7 @@ from laminar.engines.protocol import (
     TokenDelta,
     WeightSource,
 )
-from laminar.engines.weight_file import MappedWeights
+from laminar.engines.weight_file import MappedWeights, whole_among
 
 T = TypeVar("T")
 
@@ -67,6 +69,8 @@ class EngineRunner:
         self._weights = MappedWeights()
         self._proved = True  #: `score` has answered since the last load, or nothing ran then
         self._broken: EngineError | None = None  #: what a step failed with before that
+        self._held = False  #: weights are expected, and nothing steps
+        self._given = 0  #: tensors of those that the engine has
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -83,6 +87,16 @@ class EngineRunner:
     ) -> asyncio.Future[None]:
         """Copy a version into the engine."""
         return self.call(lambda engine: self._load(engine, source, on_update))
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        return self.call(self._expect)
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        """Copy tensors of a version that is still being written, in the order of its table."""
+        return self.call(lambda engine: self._arrived(engine, source, num_bytes))
+
+    def go_on(self) -> asyncio.Future[None]:
+        return self.call(self._go_on)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence."""
@@ -148,10 +162,25 @@ class EngineRunner:
         self._loop.call_soon_threadsafe(_resolve, job.future, value, error)
 
     def _busy(self) -> bool:
-        return self._stats.running + self._stats.waiting > 0
+        return not self._held and self._stats.running + self._stats.waiting > 0
+
+    def _expect(self, engine: Engine) -> None:
+        self._broken, self._proved, self._given = None, True, 0
+        engine.expect_weights()
+        self._held = True
+
+    def _arrived(self, engine: Engine, source: WeightSource, num_bytes: int) -> None:
+        count = whole_among(source.tensors, num_bytes)
+        tensors = islice(self._weights.tensors(source), self._given, count)
+        self._given = count
+        engine.arrived(tensors, last=num_bytes >= source.nbytes)
+
+    def _go_on(self, engine: Engine) -> None:
+        self._held = False
 
     def _load(self, engine: Engine, source: WeightSource, on_update: KvOnUpdate | None) -> None:
         self._broken, self._proved = None, on_update is None
+        self._held = self._held and on_update is not None
         engine.load_weights(self._weights.tensors(source), on_update)
 
     def _score(self, engine: Engine, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -8,7 +8,8 @@ each step is one forward pass over neighbouring cache rows. Attention runs over 
 similar length (spans.py): a step costs what its rows hold, not the longest row for each. Requests
 that arrive with the same tokens, as a group's siblings do, are prefilled once and get copies of the
 cache. When sequences go on with other weights, they keep their cache or are prefilled again; a
-prompt's cache is copied only to a sequence of the same load. Scores have a cache of their own, so
+prompt's cache is copied only to a sequence of the same load. While weights arrive, what waits gets
+its slots and is prefilled behind them (streamed.py). Scores have a cache of their own, so
 that none of this is touched. Sampling is counter-based: a sequence that moves to another replica of
 the same weights continues with the very same tokens (float32; reduced precision rounds differently
 from one batch to another).
@@ -38,7 +39,8 @@ from laminar.engines.protocol import (
 )
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.sampling import uniforms
-from laminar.engines.spans import Lengths, Spans, round_up
+from laminar.engines.spans import Lengths, Span, Spans, round_up
+from laminar.engines.streamed import Streamed
 from laminar.engines.torch_model import DecoderModel
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
@@ -91,6 +93,7 @@ class TorchEngine:
         self._spans = Spans(self._model.call_cost)
         self._loaded = False
         self._loads = 0  #: that have begun
+        self._streamed: Streamed | None = None  #: the load that is under way
         self._active: list[_Sequence] = []  # index = slot
         self._waiting: deque[GenerateRequest] = deque()
 
@@ -103,6 +106,8 @@ class TorchEngine:
         self._waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
+        if self._streamed is not None:
+            self._unseat()
         for slot, sequence in enumerate(self._active):
             if sequence.request.request_id == request_id:
                 self._release(slot)
@@ -119,8 +124,9 @@ class TorchEngine:
             return []
         self._need_weights()
         self._admit()
-        tokens, logprobs = self._decode()
-        return self._emit(tokens, logprobs)
+        lengths = self._in_order()
+        spans = self._spans.of(lengths)
+        return self._emit(*_decode(self._model, self._active, lengths, spans))
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], on_update: KvOnUpdate | None = None
@@ -128,7 +134,7 @@ class TorchEngine:
         self._loads += 1
         if on_update is None:
             self._need_idle("load weights")
-        self._loaded = False
+        self._loaded, self._streamed = False, None
         try:
             self._model.weights.load(tensors)
         except EngineError:
@@ -137,6 +143,27 @@ class TorchEngine:
         self._loaded = True
         if on_update == "recompute":
             self._prefill_again()
+
+    def expect_weights(self) -> None:
+        self._loads += 1
+        self._need_idle("load weights")
+        self._loaded, self._streamed = False, Streamed(self._model)
+
+    @torch.inference_mode()
+    def arrived(self, tensors: Iterable[tuple[str, Tensor]], last: bool) -> None:
+        if self._streamed is None:
+            raise EngineError("no weights are expected; call expect_weights first")
+        try:
+            self._streamed.copy(tensors)
+            self._admit()
+            self._streamed.advance()
+            if last:
+                self._streamed.end()
+        except EngineError:
+            self.close()
+            raise
+        if last:
+            self._loaded, self._streamed = True, None
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -151,7 +178,7 @@ class TorchEngine:
             count = max(1, SCORE_CACHE // longest)
             batch, order = order[:count], order[count:]
             with self._model.cache_of_its_own(len(batch), longest):
-                rows = self._score_rows([sequences[i] for i in batch])
+                rows = self._model.logprobs([sequences[i] for i in batch], SCORE_CHUNK)
             self._need_finite([score for row in rows for score in row])
             for index, row in zip(batch, rows, strict=True):
                 scores[index] = row
@@ -166,8 +193,16 @@ class TorchEngine:
         )
 
     def close(self) -> None:
+        self._streamed = None
         self._active.clear()
         self._waiting.clear()
+
+    def _unseat(self) -> None:
+        """What was given a slot while weights arrive waits again, as if it had come now."""
+        assert self._streamed is not None
+        self._streamed.forget_rows()
+        self._waiting.extendleft(s.request for s in reversed(self._active))
+        self._active.clear()
 
     def _need_weights(self) -> None:
         if not self._loaded:
@@ -199,7 +234,8 @@ class TorchEngine:
         """Move waiting requests into the free slots and fill their cache.
 
         The first request of each distinct token sequence is prefilled, all of them together;
-        the others, and those whose prompt is running already, get copies.
+        the others, and those whose prompt is running already, get copies. Only the cache is
+        wanted: the last token of each goes through the decode step.
         """
         siblings: dict[tuple[int, ...], list[GenerateRequest]] = {}
         for _ in range(min(self._slots - len(self._active), len(self._waiting))):
@@ -218,12 +254,12 @@ class TorchEngine:
         for slot, ids in enumerate(fresh, first):
             self._active.append(_Sequence(siblings[ids].pop(0), list(ids), self._loads))
             sources[ids] = slot
+        cached = self._streamed or self._model
         if fresh:
-            for _ in self._model.prefill([ids[:-1] for ids in fresh], first, PREFILL_CHUNK):
-                pass  # only the cache is wanted: the last token goes through the decode step
+            cached.fill([ids[:-1] for ids in fresh], first, PREFILL_CHUNK)
         for ids, requests in siblings.items():
             copies = [_Sequence(request, list(ids), self._loads) for request in requests]
-            self._model.cache.copy(sources[ids], len(self._active), len(copies), len(ids) - 1)
+            cached.copy_rows(sources[ids], len(self._active), len(copies), len(ids) - 1)
             self._active += copies
 
     @torch.inference_mode()
@@ -232,26 +268,9 @@ class TorchEngine:
         self._active.sort(key=lambda sequence: -len(sequence.ids))
         self._spans.rows_changed()
         if self._active:
-            rows = [sequence.ids[:-1] for sequence in self._active]
-            for _ in self._model.prefill(rows, 0, PREFILL_CHUNK):
-                pass
+            self._model.fill([sequence.ids[:-1] for sequence in self._active], 0, PREFILL_CHUNK)
         for sequence in self._active:
             sequence.load = self._loads
-
-    def _decode(self) -> tuple[list[int], list[float]]:
-        """One forward pass over all running sequences; the sampled ids and their log-probs."""
-        n = len(self._active)
-        lengths = self._in_order()
-        last_ids = np.fromiter((s.ids[-1] for s in self._active), np.int64, n)
-        seeds = np.fromiter((s.request.seed for s in self._active), np.uint64, n)
-        temperatures = np.fromiter((s.request.temperature for s in self._active), np.float64, n)
-        device = self._model.device
-        integers = torch.from_numpy(np.stack((last_ids, lengths - 1))).to(device)
-        reals = torch.from_numpy(np.stack((temperatures, uniforms(seeds, lengths)))).to(device)
-        spans = self._spans.of(lengths)
-        hidden = self._model.forward(integers[0, :, None], integers[1, :, None], spans)
-        tokens, logprobs = choose(self._model.logits(hidden[:, 0]), reals[0], reals[1])
-        return tokens.tolist(), logprobs.tolist()
 
     def _in_order(self) -> Lengths:
         """The lengths of the running rows, which are moved before where that saves time."""
@@ -289,18 +308,20 @@ class TorchEngine:
             self._model.cache.copy(len(self._active), slot, 1, len(last.ids) - 1)
             self._active[slot] = last
 
-    def _score_rows(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Scores of sequences, longest first, in as many slots."""
-        rows = [sequence[:-1] for sequence in sequences]
-        scores: list[list[float]] = [[] for _ in rows]
-        for start, hidden in self._model.prefill(rows, 0, SCORE_CHUNK):
-            logits = self._model.logits(hidden)
-            totals = logits.logsumexp(-1)
-            for row, sequence in enumerate(sequences[: len(logits)]):
-                ids = torch.tensor(sequence[start + 1 : start + 1 + logits.shape[1]])
-                chosen = logits[row, : len(ids)].gather(-1, ids.to(logits.device)[:, None])
-                scores[row] += (chosen[:, 0] - totals[row, : len(ids)]).tolist()
-        return scores
+
+def _decode(
+    model: DecoderModel, sequences: Sequence[_Sequence], lengths: Lengths, spans: Sequence[Span]
+) -> tuple[list[int], list[float]]:
+    """One forward pass over all that run; the sampled ids and their log-probs."""
+    n = len(sequences)
+    last_ids = np.fromiter((s.ids[-1] for s in sequences), np.int64, n)
+    seeds = np.fromiter((s.request.seed for s in sequences), np.uint64, n)
+    temperatures = np.fromiter((s.request.temperature for s in sequences), np.float64, n)
+    integers = torch.from_numpy(np.stack((last_ids, lengths - 1))).to(model.device)
+    reals = torch.from_numpy(np.stack((temperatures, uniforms(seeds, lengths)))).to(model.device)
+    hidden = model.forward(integers[0, :, None], integers[1, :, None], spans)
+    tokens, logprobs = choose(model.logits(hidden[:, 0]), reals[0], reals[1])
+    return tokens.tolist(), logprobs.tolist()
 
 
 def choose(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,10 +83,15 @@ class Weights:
             for name, tensor in _named_in_layer(layer, spec):
                 yield f"model.layers.{index}.{name}", tensor
 
-    @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy every tensor to its place; EngineError unless names and shapes match exactly."""
         missing = set(self.targets)
+        self.copy(tensors, missing)
+        need_all(missing)
+
+    @torch.no_grad()
+    def copy(self, tensors: Iterable[tuple[str, Tensor]], missing: set[str]) -> None:
+        """Copy tensors to their places and take their names from what is missing; EngineError."""
         for name, tensor in tensors:
             target = self.targets.get(name)
             if target is None:
@@ -99,10 +105,21 @@ class Weights:
                 )
             target.copy_(tensor)
             missing.remove(name)
-        if missing:
-            raise EngineError(
-                f"tensor {min(missing)} is missing, one of {len(missing)}; publish {_HINT}"
-            )
+
+    def layers_without(self, missing: set[str]) -> int:
+        """How many layers from the first can be run while these tensors are missing."""
+        if "model.embed_tokens.weight" in missing:
+            return 0
+        incomplete = (int(n.split(".")[2]) for n in missing if n.startswith("model.layers."))
+        return min(incomplete, default=len(self.layers))
+
+
+def need_all(missing: set[str]) -> None:
+    """EngineError if a tensor is missing."""
+    if missing:
+        raise EngineError(
+            f"tensor {min(missing)} is missing, one of {len(missing)}; publish {_HINT}"
+        )
 
 
 def _named_in_layer(layer: Layer, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -157,6 +174,15 @@ class KVCache:
             self.k[:, slot, :, kept], self.v[:, slot, :, kept] = k, v
 
 
+class Batch(NamedTuple):
+    """Tokens of neighbouring slots that run through the layers together."""
+
+    start: int  #: position of the first of each row, where they have the same
+    ids: Tensor  #: [n, L]
+    positions: Tensor  #: [n, L], or with one span [1, L] for all
+    spans: Sequence[Span]
+
+
 class DecoderModel:
     """A Qwen2, Qwen3 or Llama decoder over the slots of one cache."""
 
@@ -202,12 +228,21 @@ class DecoderModel:
         its own. `spans` cover the n neighbouring slots; the kv_len of each, a multiple of KV_ROUND,
         is above every position of its rows. Gives the normalised hidden states [n, L, H].
         """
+        x = F.embedding(ids, self.weights.embed)
+        x = self.through(x, positions, spans, 0, len(self.weights.layers))
+        return self._norm(x, self.weights.norm)
+
+    def through(
+        self, x: Tensor, positions: Tensor, spans: Sequence[Span], begin: int, end: int
+    ) -> Tensor:
+        """Run hidden states [n, L, H] through the layers from `begin` to before `end`, as `forward`
+        does."""
         rows = self._steps[spans[0].first : spans[-1].stop, None]
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
         parts = zip(_parts(positions, spans), spans, strict=True)
         masks = [self._mask(part, span.kv_len) for part, span in parts]
-        x = F.embedding(ids, self.weights.embed)
-        for index, layer in enumerate(self.weights.layers):
+        for index in range(begin, end):
+            layer = self.weights.layers[index]
             q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
             keys, values = self.cache.k[index], self.cache.v[index]
             keys[rows, :, positions] = k
@@ -216,7 +251,7 @@ class DecoderModel:
             x = x + F.linear(attended, layer.o)
             gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        return self._norm(x, self.weights.norm)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [..., vocab_limit]: ids that the tokenizer lacks are left out.
@@ -230,10 +265,40 @@ class DecoderModel:
     ) -> Iterator[tuple[int, Tensor]]:
         """Run whole rows, longest first, from position 0, in slots first, first + 1, ...
 
-        Yields (first position of the chunk, hidden states [rows that reach it, L, H]), at most
-        about `chunk_tokens` tokens at a time. Rows are right-padded within a chunk: what padding
-        leaves in the cache lies behind the row's end, where the row's own next tokens overwrite
-        it before anything attends to it.
+        Yields (first position of the chunk, hidden states [rows that reach it, L, H]).
+        """
+        for chunk in self.chunks(rows, first, chunk_tokens):
+            yield chunk.start, self.forward(chunk.ids, chunk.positions, chunk.spans)
+
+    def fill(self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int) -> None:
+        """Prefill these rows for their cache alone."""
+        for _ in self.prefill(rows, first, chunk_tokens):
+            pass
+
+    def copy_rows(self, source: int, first: int, count: int, length: int) -> None:
+        """Give slots first .. first + count - 1 the first `length` cached positions of `source`."""
+        self.cache.copy(source, first, count, length)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], chunk_tokens: int) -> list[list[float]]:
+        """Log-probs of tokens 1..L-1 of sequences, longest first, in slots 0, 1, ..."""
+        rows = [sequence[:-1] for sequence in sequences]
+        found: list[list[float]] = [[] for _ in rows]
+        for start, hidden in self.prefill(rows, 0, chunk_tokens):
+            logits = self.logits(hidden)
+            totals = logits.logsumexp(-1)
+            for row, sequence in enumerate(sequences[: len(logits)]):
+                ids = torch.tensor(sequence[start + 1 : start + 1 + logits.shape[1]])
+                chosen = logits[row, : len(ids)].gather(-1, ids.to(logits.device)[:, None])
+                found[row] += (chosen[:, 0] - totals[row, : len(ids)]).tolist()
+        return found
+
+    def chunks(
+        self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int
+    ) -> Iterator[Batch]:
+        """The batches of a prefill, each at most about `chunk_tokens` tokens.
+
+        Rows are right-padded within a chunk: what padding leaves in the cache lies behind the row's
+        end, where the row's own next tokens overwrite it before anything attends to it.
         """
         start, longest = 0, len(rows[0])
         while start < longest:
@@ -245,7 +310,7 @@ class DecoderModel:
                 padded[: len(part)] = part
             positions = self._steps[None, start:end]
             spans = [Span(first, first + count, round_up(end))]
-            yield start, self.forward(ids.to(self.device), positions, spans)
+            yield Batch(start, ids.to(self.device), positions, spans)
             start = end
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

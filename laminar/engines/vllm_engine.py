@@ -148,6 +148,15 @@ class VllmEngine:
         self._loads += 1
         return self._loop.create_task(self._load(source, on_update))
 
+    def expect_weights(self) -> asyncio.Future[None]:
+        raise EngineError("vLLM loads whole versions only; give rollout.load = whole")
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        return self.expect_weights()
+
+    def go_on(self) -> asyncio.Future[None]:
+        return self.expect_weights()
+
     def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
         return self._loop.create_task(self._score(sequences))
 

@@ -1,19 +1,26 @@
 """The tensors of a weight version, where they lie in a file that is mapped, not read.
 
 Reads   WeightSource: a file (mapped_file.py) and a table of tensors
-Gives   MappedWeights.tensors: (name, tensor) without a copy; EngineError
+Gives   MappedWeights.tensors: (name, tensor) without a copy; whole_among; EngineError
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 
 from laminar.engines.mapped_file import MappedFile
-from laminar.engines.protocol import WeightSource
+from laminar.engines.protocol import TensorPlace, WeightSource
+
+
+def whole_among(places: Sequence[TensorPlace], num_bytes: int) -> int:
+    """How many tensors, in the order of their table, end within the first bytes of a version."""
+    ends = (p.offset + math.prod(p.shape) * getattr(torch, p.dtype).itemsize for p in places)
+    return sum(1 for _ in takewhile(lambda end: end <= num_bytes, ends))
 
 
 class MappedWeights:

@@ -129,6 +129,8 @@ class Settings(
     filter_batches: int = 0  #: batches of such groups in a row that end the run; 0: none do
     #: replicas load newer weights while they run, and what runs goes on with them
     in_flight: bool = False
+    #: a replica without weights begins with those that its relay is still getting
+    stream: bool = False
     #: of an environment, on one replica; 0: a response has one turn
     max_sessions: int = 0
     turn_timeout_ms: int = 0  #: of the calls of one turn, which an order to score waits for

@@ -131,7 +131,9 @@ class ForwardWeights(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.ROLLOUT)
 class PullWeights(Command, frozen=True, kw_only=True):
-    """Load weights from this machine's relay or from disk; nothing runs meanwhile but in flight."""
+    """Load weights from this machine's relay or from disk; nothing runs meanwhile but in flight.
+
+    A stream is given work at once, none of which is sampled before the weights are proved."""
 
     version: int
     exact: bool  #: false: at least this version, the newest that the relay holds

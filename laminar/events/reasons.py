@@ -90,6 +90,7 @@ class PullPurpose(StrEnum):
     EVALUATION = "evaluation"
     RESUME = "resume"  #: for lost work of that version
     IN_FLIGHT = "in-flight"  #: newer ones, with which what runs there goes on
+    STREAM = "stream"  #: the newest, while its relay gets them; work is placed there at once
 
 
 class TransferForm(StrEnum):

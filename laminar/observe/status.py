@@ -20,7 +20,7 @@ import msgspec
 from laminar.core import keys
 from laminar.core.admission import full_of, why_not_admitted
 from laminar.core.held_out import facts
-from laminar.core.indexes import indexes_of
+from laminar.core.indexes import indexes_of, streams
 from laminar.core.losses import Losses
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
@@ -139,14 +139,17 @@ class StatusWriter:
                 "version": replica.version,
                 "running": min(placed, slots),
                 "waiting": max(placed - slots, 0),
-                "doing": _or_full(state, replica, doing[kind]),
+                "doing": _doing(state, replica, doing[kind]),
                 "engine": self._gauges.of(name),
             }
         return shown
 
 
-def _or_full(state: State, replica: Replica, doing: str) -> str:
-    """With an environment, whose sessions wait for tools and hold no slot: which of both binds."""
+def _doing(state: State, replica: Replica, doing: str) -> str:
+    """What one of its kind may do besides: stream. With an environment, whose sessions wait for
+    tools and hold no slot: which of both binds."""
+    if streams(state, replica.name):
+        return "streaming"
     if doing != "admitting" or not state.settings.environment:
         return doing
     full = full_of(state, replica)

@@ -37,6 +37,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     #: in a world without repack: drain | in-flight, drawn by itself as what becomes of the cache
     update: Words = ("drain", "in-flight")
     kv_on_update: Words = ("keep", "recompute")
+    load: Words = ("whole", "whole", "stream")  #: drawn by itself, whatever else a world has
     max_staleness: Ints = (0, 1, 2, 4)
     total_steps: Ints = (0, 6)  #: 0: until the data ends
     num_train: Ints = (20, 40)  #: prompts

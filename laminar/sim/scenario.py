@@ -14,6 +14,7 @@ from typing import Literal, Protocol, TypeVar, cast
 
 import msgspec
 
+from laminar.config.rollout import RolloutConfig
 from laminar.config.tree import (
     Config,
     CoordinatorConfig,
@@ -22,7 +23,6 @@ from laminar.config.tree import (
     RecoveryConfig,
     RepackConfig,
     RepackPolicy,
-    RolloutConfig,
     StoreConfig,
     TrainerConfig,
 )
@@ -203,6 +203,8 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         )
     elif updating(work.update) == "in-flight":
         settings = msgspec.structs.replace(settings, in_flight=True, groups_per_version=0)
+    if _pick_from(stream(seed, "load"))(work.load) == "stream":
+        settings = msgspec.structs.replace(settings, stream=True)
     replicas = pick(work.replicas)
     scenario = Scenario(
         seed=seed,

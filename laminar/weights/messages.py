@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from laminar.events.base import kebab
-from laminar.weights.version.manifest import Probe, TensorSpec
+from laminar.weights.version.manifest import Draft, Probe, TensorSpec
 
 MESSAGE_BYTES_MAX = 15 << 20
 """A manifest of a large model has some ten thousand tensors, about a hundred bytes each."""
@@ -62,6 +62,8 @@ class LeaseVersion(Message, frozen=True, kw_only=True):
     holder: str = ""
     address: str = ""  #: of the holder's bulk plane, numeric host:port
     order: int = -1  #: id of the order to load, for which it is fetched once
+    stream: bool = False  #: what is here of it will do, while the rest arrives
+    copy: int = -1  #: number of the copy that the reader knows: its layout is not sent again
 
 
 class ReleaseLease(Message, frozen=True, kw_only=True):
@@ -99,10 +101,25 @@ class Leased(Message, frozen=True, kw_only=True):
     slot: int
     arena: str
     manifest: bytes  #: for `manifest.decode`
+    copy: int = -1  #: its number
+
+
+class Arriving(Message, frozen=True, kw_only=True):
+    """The first bytes of a version that is on its way, in reply to a stream: ask again.
+
+    It is no lease. What was read between two replies that name the same copy was read while its
+    slot was its own.
+    """
+
+    slot: int
+    arena: str
+    copy: int
+    num_bytes: int  #: proved, from its beginning
+    draft: Draft | None  #: its layout; None: the reader knows this copy
 
 
 class Coming(Message, frozen=True, kw_only=True):
-    """The version is on its way from its holder: ask again."""
+    """The version, or its first bytes, are awaited: ask again."""
 
 
 class Gone(Message, frozen=True, kw_only=True):
@@ -113,7 +130,17 @@ class Released(Message, frozen=True, kw_only=True):
     valid: bool  #: false: the lease was revoked, what was read since is not to be used
 
 
-Reply = ArenaOpened | OtherArena | SlotGranted | Committed | Leased | Coming | Gone | Released
+Reply = (
+    ArenaOpened
+    | OtherArena
+    | SlotGranted
+    | Committed
+    | Leased
+    | Arriving
+    | Coming
+    | Gone
+    | Released
+)
 
 Decoded = TypeVar("Decoded")
 

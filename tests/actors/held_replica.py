@@ -119,6 +119,7 @@ class FakeLoader:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine, self.version = engine, 1
         self.proved = self.loads = 1
+        self.coming = -1
         self.pulled: list[set[str]] = []  #: what ran at each load
         self.proof: asyncio.Future[bool] | None = None
 
@@ -126,9 +127,13 @@ class FakeLoader:
         self.pulled.append(set(self.engine.running))
         self.loads += 1
         if self.proof is not None and not await self.proof:
-            self.version = -1
+            self.version = self.coming = -1
             return
         self.version, self.proved = command.version, self.loads
+        self.coming = -1
+
+    def expect(self, version: int) -> None:
+        self.version, self.coming = -1, version
 
     def weights_of(self, load: int) -> Weights:
         load = load or self.loads
@@ -232,3 +237,7 @@ def pull(version: int = 2) -> cmd.PullWeights:
 
 def pull_in_flight(version: int = 2) -> cmd.PullWeights:
     return cmd.PullWeights(to="rollout-0", version=version, exact=True, purpose="in-flight")
+
+
+def stream(version: int = 2) -> cmd.PullWeights:
+    return cmd.PullWeights(to="rollout-0", version=version, exact=True, purpose="stream")

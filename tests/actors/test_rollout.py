@@ -26,6 +26,7 @@ from tests.actors.held_replica import (
     ids,
     pull,
     pull_in_flight,
+    stream,
 )
 from tests.actors.parts import until
 
@@ -320,6 +321,24 @@ async def test_in_flight_tokens_of_weights_that_prove_wrong_are_dropped(replica:
     await until(lambda: not replica.engine.running)
     await replica.rollout._flush()
     assert replica.store.asked == [] and replica.reports() == ["TrajectoryStarted"]
+
+
+@pytest.mark.parametrize("proves", [True, False])
+async def test_work_of_a_stream_waits_in_the_engine_and_ends_with_weights_that_prove_wrong(
+    replica: Replica, proves: bool
+) -> None:
+    replica.loader.proof = asyncio.get_running_loop().create_future()
+    replica.tell(stream(), generate(version=2))
+    await replica.store.answer_open()
+    await until(lambda: replica.engine.added == [f"{T}@1"])
+    replica.loader.proof.set_result(proves)
+    await replica.settled()
+    assert bool(replica.engine.running) == proves == (replica.loader.version == 2)
+    if not proves:  # what was sent before the coordinator heard of it
+        replica.tell(generate(2, version=2))
+        await replica.store.answer_open()
+        await replica.settled()
+        assert not replica.engine.running and replica.rollout.openings.as_of == 3
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 
 from laminar.actors import weight_loader
 from laminar.actors.clients import RelayClient
+from laminar.actors.relay_slots import CHAIN
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.actors.weight_loader import WeightLoader
 from laminar.engines.protocol import KvOnUpdate, WeightSource
@@ -24,7 +27,10 @@ from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
-from tests.actors.parts import PROBE, SPECS, FakeHost, Writer, tensor, until
+from laminar.weights.version.copy import VersionCopy
+from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.tensors import write_tensors
+from tests.actors.parts import PROBE, SPECS, VERSION_BYTES, FakeHost, Writer, tensor, until
 from tests.actors.test_relay import Machine
 
 
@@ -37,6 +43,8 @@ class FakeEngine:
         self.on_update: KvOnUpdate | None = None
         self.during: Callable[[], None] = lambda: None
         self.between: Any = None  #: awaited after a load
+        self.arrivals: list[int] = []  #: bytes of a stream, as it was told
+        self.told = ""  #: the last call of a stream
 
     async def load(self, source: WeightSource, on_update: KvOnUpdate | None = None) -> None:
         self.loads += 1
@@ -46,6 +54,23 @@ class FakeEngine:
         self.during()
         if self.between is not None:
             await self.between()
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        return self._say("expect")
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        self.arrivals.append(num_bytes)
+        self.value = float([t for _, t in MappedWeights().tensors(source)][-1][-1, -1])
+        return self._say("arrived")
+
+    def go_on(self) -> asyncio.Future[None]:
+        return self._say("go on")
+
+    def _say(self, what: str) -> asyncio.Future[None]:
+        self.told = what
+        said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        said.set_result(None)
+        return said
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return [list(row) for row in PROBE.logprobs]
@@ -194,6 +219,123 @@ async def test_a_checkpoint_whose_probe_differs_is_rejected(
     monkeypatch.setattr(replica.engine, "score", wrong_score)
     rejected = await replica.pull(1, exact=True, checkpoint="checkpoints/step_1")
     assert isinstance(rejected, ev.WeightsRejected) and replica.loader.digest == ""
+
+
+class Arrival:
+    """A version that comes to a relay chunk by chunk, without a predecessor."""
+
+    def __init__(self, relay: Machine, version: int = 1) -> None:
+        self.slots, self.table = relay.relay.slots, relay.machine.versions
+        self.slots.make(VERSION_BYTES)
+        slot = self.slots.grant_to(CHAIN)
+        content = np.zeros(VERSION_BYTES, np.uint8)
+        write_tensors(content, SPECS, [("w", tensor(version))])
+        self.content = content.tobytes()
+        self.manifest = manifest_of(
+            content, version=version, step=version, tensors=SPECS, probe=PROBE, chunk_bytes=64
+        )
+        region = relay.machine.slots.region(slot)
+        self.copy = VersionCopy(mf.unseal(self.manifest), slot, region)
+        self.copy.expect(self.manifest.chunk_checksums, self.manifest.digest)
+        self.table.put(self.copy)
+
+    def come(self, *chunks: int) -> None:
+        for index in chunks:
+            begin, end = self.copy.bounds[index : index + 2]
+            self.copy.chunk(index).view[:] = self.content[begin:end]
+            assert self.copy.accept(index)
+
+    def end(self) -> None:
+        self.copy.complete = True
+        assert self.slots.keep(CHAIN, self.copy.slot, self.manifest)
+
+    def give_up(self) -> None:
+        self.table.remove(self.copy.version)
+        self.slots.abandon(CHAIN)
+
+
+def streamed(replica: Replica, version: int = 1) -> asyncio.Task[ev.Event]:
+    replica.loader.expect(version)
+    return asyncio.create_task(replica.pull(version, True, purpose="stream"))
+
+
+async def test_a_stream_copies_what_is_proved_and_serves_when_the_whole_is(
+    relay: Machine, replica: Replica
+) -> None:
+    pulling, engine = streamed(replica), replica.engine
+    assert (replica.loader.coming, engine.told) == (1, "expect")
+    arrival = Arrival(relay)
+    arrival.come(0, 2)  # the third chunk is no use before the second
+    await until(lambda: engine.arrivals == [64])
+    arrival.come(1)
+    await until(lambda: engine.arrivals == [64, 192])
+    arrival.come(3)
+    await until(lambda: engine.arrivals == [64, 192, 256])
+    assert replica.loader.version == -1 and not pulling.done()
+    arrival.end()
+    loaded = await pulling
+    assert isinstance(loaded, ev.WeightsLoaded) and loaded.reloaded
+    assert (loaded.version, loaded.digest) == (1, arrival.manifest.digest)
+    assert (engine.told, engine.value, engine.loads) == ("go on", 1.0, 0)
+    assert (replica.loader.version, replica.loader.coming) == (1, -1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_copy_whose_slot_was_given_away_is_not_served(
+    relay: Machine, replica: Replica, again: bool
+) -> None:
+    """Also if the same version comes a second time, into the same slot."""
+    arrival = Arrival(relay)
+    arrival.come(0, 1)
+    pulling = streamed(replica)
+    await until(lambda: replica.engine.arrivals == [128])
+    arrival.give_up()
+    newer = Arrival(relay, 1 if again else 2)
+    newer.come(0, 1, 2, 3)
+    newer.end()
+    assert newer.copy.slot == arrival.copy.slot
+    gone = await pulling
+    assert isinstance(gone, ev.VersionGone) and gone.version == 1
+    assert replica.engine.told != "go on"
+    assert (replica.loader.version, replica.loader.coming) == (-1, -1)
+
+
+async def test_a_relay_that_was_started_again_goes_on_with_no_copy_of_the_former(
+    tmp_path: Path, relay: Machine, replica: Replica
+) -> None:
+    """Its copies have the same numbers."""
+    arrival = Arrival(relay)
+    arrival.come(0, 1)
+    pulling = streamed(replica)
+    await until(lambda: replica.engine.arrivals == [128])
+    await relay.kill()
+    again = Machine(tmp_path, 0, incarnation=2)
+    await again.start()
+    other = Arrival(again)
+    other.copy.number = arrival.copy.number
+    other.come(0, 1, 2, 3)
+    other.end()
+    assert isinstance(await pulling, ev.VersionGone)
+    assert replica.engine.told != "go on" and replica.loader.version == -1
+    await again.stop()
+
+
+@pytest.mark.parametrize("wrong", ["digest", "probe"])
+async def test_a_stream_that_proves_wrong_is_never_sampled(
+    relay: Machine, replica: Replica, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    if wrong == "probe":
+        monkeypatch.setattr(replica.engine, "score", wrong_score)
+    arrival = Arrival(relay)
+    arrival.come(0, 1)
+    pulling = streamed(replica)
+    await until(lambda: replica.engine.arrivals == [128])
+    arrival.come(2, 3)
+    if wrong == "digest":
+        arrival.copy.chunk(3).view[:] = bytes(64)
+    arrival.end()
+    assert isinstance(await pulling, ev.WeightsRejected)
+    assert replica.engine.told != "go on" and replica.loader.version == -1
 
 
 async def test_equal_weights_are_not_loaded_again(

@@ -8,8 +8,8 @@ import pytest
 from msgspec import Raw
 
 from laminar.config import load
+from laminar.config.rollout import GROUP_SIZE_MAX
 from laminar.config.rules import BUILT_IN_STRATEGIES, STEP_TRAJECTORIES_MAX
-from laminar.config.tree import GROUP_SIZE_MAX
 from laminar.coordinator.loop import COMMANDS_BYTES_MAX
 from laminar.core.buffering import STRATEGIES
 from laminar.core.groups import ENDINGS_PER_COMMAND

@@ -247,6 +247,20 @@ def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(
     assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == "starting"
 
 
+def test_a_replica_that_streams_is_shown_as_one(tmp_path: Path) -> None:
+    bench = Bench(nodes=2, stream=True, max_staleness=4)
+    bench.start()
+    bench.kill("relay-1")
+    bench.kill("rollout-1.0")
+    bench.come_back("relay-1")
+    bench.come_back("rollout-1.0")
+    replicas = shown(tmp_path, bench)["replicas"]
+    assert (replicas["rollout-0"]["doing"], replicas["rollout-1.0"]["doing"]) == (
+        "admitting",
+        "streaming",
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "doing"),
     [

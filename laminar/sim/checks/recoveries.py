@@ -217,7 +217,10 @@ class Recoveries:
 
     def _loads(self, command: cmd.PullWeights, state: State) -> None:
         replica = state.replicas[command.to]
-        if replica.version == command.version:
+        if command.purpose == PullPurpose.STREAM:
+            if state.newest_for(replica) >= 0:
+                self._uncaused(f"{command.to} is to stream, and {replica.relay} has weights")
+        elif replica.version == command.version:
             self._uncaused(f"{command.to} has version {command.version}, and is to load it")
         if command.purpose == PullPurpose.IN_FLIGHT:
             self._loads_while_it_runs(command, replica, state)

@@ -50,6 +50,8 @@ class ReplicaEngine(ClockEngine):
         self._replica = replica
         scenario, self._sim_loop = replica.scenario, replica.process.current.loop
         self.digest = ""  #: of the weights that it has
+        self.streams = False  #: they are arriving, and nothing is sampled yet
+        self._streamed: list[GenerateRequest] = []  #: begun before the weights were there
         super().__init__(
             replica.process,
             scenario.engine,
@@ -63,7 +65,10 @@ class ReplicaEngine(ClockEngine):
         replica, scenario = self._replica, self._replica.scenario
         world, faults = replica.world, replica.world.faults
         command = replica.process.current.placed[request.request_id]
-        world.checks.generates(command, self.digest, request.prompt_ids)
+        if self.streams:
+            self._streamed.append(request)
+        else:
+            world.checks.generates(command, self.digest, request.prompt_ids)
         world.checks.contents.begun(command)
         response = Response(request, scenario.lengths.of(request.seed), faults.hangs(command))
         if faults.poisonous(command):
@@ -86,6 +91,7 @@ class ReplicaEngine(ClockEngine):
         self, source: WeightSource, on_update: KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
         refused, self.digest = self._begin_load(on_update), ""
+        self.streams = False
         if refused is not None:
             return self._done(refused)
         replica = self._replica
@@ -94,6 +100,24 @@ class ReplicaEngine(ClockEngine):
         enter = self._sim_loop.enter
         replica.process.compute(duration_s, enter, self._loaded, loaded, source, on_update)
         return loaded
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        self.digest, self.streams = "", True
+        self._streamed.clear()
+        return super().expect_weights()
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        if num_bytes == source.nbytes:
+            self.digest = self._replica.weights.digest_of(source)
+        return self._done()
+
+    def go_on(self) -> asyncio.Future[None]:
+        self.streams, replica = False, self._replica
+        for request in self._streamed:
+            if request.request_id in self.clock.sequences:
+                command = replica.process.current.placed[request.request_id]
+                replica.world.checks.generates(command, self.digest, request.prompt_ids)
+        return super().go_on()
 
     def _loaded(
         self, loaded: asyncio.Future[None], source: WeightSource, on_update: KvOnUpdate | None

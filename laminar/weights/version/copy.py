@@ -5,13 +5,14 @@ Gives   VersionCopy
 
 A chunk counts as here when its bytes have their checksum. The digest of the whole is worked out in
 the background of the transfer, in order, mostly while a chunk is still in the cache; a version is
-complete when that digest is the published one. Owned by one thread, except that `complete` and
-`digest` may be read by others.
+complete when that digest is the published one. Owned by one thread, except that `complete`,
+`digest` and `front` may be read by others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import numpy as np
 import xxhash
@@ -30,11 +31,16 @@ DIGEST_CHUNKS = 4
 """Hashed at most in one step, so that a long backlog never keeps the thread from its sockets."""
 
 
+_numbers = count()
+
+
 class VersionCopy:
     """A version, complete or on its way, and where its bytes are."""
 
     def __init__(self, draft: Draft, slot: int, region: Region) -> None:
         """`region`: of the slot, at least total_bytes; nothing of the version is in it yet."""
+        #: in this process; the bytes of a version that comes a second time are another copy
+        self.number = next(_numbers)
         self.draft = draft
         self.slot = slot
         self.region = region.part(0, draft.total_bytes)
@@ -100,6 +106,12 @@ class VersionCopy:
         """Whether a delta between the two makes sense."""
         mine, theirs = self.draft, other.draft
         return (mine.total_bytes, mine.dtype) == (theirs.total_bytes, theirs.dtype)
+
+    @property
+    def front(self) -> int:
+        """So many bytes from its beginning are here and proved; any thread may ask."""
+        lacking = self.have.find(0)
+        return self.bounds[lacking] if lacking >= 0 else self.draft.total_bytes
 
     @property
     def view(self) -> memoryview:
