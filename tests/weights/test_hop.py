@@ -18,6 +18,7 @@ import xxhash
 from laminar.weights.arena.region import Region
 from laminar.weights.arena.slots import Held, Lease, SlotTable, Writing
 from laminar.weights.chain import wire
+from laminar.weights.chain.holder import TRICKLE_S, Holding
 from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S, Receiver
 from laminar.weights.chain.reports import (
     Pace,
@@ -31,7 +32,7 @@ from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.wire import BadBytes, Header, Kind
 from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.copy import VersionCopy
+from laminar.weights.version.copy import VersionCopy, pack_have
 from laminar.weights.version.table import VersionTable
 from tools.bench.weights_relay import digest_of, draft
 
@@ -913,3 +914,24 @@ def test_shares_of_two_ranks_find_together_whatever_happens(seed: int) -> None:
             for version in relay.slots.versions_held:
                 assert relay.table.get(version) is None or relay.holds(version), (seed, version)
     ring.heal()
+
+
+def test_a_fetch_gets_a_chunk_now_and_then_while_the_chain_sends() -> None:
+    relay, now, busy = Relay("a"), [0.0], [False]
+    relay.publish(1)
+    link = Link(wire.holder_decoder, None)
+    holding = Holding(relay.table, link, 1, lambda: busy[0], lambda: now[0])
+    holding.message(wire.Want(offer=1, have=pack_have(bytearray(CHUNKS)), from_block=None))
+    link.frames.clear()
+
+    def sent() -> list[int]:
+        holding.fill()
+        return [link.frames.popleft()[0].position] if link.frames else []
+
+    assert sent() == [0]
+    busy[0] = True
+    assert sent() == [] and holding.due() == TRICKLE_S
+    now[0] = TRICKLE_S
+    assert sent() == [1] and sent() == []
+    busy[0] = False
+    assert sent() == [2] and sent() == [3]

@@ -1,6 +1,6 @@
 """What the weight plane costs: one hop, chains, and the other ways to broadcast.
 
-Usage: python tools/bench/weights.py [--quick] [--parts hop cpu topologies chunks ranks]
+Usage: python tools/bench/weights.py [--quick] [--parts hop cpu topologies chunks fetch ranks]
 Prints one JSON line per figure; one that has a limit says whether it is met.
 
 hop         hop_gb_s               2 GiB through one socket, network unlimited
@@ -20,6 +20,10 @@ topologies  seconds and ratios of times over emulated network cards, for 1, 2, 4
             star_seconds_N, gloo_seconds_N, gloo_chunked_seconds_N, chainN_vs_...
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
 chunks      chain_seconds_4_chunk_M  the same for chunks of M MiB, beside the formula
+fetch       a chain to 4 over emulated cards, while a fifth relay, which is not in it, fetches the
+            version before from the head, or from the middle of the chain:
+            fetch_slows_broadcast_X   a broadcast beside that / one without, in the same round
+            fetch_seconds_X           until it is there, the broadcast beside it included
 ranks       CPU time of two ranks of the trainer together, of which each has half of the rows:
             ranks_publish_cpu_s_per_gb, ranks_publish_vs_copy  each puts its rows into the slot, by
                                    a copy of the same rows to the same place
@@ -39,6 +43,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +60,7 @@ from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds 
 from tools.bench import weights_net as net  # noqa: E402
 from tools.bench.weights_baselines import Group, buffers, gloo, star  # noqa: E402
 from tools.bench.weights_ranks import layout, ranks_rounds  # noqa: E402
-from tools.bench.weights_relay import RelayProcess  # noqa: E402
+from tools.bench.weights_relay import ANSWER_S, RelayProcess  # noqa: E402
 
 MIB = 1 << 20
 MACHINES = 9
@@ -72,6 +77,8 @@ GATES = {
     "chain_cpu_per_gb_vs_hop": ("<=", 1.2),
     "last_relay_vs_wire_time": ("<=", 1.10),
     "checksum_cpu_share": ("<=", 0.35),
+    "fetch_slows_broadcast_head": ("<=", 1.05),
+    "fetch_slows_broadcast_middle": ("<=", 1.05),
     "ranks_publish_vs_copy": ("<=", 1.25),
 }
 
@@ -124,6 +131,18 @@ class Chain:
         if any(happened.report.manifest.digest != digest for happened in ended):
             raise RuntimeError(f"a relay holds another version {self.version}")
         return max(happened.at for happened in ended) - begun
+
+    def beside_fetch(self, holder: int) -> tuple[float, float]:
+        """Seconds of a broadcast, and of the fetch that the last relay began before it."""
+        fetcher, version = self.relays[-1], self.version
+        begun = time.monotonic()
+        fetcher.fetch(version, self.relays[holder])
+        while not any(int.from_bytes(m[:8], "little") == version for m in fetcher.memory):
+            if time.monotonic() > begun + ANSWER_S:
+                raise RuntimeError(f"nothing of version {version} came in {ANSWER_S:g} s")
+            time.sleep(0.001)
+        seconds = self.broadcast()
+        return seconds, fetcher.received(version).at - begun
 
     def usage(self) -> tuple[float, float]:
         """CPU seconds until now of (all that the plane does, hashing), of all linked relays."""
@@ -314,6 +333,29 @@ def chunks(scale: Scale) -> Iterator[Figure]:
         yield figure(name, statistics.median(row), "s", formula_s=formula_s)
 
 
+def fetch(scale: Scale) -> Iterator[Figure]:
+    """A version goes through the chain while somebody fetches an older one from it."""
+    net.limit(MACHINES)
+    chain = Chain(6, scale.size)
+    chain.extend(4)
+    for _ in range(3):
+        chain.broadcast()
+    net.limit(MACHINES, RELAYS[4])
+    for name, holder in (("head", 0), ("middle", 2)):
+        alone, beside, took = [], [], []
+        for _ in range(scale.rounds):
+            alone.append(chain.broadcast())
+            seconds, fetched = chain.beside_fetch(holder)
+            beside.append(seconds)
+            took.append(fetched)
+        ratios = [round(b / a, 3) for a, b in zip(alone, beside, strict=True)]
+        slower = _median_ratio(beside, alone)
+        yield figure(f"fetch_slows_broadcast_{name}", slower, "ratio", rounds=ratios)
+        both = statistics.median(a + b for a, b in zip(alone, beside, strict=True))
+        yield figure(f"fetch_seconds_{name}", statistics.median(took), "s", two_broadcasts_s=both)
+    chain.close()
+
+
 def _median_ratio(above: Any, below: Any) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
@@ -339,6 +381,7 @@ PARTS: dict[str, Callable[[Scale], Iterator[Figure]]] = {
     "cpu": cpu,
     "topologies": topologies,
     "chunks": chunks,
+    "fetch": fetch,
     "ranks": ranks,
 }
 

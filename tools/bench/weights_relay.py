@@ -120,6 +120,10 @@ class RelayProcess:
         """Take whoever listens there for the successor."""
         self._call("set_successor", chain, (name, host, port))
 
+    def fetch(self, version: int, holder: RelayProcess) -> None:
+        """Take this version from there, beside the chain; it is forgotten when it is here."""
+        self._call("fetch", version, (holder.name, holder.host, holder.port))
+
     def publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
         """Fill a slot, hash and publish it; its digest, and when it went to the plane."""
         answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
@@ -299,17 +303,20 @@ class _Stub:
             self.todo.put(("call", ("close", ())))
 
     def _handle(self, report: Report) -> None:
-        if isinstance(report, SlotWanted):
+        if isinstance(report, SlotWanted) and report.fetched:
+            grant = self.slots.grant("fetch")
+            self.plane.fetch_into(-1 if grant is None else grant.slot)
+        elif isinstance(report, SlotWanted):
             self.slot_due = True
         elif isinstance(report, SlotReturned):
             state = self.slots.state(report.slot)
             self.slots.abandon(getattr(state, "writer", ""))
         elif isinstance(report, Received):
-            self._received(report.slot, report.manifest.version)
+            self._received(report.slot, report.manifest.version, report.fetched)
 
-    def _received(self, slot: int, version: int) -> None:
+    def _received(self, slot: int, version: int, fetched: bool) -> None:
         writer = getattr(self.slots.state(slot), "writer", "")
-        if version > (-1 if self.slots.latest is None else self.slots.latest):
+        if not fetched and version > (-1 if self.slots.latest is None else self.slots.latest):
             self.slots.commit(slot, writer, version)
         elif self.plane.forget(version):
             self.slots.abandon(writer)
@@ -327,6 +334,9 @@ class _Stub:
 
     def do_set_successor(self, chain: int, successor: tuple[str, str, int] | None) -> None:
         self.plane.set_successor(chain, successor)
+
+    def do_fetch(self, version: int, holder: tuple[str, str, int]) -> None:
+        self.plane.fetch(version, holder)
 
     def do_publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
         return self._publish(self._filled("trainer", version), version, chunk_bytes)
