@@ -12,9 +12,10 @@ whole_s      from the call of laminar-node to the first sampled token of its rep
 process_s    from the call to the first byte of weights; and what the replica was ready later than
              the weights were there
 transfer_s   from the first byte to the digest of the version that is loaded first
-load_s       its copy into the engine, and the digest of what was read
+load_s       its copy into the engine, and the digest of what was read: of a stream
+             (rollout.load) what is left of both when all of it is here
 probe_s      the probe; prefill_s: from the report of the load to the first token, with the order to
-             generate and the opening in the store
+             generate and the opening in the store, where a stream has not had them before
 parts_share  the sum of these by whole_s; what is left is orders on their way
 others       tokens/s of the replicas that were there, before the call and from it on until the
              last joiner's first token
@@ -89,10 +90,11 @@ class Joiner:
         loaded, ready_ns = said["weights-loaded"].fields, said["replica-ready"].unix_ns
         begun_ns = arrivals[0].start_ns
         process_ns = begun_ns - self.called_ns + max(0, ready_ns - arrived.end_ns)
+        load_ns = pulled.end_ns - max(pulled.start_ns, arrived.end_ns)
         return {
             "process_s": process_ns / 1e9,
             "transfer_s": (arrived.end_ns - begun_ns) / 1e9,
-            "load_s": loaded["load_s"],
+            "load_s": load_ns / 1e9 - loaded["probe_s"],
             "probe_s": loaded["probe_s"],
             "prefill_s": (self.first_token_ns() - pulled.end_ns) / 1e9,
         }
