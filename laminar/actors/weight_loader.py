@@ -278,7 +278,8 @@ class WeightLoader:
             if lease.num_bytes > here:
                 here = lease.num_bytes
                 await self.engine.arrived(source, here)
-            await asyncio.sleep(COMING_POLL_S)
+            else:
+                await asyncio.sleep(COMING_POLL_S)
 
     async def _pull_from_disk(self, order: cmd.Order, command: cmd.PullWeights) -> None:
         """What the relays have evicted. The bytes are proved before the engine sees them."""

@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="run directory to be left there")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", metavar="key=value")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     for name in ("joiners", "rate", "within"):
         if (value := getattr(given, name)) <= 0:
             parser.error(f"--{name} {value:g} is none; give a number above 0")

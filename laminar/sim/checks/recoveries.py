@@ -274,8 +274,8 @@ def _could_load(state: State, replica: Replica, version: int) -> bool:
     """Whether a replica is empty and loads or streams nothing, its relay has the version, and it
     neither waits to be started again nor keeps its weights for the next turn of what an environment
     answers there."""
-    busy = replica.running or replica.incoming or replica.given
-    busy = busy or keys.pull(replica.name) in state.commands
+    loads = keys.pull(replica.name) in state.commands
+    busy = loads or bool(replica.running or replica.incoming or replica.given)
     busy = busy or any(
         t.replica == replica.name
         and t.version == replica.version
