@@ -97,8 +97,9 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
     helped = _is_helped(state, evaluation)
     if helped and not (evaluation.final and state.phase == Phase.FINAL_EVALUATION):
         return -1
+    gone = evaluation.version != state.newest and not _in_reach(state, evaluation.version)
     here = sources.choose(state, replica, evaluation.version).source is not None
-    if not helped and not here and not _in_reach(state, evaluation.version):
+    if not helped and not here and gone:
         _move_on(ctx)
         return version_wanted(ctx, replica)
     return evaluation.version
@@ -151,7 +152,7 @@ def _in_reach(state: State, version: int) -> bool:
 
 def _move_on(ctx: Context) -> None:
     """The version was evicted before it was pinned, or went with a machine, and there is no copy
-    that could be loaded: evaluate the newest instead."""
+    that could be loaded: evaluate the newest instead, which comes to every machine."""
     state = ctx.state
     state.evaluation, state.evaluation_due = None, state.newest
     for group in list(state.groups.values()):

@@ -128,6 +128,25 @@ def test_version_gone_before_it_was_pinned_moves_to_the_newest() -> None:
     assert [(r.version, r.total, r.correct) for r in bench.state.evaluations] == [(1, 2, 2)]
 
 
+def test_evaluation_of_the_newest_version_stays_until_the_chain_brings_it() -> None:
+    """Of two machines one has version 1, and its replica has answered one of three prompts when it
+    is lost: the other replica is empty and would have no other version to go on with."""
+    bench = evaluated(nodes=2, test_freq=1)
+    bench.start()
+    bench.complete(*bench.open_groups())
+    bench.train()
+    bench.load_all()
+    assert bench.state.evaluation.version == 1
+    bench.complete(*bench.open_groups())
+    bench.finish("e0.0.0")
+    bench.reward("e0.0.0")
+    bench.kill("rollout-0")
+    assert (bench.state.evaluation.version, bench.state.evaluation.done) == (1, 1)
+    bench.receive("relay-1", 1)
+    again = asked(bench.load("rollout-1.0"))
+    assert [(c.group, c.version) for c in again] == [("e0.1-2", 1), ("e0.2-2", 1)]
+
+
 def test_due_evaluation_waits_for_the_one_before() -> None:
     """test_freq=1 and a slow evaluation of version 0: one version is pinned at a time, the
     next evaluation begins when the first is done, on the version that is loaded then."""

@@ -26,8 +26,9 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 LENGTHS = ResponseLengths(median=100, limit=3_000)
 STEP_MS = 20
 SIBLINGS, STEPS = 2, 4
-LONG = GroupId("0.1")
-"""Its answer takes at least 40 s on version 0, while step 0 trains another group and makes 1."""
+LONG, HELD_OUT = GroupId("0.1"), GroupId("e0.0")
+"""Its answer takes at least 40 s on version 0, while step 0 trains another group and makes 1; or
+that to a held-out prompt does, while all steps are made."""
 SETTINGS = [
     "rollout.engine=emulated",
     "rollout.replicas=1",
@@ -51,18 +52,18 @@ SETTINGS = [
 ]
 
 
-def _seed() -> int:
-    """One with which group LONG has a long answer, and all others have short ones."""
+def _seed(long: str) -> int:
+    """One with which this group has a long answer, and all others have short ones."""
 
     def longest(seed: int, group: str) -> int:
-        siblings = range(SIBLINGS)
+        siblings = range(1 if group == HELD_OUT else SIBLINGS)
         return max(LENGTHS.of(trajectory_seed(seed, GroupId(group), s, 1)) for s in siblings)
 
-    others = [f"0.{index}" for index in range(2 * STEPS) if f"0.{index}" != LONG]
+    others = [f"0.{index}" for index in range(2 * STEPS) if f"0.{index}" != long]
     return next(
         seed
         for seed in count()
-        if longest(seed, LONG) * STEP_MS >= 40_000
+        if longest(seed, long) * STEP_MS >= 40_000
         and all(longest(seed, group) * STEP_MS <= 4_000 for group in others)
     )
 
@@ -70,9 +71,9 @@ def _seed() -> int:
 class TwoMachines:
     """A run, and the `laminar-node` of its second machine."""
 
-    def __init__(self, directory: Path, *settings: str) -> None:
+    def __init__(self, directory: Path, *settings: str, long: str = LONG) -> None:
         self.directory, self.run_dir = directory, directory / "run"
-        place = [f"run.output_dir={directory}", "run.name=run", f"seed={_seed()}"]
+        place = [f"run.output_dir={directory}", "run.name=run", f"seed={_seed(long)}"]
         self.train = subprocess.Popen(
             command("train", *SETTINGS, *settings, *place),
             cwd=ROOT,
@@ -156,4 +157,27 @@ def test_source_is_killed_while_its_version_comes(machines: TwoMachines) -> None
     gone = [e for e in history(run.directory) if isinstance(e, ev.VersionGone)]
     assert [e.version for e in gone] == [0]
     assert run.summary["steps"] == STEPS and run.summary["trajectories_trained"] == SIBLINGS * STEPS
+    check_books(run)
+
+
+def test_evaluation_goes_on_with_a_version_of_another_machine(tmp_path: Path) -> None:
+    """The replica with its long answer is killed when the other one has nothing more to do."""
+    one = ["data.val_size=1", "trainer.val_before_train=true"]
+    machines = TwoMachines(tmp_path, *one, long=HELD_OUT)
+    try:
+        until(lambda: status(tmp_path).get("newest_version", -1) >= 1, "a second version")
+        machines.join()
+        until(lambda: status(tmp_path).get("newest_version", -1) >= STEPS, "all steps")
+        until(lambda: _waits(machines.replica("rollout-1.0")), "rollout-1.0 has nothing to do")
+        assert machines.replica("rollout-0")["running"], "the long answer has ended"
+        machines.kill("rollout-0")
+        run = machines.end()
+    finally:
+        machines.close()
+    assert run.code == 0, run.output
+    [pull] = _pulls(run.directory)
+    assert (pull.to, pull.version, pull.holder) == ("rollout-1.0", 0, "relay-0")
+    answers = [c for c in history(run.directory) if isinstance(c, cmd.GenerateTrajectory)]
+    again = [(c.group, c.version) for c in answers if c.group.startswith("e0") and c.attempt > 1]
+    assert again == [("e0.0-2", 0)]
     check_books(run)
