@@ -93,7 +93,8 @@ class TorchEngine:
         self._spans = Spans(self._model.call_cost)
         self._loaded = False
         self._loads = 0  #: that have begun
-        self._streamed: Streamed | None = None  #: the load that is under way
+        #: the last load, if it was a stream, until something is sampled by it
+        self._streamed: Streamed | None = None
         self._active: list[_Sequence] = []  # index = slot
         self._waiting: deque[GenerateRequest] = deque()
 
@@ -106,8 +107,8 @@ class TorchEngine:
         self._waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
-        if self._streamed is not None:
-            self._unseat()
+        if self._streamed is not None and not self._loaded:
+            self._unseat(self._streamed)
         for slot, sequence in enumerate(self._active):
             if sequence.request.request_id == request_id:
                 self._release(slot)
@@ -123,7 +124,8 @@ class TorchEngine:
         if not self._active and not self._waiting:
             return []
         self._need_weights()
-        self._admit()
+        self._streamed = None
+        self._admit(self._model)
         lengths = self._in_order()
         spans = self._spans.of(lengths)
         return self._emit(*_decode(self._model, self._active, lengths, spans))
@@ -131,10 +133,7 @@ class TorchEngine:
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], on_update: KvOnUpdate | None = None
     ) -> None:
-        self._loads += 1
-        if on_update is None:
-            self._need_idle("load weights")
-        self._loaded, self._streamed = False, None
+        self._begin_load(on_update)
         try:
             self._model.weights.load(tensors)
         except EngineError:
@@ -145,25 +144,23 @@ class TorchEngine:
             self._prefill_again()
 
     def expect_weights(self) -> None:
-        self._loads += 1
-        self._need_idle("load weights")
-        self._loaded, self._streamed = False, Streamed(self._model)
+        self._begin_load()
+        self._streamed = Streamed(self._model)
 
     @torch.inference_mode()
     def arrived(self, tensors: Iterable[tuple[str, Tensor]], last: bool) -> None:
-        if self._streamed is None:
+        if self._streamed is None or self._loaded:
             raise EngineError("no weights are expected; call expect_weights first")
         try:
             self._streamed.copy(tensors)
-            self._admit()
+            self._admit(self._streamed)
             self._streamed.advance()
             if last:
                 self._streamed.end()
         except EngineError:
             self.close()
             raise
-        if last:
-            self._loaded, self._streamed = True, None
+        self._loaded = last
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -193,14 +190,12 @@ class TorchEngine:
         )
 
     def close(self) -> None:
-        self._streamed = None
         self._active.clear()
         self._waiting.clear()
 
-    def _unseat(self) -> None:
+    def _unseat(self, streamed: Streamed) -> None:
         """What was given a slot while weights arrive waits again, as if it had come now."""
-        assert self._streamed is not None
-        self._streamed.forget_rows()
+        streamed.forget_rows()
         self._waiting.extendleft(s.request for s in reversed(self._active))
         self._active.clear()
 
@@ -208,12 +203,16 @@ class TorchEngine:
         if not self._loaded:
             raise EngineError("the engine has no weights; call load_weights first")
 
-    def _need_idle(self, what: str) -> None:
-        if self._active:
+    def _begin_load(self, on_update: KvOnUpdate | None = None) -> None:
+        self._loads += 1
+        if on_update is None and self._active:
             raise EngineError(
-                f"cannot {what} while {len(self._active)} sequences are running; "
+                f"cannot load weights while {len(self._active)} sequences are running; "
                 "finish or abort them first"
             )
+        if self._streamed is not None:  # a NaN of weights that proved wrong would outlive them
+            self._model.cache.clear()
+        self._loaded, self._streamed = False, None
 
     def _need_finite(self, logprobs: list[float]) -> None:
         """Refuse a broken model's output, and leave nothing of it in the cache.
@@ -230,8 +229,8 @@ class TorchEngine:
             "all sequences were dropped, load other weights"
         )
 
-    def _admit(self) -> None:
-        """Move waiting requests into the free slots and fill their cache.
+    def _admit(self, cached: DecoderModel | Streamed) -> None:
+        """Move waiting requests into the free slots and fill their cache, now or behind weights.
 
         The first request of each distinct token sequence is prefilled, all of them together;
         the others, and those whose prompt is running already, get copies. Only the cache is
@@ -254,7 +253,6 @@ class TorchEngine:
         for slot, ids in enumerate(fresh, first):
             self._active.append(_Sequence(siblings[ids].pop(0), list(ids), self._loads))
             sources[ids] = slot
-        cached = self._streamed or self._model
         if fresh:
             cached.fill([ids[:-1] for ids in fresh], first, PREFILL_CHUNK)
         for ids, requests in siblings.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.hashes import manifest_of
 from laminar.weights.version.tensors import write_tensors
-from tests.actors.parts import PROBE, SPECS, VERSION_BYTES, FakeHost, Writer, tensor, until
+from tests.actors.parts import PROBE, SPECS, FakeHost, Writer, tensor, until
 from tests.actors.test_relay import Machine
 
 
@@ -222,17 +222,32 @@ async def test_a_checkpoint_whose_probe_differs_is_rejected(
 
 
 class Arrival:
-    """A version that comes to a relay chunk by chunk, without a predecessor."""
+    """A version that comes to a relay chunk by chunk, without a predecessor; of the one tensor, or
+    of `tensors` in this order."""
 
-    def __init__(self, relay: Machine, version: int = 1) -> None:
+    def __init__(
+        self,
+        relay: Machine,
+        version: int = 1,
+        tensors: Sequence[tuple[str, torch.Tensor]] = (),
+        probe: mf.Probe = PROBE,
+        chunk_bytes: int = 64,
+    ) -> None:
+        tensors = tensors or [("w", tensor(version))]
+        specs = mf.layout([(name, each.shape) for name, each in tensors], "float32")
+        content = np.zeros(mf.check_tensors(specs), np.uint8)
+        write_tensors(content, specs, tensors)
         self.slots, self.table = relay.relay.slots, relay.machine.versions
-        self.slots.make(VERSION_BYTES)
+        self.slots.make(len(content))
         slot = self.slots.grant_to(CHAIN)
-        content = np.zeros(VERSION_BYTES, np.uint8)
-        write_tensors(content, SPECS, [("w", tensor(version))])
         self.content = content.tobytes()
         self.manifest = manifest_of(
-            content, version=version, step=version, tensors=SPECS, probe=PROBE, chunk_bytes=64
+            content,
+            version=version,
+            step=version,
+            tensors=specs,
+            probe=probe,
+            chunk_bytes=chunk_bytes,
         )
         region = relay.machine.slots.region(slot)
         self.copy = VersionCopy(mf.unseal(self.manifest), slot, region)

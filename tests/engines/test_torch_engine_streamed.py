@@ -150,6 +150,28 @@ def test_a_stream_that_is_given_up_leaves_nothing_for_the_load_after_it() -> Non
     }
 
 
+@pytest.mark.parametrize("at", [20, 1_000])
+def test_what_is_not_finite_in_a_stream_does_not_outlive_it(at: int) -> None:
+    """One damaged weight can fill the cache with NaNs; a masked NaN is a NaN."""
+    model, broken = build("qwen2"), build("qwen2")
+    with torch.no_grad():
+        broken.model.layers[0].self_attn.v_proj.weight[:] = torch.nan
+    expected = whole(model)[1]
+    engine, tensors = blank(model), in_order(broken)
+    engine.expect_weights()
+    for item in REQUESTS:
+        engine.add(item)
+    engine.arrived(tensors[:at], last=at > len(tensors))
+    for item in REQUESTS:
+        engine.abort(item.request_id)
+    engine.load_weights(model.named_parameters())
+    for item in REQUESTS:
+        engine.add(item)
+    assert {n: o.tokens for n, o in finish(engine).items()} == {
+        n: o.tokens for n, o in expected.items()
+    }
+
+
 def test_what_does_not_belong_to_the_model_ends_the_load_and_all_requests() -> None:
     model = build("qwen2")
     tensors = in_order(model)
