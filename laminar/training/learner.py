@@ -58,6 +58,7 @@ from laminar.training.metrics import (
 )
 from laminar.training.mismatch import (
     MismatchLimits,
+    movement,
     movement_rows,
     rounding_of,
     scores_of,
@@ -317,7 +318,9 @@ class Learner:
             self._limits.moved(step, 0.0)
             left = (Update(m.sample_ids, CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis)
             return tuple(left), batch.figures
-        few = movement_rows([s for mini in batch.minis for s in mini.trained])
+        trained = [s for mini in batch.minis for s in mini.trained]
+        parts = movement_rows(trained, self.config.trainer.micro_batch_tokens)
+        few = [s for part in parts for s in part]
         exact = self.compute.dtype == torch.float32  # else rounding depends on the other rows
         scored = _scored_passes(batch) if exact else self._scored(few)
         before = scores_of(few, scored, self.ranks)
@@ -330,8 +333,7 @@ class Learner:
             figures.join(self.ranks, [s for mini in batch.minis for s in mini.read])
         distance = 0.0
         if any(u.skipped_reason is None for u in updates):
-            after = scores_of(few, self._scored(few), self.ranks)
-            distance = float((after - before).abs().mean())
+            distance = movement(parts, before, scores_of(few, self._scored(few), self.ranks))
         self._limits.moved(step, distance)
         return updates, figures
 

@@ -64,7 +64,7 @@ BY_LENGTH = (
     "rollout_corr/rs_masked_fraction",
 )
 #: the means of `Mismatch`, in its order
-MISMATCH_FIGURES = ("abs_diff", "mismatch_kl")
+MISMATCH_FIGURES = ("abs_diff", "mismatch_kl", "doubt")
 
 
 class TokenFigures:
@@ -153,8 +153,8 @@ class TokenFigures:
 
 
 def _mean(sums: Column) -> Mismatch:
-    diff, k3, tokens = sums
-    return Mismatch(float(diff / tokens), float(k3 / tokens), int(tokens))
+    diff, k3, doubt, tokens = map(float, sums)
+    return Mismatch(diff / tokens, k3 / tokens, doubt / tokens, int(tokens))
 
 
 def token_metrics(figures: TokenFigures) -> dict[str, float]:

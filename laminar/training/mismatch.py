@@ -9,6 +9,10 @@ generated a row, the trainer would score it as the engine did, up to rounding. T
 on since; how far is measured, on a few rows of every batch scored before its updates, in float32 by
 the step itself, and once more after them. By the triangle inequality honest rows differ by no more
 than rounding and the sum of these movements.
+
+An update moves the log-prob of a token by about as much as the token was in doubt, which is 1 - p.
+A model that has learnt its task is sure of most tokens, and all that a step moves is in the few
+others. So a movement is of so much doubt, and an origin may differ by the doubt of its tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,12 +34,14 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats per token; what was measured is in docs/training.md."""
 MOVEMENT_FACTOR = 3.0
 """The rows of the measurement are few, and not those that the limit is for."""
+DOUBT_LEAST = 1e-4
+"""Of a token, on average over the rows of a measurement: what is less is rounding."""
 FEW_TOKENS = 4.0
 """The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n), where siblings count as
 one: they begin alike, and in flight their first tokens may be all that a version has sampled."""
-MOVEMENT_ROWS = 8
-"""Trained rows of each batch that are scored again after its updates: a few hundredths of the step.
-"""
+MOVEMENT_ROWS = 16
+"""Trained rows of each batch that are scored again after its updates, in about one pass: a tenth of
+a step of 128 rows (docs/training.md)."""
 
 
 class MismatchLimits:
@@ -46,7 +53,7 @@ class MismatchLimits:
         self._moved: dict[int, float] = {}
 
     def moved(self, step: int, distance: float) -> None:
-        """The updates of `step` changed the log-probs by so much; nats per token."""
+        """The updates of `step` changed the log-probs by so much; nats per doubt."""
         self._moved[step] = distance
 
     def moved_by(self, step: int) -> float:
@@ -75,15 +82,16 @@ class MismatchLimits:
         """
         found = {}
         for origin, figure in mismatch.items():
-            limit = self._limit(made[origin[1]], step, figure.tokens / siblings[origin])
+            distance = self._distance(made[origin[1]], step)
+            limit = self._rounding + MOVEMENT_FACTOR * distance * figure.mean_doubt
+            limit *= 1 + FEW_TOKENS / math.sqrt(figure.tokens / siblings[origin])
             if limit < figure.mean_abs_diff < math.inf:
                 found[origin] = Suspect(figure.mean_abs_diff, limit)
         return found
 
-    def _limit(self, made: int, step: int, tokens: float) -> float:
+    def _distance(self, made: int, step: int) -> float:
         """A step of which nothing is known, as it was another process's, may have moved any way."""
-        distance = sum(self._moved.get(s, math.inf) for s in range(made, step))
-        return (self._rounding + MOVEMENT_FACTOR * distance) * (1 + FEW_TOKENS / math.sqrt(tokens))
+        return sum(self._moved.get(s, math.inf) for s in range(made, step))
 
 
 def siblings_of(samples: Iterable[TrainSample]) -> dict[Origin, float]:
@@ -95,9 +103,47 @@ def siblings_of(samples: Iterable[TrainSample]) -> dict[Origin, float]:
     return {origin: len(groups) / len(set(groups)) for origin, groups in rows.items()}
 
 
-def movement_rows(trained: Sequence[TrainSample]) -> Sequence[TrainSample]:
-    """The few, evenly from all of it."""
-    return trained[:: -(-len(trained) // MOVEMENT_ROWS) or 1]
+def movement_rows(trained: Sequence[TrainSample], tokens: int) -> list[list[TrainSample]]:
+    """The few: those with most doubt, and as many evenly from the others; of each what fits in half
+    of so many tokens, but one at least, if there is one."""
+    by_doubt = sorted(trained, key=_doubt, reverse=True)
+    half = MOVEMENT_ROWS // 2
+    others = by_doubt[half:]
+    evenly = others[:: -(-len(others) // half) or 1]
+    return [rows for part in (by_doubt[:half], evenly) if (rows := _fitting(part, tokens // 2))]
+
+
+def _fitting(rows: Sequence[TrainSample], tokens: int) -> list[TrainSample]:
+    ends = itertools.accumulate(row.length for row in rows)
+    return [
+        row for i, (row, end) in enumerate(zip(rows, ends, strict=True)) if end <= tokens or not i
+    ]
+
+
+def movement(parts: Sequence[Sequence[TrainSample]], before: Tensor, after: Tensor) -> float:
+    """How far log-probs [tokens] of these rows are apart, nats per doubt that they had: of the part
+    that has moved furthest. Few rows miss what others move: each part is a measurement of its own.
+    """
+    counts = [sum(len(s.response_ids) for s in part) for part in parts]
+    found = (
+        _moved(*halves) for halves in zip(before.split(counts), after.split(counts), strict=True)
+    )
+    return max(found, default=0.0)
+
+
+def _moved(before: Tensor, after: Tensor) -> float:
+    doubt = float(doubts(before).sum())
+    return float((after - before).abs().sum()) / max(doubt, DOUBT_LEAST * len(before))
+
+
+def doubts(log_probs: Tensor) -> Tensor:
+    """1 - p of tokens with these log-probs; what rounding has put above 0 is none."""
+    return torch.expm1(log_probs).neg().clamp(min=0.0)
+
+
+def _doubt(sample: TrainSample) -> float:
+    """Of all its tokens together, as its engine scored them."""
+    return -float(np.expm1(sample.logprobs.astype(np.float64)).sum())
 
 
 def scores_of(

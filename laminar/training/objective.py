@@ -26,6 +26,7 @@ from laminar.training.losses import (
     kl_term,
     token_coefficients,
 )
+from laminar.training.mismatch import doubts
 from laminar.training.model import BasePolicy, Compute, LoadedPolicy
 from laminar.training.policy_losses import PolicyLoss
 
@@ -122,4 +123,5 @@ def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
     return {
         "abs_diff": (trainer - behaviour).abs(),
         "mismatch_kl": log_ratio.exp() - 1.0 - log_ratio,
+        "doubt": doubts(behaviour),
     }

@@ -37,7 +37,7 @@ class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapters: str = ""  #: of what kind; empty: none
     functions: dict[str, str] = {}  #: of the user, by setting: digest of the file
     critic: str = ""  #: the model that it began as; empty: there is none
-    #: by step: how far its updates moved the log-probs, nats per token (training/mismatch.py)
+    #: by step: how far its updates moved the log-probs, nats per doubt (training/mismatch.py)
     moved: dict[int, float]
 
 

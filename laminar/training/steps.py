@@ -63,6 +63,7 @@ class Mismatch(NamedTuple):
 
     mean_abs_diff: float
     mean_k3: float
+    mean_doubt: float  #: 1 - p, as the engine scored them
     tokens: int
 
 

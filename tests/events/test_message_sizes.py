@@ -140,11 +140,11 @@ def test_what_a_strategy_may_be_asked_is_refused_before_it_is_too_large() -> Non
 def test_a_step_reports_the_worst_origins_of_ten_thousand_replicas_and_counts_the_others() -> None:
     names = [f"rollout-{n // 8}.{n % 8}" for n in range(10_000)]
     origins = {
-        (name, version): Mismatch(0.1, k3, 1)
+        (name, version): Mismatch(0.1, k3, 0.5, 1)
         for k3, name in enumerate(names)
         for version in (7, 8, 9)
     }
-    origins["rollout-5.5", 8] = Mismatch(0.1, float("nan"), 1)
+    origins["rollout-5.5", 8] = Mismatch(0.1, float("nan"), 0.5, 1)
     figures = by_origin(origins, {}, dict.fromkeys(range(100), (0.5, 1)))
     shown = [name for name in figures if name.startswith("by_origin/mismatch_kl/")]
     assert shown[0] == "by_origin/mismatch_kl/rollout-5.5/8"
@@ -158,7 +158,7 @@ def test_a_step_reports_the_worst_origins_of_ten_thousand_replicas_and_counts_th
 
 
 def test_few_origins_are_all_reported() -> None:
-    few = by_origin({("rollout-0", 3): Mismatch(0.1, 0.25, 1)}, {}, {3: (1.0, 8)})
+    few = by_origin({("rollout-0", 3): Mismatch(0.1, 0.25, 0.5, 1)}, {}, {3: (1.0, 8)})
     assert few == {"by_origin/mismatch_kl/rollout-0/3": 0.25, "by_origin/reward/3": 1.0}
 
 

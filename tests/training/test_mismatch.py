@@ -16,8 +16,11 @@ from laminar.training.learner import Learner
 from laminar.training.mismatch import (
     FEW_TOKENS,
     MOVEMENT_FACTOR,
+    MOVEMENT_ROWS,
     ROUNDING,
     MismatchLimits,
+    movement,
+    movement_rows,
     rounding_of,
     siblings_of,
 )
@@ -179,12 +182,12 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
     limits = MismatchLimits(0.01)
     for step, distance in ((0, 0.1), (1, 0.0), (2, 0.2)):
         limits.moved(step, distance)
-    tokens, siblings = 10_000, 4.0
+    tokens, siblings, doubt = 10_000, 4.0, 0.25
     few = 1 + FEW_TOKENS / math.sqrt(tokens / siblings)
     expected = {
-        0: (0.01 + MOVEMENT_FACTOR * 0.3) * few,
-        1: (0.01 + MOVEMENT_FACTOR * 0.2) * few,
-        2: (0.01 + MOVEMENT_FACTOR * 0.2) * few,
+        0: (0.01 + MOVEMENT_FACTOR * 0.3 * doubt) * few,
+        1: (0.01 + MOVEMENT_FACTOR * 0.2 * doubt) * few,
+        2: (0.01 + MOVEMENT_FACTOR * 0.2 * doubt) * few,
         3: 0.01 * few,
     }
     for made, limit in expected.items():
@@ -194,7 +197,7 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
             (math.nan, False),
             (math.inf, False),
         ):
-            figure = {("rollout-0", 7): Mismatch(diff, 0.0, tokens)}
+            figure = {("rollout-0", 7): Mismatch(diff, 0.0, doubt, tokens)}
             found = limits.suspects(figure, {7: made}, {("rollout-0", 7): siblings}, 3)
             assert bool(found) is is_suspect
             if found:
@@ -202,11 +205,16 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
 
 
 def suspected(
-    limits: MismatchLimits, diff: float, tokens: int, made: int, siblings: float = 1.0
+    limits: MismatchLimits,
+    diff: float,
+    tokens: int,
+    made: int,
+    siblings: float = 1.0,
+    doubt: float = 1.0,
 ) -> bool:
     """At step 2."""
     origin = ("rollout-0", 7)
-    figure = {origin: Mismatch(diff, 0.0, tokens)}
+    figure = {origin: Mismatch(diff, 0.0, doubt, tokens)}
     return bool(limits.suspects(figure, {7: made}, {origin: siblings}, 2))
 
 
@@ -227,6 +235,73 @@ def test_the_first_tokens_of_siblings_prove_little(make_samples: Make) -> None:
     assert not suspected(limits, 0.0352, 12, made=0, siblings=8.0)
     assert suspected(limits, 0.0352, 12, made=0)
     assert suspected(limits, 0.0352, 240, made=0, siblings=8.0)
+
+
+def of_doubt(sample: TrainSample, doubt: float) -> TrainSample:
+    return replace(sample, logprobs=np.full_like(sample.logprobs, math.log1p(-doubt)))
+
+
+def updated(
+    parts: Sequence[Sequence[TrainSample]], pull: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of all tokens before and after an update, which pulls them down by their doubt."""
+    told = [torch.from_numpy(s.logprobs).double() for part in parts for s in part]
+    before = torch.cat(told)
+    return before, before + pull * before.expm1()
+
+
+def test_a_step_that_moves_what_is_in_doubt_is_measured_there(make_samples: Make) -> None:
+    """A model that is sure of 61 rows of 64 moves in the others: rows evenly from all of them are
+    sure ones, and honest rows of the next step, of a prompt that it doubts, would be suspected."""
+    rows, pull = make_samples(groups=8, siblings=8), 0.5
+    doubted = {5, 23, 46}
+    rows = [of_doubt(s, 0.3 if i in doubted else 1e-3) for i, s in enumerate(rows)]
+    parts = movement_rows(rows, tokens=10**6)
+    before, after = updated(parts, pull)
+    assert {rows[i].sample_id for i in doubted} < {s.sample_id for s in parts[0]}
+    assert [len(part) for part in parts] == [MOVEMENT_ROWS // 2] * 2
+    assert movement(parts, before, after) == pytest.approx(pull, rel=1e-6)
+    before, after = updated([rows], pull)
+    moves = [float(m.mean()) for m in (before - after).split([len(s.response_ids) for s in rows])]
+    assert np.mean(moves[::8]) < np.mean(moves) / 10
+
+    limits = MismatchLimits(ROUNDING["float32"])
+    limits.moved(1, pull)
+    honest_diff = pull * 0.3
+    assert honest_diff > MOVEMENT_FACTOR * np.mean(moves)
+    assert not suspected(limits, honest_diff, 200, made=1, siblings=8.0, doubt=0.3)
+    assert suspected(limits, honest_diff, 200, made=1, siblings=8.0, doubt=1e-3)
+
+
+def test_rows_that_are_scored_again_fit_in_a_pass(make_samples: Make) -> None:
+    rows = make_samples(groups=8, siblings=4)
+    few = movement_rows(rows, tokens=100)
+    assert all(1 < len(part) < MOVEMENT_ROWS // 2 for part in few)
+    assert all(sum(s.length for s in part) <= 50 for part in few)
+    assert [len(part) for part in movement_rows(rows, tokens=1)] == [1, 1]
+    assert [len(part) for part in movement_rows(rows[:3], tokens=100)] == [3]
+    assert movement_rows([], tokens=100) == []
+
+
+def test_the_part_that_has_moved_furthest_counts(make_samples: Make) -> None:
+    """Tokens that the model was sure of, by more for their doubt than those that it was not."""
+    rows = make_samples(groups=4, siblings=8)
+    parts = movement_rows(
+        [of_doubt(s, 0.6 if i < 8 else 0.1) for i, s in enumerate(rows)], tokens=10**6
+    )
+    before, slow = updated(parts, 0.1)
+    _, fast = updated(parts, 0.4)
+    split = sum(len(s.response_ids) for s in parts[0])
+    after = torch.cat([slow[:split], fast[split:]])
+    assert movement(parts, before, after) == pytest.approx(0.4, rel=1e-6)
+
+
+def test_tokens_without_doubt_have_not_moved_far(make_samples: Make) -> None:
+    parts = [make_samples(groups=1)]
+    sure = torch.zeros(sum(len(s.response_ids) for s in parts[0]), dtype=torch.float64)
+    assert movement(parts, sure, sure) == 0.0 == movement([], sure[:0], sure[:0])
+    assert movement(parts, sure, sure - 1e-7) == pytest.approx(1e-3)
+    assert movement(parts, sure + 1e-7, sure) == pytest.approx(1e-3)
 
 
 def test_siblings_are_counted_by_origin(make_samples: Make) -> None:

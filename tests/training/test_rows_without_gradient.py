@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from laminar.training.advantages import Estimator
 from laminar.training.cascade import read_prompts_once
 from laminar.training.learner import Learner
 from laminar.training.losses import BatchCounts
+from laminar.training.mismatch import movement_rows
 from laminar.training.model import LoadedPolicy
 from laminar.training.policy_losses import NEED_ADVANTAGE, POLICY_LOSSES, LossInputs
 from laminar.training.steps import NO_SIGNAL, StepResult, TrainSample, one_of_each_origin, origin_of
@@ -180,19 +182,25 @@ def test_the_movement_is_that_of_the_rows_before_and_after(
     """The scores before are those of the step: only the few rows are read again, once."""
     samples = make_samples(temperature=1.0)
     learner = Learner(make_config({"optim.lr": 0.01} | settings), make_policy())
-    few = samples[::2]
+    parts = movement_rows(samples, learner.config.trainer.micro_batch_tokens)
+    few = [s for part in parts for s in part]
     rows = [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in few]
     before = learner.score(rows)
     read: list[int] = []
     with replaced(learner_module, "score", counted(read)):
         result = learner.train_step(samples, 3)
     after = learner.score(rows)
-    distances = [
-        abs(a - b)
-        for s, one, other in zip(few, before, after, strict=True)
-        for a, b in list(zip(one, other, strict=True))[len(s.prompt_ids) - 1 :]
-    ]
-    assert result.metrics["mismatch/moved"] == pytest.approx(np.mean(distances), rel=1e-3)
+    found, starts = list(zip(few, before, after, strict=True)), (0, len(parts[0]))
+    expected = []
+    for start, part in zip(starts, parts, strict=False):
+        pairs = [
+            (a, b)
+            for s, one, other in found[start : start + len(part)]
+            for a, b in list(zip(one, other, strict=True))[len(s.prompt_ids) - 1 :]
+        ]
+        moved = sum(abs(b - a) for a, b in pairs)
+        expected.append(moved / sum(1 - math.exp(a) for a, _ in pairs))
+    assert result.metrics["mismatch/moved"] == pytest.approx(max(expected), rel=1e-3)
     assert sum(read) == len(few) + (len(samples) if settings else 0)
 
 
