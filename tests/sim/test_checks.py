@@ -385,24 +385,28 @@ def test_a_share_is_kept_by_what_runs_when_new_groups_are_given() -> None:
     assert broken(lambda: share_is_kept([*asked, *given], bench.state)) == "share_is_kept"
 
 
-@pytest.mark.parametrize("cut_off", [True, False])
-def test_a_death_on_a_machine_that_is_silent_is_blamed_on_no_prompt(cut_off: bool) -> None:
-    """One replica died while its machine was silent, three others of the same prompt."""
+@pytest.mark.parametrize("end", ["cut off", "silent", "left"])
+def test_a_death_on_a_silent_machine_or_after_leaving_is_blamed_on_no_prompt(end: str) -> None:
+    """One replica died while its machine was silent, or left; three others of the same prompt."""
     with World(calm(nodes=1, **SMALL), 3) as world:
         world.begin()
         checks, names = world.checks, [f"rollout-{i}" for i in range(4)]
         while not {name for name, _ in checks.boots} >= set(names):
             assert world.scheduler.step()
         (key,) = (key for key in checks.boots if key[0] == names[0])
-        lost = ev.HeartbeatLost(
-            actor=key[0], actor_incarnation=key[1], silent_ms=8_000, cut_off=cut_off
+        lost = coordinator_says(
+            ev.HeartbeatLost(
+                actor=key[0], actor_incarnation=key[1], silent_ms=8_000, cut_off=end == "cut off"
+            )
         )
+        if end == "left":
+            lost = replace(lost, peer=key[0], incarnation=key[1], event=ev.ActorLeft())
         state = world.coordinator.state
         assert state is not None
-        checks._learn_fences(coordinator_says(lost), state)
+        checks._learn_fences(lost, state)
         for placement, name in enumerate(names[:3], 1):
             checks.poisoned(generates(name, placement), "node-0")
-        if cut_off:
+        if end != "silent":
             checks.poisoned(generates(names[3], 4), "node-0")
         else:
             last = generates(names[3], 4)
