@@ -22,8 +22,8 @@ from laminar.config.tree import EnvConfig
 from laminar.events.reasons import EndedBy
 from laminar.tasks.renderer import Answer, Renderer
 from laminar.tasks.rewards import RewardResult, scored
+from laminar.tasks.session_pool import AllDied, SessionDied, SessionPool
 from laminar.tasks.session_pool import Session as Process
-from laminar.tasks.session_pool import SessionDied, SessionPool
 from laminar.tasks.session_process import Rate, Rated, Request, Reset, Said, Use
 from laminar.tasks.tool_calls import TEXT_CHARS_MAX, Call, CallParser
 from laminar.tasks.turns import (
@@ -221,6 +221,8 @@ class Environments:
 
     async def _process(self, conversation: _Conversation, call: TurnCall) -> Process:
         """The session of a turn, made where that repeats nothing or may; SessionLost."""
+        if conversation.process is not None and conversation.process.ended.done():
+            self._end(conversation)  # before this turn
         if conversation.process is None:
             if self._env.effects == "once" and (call.turn or call.stored):
                 raise SessionLost("its session is gone, and what its calls have done with it")
@@ -234,7 +236,6 @@ class Environments:
         """The reply to a request and the seconds it took; again in a new session where it may be;
         _Killed, SessionLost."""
         attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
-        reason = ""
         for _ in range(attempts):
             process = await self._process(conversation, call)
             began = asyncio.get_running_loop().time()
@@ -246,11 +247,12 @@ class Environments:
                 conversation.killed_after_s = limit_s
                 self._end(conversation)
                 raise _Killed from None
-            except SessionDied as died:
+            except SessionDied as error:
                 self.sessions_lost += 1
                 self._end(conversation)
-                reason = str(died)
-        raise EnvironmentFailed(f"the process of its session ended in a call: {reason}")
+                died = error
+        lost = SessionLost if isinstance(died, AllDied) else EnvironmentFailed
+        raise lost(f"the process of its session ended in a call: {died}")
 
     # --- what follows a turn --------------------------------------------------------------------
 

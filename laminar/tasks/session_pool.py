@@ -2,8 +2,8 @@
 
 Reads   the user's file, by way of a process that has imported it (session_process.py)
 Gives   SessionPool: open, a Session; Session: ask, kill
-Raises  SessionDied when a session ends before it has answered; TimeoutError when its time is up;
-        ConfigError when the file does not load
+Raises  SessionDied when a session ends before it has answered, AllDied when it did with all others;
+        TimeoutError when its time is up; ConfigError when the file does not load
 
 What the process prints goes to `on_output`. A process that dies takes its sessions with it; the
 next `open` starts another one.
@@ -48,13 +48,20 @@ class SessionDied(Exception):
     """A session ended before it had answered, or could not be begun."""
 
 
+class AllDied(SessionDied):
+    """The process that sessions are forked from has ended, and this one did not end it: of those
+    that were to answer then, the one that was begun first may have, and had a plain SessionDied."""
+
+
 class Session:
     """One process with one environment; one request at a time."""
 
     def __init__(self, warm: _Warm, number: int, channel: socket.socket) -> None:
         self._warm, self._number, self._channel = warm, number, channel
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        #: what `ask` raises from then on
+        self.ended: asyncio.Future[SessionDied] = asyncio.get_running_loop().create_future()
         self.pid = 0  #: 0: not known yet
+        self.asked = False  #: it has a request that it has not answered
 
     async def connect(self) -> None:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
@@ -62,7 +69,8 @@ class Session:
     async def ask(self, request: Request, timeout_s: float) -> Reply:
         """The reply; TimeoutError, SessionDied. After either the session is of no use: kill it."""
         if self._writer.is_closing():
-            raise SessionDied(await self._how())
+            raise await self._how()
+        self.asked = True
         try:
             async with asyncio.timeout(timeout_s):
                 self._writer.write(frame(request))
@@ -72,7 +80,8 @@ class Session:
         except (asyncio.IncompleteReadError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise SessionDied(await self._how()) from None
+            raise await self._how() from None
+        self.asked = False
         reply: Reply = msgspec.msgpack.decode(body, type=Reply)
         return reply
 
@@ -81,18 +90,18 @@ class Session:
         self._writer.close()
         self._warm.kill(self)
 
-    def end(self, how: str) -> None:
+    def end(self, died: SessionDied) -> None:
         """Its process has ended; what that has started may hold the channel open."""
-        self.ended.set_result(how)
+        self.ended.set_result(died)
         asyncio.get_running_loop().call_later(LATE_S, self._hang_up)
 
     def _hang_up(self) -> None:
         if not self._writer.is_closing():  # uvloop refuses to end a transport twice
             self._writer.transport.abort()
 
-    async def _how(self) -> str:
+    async def _how(self) -> SessionDied:
         await asyncio.wait({self.ended}, timeout=REAP_S)
-        return self.ended.result() if self.ended.done() else "it closed its channel"
+        return self.ended.result() if self.ended.done() else SessionDied("it closed its channel")
 
 
 class SessionPool:
@@ -232,7 +241,7 @@ class _Warm:
                 session.pid = told.pid
         elif isinstance(told, Ended):
             if (session := self._sessions.pop(told.number, None)) is not None:
-                session.end(told.how)
+                session.end(SessionDied(told.how))
         else:
             self._told.set_result(told)
 
@@ -246,8 +255,10 @@ class _Warm:
         if not self._told.done():
             self._told.set_exception(SessionDied(how))
             self._told.exception()  # nobody may wait for it
-        for session in self._sessions.values():
-            session.end(how)
+        sessions = self._sessions.values()
+        suspect = next((session for session in sessions if session.asked), None)
+        for session in sessions:
+            session.end(SessionDied(how) if session is suspect else AllDied(how))
             with suppress(ProcessLookupError, PermissionError):
                 if session.pid:
                     os.killpg(session.pid, signal.SIGKILL)

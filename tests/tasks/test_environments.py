@@ -365,6 +365,29 @@ def test_the_process_with_the_file_takes_its_sessions_with_it_and_is_replaced(tm
     in_bench(tmp_path, body, effects="pure")
 
 
+def test_when_that_process_is_killed_one_call_is_blamed_and_none_is_made_again(tmp_path):
+    """Of those that were being made; what had no call goes on, and nothing else has failed."""
+
+    async def body(bench):
+        for name in ("new", "used", "a", "b"):
+            await bench.environments.reset(bench.session(name))
+        await bench.turn(call("note", word="x"), session=bench.session("used"))
+        hang = call("do", what="hang")
+        calls = [asyncio.create_task(bench.turn(hang, 0, bench.session(n))) for n in ("a", "b")]
+        while len(bench.noted()) < 3:
+            await asyncio.sleep(0.01)
+        bench.environments._pool._warm._process.kill()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(end) for end in ends] == [EnvironmentFailed, SessionLost]
+        with pytest.raises(SessionLost, match="its session is gone") as gone:
+            await bench.turn(call("note", word="y"), 1, bench.session("used"))
+        assert not isinstance(gone.value, EnvironmentFailed)
+        assert "4" in bench.told(await bench.turn(call("note", word="z"), 0, bench.session("new")))
+        assert bench.noted()[0] == "x" and bench.noted()[-1] == "z" and len(bench.noted()) == 4
+
+    in_bench(tmp_path, body)
+
+
 OWNER = """
 import asyncio
 import sys
