@@ -260,7 +260,8 @@ class Progress:
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
         for name, replica in _shown(status["replicas"]):
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
-            running = f"{replica['running']} running{waiting}{_cache(replica['engine'])}"
+            begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
+            running = f"{replica['running']} running{waiting}{begins}{_cache(replica['engine'])}"
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
         for facts in status["evaluations"][-3:]:
             table.add_row("held-out", f"after step {facts['step']}: {held_out(facts)}")
@@ -348,7 +349,7 @@ def _summed(replicas: list[dict[str, Any]]) -> dict[str, Any]:
     cache = ("kv_used_tokens", "kv_capacity_tokens")
     return {
         **replicas[0],
-        **{what: sum(r[what] for r in replicas) for what in ("running", "waiting")},
+        **{what: sum(r[what] for r in replicas) for what in ("running", "waiting", "resetting")},
         "engine": {what: sum(engine[what] for engine in engines) for what in cache},
     }
 

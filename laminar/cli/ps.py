@@ -113,9 +113,10 @@ def _does(status: dict[str, Any], name: str) -> str:
         return str(status.get("trainer", ""))
     if (replica := status.get("replicas", {}).get(name)) is not None:
         said = f"{replica['doing']}, " if replica["doing"] else ""
+        begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
         return (
             f"{said}version {replica['version']}, {replica['running']} running, "
-            f"{replica['waiting']} waiting"
+            f"{replica['waiting']} waiting{begins}"
         )
     return ""
 

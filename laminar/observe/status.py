@@ -24,7 +24,7 @@ from laminar.core.indexes import indexes_of, streams
 from laminar.core.losses import Losses
 from laminar.core.replica_index import Kind
 from laminar.core.state import Replica, State
-from laminar.core.statuses import Phase
+from laminar.core.statuses import Phase, TrajectoryStatus
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.roles import Role
@@ -134,11 +134,13 @@ class StatusWriter:
                 refused = why_not_admitted(state, replica) or "admitting"
                 begins = state.phase == Phase.STARTING
                 doing[kind] = "pulling" if replica.loading else "starting" if begins else refused
-            placed, slots = len(replica.running), _slots(state, replica)
+            resetting, slots = _resetting(state, replica), _slots(state, replica)
+            begun = len(replica.running) - resetting
             shown[name] = {
                 "version": replica.version,
-                "running": min(placed, slots),
-                "waiting": max(placed - slots, 0),
+                "running": min(begun, slots),
+                "waiting": max(begun - slots, 0),
+                "resetting": resetting,
                 "doing": _doing(state, replica, doing[kind]),
                 "engine": self._gauges.of(name),
             }
@@ -174,6 +176,14 @@ def _awaited(state: State) -> list[str]:
 def _slots(state: State, replica: Replica) -> int:
     """What its engine runs at a time: a replica takes one group more, which waits for slots."""
     return max(replica.capacity - state.settings.group_size, 1)
+
+
+def _resetting(state: State, replica: Replica) -> int:
+    """Trajectories that have a place in its engine while their environment speaks first."""
+    if not state.settings.environment:
+        return 0
+    known = state.trajectories
+    return sum(known[name].status == TrajectoryStatus.DISPATCHED for name in replica.running)
 
 
 def left_out_line(part: ev.LeftOut) -> str:

@@ -40,7 +40,8 @@ TOLD = {
 }  # fmt: skip
 REPLICAS = {
     f"rollout-{i}": {
-        "version": 3, "running": 64, "waiting": 8 * i, "doing": ("admitting", "draining")[i],
+        "version": 3, "running": 64, "waiting": 8 * i, "resetting": 0,
+        "doing": ("admitting", "draining")[i],
         "engine": {"kv_used_tokens": 250, "kv_capacity_tokens": 1_000} if i else None,
     }
     for i in (0, 1)
@@ -177,13 +178,17 @@ def test_the_time_that_is_left_follows_the_pace_of_the_last_steps() -> None:
 def test_of_many_replicas_those_that_do_the_same_are_told_together(tmp_path: Path) -> None:
     many = {
         f"rollout-{i}": {
-            "version": 3 + i % 2, "running": 64, "waiting": i % 2, "doing": "admitting",
+            "version": 3 + i % 2, "running": 64, "waiting": i % 2, "resetting": i % 2,
+            "doing": "admitting",
             "engine": {"kv_used_tokens": 50 * (i % 2), "kv_capacity_tokens": 100},
         }
         for i in range(256)
     }  # fmt: skip
     panel = " ".join(drawn(tmp_path, [{"replicas": many}], terminal=True).split())
-    assert "8192 running, 128 waiting, 50% of its cache" in panel and "rollout-0" not in panel
+    assert (
+        "8192 running, 128 waiting, 128 in reset, 50% of its cache" in panel
+        and "rollout-0" not in panel
+    )
     assert "256 admitting" in drawn(tmp_path, [{"replicas": many}])
 
 

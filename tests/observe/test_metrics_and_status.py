@@ -275,7 +275,11 @@ def test_with_an_environment_it_is_shown_what_binds(
 ) -> None:
     bench = Bench(**{"max_staleness": 20, "num_train": 400, "total_steps": 100} | settings)
     bench.start()
-    assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == doing
+    replica = shown(tmp_path, bench)["replicas"]["rollout-0"]
+    assert replica["doing"] == doing
+    with_environment, placed = "max_sessions" in settings, len(bench.replica().running)
+    assert replica["resetting"] == (placed if with_environment else 0)
+    assert replica["running"] + replica["waiting"] + replica["resetting"] == placed
 
 
 def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: Path) -> None:
