@@ -2,7 +2,7 @@
 
 Reads   LAMINAR_FAIL, "POINT:N" with commas between several: die when POINT is reached for the Nth
         time in one process; LAMINAR_STOP, likewise: stand still (SIGSTOP)
-Writes  RUN/failed-POINT-N, so that it happens once in a run
+Writes  RUN/failed-POINT-N, its process id, so that it happens once in a run
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class FailPoints:
     def _meet(self, mark: Path, number: signal.Signals) -> None:
         """Have the signal, unless a process of this run has had it here."""
         try:
-            mark.touch(exist_ok=False)
+            with mark.open("x") as made:
+                made.write(str(os.getpid()))
         except FileExistsError:
             return
         os.kill(os.getpid(), number)

@@ -1,12 +1,15 @@
 """What a simulated run costs: CPU-seconds per 1,000 trajectories.
 
-Usage: python tools/bench/sim.py [--seeds 20] [--large 0]
+Usage: python tools/bench/sim.py [--seeds 20] [--large 0] [--turns 0]
 Prints one JSON line per figure.
 
 sim_small_cpu_s_per_1000        small runs without faults, invariants of the state as configured
 sim_small_bare_cpu_s_per_1000   the same without them
 sim_small_faults_cpu_s_per_1000 the default swarm, with faults
 sim_1024_cpu_s_per_1000         1,024 replicas without faults, the first --large events (0: none)
+sim_1024_log_bytes_per_turn     with an environment: bytes of the coordinator's log, before it is
+                                compressed, for each answered turn of the second half of --turns
+                                (0: none); `without_gauges`, which come with time, not with turns
 ..._events_per_s                for information: entries of the coordinator's log per CPU-second
 ..._calls_per_s                 for information: calls of the scheduler per CPU-second
 
@@ -23,19 +26,26 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from laminar.sim.checks.liveness import CALM
-from laminar.sim.config import CheckConfig, SimConfig, load
+from laminar.core.state import State
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord, Position, Record
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.events.codec import decode_event
+from laminar.sim.config import CheckConfig, EnvironmentConfig, LogConfig, SimConfig, load
 from laminar.sim.faults.faults import KINDS
-from laminar.sim.run import run_seeds
+from laminar.sim.run import CALM, run_seeds
 from laminar.sim.world import World
 
 LARGE = Path(__file__).parents[2] / "configs" / "sim_1024.toml"
 NEVER = 1 << 60
+ANSWERED = (ev.TrajectoryContinues, ev.TrajectoryRewarded)  #: by the environment
 
 
 class Cost(NamedTuple):
@@ -78,25 +88,71 @@ def of_the_first(config: SimConfig, events: int) -> Cost:
     return Cost(cpu_s, issued, world.checks.events, world.scheduler.made)
 
 
+def log_of_turns(config: SimConfig, turns: int) -> dict[str, tuple[float, str]]:
+    """The log of a run with an environment, whose calls are not to be made twice."""
+    config = msgspec.structs.replace(
+        config,
+        environment=EnvironmentConfig(environment_share=1.0, effects="once", answer_s=0.5),
+        log=LogConfig(segment_bytes=1 << 30, snapshot_every=NEVER),
+        checks=CheckConfig(invariants_every=NEVER, events_max=NEVER),
+    )
+    answered = 0
+
+    def count(stamped: Stamped, commands: list[Command], state: State) -> None:
+        nonlocal answered
+        answered += isinstance(stamped.event, ANSWERED)
+
+    with World(config, 1, count) as world:
+        world.begin()
+        while answered < turns and not world.finished and world.scheduler.step():
+            pass
+        return _bytes_per_turn(list(read_log(world.coordinator.disk)), turns // 2)
+
+
+def _bytes_per_turn(
+    history: list[tuple[Position, Record]], without: int
+) -> dict[str, tuple[float, str]]:
+    """Of the turns after the first ones, in which all begin at once."""
+    answered, gauges, others = 0, 0, 0
+    for (at, record), (following, _) in pairwise(history):
+        event = decode_event(record.event) if isinstance(record, EventRecord) else None
+        answered += isinstance(event, ANSWERED)
+        if answered < without:
+            continue
+        if isinstance(event, ev.TokenProgress):
+            gauges += following.offset - at.offset
+        else:
+            others += following.offset - at.offset
+    turns = answered - without
+    return {
+        "log_bytes_per_turn": (round((gauges + others) / turns), "B"),
+        "log_bytes_per_turn_without_gauges": (round(others / turns), "B"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20, help="runs per figure")
+    parser.add_argument("--seeds", type=int, default=20, help="runs per figure; 0: none")
     parser.add_argument("--large", type=int, default=0, help="events of the large run")
+    parser.add_argument("--turns", type=int, default=0, help="of the large run with an environment")
     arguments = parser.parse_args()
     seeds = range(1, arguments.seeds + 1)
     swarm = SimConfig()
     calm = msgspec.structs.replace(swarm, faults=CALM)
     bare = msgspec.structs.replace(calm, checks=CheckConfig(invariants_every=NEVER))
-    costs = {
-        "sim_small": of_runs(calm, seeds),
-        "sim_small_bare": of_runs(bare, seeds),
-        "sim_small_faults": of_runs(swarm, seeds),
-    }
+    costs = {}
+    if seeds:
+        costs["sim_small"] = of_runs(calm, seeds)
+        costs["sim_small_bare"] = of_runs(bare, seeds)
+        costs["sim_small_faults"] = of_runs(swarm, seeds)
+    large = msgspec.structs.replace(load(LARGE, KINDS), faults=CALM)
     if arguments.large:
-        large = msgspec.structs.replace(load(LARGE, KINDS), faults=CALM)
         costs["sim_1024"] = of_the_first(large, arguments.large)
-    for name, cost in costs.items():
-        for what, (value, unit) in cost.figures().items():
+    figures = [(name, cost.figures()) for name, cost in costs.items()]
+    if arguments.turns:
+        figures.append(("sim_1024", log_of_turns(large, arguments.turns)))
+    for name, found in figures:
+        for what, (value, unit) in found.items():
             print(json.dumps({"name": f"{name}_{what}", "value": value, "unit": unit}), flush=True)
 
 
