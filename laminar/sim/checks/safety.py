@@ -50,8 +50,8 @@ SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
 DEATHS_MAX = 3
 WAITS_MAX = 3
-CUT_OFF, LEFT = "cut off", "left"
-"""Why a process was given up that was silent with its whole machine."""
+UNBLAMED = CUT_OFF, LEFT = "cut off", "left"
+"""Why a process was given up that was silent with its whole machine; that left by itself."""
 Key = tuple[str, int]  #: a process as the log knows it: name and incarnation
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(State).decode
@@ -225,10 +225,8 @@ class Checks:
                 if before is not None and before[1] < actor.incarnation:
                     self._fence(before, "replaced", stamped)
                 self._boot((event.name, actor.incarnation), event.boot_id, stamped.seq)
-        elif isinstance(event, ev.HeartbeatLost):
-            self._fence((event.actor, event.actor_incarnation), _why_lost(event), stamped)
-        elif isinstance(event, ev.ActorLeft):
-            self._fence((stamped.peer, stamped.incarnation), LEFT, stamped)
+        elif isinstance(event, ev.HeartbeatLost | ev.ActorLeft):
+            self._fence(*_given_up(stamped, event), stamped)
         elif isinstance(event, ev.ProcessExited) and event.boot_id in self._keys:
             self._fence(self._keys[event.boot_id], "dead", stamped)
 
@@ -406,16 +404,14 @@ class Checks:
         """A prompt that kills replicas is quarantined after the third.
 
         Nobody can know of a replica on a machine that was lost, too, also if that is back by now,
-        nor of one that died of what had been taken from it, or while its whole machine was silent;
-        and one that left before it could die has not been killed.
+        nor of one that died of what was taken from it, while its machine was silent, or that left.
         """
         found, processes = self._kills.setdefault(command.trajectory_id, []), self.world.processes
         found.append((command.placement, processes[command.to].boot_id, processes[node].boot_id))
         nodes = {p.boot_id for p in processes.values() if p.role == "node" and p.alive}
-        unknown = [key for key, (why, _) in self._fenced.items() if why in (CUT_OFF, LEFT)]
         kills = sum(
             of_node in nodes
-            and self._keys.get(boot_id) not in unknown
+            and self._fenced.get(self._keys.get(boot_id, ("", 0)), ("", 0))[0] not in UNBLAMED
             and (command.trajectory_id, placement) not in self._taken
             for placement, boot_id, of_node in found
         )
@@ -423,8 +419,11 @@ class Checks:
             raise Violation("poison_is_quarantined", f"{kills} died of it", command.trajectory_id)
 
 
-def _why_lost(event: ev.HeartbeatLost) -> str:
-    return CUT_OFF if event.cut_off else "silent"
+def _given_up(stamped: Stamped, event: ev.HeartbeatLost | ev.ActorLeft) -> tuple[Key, str]:
+    if isinstance(event, ev.ActorLeft):
+        return (stamped.peer, stamped.incarnation), LEFT
+    why = CUT_OFF if event.cut_off else "silent"
+    return (event.actor, event.actor_incarnation), why
 
 
 def numbered(stamped: Stamped) -> tuple[Key, int]:
