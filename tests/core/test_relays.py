@@ -156,15 +156,18 @@ def test_lost_evaluation_is_run_by_a_machine_that_holds_its_version() -> None:
     assert bench.replica("rollout-1.0").running
 
 
-def test_evaluation_moves_on_when_its_version_is_out_of_everybodys_reach() -> None:
-    """The only replica that could pull it is gone; another machine gets the same one later."""
+def test_evaluation_of_the_newest_version_waits_for_the_machine_that_gets_it_next() -> None:
+    """The only replica that could pull it is gone."""
     bench = together(num_eval=2, test_freq=1)
     bench.train()
     bench.load("rollout-0")
     bench.kill("rollout-0", restarting=False)
-    assert bench.state.evaluation is None and bench.state.evaluation_due == 1
+    evaluation = bench.state.evaluation
+    assert evaluation is not None and evaluation.version == 1
     bench.receive("relay-2", 1)
     assert bench.pull_of("rollout-2.0") is not None
+    again = only(cmd.GenerateTrajectory, bench.load("rollout-2.0"))
+    assert [c.purpose for c in again[:2]] == ["eval", "eval"]
 
 
 def test_lost_work_waits_until_the_last_relay_has_evicted_its_version() -> None:
@@ -179,8 +182,9 @@ def test_lost_work_waits_until_the_last_relay_has_evicted_its_version() -> None:
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
 
 
-def test_evaluation_moves_on_when_its_version_was_evicted_on_its_arrival() -> None:
-    """A machine whose relay has just come back is the only one left, and it kept nothing."""
+def test_evaluation_of_the_newest_version_stays_when_that_was_evicted_on_its_arrival() -> None:
+    """A machine whose relay has just come back is the only one left, and it kept nothing: what its
+    replica asks for is that version, or what comes after it."""
     bench = together(num_eval=2, test_freq=1)
     bench.kill("relay-1")
     bench.come_back("relay-1")
@@ -188,10 +192,10 @@ def test_evaluation_moves_on_when_its_version_was_evicted_on_its_arrival() -> No
     bench.train()
     bench.load("rollout-0")
     bench.kill("rollout-0", restarting=False)
-    assert bench.state.evaluation is not None
-    pins = only(cmd.PinVersion, bench.receive("relay-1", 1, held=()))
-    assert [p.version for p in pins] == [-1, -1, -1]
-    assert bench.state.evaluation_due == 1
+    (pull,) = only(cmd.PullWeights, bench.receive("relay-1", 1, held=()))
+    assert (pull.to, pull.version, pull.exact) == ("rollout-1.0", 1, False)
+    evaluation = bench.state.evaluation
+    assert evaluation is not None and evaluation.version == 1
 
 
 # --- repairs --------------------------------------------------------------------------------------
