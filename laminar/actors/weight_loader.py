@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -173,6 +173,7 @@ class WeightLoader:
         #: of what the engine serves; empty and -1: nothing
         self.digest, self.version = "", -1
         self.coming = -1  #: what is streamed into it now; -1: nothing
+        self._expected: Awaitable[None]  #: its engine takes work for it from then on
         self.proved = 0  #: the last load whose digest and probe were right, as TokenDelta counts
         self._loads = 0  #: that have begun
         self._weights: dict[int, Weights] = {}  #: by load, of the last ones
@@ -233,7 +234,8 @@ class WeightLoader:
             return self._gone(order, command.version, lease)
         await self.host.reached("rollout-leased")
         manifest = mf.decode(lease.manifest)
-        failure = await self._complete(lease, manifest, source, begun)
+        rest = self.engine.arrived(source, source.nbytes)
+        failure = await self._prove(rest, self._leases.bytes_of(lease), manifest, begun)
         valid = await self._leases.release(lease)
         if failure or not valid:
             return self._rejected(order, command.version, failure or REVOKED)
@@ -241,16 +243,6 @@ class WeightLoader:
         self.coming = -1
         self._loaded(order, manifest, started, True)
         await self.engine.go_on()
-
-    async def _complete(
-        self, lease: m.Leased, manifest: mf.Manifest, source: WeightSource, begun: int
-    ) -> str:
-        """Copy the rest and check the whole; what is wrong, or nothing."""
-        try:
-            await self.engine.arrived(source, source.nbytes)
-        except EngineError as error:
-            return str(error)
-        return await self._prove(self._leases.bytes_of(lease), manifest, begun)
 
     async def _follow(
         self, order: cmd.Order, command: cmd.PullWeights
@@ -321,15 +313,15 @@ class WeightLoader:
         self._loads += 1
         self._note_weights(manifest)
         begun = self.host.now_ns()
-        try:
-            await self.engine.load(source, on_update)
-        except EngineError as error:
-            return str(error)
-        return await self._prove(view, manifest, begun)
+        return await self._prove(self.engine.load(source, on_update), view, manifest, begun)
 
-    async def _prove(self, view: Bytes, manifest: mf.Manifest, begun: int) -> str:
-        """Digest and probe of what was loaded since `begun` (ns); what is wrong, or nothing."""
+    async def _prove(
+        self, load: Awaitable[None], view: Bytes, manifest: mf.Manifest, begun: int
+    ) -> str:
+        """Let `load` end, which began at `begun` (ns), and check the digest and the probe of what
+        it has loaded; what is wrong, or nothing."""
         try:
+            await load
             await self._files.verify(view, manifest)
             proved = self.host.now_ns()
             found = await probe_difference(self.engine, manifest.probe)

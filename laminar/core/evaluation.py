@@ -97,9 +97,7 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
     helped = _is_helped(state, evaluation)
     if helped and not (evaluation.final and state.phase == Phase.FINAL_EVALUATION):
         return -1
-    gone = evaluation.version != state.newest and not _in_reach(state, evaluation.version)
-    here = sources.choose(state, replica, evaluation.version).source is not None
-    if not helped and not here and gone:
+    if not helped and _is_gone(state, replica, evaluation.version):
         _move_on(ctx)
         return version_wanted(ctx, replica)
     return evaluation.version
@@ -148,6 +146,13 @@ def _in_reach(state: State, version: int) -> bool:
     return any(
         map(state.actor_alive, chain.from_iterable(map(indexes_of(state).served_by, relays)))
     )
+
+
+def _is_gone(state: State, replica: Replica, version: int) -> bool:
+    """Neither this replica nor another one could load it; the newest comes to every machine."""
+    if version == state.newest or _in_reach(state, version):
+        return False
+    return sources.choose(state, replica, version).source is None
 
 
 def _move_on(ctx: Context) -> None:

@@ -141,9 +141,14 @@ def fetches(state: State) -> list[cmd.PullWeights]:
     return [orders[name] for name in sorted(orders)]
 
 
+def is_load_alone(command: cmd.PullWeights) -> bool:
+    """Whether the time of this load is that of a whole version which was here when it began."""
+    return not command.holder and command.purpose != PullPurpose.STREAM
+
+
 def note_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
     """A whole version of so many bytes was loaded as ordered."""
-    if command.holder or command.purpose == PullPurpose.STREAM or num_bytes <= 0:
+    if not is_load_alone(command) or num_bytes <= 0:
         return
     state.version_bytes = num_bytes
     state.paces[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes

@@ -141,8 +141,8 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     took_ms = int(event.seconds * 1000)
     if ordered is not None and event.reloaded:
         sources.note_load(state, ordered, event.num_bytes, took_ms)
-    fetched = (ordered is not None and bool(ordered.holder)) or streamed
-    if event.reloaded and not fetched and _time_for(took_ms) > PULL_TIMEOUT_MS:
+    alone = ordered is None or sources.is_load_alone(ordered)
+    if event.reloaded and alone and _time_for(took_ms) > PULL_TIMEOUT_MS:
         state.slow_load_ms = max(state.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
     for trajectory_id in replica.running:
@@ -332,9 +332,9 @@ def _can_pull(state: State, replica: Replica) -> bool:
     rejecting weights."""
     busy = replica.running or replica.incoming or replica.given or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
-    able = not busy and not given_up and state.actor_alive(replica.name)
-    streams = able and indexes.streams(state, replica.name)
-    return able and not streams and not _awaits_turn(state, replica)
+    if busy or given_up or not state.actor_alive(replica.name):
+        return False
+    return not indexes.streams(state, replica.name) and not _awaits_turn(state, replica)
 
 
 def _awaits_turn(state: State, replica: Replica) -> bool:

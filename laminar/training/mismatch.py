@@ -21,7 +21,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,7 +142,7 @@ def doubts(log_probs: Tensor) -> Tensor:
 
 def _doubt(sample: TrainSample) -> float:
     """Of all its tokens together, as its engine scored them."""
-    return -float(np.expm1(sample.logprobs.astype(np.float64)).sum())
+    return float(doubts(torch.tensor(sample.logprobs, dtype=torch.float64)).sum())
 
 
 def scores_of(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Output, build, collect
-from test_torch_engine_streamed import REQUESTS, blank, in_order, whole
+from engine_models import build
+from test_torch_engine_streamed import REQUESTS, blank, in_order, outputs_of, whole
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.system.weight_files import ReplicaFiles
@@ -60,17 +60,6 @@ class Replica:
         """As a rollout does when a load begins."""
         for item in REQUESTS:
             await self.engine.abort(item.request_id)
-
-    async def finish(self) -> dict[str, Output]:
-        outputs: dict[str, Output] = {}
-
-        def ended() -> bool:
-            collect(outputs, self.deltas[:])
-            self.deltas.clear()
-            return len(outputs) == len(REQUESTS) and all(o.reason for o in outputs.values())
-
-        await until(ended)
-        return outputs
 
 
 def probe_of(model: Any, wrong: bool) -> mf.Probe:
@@ -133,7 +122,7 @@ async def test_nothing_was_sampled_and_the_next_load_serves(fault: str, tmp_path
         loaded = await replica.pull("start")
         assert isinstance(loaded, ev.WeightsLoaded), (seed, loaded)
         await replica.add()
-        assert {n: o.tokens for n, o in (await replica.finish()).items()} == expected
+        assert {n: o.tokens for n, o in (await outputs_of(replica.deltas)).items()} == expected
         await again.stop()
         await replica.engine.close()
         await replica.relay.close(0.0)

@@ -15,6 +15,7 @@ from engine_models import FAMILIES, MAX_LEN, Output, build, collect, engine_of, 
 from laminar.engines.protocol import EngineError, TensorPlace, TokenDelta, WeightSource
 from laminar.engines.runner import EngineRunner
 from laminar.engines.torch_engine import TorchEngine
+from tests.actors.parts import until
 
 PROMPTS = [tuple((7 * i + 3 * j) % 90 + 1 for j in range(9 + 6 * i)) for i in range(3)]
 #: two prompts with siblings, one of them goes on after earlier tokens
@@ -48,6 +49,19 @@ def _when(pair: tuple[str, torch.Tensor]) -> int:
     if name.startswith("model.embed"):
         return -1
     return int(name.split(".")[2]) if name.startswith("model.layers.") else 1_000
+
+
+async def outputs_of(seen: list[TokenDelta]) -> dict[str, Output]:
+    """What an engine with a thread of its own has sampled for all of REQUESTS, once that is all."""
+    outputs: dict[str, Output] = {}
+
+    def ended() -> bool:
+        collect(outputs, seen[:])
+        seen.clear()
+        return len(outputs) == len(REQUESTS) and all(o.reason for o in outputs.values())
+
+    await until(ended)
+    return outputs
 
 
 def finish(engine: TorchEngine) -> dict[str, Output]:
@@ -223,11 +237,7 @@ async def test_nothing_is_sampled_before_the_weights_are_proved(tmp_path: Path) 
     assert len(scores[0]) == 2 and not seen and not runner.drain_steps()
     assert runner.stats().running == len(REQUESTS)
     await runner.go_on()
-    outputs: dict[str, Output] = {}
-    while len(outputs) < len(REQUESTS) or not all(o.reason for o in outputs.values()):
-        await asyncio.sleep(0.001)
-        collect(outputs, seen[:])
-        seen.clear()
+    outputs = await outputs_of(seen)
     assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
     await runner.close()
 
@@ -251,10 +261,6 @@ async def test_a_layer_is_not_used_before_its_last_byte_is_here(tmp_path: Path) 
             view.flush()
             await runner.arrived(source, end)
     await runner.go_on()
-    outputs: dict[str, Output] = {}
-    while len(outputs) < len(REQUESTS) or not all(o.reason for o in outputs.values()):
-        await asyncio.sleep(0.001)
-        collect(outputs, seen[:])
-        seen.clear()
+    outputs = await outputs_of(seen)
     assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
     await runner.close()
