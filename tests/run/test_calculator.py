@@ -3,14 +3,16 @@ not to be repeated is not, whoever dies."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from laminar.events import events as ev
-from laminar.run import fail_points
 from laminar.tasks.tokenizer import load_tokenizer
 from tests.run.conftest import ROOT, Finished, check_books, history, train
 
@@ -26,14 +28,14 @@ SMALL = (
     "data.dataset_size=2000",
 )
 AROUND_A_CALL = (
-    "rollout-finished:4",
-    "rollout-score:9",
-    "rollout-noted:6",
-    "rollout-called:12",
-    "rollout-rewarded:7",
-    "store-commit:60",
-    "store-committed:90",
-    "coordinator-durable:60",
+    "rollout-finished",
+    "rollout-score",
+    "rollout-noted",
+    "tool-done",
+    "rollout-called",
+    "rollout-rewarded",
+    "store-commit",
+    "coordinator-durable",
 )
 KILLS = """
 import os
@@ -88,30 +90,16 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_whoever_dies_around_a_call_it_is_not_made_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Replicas, the store and the coordinator are killed where a call is noted, made and stored."""
-    tool, log = tmp_path / "counter.py", tmp_path / "log"
-    tool.write_text(KILLS.format(log=str(log)).replace("== 3:", "== -1:"))
-    monkeypatch.setenv(fail_points.VARIABLE, ",".join(AROUND_A_CALL))
-    words = (f"env.path={tool}", "env.name=Killer")
-    run = train(tmp_path, *SMALL, *words, "recovery.max_restarts=20", config=CONFIG)
-    assert run.code == 0, run.output
-    check_books(run)
-    reached = {path.name for path in run.directory.glob("failed-*")}
-    assert reached == {f"failed-{point.replace(':', '-')}" for point in AROUND_A_CALL}
-    made, noted = len(log.read_text().splitlines()), effects(run)
-    assert {status for *_, status in noted} <= {"done", "failed", "lost"}
-    done = sum(status == "done" for *_, status in noted)
-    calls = run.summary["calls"]
-    assert calls["made"] == sum(calls["by_end"].values()) == len(noted)
-    with sqlite3.connect(run.directory / "store.sqlite") as database:
-        sql = (
-            "SELECT COUNT(*) FROM trajectories WHERE end_reason IN ('env-lost', 'env-failed') AND "
-        )
-        assert database.execute(sql + "reward IS NOT NULL").fetchone() == (0,)
-    assert done <= made <= len(noted)
+def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice() -> None:
+    """Against a run without kills: tokens, contexts, scores, and advantages of smaller groups."""
+    words = ["--effects=once", "--victims=replica,store", "--places=" + ",".join(AROUND_A_CALL)]
+    bench = [sys.executable, "-m", "tools.bench.call_kills", *words]
+    done = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    replica, store, total = map(json.loads, done.stdout.splitlines())
+    assert replica["smaller"] and replica["lost"] and not store["dropped"]
+    assert total["kills"] + len(replica["missed"] + store["missed"]) == 2 * len(AROUND_A_CALL)
+    assert total["kills"] > len(AROUND_A_CALL)
 
 
 @pytest.mark.parametrize("effect_class", ["once", "pure"])

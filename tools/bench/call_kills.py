@@ -384,8 +384,9 @@ def judged(kills: Kills, run_dir: Path, effects: str, reference: Stored) -> dict
         "advantage": stored.advantages(),
     }
     problems = [f"{name} differs from the run without kills" for name in differ[:5]]
-    if len(both) < len(stored.scored) // 2:
-        problems.append(f"{len(both)} of {len(stored.scored)} trajectories could be compared")
+    could = min(len(stored.scored), len(should))  # the longer run has trajectories of its own
+    if len(both) < could // 2:
+        problems.append(f"{len(both)} of {could} trajectories could be compared")
     scored = [name for name, reward in stored.dropped if reward is not None]
     problems += [f"{name} was dropped and has a score" for name in scored]
     if effects == "once":
