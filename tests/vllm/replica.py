@@ -152,14 +152,16 @@ class Replica:
 
 
 def shared_memory(core: int) -> set[Path]:
-    """What a core and its workers have mapped in /dev/shm, under the names that it had."""
-    found = set()
-    for process in (psutil.Process(core), *psutil.Process(core).children(recursive=True)):
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            name = line[73:].removesuffix(" (deleted)")
-            if name.startswith("/dev/shm/"):
-                found.add(Path(name))
-    return found
+    """What a core and its workers have mapped in /dev/shm, under the names that it had; without
+    what this process has, of which the core is forked (a semaphore of a progress bar, say)."""
+    workers = psutil.Process(core).children(recursive=True)
+    mapped = {name for pid in (core, *(w.pid for w in workers)) for name in _mapped(pid)}
+    return {Path(name) for name in mapped - _mapped(os.getpid()) if name.startswith("/dev/shm/")}
+
+
+def _mapped(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line[73:].removesuffix(" (deleted)") for line in lines}
 
 
 def greedy(model: Any, count: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:

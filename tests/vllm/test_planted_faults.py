@@ -47,8 +47,11 @@ SHALLOW = "algorithm.rollout_correction.mismatch_limit=0.02"
 """Two layers round less than the default limit for bfloat16 allows for: clean rows are at 0.014,
 those with old keys and values at 0.16 and more (no two runs of vLLM sample the same; at a larger
 learning rate some of them end with a model of one token, which any cache gives back)."""
+FAR = "optim.lr=6e-2"
+"""In bfloat16 one stale tensor is 0.43 to 2.0 from the right weights in the mean of the probe, which
+allows for 0.25; at half of this rate once in a while less."""
 PLANTS: dict[str, tuple[Plant | None, str, str]] = {
-    **{name: (plant, "probe", "optim.lr=3e-2") for name, plant in SEEN_BY_PROBE.items()},
+    **{name: (plant, "probe", FAR) for name, plant in SEEN_BY_PROBE.items()},
     "wrong temperature": (wrong_temperature, "mismatch", "rollout.temperature=0.6"),
     "old keys and values": (old_keys_and_values, "mismatch", f"optim.lr=5e-3 {SHALLOW}"),
     "nothing": (None, "nothing", "optim.lr=3e-2"),
