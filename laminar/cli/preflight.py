@@ -19,7 +19,7 @@ import msgspec
 
 from laminar.cli.emulated import EMULATED
 from laminar.cli.function_trial import check_functions
-from laminar.cli.reward_trial import trial_calls
+from laminar.cli.reward_trial import ROWS, trial_calls
 from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.buffering import STRATEGIES
@@ -39,7 +39,7 @@ from laminar.tasks.chat import check_all, encode_prompt
 from laminar.tasks.environment import declared, tools_of
 from laminar.tasks.hub import localize
 from laminar.tasks.import_trial import check_import
-from laminar.tasks.prompts import load_prompts
+from laminar.tasks.prompts import PromptRow, load_prompts
 from laminar.tasks.renderer import Renderer
 from laminar.tasks.reward_functions import check_rows, described, reward_spec
 from laminar.tasks.rewards import RewardCall, RewardSpec
@@ -69,6 +69,7 @@ class Plan:
     end_ids: list[int]
     reward: RewardSpec
     trial: list[RewardCall]  #: of the reward, before anything starts
+    resets: list[PromptRow]  #: of the environment, likewise
     data_digest: str  #: empty: the data are emulated
     warnings: dict[str, str]  #: by kind: what stops no run, and should be known of it
 
@@ -135,6 +136,7 @@ def look_at_data(config: Config) -> Plan:
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
             config.rollout.group_size,
         ),
+        resets=prompts.train[:ROWS] if config.env.path else [],
         data_digest=prompts.digest,
         warnings=row_warnings(tokenizer, prompts, spec, config.data),
     )
@@ -176,6 +178,7 @@ def emulated_plan(config: Config) -> Plan:
         end_ids=[],
         reward=RewardSpec(scope, []),
         trial=[],
+        resets=[],
         data_digest="",
         warnings={"emulated": EMULATED},
     )

@@ -83,7 +83,7 @@ def show_trial(
         results += found
         for index in sorted({_telling(found), len(found) - 1}):
             text, _ = call.completions[index]
-            show(f"  row {call.row.index:<5}  {_short(text)}: {_outcome(found[index])}")
+            show(f"  row {call.row.index:<5}  {short(text)}: {_outcome(found[index])}")
         if found[1:]:  # else the data has no answer
             pairs.append((_score(found[_telling(found)]), _score(found[-1])))
     if results and all(_score(result) is None for result in results):
@@ -206,7 +206,7 @@ def _name(spec: RewardSpec) -> str:
     return " + ".join(f"{f.weight:g} * {described(f)}" for f in spec.functions) + whole
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
 
 
@@ -223,4 +223,4 @@ def _outcome(result: RewardResult) -> str:
 
 
 def _short_value(value: float | str) -> str:
-    return _short(value) if isinstance(value, str) else f"{value:g}"
+    return short(value) if isinstance(value, str) else f"{value:g}"

@@ -22,6 +22,7 @@ from laminar.analysis.report import summary_of, write_summary
 from laminar.cli.arguments import Parser
 from laminar.cli.early import EarlyNode
 from laminar.cli.endings import say
+from laminar.cli.env_trial import show_resets
 from laminar.cli.memory import check_memory, memory_lines
 from laminar.cli.preflight import Plan, check_settings, look_at_data
 from laminar.cli.progress import failed_share
@@ -164,6 +165,8 @@ def look(
     console.lines([*plan_lines(plan), *memory_lines(places)])
     console.lines(forked.lines if forked is not None else [])
     found = dict(plan.warnings)
+    if plan.config.reward.trial and plan.resets:
+        show_resets(plan.config.env, plan.resets, console)
     if plan.config.reward.trial and plan.trial:
         found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
     return plan, found

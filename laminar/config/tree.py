@@ -170,7 +170,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
             "failed; 1: never"
         ),
     ] = 0.5
-    trial: Annotated[bool, says("false: start without calling the reward on three rows first")] = (
+    trial: Annotated[bool, says("false: reward, and reset, are not tried on three rows first")] = (
         True
     )
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()

@@ -24,7 +24,7 @@ from laminar.tasks.renderer import Answer, Renderer
 from laminar.tasks.rewards import RewardResult, scored
 from laminar.tasks.session_pool import AllDied, SessionDied, SessionPool
 from laminar.tasks.session_pool import Session as Process
-from laminar.tasks.session_process import Rate, Rated, Request, Reset, Said, Use
+from laminar.tasks.session_process import Rate, Rated, Request, Said, Use
 from laminar.tasks.tool_calls import TEXT_CHARS_MAX, Call, CallParser
 from laminar.tasks.turns import (
     Done,
@@ -195,14 +195,15 @@ class Environments:
             except SessionDied as died:
                 reason = str(died)
                 continue
-            limit_s = self._env.tool_timeout_s
-            said, reason = await _reset(process, conversation.session, limit_s)
-            if said is not None and not conversation.forgotten:
+            row, seed = conversation.session.row, conversation.session.seed
+            said = await process.reset(row, seed, self._env.tool_timeout_s)
+            if not said.failed and not conversation.forgotten:
                 return self._begun(conversation, process, said)
             process.kill()
             if conversation.forgotten:
                 raise SessionLost("its trajectory is wanted no longer")
             self.sessions_lost += 1
+            reason = said.text or ""
         raise EnvironmentFailed(f"reset failed, the last time: {reason}")
 
     def _begun(self, conversation: _Conversation, process: Process, said: Said) -> None:
@@ -338,18 +339,6 @@ class Environments:
 
     def _unanswered(self, limit_s: float) -> RewardResult:
         return RewardResult(self._reward.error_score, "timeout", _late(limit_s))
-
-
-async def _reset(process: Process, session: Session, limit_s: float) -> tuple[Said | None, str]:
-    """What reset said; or None, and why."""
-    try:
-        said = await process.ask(Reset(session.row, session.seed), limit_s)
-    except TimeoutError:
-        return None, f"it took longer than env.tool_timeout_s = {limit_s:g} s"
-    except SessionDied as died:
-        return None, f"its process ended ({died})"
-    assert isinstance(said, Said)
-    return (None, said.text or "") if said.failed else (said, "")
 
 
 def _late(limit_s: float) -> str:

@@ -25,6 +25,7 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.tasks.pipe_frames import LENGTH, frame
+from laminar.tasks.prompts import PromptRow
 from laminar.tasks.session_process import (
     MESSAGE_BYTES_MAX,
     Ended,
@@ -35,6 +36,8 @@ from laminar.tasks.session_process import (
     Refused,
     Reply,
     Request,
+    Reset,
+    Said,
     Start,
 )
 from laminar.tasks.user_function import LOAD_S
@@ -84,6 +87,18 @@ class Session:
         self.asked = False
         reply: Reply = msgspec.msgpack.decode(body, type=Reply)
         return reply
+
+    async def reset(self, row: PromptRow, seed: int, timeout_s: float) -> Said:
+        """What reset says, the first request; `failed` also where it has not ended or its process
+        has."""
+        try:
+            said = await self.ask(Reset(row, seed), timeout_s)
+        except TimeoutError:
+            return Said(f"it took longer than env.tool_timeout_s = {timeout_s:g} s", failed=True)
+        except SessionDied as died:
+            return Said(f"its process ended ({died})", failed=True)
+        assert isinstance(said, Said)
+        return said
 
     def kill(self) -> None:
         """End the process and all that it has started; idempotent."""

@@ -48,8 +48,8 @@ SHALLOW = "algorithm.rollout_correction.mismatch_limit=0.02"
 those with old keys and values at 0.16 and more (no two runs of vLLM sample the same; at a larger
 learning rate some of them end with a model of one token, which any cache gives back)."""
 FAR = "optim.lr=6e-2"
-"""In bfloat16 one stale tensor is 0.43 to 2.0 from the right weights in the mean of the probe, which
-allows for 0.25; at half of this rate once in a while less."""
+"""In bfloat16 one stale tensor is 0.43 to 2.0 from the right weights in the mean of the probe,
+which allows for 0.25; at half of this rate once in a while less."""
 PLANTS: dict[str, tuple[Plant | None, str, str]] = {
     **{name: (plant, "probe", FAR) for name, plant in SEEN_BY_PROBE.items()},
     "wrong temperature": (wrong_temperature, "mismatch", "rollout.temperature=0.6"),
