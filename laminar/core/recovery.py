@@ -92,17 +92,16 @@ def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
     where its version is served: longer episodes must not be the ones that begin again. A held-out
     answer has no other version: where that is served nowhere, it is asked for again."""
     state = ctx.state
-    trajectory = state.trajectories.get(trajectory_id)
-    if trajectory is not None and trajectory_id in state.lost:
-        held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
-        index = indexes_of(state).replicas
-        waits = (held_out or state.settings.environment) and index.of(
-            lambda kind: kind.version == trajectory.version and kind.serving
-        )
-        if waits or _is_fetched(state, trajectory.version):
-            return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
-        if held_out:
-            return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+    trajectory = state.trajectories[trajectory_id]
+    held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
+    index = indexes_of(state).replicas
+    waits = (held_out or state.settings.environment) and index.of(
+        lambda kind: kind.version == trajectory.version and kind.serving
+    )
+    if waits or _is_fetched(state, trajectory.version):
+        return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
+    if held_out:
+        return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
     indexes.end_wait(state, trajectory_id)
     ctx.touch_all()
 

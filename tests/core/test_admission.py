@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laminar.core.admission import bound_holds, first_share, share
+from laminar.core.admission import bound_holds, first_share, full_of, share
 from laminar.core.tails import released_max
 from laminar.events import commands as cmd
 from tests.kit.bench import Bench, only
@@ -119,3 +119,12 @@ def test_share_is_of_the_replicas_that_live() -> None:
     assert (share(bench.state), first_share(bench.state)) == (4, 2)
     bench.kill("rollout-1")
     assert (share(bench.state), first_share(bench.state)) == (8, 4)
+
+
+def test_what_another_group_has_too_little_room_in() -> None:
+    bench = Bench(max_staleness=2, capacity=5)
+    assert len(bench.start()) and full_of(bench.state, bench.replica()) == "slots"
+    bench = Bench(max_staleness=20, capacity=20, max_sessions=5)
+    assert len(bench.start()) and full_of(bench.state, bench.replica()) == "sessions"
+    bench = Bench(max_staleness=0, capacity=20, max_sessions=20)
+    assert len(bench.start()) and full_of(bench.state, bench.replica()) == ""

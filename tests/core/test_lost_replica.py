@@ -6,6 +6,7 @@ from laminar.core.admission import why_not_admitted
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.names.ids import TrajectoryId
 from tests.kit.bench import Bench, only
 
 
@@ -298,3 +299,23 @@ def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
     assert list(bench.state.lost) == ["0.0.0", "0.0.2"]
     resumed = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
     assert [c.trajectory_id for c in resumed] == ["0.0.0", "0.0.2"]
+
+
+def test_a_held_out_answer_that_waits_for_its_turn_is_asked_for_again_with_its_session() -> None:
+    """Its process had the session, and no place for it; nobody else has its version, so that the
+    evaluation is one of the newest."""
+    changes = {"in_flight": True, "max_sessions": 99, "groups_per_version": 0, "groups_per_step": 1}
+    bench = Bench(
+        replicas=2, capacity=5, max_staleness=9, num_eval=1, val_before_train=True, **changes
+    )
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.load("rollout-1")
+    for name in ("e0.0.0", "0.1.0"):
+        bench.finish(name)
+    answered = ev.TrajectoryContinues(trajectory_id=TrajectoryId("e0.0.0"), placement=1, turn=1)
+    bench.say("rollout-0", answered)
+    assert "e0.0.0" in bench.state.lost
+    bench.kill("rollout-0")
+    assert "e0.0.0" not in bench.state.lost and bench.state.evaluation_due == bench.state.newest

@@ -228,3 +228,12 @@ def test_they_have_the_time_that_the_request_gives_them(answers_ms: int) -> None
         bench.wait(answers_ms)
     assert bench.state.phase == Phase.STOPPING
     left(bench)
+
+
+def test_answers_of_the_weights_that_the_run_began_with_are_not_waited_for() -> None:
+    """No step has made others, and the trainer has these again."""
+    bench = Bench(save_freq=10)
+    bench.start()
+    bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, answers_ms=60_000))
+    assert bench.open_groups() and bench.state.phase == Phase.STOPPING
+    left(bench)

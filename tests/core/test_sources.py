@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 
 from laminar.core import keys
-from laminar.core.sources import Source, Tier, estimate_ms, nearest
+from laminar.core.sources import Source, Tier, estimate_ms, nearest, offers
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.kit.bench import Bench
 
 GIB = 1 << 30
+SLOW = ev.TransferTrouble(
+    kind="slow", relay="relay-0", version=0, detail="", num_bytes=9, duration_ms=9, left_bytes=9
+)
 
 
 def _mb_per_s(rate: float) -> int:
@@ -65,11 +68,12 @@ def test_mean_regret_where_rates_change_afterwards():
 def _lost_elsewhere(**settings: Any) -> Bench:
     """rollout-0 is lost with work of version 0, which only the relay of its machine still has, and
     the empty replica of the other machine has loaded version 1."""
-    bench = Bench(nodes=2, groups_per_step=1, max_staleness=1, **settings)
+    bench = Bench(**{"nodes": 2, "groups_per_step": 1, "max_staleness": 1} | settings)
     bench.start()
     bench.complete("0.1")
     bench.train()
-    bench.receive("relay-1", 1, held=(1,))
+    for relay in bench.relays[1:]:
+        bench.receive(relay, 1, held=(1,))
     bench.kill("rollout-0")
     loaded = msgspec.structs.replace(bench.loaded(1), num_bytes=4_000_000)
     bench.say("rollout-1.0", loaded)
@@ -114,12 +118,27 @@ def test_time_of_a_fetch_runs_from_the_last_word_of_its_bytes():
     bench = _lost_elsewhere()
     timer = keys.deadline(keys.pull("rollout-1.0"))
     bench.wait(200_000)
-    slow = ev.TransferTrouble(
-        kind="slow", relay="relay-0", version=0, detail="", num_bytes=9, duration_ms=9, left_bytes=9
-    )
     before = bench.state.timers[timer]
-    bench.say("relay-1", slow)
+    bench.say("relay-1", SLOW)
     assert bench.state.timers[timer] > before
+
+
+def test_what_a_holder_was_ordered_to_give_before_is_waited_for():
+    """Its own order does not count, nor does what another machine's relay says of that version."""
+    bench = _lost_elsewhere(nodes=3)
+    bench.load("rollout-2.0")
+    state, pull = bench.state, bench.pull_of("rollout-1.0")
+    (own,) = offers(state, bench.replica("rollout-1.0"), 0)
+    (later,) = offers(state, bench.replica("rollout-2.0"), 0)
+    assert own.name == later.name == pull.holder == "relay-0"
+    assert (own.waiting_bytes, later.waiting_bytes) == (0, state.version_bytes)
+    before = state.timers[keys.deadline(keys.pull("rollout-1.0"))]
+    bench.wait(1_000)
+    bench.say("relay-2", SLOW)
+    assert state.timers[keys.deadline(keys.pull("rollout-1.0"))] == before
+    bench.receive("relay-1", 0, held=(0, 1))
+    (here,) = offers(state, bench.replica("rollout-1.0"), 0)
+    assert (here.tier, here.name) == (Tier.OWN, "relay-1")
 
 
 def _evaluation_elsewhere() -> Bench:

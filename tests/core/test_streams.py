@@ -6,6 +6,8 @@ import pytest
 
 from laminar.core import keys
 from laminar.core.relays import RECEIVE_TIMEOUT_MS
+from laminar.core.state import Packing
+from laminar.core.tails import why_engine_not_in_tail
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -124,3 +126,15 @@ def test_a_lost_relay_does_not_end_the_run(lost: str) -> None:
     bench.say(joiner(bench), ev.VersionGone(version=0, held=()))
     bench.come_back(lost)
     assert bench.state.failure == ""
+
+
+def test_it_is_in_no_tail_and_loads_nothing_in_flight() -> None:
+    bench = joined(in_flight=True, groups_per_version=0, groups_per_step=1)
+    bench.complete("0.0")
+    bench.train()
+    bench.receive(RELAY, 1, held=(1,))
+    replica = bench.replica(joiner(bench))
+    pull = bench.pull_of(replica.name)
+    assert pull is not None and (pull.version, pull.purpose) == (0, "stream")
+    replica.packing = Packing()
+    assert why_engine_not_in_tail(bench.state, replica) == "streams"

@@ -55,7 +55,8 @@ def test_the_reason_that_is_known_first(events: tuple[Event, ...], why: str) -> 
 
 def test_an_order_has_its_reason() -> None:
     timer = ev.TimerFired(timer=f"progress:{NAME}")
-    assert told(timer, KILLED, orders=(RESTART,)) == "it sampled nothing"
+    stop = cmd.StopActor(to=NAME, reason="the run ends")
+    assert told(timer, KILLED, orders=(stop, RESTART)) == "it sampled nothing"
 
 
 def test_an_end_in_good_order_is_no_loss() -> None:
