@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then the minute of tests that tells most"
 	@echo "make test         set up, then run every test but the long ones (four minutes)"
-	@echo "make test-all     the rest, an hour: PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\", or some"
+	@echo "make test-all     the rest, 65 minutes: PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\", or some"
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
