@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 SLOT_POLL_S = 0.02
 RELAY_CHECK_S = 1.0
 """How often a slot that waits to be written is asked for again: the answer tells a new relay."""
-SLOT_WAIT_S = 330.0
-"""How long an owed publish waits for a slot; longer than the coordinator's deadline for the same
-command, which decides. A transfer that holds the slots has a deadline of five minutes, too, and it
-began before."""
+SLOT_WAIT_S = 1830.0
+"""How long an owed publish, or that of an export, waits for a slot; longer than the coordinator's
+deadline for an export, and than most transfers that hold the slots. For a publish the coordinator's
+deadline decides, which runs anew while bytes come."""
 
 
 class SlotWriter(Protocol):

@@ -34,6 +34,9 @@ UNLINKED_MAX = 2
 """A relay that reaches neither of two successors is at fault itself."""
 RECEIVE_TIMEOUT_MS = 300_000
 """Of one hop, from when its version is there or bytes came, which a relay reports each minute."""
+SLOT_TIMEOUT_MS = RECEIVE_TIMEOUT_MS + 30_000
+"""Of an owed publish, from when bytes came: the slot that these hold is free when their time is
+over, and its relay has been restarted."""
 LAG_MS = 1_000
 """A hop that holds up a transfer by less is not slow, whatever its share is."""
 LAG_SHARE = 4
@@ -259,8 +262,11 @@ def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
     name = ctx.stamped.peer
     timer = keys.receive(name)
     if name not in ctx.state.relays:
-        ctx.ignore("not-ready")
-    elif 0 <= event.version < ctx.state.relays[name].newest:
+        return ctx.ignore("not-ready")
+    publish = keys.deadline(keys.PUBLISH)
+    if event.num_bytes and publish in ctx.state.timers:  # what comes may hold its slot
+        ctx.set_timer(publish, SLOT_TIMEOUT_MS)
+    if 0 <= event.version < ctx.state.relays[name].newest:
         _older_comes(ctx, event)
     elif event.num_bytes and timer in ctx.state.timers:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)

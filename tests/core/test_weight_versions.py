@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar.core import keys
 from laminar.core.publishing import PUBLISH_TIMEOUT_MS
+from laminar.core.relays import SLOT_TIMEOUT_MS
 from laminar.core.weights import PULL_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -29,6 +31,24 @@ def test_skipped_publish_is_paid_before_the_trainer_waits() -> None:
     assert only(cmd.PullWeights, bench.publish(1, 1))
     assert bench.state.owed == -1
     assert only(cmd.GenerateTrajectory, bench.load("rollout-0"))
+
+
+def test_owed_publish_has_its_time_while_bytes_come() -> None:
+    """What comes holds a slot of the relay, and has its own time from the last word of it."""
+    bench = on_policy(nodes=2)
+    bench.complete("0.0")
+    bench.skip_publish()
+    assert only(cmd.PublishWeights, bench.train(publish=False))
+    bench.wait(200_000)
+    word = ev.TransferTrouble(
+        kind="slow", relay="relay-0", version=0, detail="half", num_bytes=9, duration_ms=9,
+        left_bytes=9,
+    )  # fmt: skip
+    bench.say("relay-1", word)
+    due = bench.state.timers[keys.deadline(keys.PUBLISH)]
+    assert due == (bench.now_ms + SLOT_TIMEOUT_MS) * 1_000_000
+    bench.say("relay-1", msgspec.structs.replace(word, kind="stalled", num_bytes=0))
+    assert bench.state.timers[keys.deadline(keys.PUBLISH)] == due
 
 
 def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:
