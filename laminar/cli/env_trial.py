@@ -33,7 +33,7 @@ def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> 
     lines = [f"reset      of {env.name or env.path}, tried on {len(rows)} rows, says"]
     for row, said in zip(rows, found, strict=True):
         lines.append(f"  row {row.index:<5}  {_outcome(said)}")
-    if found and all(said.failed for said in found):
+    if all(said.failed for said in found):
         raise ConfigError(
             f"{RESET} of the environment in {env.path} worked for none of the {len(rows)} rows "
             f"that it was tried on (row {rows[0].index}: {found[0].text}); correct it, or start "
@@ -51,9 +51,7 @@ def _outcome(said: Said) -> str:
 
 async def _resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[Said]:
     """Side by side, each in a session of its own."""
-    pool = SessionPool(
-        env.path, env.name, unsafe_local_code=env.unsafe_local_code, memory_mb=env.memory_mb
-    )
+    pool = SessionPool.of(env)
     try:
         return await asyncio.gather(*(_reset(pool, row, env.tool_timeout_s) for row in rows))
     finally:

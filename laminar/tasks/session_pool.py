@@ -24,6 +24,7 @@ from contextlib import suppress
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.config.tree import EnvConfig
 from laminar.tasks.pipe_frames import LENGTH, frame
 from laminar.tasks.prompts import PromptRow
 from laminar.tasks.session_process import (
@@ -141,6 +142,17 @@ class SessionPool:
         self._env = {**os.environ, **(env or {})}
         self._warm: _Warm | None = None
         self._starting = asyncio.Lock()
+
+    @classmethod
+    def of(cls, env: EnvConfig, *, on_output: Output = len) -> SessionPool:
+        """With the limits that the settings give."""
+        return cls(
+            env.path,
+            env.name,
+            unsafe_local_code=env.unsafe_local_code,
+            memory_mb=env.memory_mb,
+            on_output=on_output,
+        )
 
     async def start(self) -> None:
         """Import the user's file; ConfigError, SessionDied."""

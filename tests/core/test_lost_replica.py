@@ -23,6 +23,22 @@ def pair(**changes: object) -> Bench:
     return bench
 
 
+def behind_a_turn() -> tuple[Bench, ev.TrajectoryContinues]:
+    """In flight, a held-out answer is about to wait for its next turn: the replica of its session,
+    rollout-0, is full, and the other one, which has room, has newer weights by now."""
+    changes = {"in_flight": True, "max_sessions": 99, "groups_per_version": 0, "groups_per_step": 1}
+    bench = Bench(
+        replicas=2, capacity=5, max_staleness=9, num_eval=1, val_before_train=True, **changes
+    )
+    bench.start()
+    bench.complete("0.0")
+    bench.train()
+    bench.load("rollout-1")
+    for name in ("e0.0.0", "0.1.0"):
+        bench.finish(name)
+    return bench, ev.TrajectoryContinues(trajectory_id=TrajectoryId("e0.0.0"), placement=1, turn=1)
+
+
 def test_lost_work_resumes_on_the_same_version() -> None:
     """rollout-0 dies with both groups; rollout-1 has the same version and room: the four answers
     go on there at once, as the same attempt (same seed), under a new placement."""
@@ -304,17 +320,7 @@ def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
 def test_a_held_out_answer_that_waits_for_its_turn_is_asked_for_again_with_its_session() -> None:
     """Its process had the session, and no place for it; nobody else has its version, so that the
     evaluation is one of the newest."""
-    changes = {"in_flight": True, "max_sessions": 99, "groups_per_version": 0, "groups_per_step": 1}
-    bench = Bench(
-        replicas=2, capacity=5, max_staleness=9, num_eval=1, val_before_train=True, **changes
-    )
-    bench.start()
-    bench.complete("0.0")
-    bench.train()
-    bench.load("rollout-1")
-    for name in ("e0.0.0", "0.1.0"):
-        bench.finish(name)
-    answered = ev.TrajectoryContinues(trajectory_id=TrajectoryId("e0.0.0"), placement=1, turn=1)
+    bench, answered = behind_a_turn()
     bench.say("rollout-0", answered)
     assert "e0.0.0" in bench.state.lost
     bench.kill("rollout-0")

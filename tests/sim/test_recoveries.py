@@ -14,16 +14,14 @@ from laminar.core.context import Context
 from laminar.core.state import Replica, State, Trajectory
 from laminar.core.statuses import GroupStatus
 from laminar.core.transitions import IN_ENGINE
-from laminar.events import events as ev
 from laminar.events.base import Stamped
 from laminar.events.reasons import PullPurpose
 from laminar.names import exit_codes
-from laminar.names.ids import TrajectoryId
 from laminar.sim.checks.recoveries import NAME, Recoveries
 from laminar.sim.run import run_seed
 from laminar.sim.runtime.violation import Violation
 from laminar.sim.world import World
-from tests.kit.bench import Bench
+from tests.core.test_lost_replica import behind_a_turn
 from tests.kit.sim_worlds import calm, config
 
 SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
@@ -62,20 +60,10 @@ def test_lost_work_waits_though_its_version_is_served(monkeypatch: pytest.Monkey
 def test_a_held_out_answer_waits_for_room_at_its_own_version() -> None:
     """In flight, behind a turn: the replica of its session is full, and the other one, which has
     room, has newer weights by now."""
-    changes = {"in_flight": True, "max_sessions": 99, "groups_per_version": 0, "groups_per_step": 1}
-    bench = Bench(
-        replicas=2, capacity=5, max_staleness=9, num_eval=1, val_before_train=True, **changes
-    )
-    bench.start()
-    bench.complete("0.0")
-    bench.train()
-    bench.load("rollout-1")
-    for name in ("e0.0.0", "0.1.0"):
-        bench.finish(name)
+    bench, event = behind_a_turn()
     home, other = bench.replica("rollout-0"), bench.replica("rollout-1")
     assert (home.version, len(home.running)) == (0, 5)
     assert (other.version, len(other.running)) == (1, 4)
-    event = ev.TrajectoryContinues(trajectory_id=TrajectoryId("e0.0.0"), placement=1, turn=1)
     commands = bench.say("rollout-0", event)
     assert list(bench.state.lost) == ["e0.0.0"] and not commands
     stamped = Stamped(

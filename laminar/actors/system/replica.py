@@ -81,16 +81,10 @@ class RealParts:
     def _environments(self) -> Environments:
         """Not started; what the user's class prints goes where the reward functions print."""
         config, tools = self._host.config, tools_of(self._host.config.env)
-        env, tokenizer = config.env, self._tokenizer
+        tokenizer = self._tokenizer
         return Environments(
             config,
-            SessionPool(
-                env.path,
-                env.name,
-                unsafe_local_code=env.unsafe_local_code,
-                memory_mb=env.memory_mb,
-                on_output=self._printed,
-            ),
+            SessionPool.of(config.env, on_output=self._printed),
             Renderer(tokenizer, config.data, tools, self.stop_ids),
             CallParser(tokenizer, tools),
             self.decode,
