@@ -33,7 +33,7 @@ quickstart: setup
 # Every test once, whole runs first: what else there is fits in beside them. (pytest leaves out what
 # another argument contains, so that all folders are named.) Bytecode is kept, or each of the many
 # processes would compile Laminar for itself.
-TESTS ?= tests/run $(filter-out tests/golden% tests/run/ tests/kit/ tests/slurm/ tests/vllm/ tests/__pycache__/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
+TESTS ?= tests/run $(filter-out tests/golden% tests/run/ tests/slurm/ tests/vllm/ tests/__pycache__/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
@@ -43,7 +43,7 @@ SMOKE := tests/run/test_finished_run.py tests/core tests/eventlog/test_replay.py
 	--ignore=tests/core/test_event_table.py --ignore=tests/core/test_cost_at_size.py
 smoke: export PYTHONDONTWRITEBYTECODE :=
 smoke: setup
-	$(BIN)/python -m laminar.cli.main sim -c configs/sim_small.toml --seeds 1..20 -j 2
+	$(BIN)/python -m tools.simulator -c configs/sim_small.toml --seeds 1..20 -j 2
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -k "not trained_again and not come_out_again" $(SMOKE)
 
 # What the gate of a change leaves out: coverage, fresh seeds, all planted bugs, long tests, ...
@@ -51,7 +51,7 @@ PARTS ?=
 test-all: setup
 	.ci/all $(PARTS)
 
-# A run on a Slurm of virtual nodes of this machine (tools/local_slurm.sh); skipped, with the reason,
+# A run on a Slurm of virtual nodes of this machine (tools/kit/local_slurm.sh); skipped, with the reason,
 # where Slurm is not installed or this is not root.
 test-slurm: setup
 	$(BIN)/python -m pytest -m slurm --override-ini timeout=900 tests/slurm

@@ -4,7 +4,7 @@ Python     each call has a sandbox of its own, so calls may be repeated: env.eff
 Notebook   one sandbox for all calls of a response, which find each other's names: "once"
 """
 
-from laminar.tasks.sandbox import Sandbox
+from laminar.tasks.sandbox.sandbox import Sandbox
 
 sandbox = Sandbox(seconds=5.0)  # made here, so that a machine without one is refused before a run
 

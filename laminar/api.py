@@ -27,7 +27,7 @@ from laminar.run.program import typed
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from laminar.analysis.samples import Sample
+    from laminar.analysis.report.samples import Sample
 
 __all__ = ["ConfigError", "Run", "RunFailed", "open_run", "train"]
 
@@ -75,7 +75,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What `laminar report --json` prints, worked out from the log; docs/metrics.md."""
-        from laminar.analysis.report import summary_of
+        from laminar.analysis.report.summary import summary_of
 
         return summary_of(self.directory)
 
@@ -109,9 +109,9 @@ class Run:
     ) -> pa.Table:
         """What `laminar samples --jsonl` prints, as rows: prompts, answers, scores. `step`: those
         that the N-th step trained; `evaluation`: held-out ones after N completed steps."""
-        from laminar.analysis.samples import Choice, find_samples
+        from laminar.analysis.report.samples import Choice, find_samples
         from laminar.run.directory import run_config
-        from laminar.tasks.decoding import decoder_of
+        from laminar.tasks.data.decoding import decoder_of
 
         chosen = {"step": step, "evaluation": evaluation, "id": id}
         if sum(value not in (None, "") for value in chosen.values()) > 1 or (worst and best):
@@ -121,7 +121,7 @@ class Run:
         return _table(islice(find_samples(self.directory, choice, decode), n))
 
     def _metrics_lines(self) -> list[str]:
-        from laminar.analysis.timeline import whole_lines
+        from laminar.analysis.log.timeline import whole_lines
 
         return [text for _, text in whole_lines(self.directory / METRICS_FILE)]
 
@@ -148,8 +148,8 @@ def train(
     KeyboardInterrupt. In another thread than the main one signals are left alone, and
     `laminar stop RUN` ends the run.
     """
-    from laminar.cli.terminal import Terminal
     from laminar.cli.train import begin, place_of
+    from laminar.launch.terminal import Terminal
 
     files = [config] if isinstance(config, str | Path) else list(config)
     wanted = load(files, settings=_plain(settings or {}))

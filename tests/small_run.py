@@ -26,7 +26,7 @@ from laminar.engines.protocol import (
 from laminar.names.ids import hash64
 from laminar.storage.rules import Source, Span
 from laminar.training.learner import Learner, StepResult
-from laminar.training.model import LoadedPolicy, named_weights
+from laminar.training.model.policy import LoadedPolicy, named_weights
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import write_tensors

@@ -13,7 +13,7 @@ import pytest
 from laminar.config import Config, ConfigError, dumps, known_keys, load, resolve
 from laminar.config.foreign_keys import OTHERS, TRL, UNSUPPORTED, VERL
 from laminar.config.rules import slurm_seconds
-from tools import reference_toml
+from tools.make import reference_toml
 
 ROOT = Path(__file__).parents[1]
 GOOD = ["model.name=m", "data.dataset=spell_backward"]
@@ -36,7 +36,7 @@ def flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 def test_the_reference_file_is_made_from_the_declarations() -> None:
     """What is on disk is what the program prints: each key with its default and its text."""
     text = (ROOT / "configs" / "reference.toml").read_text()
-    assert text == reference_toml.text(), "make it: python -m tools.reference_toml"
+    assert text == reference_toml.text(), "make it: python -m tools.make.reference_toml"
     given = flatten(tomllib.loads(text))
     assert sorted(given) == sorted(known_keys())
     assert msgspec.json.encode(given, order="sorted") == msgspec.json.encode(

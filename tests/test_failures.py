@@ -11,9 +11,9 @@ import pytest
 
 from laminar.config import Config
 from laminar.coordinator.detector import FailureDetector
-from laminar.core.statuses import Phase
+from laminar.core.state.statuses import Phase
 from laminar.names.roles import ACTOR_ROLES, Role
-from tests.kit.bench import Bench
+from tools.kit.bench import Bench
 
 TEXT = (Path(__file__).parents[1] / "docs" / "failures.md").read_text()
 ROWS = [
@@ -90,11 +90,11 @@ def test_a_trainer_without_checkpoints_ends_the_run_at_once() -> None:
 
 def test_a_batch_and_a_prompt_that_end_processes_are_given_up() -> None:
     """The numbers are those that the core counts to."""
-    assert "`core.redo.DEATHS_MAX` (3)" in BY_ROLE[Role.TRAINER][4]
+    assert "`core.steps.step_replay.DEATHS_MAX` (3)" in BY_ROLE[Role.TRAINER][4]
     bench = Bench(save_freq=20)
     bench.start()
     bench.complete("0.0", "0.1")
-    for death in range(1, value_of("core.redo.DEATHS_MAX") + 1):
+    for death in range(1, value_of("core.steps.step_replay.DEATHS_MAX") + 1):
         assert bench.state.phase == Phase.RUNNING, death
         bench.kill("trainer-0")
         bench.come_back("trainer-0", boot=f"again-{death}")

@@ -15,7 +15,7 @@ import pytest
 import laminar
 from laminar.config import dumps, load
 from laminar.names import exit_codes
-from tests.kit.run_directory import make_run, world_log
+from tools.kit.run_directory import make_run, world_log
 
 MODEL = Path(__file__).parents[1] / "configs/models/spell-0.6m"
 HEAVY = ("torch", "transformers", "zmq", "vllm", "reasoning_gym")

@@ -17,12 +17,13 @@ from laminar.events.commands import ALL_COMMANDS, Order
 from laminar.events.events import ALL_EVENTS
 from laminar.net import frames
 from laminar.storage import messages as store
-from laminar.tasks import pipe_frames, reward_worker
-from laminar.tasks.rewards import RewardCall
-from laminar.training import gang
+from laminar.tasks import pipe_frames
+from laminar.tasks.rewards import worker
+from laminar.tasks.rewards.results import RewardCall
+from laminar.training import rank_processes
 from laminar.weights import messages as relay
 from laminar.weights.chain import wire as chain
-from tests.kit.distinct import distinct, kinds_of
+from tools.kit.distinct import distinct, kinds_of
 
 LIMIT = 1 << 20
 _encode = msgspec.msgpack.encode
@@ -47,14 +48,14 @@ def to_the_worker(message: Any) -> Any:
 
 def from_the_worker(message: Any) -> Any:
     body = pipe_frames.frame(message)[pipe_frames.LENGTH.size :]
-    return msgspec.msgpack.decode(body, type=reward_worker.Reply)
+    return msgspec.msgpack.decode(body, type=worker.Reply)
 
 
 def over_a_socket(kind: Any) -> Callable[[Any], Any]:
     async def received(message: Any) -> Any:
         reader = asyncio.StreamReader()
-        reader.feed_data(gang.frame(message))
-        return await gang.receive(reader, kind)
+        reader.feed_data(rank_processes.frame(message))
+        return await rank_processes.receive(reader, kind)
 
     return lambda message: asyncio.run(received(message))
 
@@ -89,10 +90,10 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "relay replies": (kinds_of(relay.Reply), lambda m: relay.decode_reply(relay.encode(m))),
     "chain forward": (kinds_of(chain.FromPredecessor), over_the_chain(chain.predecessor_decoder)),
     "chain back": (kinds_of(chain.FromSuccessor), over_the_chain(chain.successor_decoder)),
-    "to a reward worker": ((reward_worker.Start, RewardCall), to_the_worker),
-    "from a reward worker": (kinds_of(reward_worker.Reply), from_the_worker),
-    "to a rank": ((gang.Order,), over_a_socket(gang.Order)),
-    "from a rank": (kinds_of(gang.Reply), over_a_socket(gang.Reply)),
+    "to a reward worker": ((worker.Start, RewardCall), to_the_worker),
+    "from a reward worker": (kinds_of(worker.Reply), from_the_worker),
+    "to a rank": ((rank_processes.Order,), over_a_socket(rank_processes.Order)),
+    "from a rank": (kinds_of(rank_processes.Reply), over_a_socket(rank_processes.Reply)),
     "to a warm process": (
         (warm_process.Launch,),
         lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Launch),

@@ -14,7 +14,7 @@ from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage import messages as store
-from laminar.tasks.rewards import is_right, numbers_of
+from laminar.tasks.rewards.results import is_right, numbers_of
 from laminar.training.steps import TrainSample
 
 

@@ -25,7 +25,7 @@ from laminar.actors.disk_wait import DiskWait
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE
-from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode, encode
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode, encode
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from laminar.events.reasons import FailureReason, FinishReason, PullPurpose
 from laminar.names import ids
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
-from laminar.tasks.turns import SessionLost
+from laminar.tasks.environments.turns import SessionLost
 
 T = TypeVar("T")
 

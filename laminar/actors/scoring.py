@@ -21,21 +21,21 @@ import numpy as np
 from laminar.actors.clients import StoreClient, TokensRemoved
 from laminar.actors.host import Host
 from laminar.actors.turns import Turns, effect_items, prompt_row
-from laminar.core.scores import bits_of
+from laminar.core.state.scores import bits_of
 from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import EndedBy, FailureReason, RewardOutcome
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
-from laminar.tasks.rewards import (
+from laminar.tasks.environments.turns import Done, GoesOn, SessionLost
+from laminar.tasks.rewards.results import (
     RewardCall,
     RewardResult,
     RewardWorkerLost,
     is_right,
     numbers_of,
 )
-from laminar.tasks.turns import Done, GoesOn, SessionLost
 
 DETAILS_MAX = 3
 """Details of each reason by one process: the run keeps the first, and the event log stays small."""

@@ -39,7 +39,6 @@ from laminar.net.calls import RpcError
 from laminar.run.directory import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
 from laminar.storage.contents import digest_of
-from laminar.training.resume import CheckpointError, LearnerFacts, Resume
 from laminar.training.steps import (
     ModelLayout,
     Origin,
@@ -47,6 +46,7 @@ from laminar.training.steps import (
     TrainSample,
     contents_of,
 )
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from laminar.config import Config
 from laminar.events import commands as cmd
 from laminar.names import ids
 from laminar.storage import messages as m
-from laminar.tasks.prompts import PromptRow
-from laminar.tasks.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
 
 Ids = tuple[int, ...]
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.audit import Audit, audit
-from laminar.analysis.ledger_book import LedgerRow
-from laminar.cli.emulated import notes
+from laminar.analysis.audit.audit import Audit, audit
+from laminar.analysis.audit.ledger_book import LedgerRow
+from laminar.launch.emulated_note import notes
 
 
 def add_parser(subparsers: Any) -> None:

@@ -25,7 +25,6 @@ from laminar.cli import (
     samples,
     scale,
     serve,
-    sim,
     stop,
     submit,
     tail,
@@ -33,7 +32,7 @@ from laminar.cli import (
     watch,
 )
 from laminar.cli.arguments import Parser
-from laminar.cli.endings import exit_code
+from laminar.launch.exit_handling import exit_code
 
 
 def parser() -> Parser:
@@ -59,7 +58,6 @@ def parser() -> Parser:
         audit,
         report,
         retrain,
-        sim,
     ):
         module.add_parser(subparsers)
     return made

@@ -7,7 +7,7 @@ Writes  standard output, a line for each thing that was looked at; a directory b
 Gives   0 when nothing is wrong, 1 with a line that says what is and how to mend it, for each fault
 
 Without a config it looks at the machine only. With [slurm] this machine is a login node: what the
-jobs will have is looked for by a short job on two machines (doctor_pair.py).
+jobs will have is looked for by a short job on two machines (doctor_two_nodes.py).
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ from typing import Any
 import msgspec
 
 import laminar
-from laminar.cli.doctor_pair import Check, Found, asked_of_two, looked, on_this_machine, said
-from laminar.cli.job_scripts import scripts_of
-from laminar.cli.memory import check_memory, this_machine
-from laminar.cli.preflight import check_directory, check_machine, check_model
 from laminar.cli.submit import asked_of_machines, check_shared, check_taken
 from laminar.cli.train import take_train_settings
+from laminar.cluster.doctor_two_nodes import (
+    Check,
+    Found,
+    asked_of_two,
+    looked,
+    on_this_machine,
+    said,
+)
+from laminar.cluster.job_scripts import scripts_of
 from laminar.config import Config, ConfigError, load
 from laminar.config.tree import RunConfig, SlurmConfig
 from laminar.engines.check import count_gpus
+from laminar.launch.memory_check import check_memory, this_machine
+from laminar.launch.preflight import check_directory, check_machine, check_model
 from laminar.names import exit_codes
 from laminar.net.addresses import AUTO, ip_of, is_loopback, own_name
 from laminar.run.directory import SECRET_FILE, run_config
@@ -45,10 +52,10 @@ from laminar.run.lock import try_lock
 from laminar.run.program import own_program, typed
 from laminar.run.secret import read_secret
 from laminar.storage.schema import WRITER_PRAGMAS
-from laminar.tasks.hub import localize_data, localize_model
-from laminar.tasks.import_trial import check_import
-from laminar.tasks.prompts import load_prompts
-from laminar.tasks.reward_functions import reward_spec
+from laminar.tasks.data.hub import localize_data, localize_model
+from laminar.tasks.data.prompts import load_prompts
+from laminar.tasks.import_check import check_import
+from laminar.tasks.rewards.reward_functions import reward_spec
 from laminar.weights.arena.arena import SHARED_MEMORY
 
 SYNC_MAX_S = 0.25

@@ -19,17 +19,17 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.history import replay_log
-from laminar.cli.resume import values_of
+from laminar.analysis.log.run_log import replay_log
 from laminar.cli.train import Beginning, add_ways, begin, place_of, take_train_settings
 from laminar.config import Config, ConfigError, load
 from laminar.config.algorithm_rules import users_functions
-from laminar.core.forks import order_of
-from laminar.core.state import State, Trained
-from laminar.core.statuses import GroupStatus
+from laminar.core.state.forks import order_of
+from laminar.core.state.state import State, Trained
+from laminar.core.state.statuses import GroupStatus
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import Origin
+from laminar.launch.resume_check import values_of
 from laminar.names.ids import GroupId, Purpose
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
@@ -40,8 +40,8 @@ from laminar.run.directory import (
     run_config,
 )
 from laminar.run.user_file import file_digests
-from laminar.training.file_digests import check_digests
-from laminar.training.resume import CheckpointError, decode
+from laminar.training.checkpoints.file_digests import check_digests
+from laminar.training.trainer_state import CheckpointError, decode
 
 
 def add_parser(subparsers: Any) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.history import (
+from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.log.process_logs import cut_logs
+from laminar.analysis.log.run_log import (
     WallClock,
     log_size,
     raw_records,
@@ -28,14 +30,12 @@ from laminar.analysis.history import (
     typed_command,
     typed_event,
 )
-from laminar.analysis.process_logs import cut_logs
-from laminar.analysis.story import dump, story
-from laminar.analysis.timeline import cut_timelines
-from laminar.analysis.trace import write_trace
-from laminar.analysis.why import why
-from laminar.cli.emulated import notes
+from laminar.analysis.log.story import dump, story
+from laminar.analysis.log.timeline import cut_timelines
+from laminar.analysis.why.why import why
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header
 from laminar.eventlog.replay import Difference, Replay
+from laminar.launch.emulated_note import notes
 
 TRACE_FILE = "trace.json"
 
@@ -216,7 +216,9 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Says what was written; the columns are explained in docs/debugging.md."""
-    from laminar.analysis.export import export  # pyarrow takes longer to load than most logs
+    from laminar.analysis.export.parquet import (
+        export,  # pyarrow takes longer to load than most logs
+    )
 
     _note_emulated(arguments.run)
     rows = export(arguments.run, arguments.parquet, force=arguments.force)

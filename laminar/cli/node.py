@@ -23,8 +23,8 @@ from laminar.actors.system.processes import MachineProcesses
 from laminar.actors.system.roles import ROLES
 from laminar.actors.system.warm import Seed
 from laminar.cli.arguments import Parser
-from laminar.cli.endings import exit_code, say
 from laminar.config import Config, ConfigError
+from laminar.launch.exit_handling import exit_code, say
 from laminar.names import exit_codes, ids
 from laminar.net.addresses import own_ip, route_to
 from laminar.net.client import coordinator_address

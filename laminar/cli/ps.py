@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from laminar.cluster.slurm import Task, queued, read_jobs
 from laminar.config import ConfigError
 from laminar.config.tree import RunConfig
-from laminar.core.statuses import Phase
+from laminar.core.state.statuses import Phase
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE
 from laminar.run.lock import Holder, holders
-from laminar.run.slurm import Task, queued, read_jobs
 
 COMMANDS = ("stop",)
 """Commands that have a share of the lock while they look at a run, and are no process of it."""

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.headline import headline, troubles
-from laminar.analysis.page import html
-from laminar.analysis.page_data import PageData, page_data
-from laminar.analysis.report import replace_text, summarize, write_summary
-from laminar.cli.endings import say
+from laminar.analysis.report.page import html
+from laminar.analysis.report.page_data import PageData, page_data
+from laminar.analysis.report.summary import replace_text, summarize, write_summary
+from laminar.analysis.report.summary_lines import headline, troubles
 from laminar.config import ConfigError
+from laminar.launch.exit_handling import say
 from laminar.run.directory import COMPARISON_FILE, REPORT_FILE, run_config
-from laminar.tasks.decoding import decoder_of
+from laminar.tasks.data.decoding import decoder_of
 
 SHARES_SHOWN = 3  #: of what a process did, the largest first
 

@@ -22,15 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from laminar.analysis.trained_steps import Step, Trained, trained
+from laminar.analysis.log.trained_steps import Step, Trained, trained
 from laminar.config import Config, ConfigError
-from laminar.core.redo import other_function
+from laminar.core.steps.step_replay import other_function
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE, run_config
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
-from laminar.training.resume import CheckpointError, Resume, decode
+from laminar.training.trainer_state import CheckpointError, Resume, decode
 
 if TYPE_CHECKING:
     from laminar.training.steps import TrainSample
@@ -70,7 +70,7 @@ class Beginning(NamedTuple):
 
 
 async def _retrain(build: Callable[[], _Again], steps: tuple[Step, ...], begin: Beginning) -> int:
-    from laminar.training.gang import RankError
+    from laminar.training.rank_processes import RankError
 
     again = build()
     try:
@@ -166,7 +166,7 @@ class _Again:
         """Within an event loop. `functions`: of the user, as the log has their digests."""
         from laminar.actors.system.learners import is_ranked, parts_of
         from laminar.actors.system.rank_process import program
-        from laminar.training.gang import Gang
+        from laminar.training.rank_processes import Gang
 
         self._config, self._store, self._functions = config, store, functions
         self._gang = None

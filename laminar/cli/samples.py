@@ -14,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.samples import Choice, Sample, find_samples
-from laminar.cli.emulated import notes
-from laminar.cli.endings import say
+from laminar.analysis.report.samples import Choice, Sample, find_samples
 from laminar.cli.log import positive
+from laminar.launch.emulated_note import notes
+from laminar.launch.exit_handling import say
 from laminar.run.directory import run_config
-from laminar.tasks.decoding import decoder_of
+from laminar.tasks.data.decoding import decoder_of
 
 SHOWN = 10
 """Answers that are printed as text by default."""

@@ -18,13 +18,8 @@ from typing import Any
 
 import msgspec
 
-from laminar.cli.job_scripts import ROLLOUT, scripts_of
-from laminar.config import Config, ConfigError
-from laminar.config.rules import MACHINES_MAX
-from laminar.names import exit_codes
-from laminar.run.directory import run_config
-from laminar.run.program import typed
-from laminar.run.slurm import (
+from laminar.cluster.job_scripts import ROLLOUT, scripts_of
+from laminar.cluster.slurm import (
     Jobs,
     Task,
     at_a_time,
@@ -34,6 +29,11 @@ from laminar.run.slurm import (
     read_jobs,
     write_jobs,
 )
+from laminar.config import Config, ConfigError
+from laminar.config.rules import MACHINES_MAX
+from laminar.names import exit_codes
+from laminar.run.directory import run_config
+from laminar.run.program import typed
 
 
 def add_parser(subparsers: Any) -> None:

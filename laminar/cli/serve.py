@@ -26,14 +26,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.machines import Machines
 from laminar.cli.ps import read_status
-from laminar.cli.requeue import Job
-from laminar.cli.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, start, words_of
-from laminar.cli.terminal import Terminal
 from laminar.cli.train import conclude
+from laminar.cluster.requeue import Job
+from laminar.cluster.slurm import going_on
 from laminar.config import Config, ConfigError
 from laminar.coordinator.taking_up import Asking, check_unserved
+from laminar.launch.node_restarts import Machines
+from laminar.launch.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, start, words_of
+from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys
@@ -41,7 +42,6 @@ from laminar.observe.logs import new_attempt
 from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
 from laminar.run.lock import AlreadyServed, RunLock, holders, in_use
 from laminar.run.secret import read_secret
-from laminar.run.slurm import going_on
 from laminar.weights.arena.arena import sweep_arenas
 
 SERVICE = 0

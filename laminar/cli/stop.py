@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from laminar.cluster.slurm import going_on
 from laminar.config import ConfigError
 from laminar.events.events import DrainRequested
 from laminar.names import exit_codes
@@ -31,7 +32,6 @@ from laminar.net.asking import ask
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, describe, holders
 from laminar.run.program import typed
-from laminar.run.slurm import going_on
 from laminar.run.stop_requests import END, answers_ms
 from laminar.weights.arena.arena import sweep_arenas
 

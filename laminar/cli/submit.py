@@ -17,20 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.job_scripts import ROLLOUT, SERVICE, Scripts, scripts_of
-from laminar.cli.preflight import check_settings
-from laminar.cli.resume import resumed_config, take_up
-from laminar.cli.terminal import Terminal
 from laminar.cli.train import look, move_aside, place_of, prepare, take_train_settings
-from laminar.config import Config, ConfigError, load
-from laminar.config.rules import slurm_seconds
-from laminar.engines.environment import gpus_per_replica
-from laminar.names import exit_codes
-from laminar.net.addresses import AUTO
-from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
-from laminar.run.program import typed
-from laminar.run.renames import write_whole
-from laminar.run.slurm import (
+from laminar.cluster.job_scripts import ROLLOUT, SERVICE, Scripts, scripts_of
+from laminar.cluster.slurm import (
     Jobs,
     Refused,
     cancel,
@@ -40,6 +29,17 @@ from laminar.run.slurm import (
     would_take,
     write_jobs,
 )
+from laminar.config import Config, ConfigError, load
+from laminar.config.rules import slurm_seconds
+from laminar.engines.environment import gpus_per_replica
+from laminar.launch.preflight import check_settings
+from laminar.launch.resume_check import resumed_config, take_up
+from laminar.launch.terminal import Terminal
+from laminar.names import exit_codes
+from laminar.net.addresses import AUTO
+from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
+from laminar.run.program import typed
+from laminar.run.renames import write_whole
 
 QUEUE_S = 86_400.0
 """How long a run waits for replicas that are only on machines which may still be queued."""

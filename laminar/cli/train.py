@@ -16,25 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laminar.analysis.evaluations import is_shaped, score, share
-from laminar.analysis.headline import count_of, range_line
-from laminar.analysis.report import summary_of, write_summary
+from laminar.analysis.log.evaluations import is_shaped, score, share
+from laminar.analysis.report.summary import summary_of, write_summary
+from laminar.analysis.report.summary_lines import count_of, range_line
 from laminar.cli.arguments import Parser
-from laminar.cli.early import EarlyNode
-from laminar.cli.endings import say
-from laminar.cli.env_trial import show_resets
-from laminar.cli.memory import check_memory, memory_lines
-from laminar.cli.preflight import Plan, check_settings, look_at_data
-from laminar.cli.progress import failed_share
-from laminar.cli.resume import check_data, check_unchanged, resumed_config, take_up
-from laminar.cli.reward_trial import show_trial
-from laminar.cli.supervisor import Asked, Supervisor, roles_of, words_of
-from laminar.cli.terminal import Terminal
+from laminar.cluster.slurm import going_on
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.config.algorithm_rules import OWN_AGGREGATION
 from laminar.coordinator.restarts import Over
 from laminar.coordinator.taking_up import Asking
 from laminar.engines.check import vllm_asked
+from laminar.launch.env_check import show_resets
+from laminar.launch.exit_handling import say
+from laminar.launch.memory_check import check_memory, memory_lines
+from laminar.launch.panel import failed_share
+from laminar.launch.preflight import Plan, check_settings, look_at_data
+from laminar.launch.prefork import EarlyNode
+from laminar.launch.resume_check import check_data, check_unchanged, resumed_config, take_up
+from laminar.launch.reward_check import show_trial
+from laminar.launch.supervisor import Asked, Supervisor, roles_of, words_of
+from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.observe.logs import new_attempt
 from laminar.run.directory import (
@@ -51,7 +52,6 @@ from laminar.run.lock import RunLock, holders, in_use, moving
 from laminar.run.program import typed
 from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
-from laminar.run.slurm import going_on
 
 LOST_SHOWN = 4
 """Reasons for which processes were lost; summary.json has all."""

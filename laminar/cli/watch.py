@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.report import summary_of
-from laminar.cli.progress import Progress
-from laminar.cli.terminal import Terminal
+from laminar.analysis.report.summary import summary_of
 from laminar.cli.train import summary_lines
 from laminar.config import ConfigError
 from laminar.coordinator.restarts import Over
-from laminar.core.statuses import Phase
+from laminar.core.state.statuses import Phase
+from laminar.launch.panel import Progress
+from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.run.directory import STATUS_FILE, run_config
 from laminar.run.lock import holders

@@ -3,8 +3,8 @@
 Gives   Config, a tree of frozen structs
 
 A key that takes a few words has a Literal; a number has its bounds in a Meta; `says` holds the text
-that stands beside the key in configs/reference.toml, which `python -m tools.reference_toml` makes.
-What keys.py checks of one value follows from these; rules over several keys are in rules.py.
+that stands beside the key in configs/reference.toml, which `python -m tools.make.reference_toml`
+makes. What keys.py checks of one value follows from these; rules over several keys are in rules.py.
 """
 
 from __future__ import annotations

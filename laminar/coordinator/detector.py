@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from laminar.core.state import Actor
+from laminar.core.state.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 from laminar.names.roles import Role
 

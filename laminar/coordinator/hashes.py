@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from laminar.core.state import State, digest
+from laminar.core.state.state import State, digest
 from laminar.eventlog.record import HASH_FOLLOWS, StateHashRecord
 from laminar.eventlog.replay import HASH_EVERY
 from laminar.eventlog.writer import LogWriter

@@ -19,10 +19,10 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from laminar.analysis.trainer_book import read_book
+from laminar.analysis.audit.trainer_book import read_book
 from laminar.config import ConfigError
-from laminar.core.state import State
-from laminar.core.statuses import TrajectoryStatus
+from laminar.core.state.state import State
+from laminar.core.state.statuses import TrajectoryStatus
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
@@ -32,7 +32,7 @@ from laminar.run.directory import (
     TRAINER_BOOK_FILE,
 )
 from laminar.storage import books
-from laminar.training.resume import CheckpointError, decode
+from laminar.training.trainer_state import CheckpointError, decode
 
 _EVAL_GROUP = re.compile(r"e(\d+)\.(\d+)(?:-(\d+))?")
 

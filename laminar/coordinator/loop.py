@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.story import last_lines
+from laminar.analysis.log.story import last_lines
 from laminar.config import Config, ConfigError, dumps
 from laminar.config.tree import RepackConfig
 from laminar.coordinator import taking_up
@@ -38,7 +38,7 @@ from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed, crash_of
 from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
-from laminar.core.statuses import Phase
+from laminar.core.state.statuses import Phase
 from laminar.eventlog.crashes import crashes, given_up, record_crash
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.buffering import STRATEGIES
+from laminar.core.steps.batching import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.core import resumption
-from laminar.core.state import State
-from laminar.core.statuses import Phase
-from laminar.core.versions import step_of
+from laminar.core.members import resumption
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.core.state.versions import step_of
 from laminar.events.base import Settings
 from laminar.events.events import RunResumed
 from laminar.net.asking import answers

@@ -21,11 +21,11 @@ import msgspec
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.hashes import StateHashes
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
-from laminar.core.indexes import due_timers, indexes_of, next_timer_ns, take_left
 from laminar.core.machine import Machine
-from laminar.core.membership import REPLACED
+from laminar.core.members.membership import REPLACED
 from laminar.core.rules import LogicError
-from laminar.core.statuses import Phase
+from laminar.core.state.indexes import due_timers, indexes_of, next_timer_ns, take_left
+from laminar.core.state.statuses import Phase
 from laminar.eventlog.crashes import Crash
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.eventlog.replay import Observer

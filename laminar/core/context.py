@@ -9,9 +9,9 @@ Every function that decides takes a Context, so that every command carries its c
 
 from __future__ import annotations
 
-from laminar.core import indexes, keys
-from laminar.core.keys import CommandKey, TimerName
-from laminar.core.state import Outstanding, State
+from laminar.core.state import indexes, keys
+from laminar.core.state.keys import CommandKey, TimerName
+from laminar.core.state.state import Outstanding, State
 from laminar.events.base import Command, Stamped
 from laminar.events.commands import AnyCommand, Ending, RestartActor
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from laminar.core import keys, store_restarts
-from laminar.core.admission import admits, bound_holds, groups_wanted, room, serving
-from laminar.core.buffering import batch_size, steps_done, trainer_idle
-from laminar.core.indexes import Indexes, indexes_of, live_actor, master_relay, streams
-from laminar.core.indexes import trainer as source_of
-from laminar.core.keys import TimerKind
-from laminar.core.relays import ending
-from laminar.core.scores import float_of
-from laminar.core.state import State
-from laminar.core.statuses import GroupStatus, Phase, TrajectoryStatus
-from laminar.core.tails import standing_of, why_engine_not_in_tail
-from laminar.core.transitions import IN_ENGINE
+from laminar.core import store_orders
+from laminar.core.repack.stragglers import standing_of, why_engine_not_in_tail
+from laminar.core.scheduling.admission import admits, bound_holds, groups_wanted, room, serving
+from laminar.core.state import keys
+from laminar.core.state.indexes import Indexes, indexes_of, live_actor, master_relay, streams
+from laminar.core.state.indexes import trainer as source_of
+from laminar.core.state.keys import TimerKind
+from laminar.core.state.scores import float_of
+from laminar.core.state.state import State
+from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
+from laminar.core.state.transitions import IN_ENGINE
+from laminar.core.steps.batching import batch_size, steps_done, trainer_idle
+from laminar.core.versions.broadcast import ending
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from laminar.names import ids
@@ -83,7 +84,8 @@ def moves_are_whole(state: State) -> None:
 
 
 def staleness_within_bound(state: State) -> None:
-    """The inequality of core/admission.py holds, and nothing trained was older than allowed."""
+    """The inequality of core/scheduling/admission.py holds, and nothing trained was older than
+    allowed."""
     settings = state.settings
     deadlines: dict[int, int] = {}
     for group in state.groups.values():
@@ -117,7 +119,7 @@ def commands_have_living_owners(state: State) -> None:
 
 
 def _waits_for_store(state: State, command: Command) -> bool:
-    return store_restarts.waits(state, command) and store_restarts.awaited(state)
+    return store_orders.waits(state, command) and store_orders.awaited(state)
 
 
 def every_wait_has_an_owner(state: State) -> None:
@@ -304,7 +306,7 @@ def _ending_ends(state: State) -> None:
         isinstance(outstanding.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
         for key, outstanding in state.commands.items()
     )
-    _require(writing or store_restarts.awaited(state), "nobody writes the last ends")
+    _require(writing or store_orders.awaited(state), "nobody writes the last ends")
 
 
 def _stopping_ends(state: State) -> None:

@@ -27,30 +27,40 @@ walked.
 
 from __future__ import annotations
 
-from laminar.core import (  # whose handlers register themselves
-    buffering,  # noqa: F401
-    forks,
-    groups,
-    handover,  # noqa: F401
-    keys,
-    lifecycle,  # noqa: F401
-    membership,  # noqa: F401
-    publishing,  # noqa: F401
-    readiness,  # noqa: F401
-    redo,  # noqa: F401
-    relays,  # noqa: F401
-    resumption,  # noqa: F401
+# whose handlers register themselves
+from laminar.core import (
+    loading,  # noqa: F401
     timers,  # noqa: F401
-    trajectories,  # noqa: F401
-    weights,  # noqa: F401
 )
 from laminar.core.context import Context
+from laminar.core.members import (
+    lifecycle,  # noqa: F401
+    membership,  # noqa: F401
+    readiness,  # noqa: F401
+    resumption,  # noqa: F401
+)
 from laminar.core.planner import plan
 from laminar.core.registry import HANDLING as HANDLING  # complete, with all of the above
 from laminar.core.registry import handles
+from laminar.core.repack import (
+    migration,  # noqa: F401
+)
 from laminar.core.rules import LogicError, require_known
-from laminar.core.state import State
+from laminar.core.scheduling import (
+    groups,
+    trajectories,  # noqa: F401
+)
+from laminar.core.state import forks, keys
+from laminar.core.state.state import State
+from laminar.core.steps import (
+    batching,  # noqa: F401
+    step_replay,  # noqa: F401
+)
 from laminar.core.validation import anything
+from laminar.core.versions import (
+    broadcast,  # noqa: F401
+    publishing,  # noqa: F401
+)
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Roles, Stamped
 from laminar.names.roles import Role

@@ -16,22 +16,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from heapq import heapify, heappop, heapreplace
 
-from laminar.core import (
-    admission,
-    buffering,
-    dispatch,
-    evaluation,
-    handover,
-    lifecycle,
-    recovery,
-    redo,
-    weights,
-)
-from laminar.core.admission import has_room_for_group
+from laminar.core import loading
 from laminar.core.context import Context
-from laminar.core.indexes import indexes_of
-from laminar.core.replica_index import Kind
-from laminar.core.state import Replica, State
+from laminar.core.members import lifecycle
+from laminar.core.repack import migration
+from laminar.core.scheduling import admission, dispatch, evaluation, recovery
+from laminar.core.scheduling.admission import has_room_for_group
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.replica_index import Kind
+from laminar.core.state.state import Replica, State
+from laminar.core.steps import batching, step_replay
 
 PLAN_ROUNDS_MAX = 10_000
 """The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
@@ -43,8 +37,8 @@ def plan(ctx: Context) -> None:
         lifecycle.end_flat_data(ctx)
         _plan_replicas(ctx)
         if ctx.repack_due:
-            handover.plan(ctx)
-        decided = redo.plan(ctx) or buffering.choose_batch(ctx) or lifecycle.plan(ctx)
+            migration.plan(ctx)
+        decided = step_replay.plan(ctx) or batching.choose_batch(ctx) or lifecycle.plan(ctx)
         if not (decided or ctx.anybody_touched):
             return
     raise AssertionError("the planner found no fixpoint")
@@ -75,7 +69,7 @@ def _plan_replicas(ctx: Context) -> None:
 def _plan_reserved(ctx: Context, replica: Replica) -> None:
     """What goes before new groups."""
     evaluation.plan_evaluation(ctx, replica)
-    weights.plan_reserved_pull(ctx, replica)
+    loading.plan_reserved_pull(ctx, replica)
 
 
 def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
@@ -103,7 +97,7 @@ def _for_reserved(state: State) -> dict[int, None]:
         index.with_room(begins) if state.settings.in_flight else index.numbers_of(begins)
     )
     found |= dict.fromkeys(index.with_room(evaluation.may_help(state)))
-    found |= dict.fromkeys(index.empty(weights.may_pull_reserved(state)))
+    found |= dict.fromkeys(index.empty(loading.may_pull_reserved(state)))
     return found
 
 
@@ -111,7 +105,7 @@ def _plan_pulls(
     ctx: Context, touched: list[Replica], names: Collection[str], all_touched: bool
 ) -> None:
     for replica in touched:
-        weights.plan_pull(ctx, replica)
+        loading.plan_pull(ctx, replica)
     if all_touched:
         _plan_pulls_of_others(ctx, names)
 
@@ -121,7 +115,7 @@ def _plan_pulls_of_others(ctx: Context, but: Collection[str]) -> None:
     behind = index.of(lambda kind: kind.behind and not kind.loading)
     for number in sorted(index.numbers_of(behind) if in_flight else index.empty(behind)):
         if index.replicas[number].name not in but:
-            weights.plan_pull(ctx, index.replicas[number])
+            loading.plan_pull(ctx, index.replicas[number])
 
 
 # --- new groups -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from laminar.core.context import Context
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.events.base import REPORTED_BY, AnEvent, Event, Roles
 
 

@@ -4,7 +4,7 @@ Reads   the logic version and the settings with which a log begins
 Gives   LOGIC_VERSION, OLDEST_LOGIC, RULES, NEW_RUN; `applies`, `rules_of`, `known`, `unknown`
 Raises  LogicError for a log whose rules this program does not have; it names what is missing
 
-Before the first tagged release a changed decision raises LOGIC_VERSION (tools/make_golden.py does
+Before the first tagged release a changed decision raises LOGIC_VERSION (tools/make/golden.py does
 so), and logs of other versions are refused. From that release on OLDEST_LOGIC stays its version,
 and a changed decision is a Rule with LOGIC_VERSION + 1: the old decision stays beside the new one,
 and the code asks `applies` where they part. A run logs the names of NEW_RUN with its settings when

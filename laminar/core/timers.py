@@ -7,21 +7,17 @@ Emits   through those who had set it: restarts, drops, the end of the run
 
 from __future__ import annotations
 
-from laminar.core import (
-    handover,
-    indexes,
-    keys,
-    lifecycle,
-    membership,
-    recovery,
-    redo,
-    relays,
-)
 from laminar.core.context import Context
-from laminar.core.failures import FailureKind
-from laminar.core.keys import CommandKey, TimerKind, TimerName
+from laminar.core.members import lifecycle, membership
 from laminar.core.registry import handles
+from laminar.core.repack import migration
+from laminar.core.scheduling import recovery
+from laminar.core.state import indexes, keys
+from laminar.core.state.failures import FailureKind
+from laminar.core.state.keys import CommandKey, TimerKind, TimerName
+from laminar.core.steps import step_replay
 from laminar.core.validation import anything
+from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
@@ -47,7 +43,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.BATCH_WAIT:
         recovery.batch_wait_expired(ctx)
     elif kind == TimerKind.REPACK:
-        handover.look(ctx)
+        migration.look(ctx)
     elif kind == TimerKind.PAUSE:
         pass  # they have had their time: the planner lets the run pause
     elif kind == TimerKind.RESUME:
@@ -57,7 +53,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.REJOIN:
         membership.on_rejoin_expired(ctx, subject)
     elif kind == TimerKind.RECEIVE:
-        relays.receive_expired(ctx, subject)
+        broadcast.receive_expired(ctx, subject)
     else:
         _command_expired(ctx, CommandKey(subject))
 
@@ -76,13 +72,13 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
     elif isinstance(command, cmd.RestartActor):
         membership.restart_expired(ctx, command)
     elif isinstance(command, cmd.ForwardWeights):
-        relays.link_expired(ctx, command.to, command.successor)
+        broadcast.link_expired(ctx, command.to, command.successor)
     elif isinstance(command, cmd.ReleaseTrajectories):
-        handover.release_expired(ctx, command)
+        migration.release_expired(ctx, command)
     elif (
         command.to in state.replicas
         or isinstance(command, cmd.EndTrajectories)
-        or redo.may_be_lost(state, command.to)
+        or step_replay.may_be_lost(state, command.to)
     ):
         ctx.restart(command.to, f"{what} was not done in time")
     else:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from laminar.core.state import State
-from laminar.core.versions import step_of
+from laminar.core.state.state import State
+from laminar.core.state.versions import step_of
 from laminar.events.base import Event
 
 COUNT_MAX = 1 << 40

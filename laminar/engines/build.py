@@ -20,7 +20,7 @@ from laminar.engines.check import check_vllm
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError, ReplicaEngine, TokenDelta
 from laminar.engines.runner import EngineRunner
-from laminar.engines.torch_engine import TorchEngine
+from laminar.engines.torch.engine import TorchEngine
 
 
 async def start_engine(
@@ -38,7 +38,7 @@ async def start_engine(
     if config.rollout.engine == "vllm":
         check_vllm(config)
         # Importing vLLM takes seconds, in which this process has heartbeats to send.
-        start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm_start")
+        start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm.start")
         engine: ReplicaEngine = await start.start_vllm(
             config, engine_dtype(config), vocab_limit, seed, on_deltas, output
         )

@@ -111,7 +111,7 @@ def vllm_asked(config: Config) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     child = subprocess.Popen(
-        [sys.executable, "-m", "laminar.engines.vllm_check"],
+        [sys.executable, "-m", "laminar.engines.vllm.check"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -21,7 +21,7 @@ VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 VLLM_MODULES = (
-    "laminar.engines.vllm_start",
+    "laminar.engines.vllm.start",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",

@@ -18,7 +18,7 @@ import msgspec
 
 from laminar.core.machine import Machine
 from laminar.core.rules import LogicError
-from laminar.core.state import State, digest
+from laminar.core.state.state import State, digest
 from laminar.eventlog.reader import History, records
 from laminar.eventlog.record import (
     HASH_FOLLOWS,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from laminar.core.rules import unknown
-from laminar.core.state import State, decode, digest, encode
+from laminar.core.state.state import State, decode, digest, encode
 from laminar.eventlog.record import FRAME, SCHEMA_VERSION, Takeover
 from laminar.eventlog.whole_files import write_whole
 from laminar.names.ports import Disk
@@ -41,7 +41,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: Takeover  #: the end of the history that is in the state
     seq: int
     digest: str  #: of the state
-    state: msgspec.Raw  #: MessagePack, as core/state.py encodes it
+    state: msgspec.Raw  #: MessagePack, as core/state/state.py encodes it
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from functools import partial
 
 import msgspec
 
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.eventlog.compaction import tidy
 from laminar.eventlog.record import (
     MAX_HEADER_BYTES,

@@ -47,7 +47,8 @@ class Command(
     """A decision, in the imperative, addressed to one process.
 
     A field that is added later has a default that is the old meaning. It is left out of the
-    encoding (core/state.py says which defaults can be), so the decisions of older logs stay equal.
+    encoding (core/state/state.py says which defaults can be), so the decisions of older logs stay
+    equal.
     """
 
     to: str  #: actor name

@@ -10,7 +10,7 @@ a step on writes the same figures as one that has seen it all.
 
 from __future__ import annotations
 
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config import ConfigError
-from laminar.core import held_out
-from laminar.core.state import State
+from laminar.core.state import evaluation_scores
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -96,7 +96,7 @@ class MetricsWriter:
             self._write(stamped, event.step_index + 1, figures)
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
-            facts = held_out.facts(state.evaluations[-1])
+            facts = evaluation_scores.facts(state.evaluations[-1])
             self._write(stamped, facts["step"], _evaluation(facts))
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:

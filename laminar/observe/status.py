@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 
-from laminar.core import keys
-from laminar.core.admission import full_of, why_not_admitted
-from laminar.core.held_out import facts
-from laminar.core.indexes import indexes_of, streams
-from laminar.core.losses import Losses
-from laminar.core.replica_index import Kind
-from laminar.core.state import Replica, State
-from laminar.core.statuses import Phase, TrajectoryStatus
+from laminar.core.scheduling.admission import full_of, why_not_admitted
+from laminar.core.state import keys
+from laminar.core.state.evaluation_scores import facts
+from laminar.core.state.indexes import indexes_of, streams
+from laminar.core.state.process_failures import Losses
+from laminar.core.state.replica_index import Kind
+from laminar.core.state.state import Replica, State
+from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.roles import Role

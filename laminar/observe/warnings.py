@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
-from laminar.core.held_out import facts
-from laminar.core.state import State
-from laminar.core.statuses import Phase
+from laminar.core.state.evaluation_scores import facts
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.run.directory import FIRST_LOOK_FILE

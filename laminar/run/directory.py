@@ -53,7 +53,9 @@ REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
 VERSION_FILE = "version.msgpack"  #: of a checkpoint: the manifest of the version
-RESUME_FILE = "trainer.json"  #: of a checkpoint: what was trained, and how (training/resume.py)
+RESUME_FILE = (
+    "trainer.json"  #: of a checkpoint: what was trained, and how (training/trainer_state.py)
+)
 ORIGIN_DIR = "origin"
 ORIGIN_FILE = "origin.json"  #: in ORIGIN_DIR: the origin of the first coordinator-started
 REFUSED_DIR = "refused"

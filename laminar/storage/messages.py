@@ -111,7 +111,7 @@ class Finish(Message, frozen=True, kw_only=True):
 
 
 class EffectItem(Item, frozen=True, kw_only=True):
-    """A call of a tool by the model (tasks/turns.py)."""
+    """A call of a tool by the model (tasks/environments/turns.py)."""
 
     call: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]  #: which of its turn
     tool: Annotated[str, Meta(max_length=256)]

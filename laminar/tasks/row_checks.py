@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from laminar.config import ConfigError, DataConfig
-from laminar.tasks.chat import encode_prompt, is_templated
-from laminar.tasks.prompts import PromptRow, PromptSet, columns_of
-from laminar.tasks.rewards import RewardSpec
+from laminar.tasks.data.chat import encode_prompt, is_templated
+from laminar.tasks.data.prompts import PromptRow, PromptSet, columns_of
+from laminar.tasks.rewards.results import RewardSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,10 +17,10 @@ import numpy as np
 from laminar.config import Config
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
-from laminar.tasks.chat import CheckedPrompts, check_all, encode_prompt
-from laminar.tasks.environment import tools_of
-from laminar.tasks.prompts import PromptRow, load_prompts
-from laminar.tasks.tokenizer import load_tokenizer
+from laminar.tasks.data.chat import CheckedPrompts, check_all, encode_prompt
+from laminar.tasks.data.prompts import PromptRow, load_prompts
+from laminar.tasks.data.tokenizer import load_tokenizer
+from laminar.tasks.environments.user_class import tools_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from laminar.config import Config
-from laminar.training.advantages import Floats, inputs_of, later_errors
-from laminar.training.batching import MicroBatch, mini_batches, unmasked
-from laminar.training.losses import BatchCounts, token_coefficients, value_losses
-from laminar.training.model import Compute, LoadedPolicy
+from laminar.training.algorithms.advantages import Floats, inputs_of, later_errors
+from laminar.training.algorithms.loss_terms import BatchCounts, token_coefficients, value_losses
+from laminar.training.model.micro_batches import MicroBatch, mini_batches, unmasked
+from laminar.training.model.packing import passes
+from laminar.training.model.policy import Compute, LoadedPolicy
 from laminar.training.optimizer import adamw, apply_gradient, set_rate
-from laminar.training.passes import passes
 from laminar.training.ranks import ONE, Ranks
 from laminar.training.schedule import learning_rate
 from laminar.training.steps import TrainSample

@@ -8,13 +8,13 @@ optimizer update each. Gradients are summed over micro-batches with coefficients
 mini-batch, so that the memory budget decides how a batch is split and nothing else. An update
 without signal, or with a gradient that is not finite, is left out: AdamW would decay the weights
 and follow its old momentum all the same. Before the first update the rows are held against what
-their engine said of them; those of an engine with other weights (mismatch.py) are taken away, and
-the step is made as if they had never been in the batch. Rows whose advantage is exactly 0 are read
-only where something else than the advantage gives them a gradient. With a critic (critic.py)
-advantages come from its values before the step; its own update follows the policy's, on which it
-does not depend, and in the first trainer.critic_warmup steps there is no other. The step is a
-function of samples, weights, optimizer state and earlier steps; on a CPU with one thread a redone
-step gives the same bytes.
+their engine said of them; those of an engine with other weights (engine_mismatch.py) are taken
+away, and the step is made as if they had never been in the batch. Rows whose advantage is exactly 0
+are read only where something else than the advantage gives them a gradient. With a critic
+(critic.py) advantages come from its values before the step; its own update follows the policy's, on
+which it does not depend, and in the first trainer.critic_warmup steps there is no other. The step
+is a function of samples, weights, optimizer state and earlier steps; on a CPU with one thread a
+redone step gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,18 @@ from torch import Tensor
 
 from laminar.config import AlgorithmConfig, Config, ConfigError
 from laminar.run.user_file import UserFunction
-from laminar.training.adapted import adapters_of
-from laminar.training.advantages import Estimator, with_penalties
-from laminar.training.batching import (
-    MicroBatch,
-    micro_batches,
-    mini_batches,
-    token_rows,
-    unmasked,
-)
+from laminar.training.algorithms.advantages import Estimator, with_penalties
+from laminar.training.algorithms.loss_terms import BatchCounts
+from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.critic import Critic
-from laminar.training.footprint import (
-    FLOAT32,
-    ModelSizes,
-    Way,
-    footprint,
-    sizes_of,
-    total,
-    way_of,
+from laminar.training.engine_mismatch import (
+    MismatchLimits,
+    movement,
+    movement_rows,
+    rounding_of,
+    scores_of,
+    siblings_of,
 )
-from laminar.training.losses import BatchCounts
 from laminar.training.metrics import (
     TokenFigures,
     batch_metrics,
@@ -56,15 +48,25 @@ from laminar.training.metrics import (
     reward_by_version,
     token_metrics,
 )
-from laminar.training.mismatch import (
-    MismatchLimits,
-    movement,
-    movement_rows,
-    rounding_of,
-    scores_of,
-    siblings_of,
+from laminar.training.model.footprint import (
+    FLOAT32,
+    ModelSizes,
+    Way,
+    footprint,
+    sizes_of,
+    total,
+    way_of,
 )
-from laminar.training.model import (
+from laminar.training.model.lora_targets import adapters_of
+from laminar.training.model.micro_batches import (
+    MicroBatch,
+    micro_batches,
+    mini_batches,
+    token_rows,
+    unmasked,
+)
+from laminar.training.model.packing import passes
+from laminar.training.model.policy import (
     VALUE_HEAD,
     BasePolicy,
     Compute,
@@ -75,10 +77,7 @@ from laminar.training.model import (
 )
 from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
 from laminar.training.optimizer import adamw, apply_gradient, set_rate
-from laminar.training.passes import passes
-from laminar.training.policy_losses import PolicyLoss
 from laminar.training.ranks import ONE, Ranks
-from laminar.training.resume import LearnerFacts, check_same
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
     CRITIC_WARMUP,
@@ -91,6 +90,7 @@ from laminar.training.steps import (
     one_of_each_origin,
     sampled_by,
 )
+from laminar.training.trainer_state import LearnerFacts, check_same
 
 
 def no_point(name: str) -> None:

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from laminar.training.advantages import CONSTANT_SPREAD
-from laminar.training.batching import MicroBatch, by_group
+from laminar.training.algorithms.advantages import CONSTANT_SPREAD
+from laminar.training.model.micro_batches import MicroBatch, by_group
 from laminar.training.ranks import Ranks
 from laminar.training.steps import (
     Mismatch,

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig
-from laminar.training.batching import MicroBatch
-from laminar.training.correction import correction
-from laminar.training.losses import (
+from laminar.training.algorithms.correction import correction
+from laminar.training.algorithms.loss_terms import (
     BatchCounts,
     clamped_log_ratio,
     kl_term,
     token_coefficients,
 )
-from laminar.training.mismatch import doubts
-from laminar.training.model import BasePolicy, Compute, LoadedPolicy
-from laminar.training.policy_losses import PolicyLoss
+from laminar.training.algorithms.policy_losses import PolicyLoss
+from laminar.training.engine_mismatch import doubts
+from laminar.training.model.micro_batches import MicroBatch
+from laminar.training.model.policy import BasePolicy, Compute, LoadedPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar.config import Config
-from laminar.training import checkpoint, export, lora
-from laminar.training.checkpoint import named_moments
-from laminar.training.directories import ThreadedDirectories
+from laminar.training.checkpoints import checkpoint, export
+from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
+from laminar.training.checkpoints.checkpoint import named_moments
 from laminar.training.learner import Learner, measured_step, no_point, take_weights
-from laminar.training.model import (
+from laminar.training.model import lora
+from laminar.training.model.policy import (
     BasePolicy,
     LoadedPolicy,
     load_critic,
@@ -32,8 +33,8 @@ from laminar.training.model import (
     named_weights,
     weight_forms,
 )
-from laminar.training.resume import LearnerFacts, Resume
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
+from laminar.training.trainer_state import LearnerFacts, Resume
 
 Tensors = dict[str, torch.Tensor]
 

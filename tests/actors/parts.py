@@ -27,7 +27,7 @@ from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import write_tensors
-from tests.kit.secrets import KEYS, SECRET
+from tools.kit.secrets import KEYS, SECRET
 
 DEADLINE_S = 30.0
 MINIMAL = ["model.name=none", "data.dataset=none"]

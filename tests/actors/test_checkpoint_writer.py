@@ -15,9 +15,10 @@ from laminar.actors.checkpoint_writer import CheckpointWriter
 from laminar.events import events as ev
 from laminar.names import ids
 from laminar.run.directory import RESUME_FILE
-from laminar.training import export, resume
+from laminar.training import trainer_state
+from laminar.training.checkpoints import export
 from laminar.training.learner import Learner
-from laminar.training.model import load_policy, named_weights
+from laminar.training.model.policy import load_policy, named_weights
 from laminar.training.threaded import ThreadedFiles
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
@@ -149,7 +150,7 @@ async def test_what_was_consumed_is_there_by_id_and_as_a_chain(tmp_path: Path) -
         await trainer.step(step)
         await trainer.writer.close()
     first, second = (
-        resume.decode((tmp_path / "checkpoints" / f"step_{step}" / RESUME_FILE).read_bytes())
+        trainer_state.decode((tmp_path / "checkpoints" / f"step_{step}" / RESUME_FILE).read_bytes())
         for step in (2, 4)
     )
     batches = [(f"0.{step}.0", f"0.{step}.1") for step in (1, 2, 3, 4)]
@@ -207,7 +208,7 @@ async def test_a_file_that_cannot_be_written_is_named(
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("laminar.training.tensor_file.os.pwrite", full)
+    monkeypatch.setattr("laminar.training.shared_safetensors.os.pwrite", full)
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     with capture_logs() as lines:
         await trainer.step(1)
@@ -247,7 +248,7 @@ async def test_one_that_is_ordered_is_written_between_those_that_are_due(tmp_pat
             await trainer.writer.save(step, step, 1)
         await trainer.writer.close()
     assert [event.version for event in trainer.saved] == [2, 3]
-    found = resume.decode((tmp_path / "checkpoints" / "step_3" / RESUME_FILE).read_bytes())
+    found = trainer_state.decode((tmp_path / "checkpoints" / "step_3" / RESUME_FILE).read_bytes())
     assert found.digest == ids.chained("", *((f"0.{k}.0", f"0.{k}.1") for k in (1, 2, 3)))
 
 

@@ -11,7 +11,7 @@ import pytest
 from laminar.config import ConfigError
 from laminar.names.points import POINTS
 from laminar.run.fail_points import VARIABLE, FailPoints
-from tools.fail_points import RUNS
+from tools.check.fail_points import RUNS
 
 ROOT = Path(__file__).parents[2]
 

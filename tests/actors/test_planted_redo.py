@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from laminar.actors import trainer
-from laminar.analysis.trained_steps import Step
+from laminar.analysis.log.trained_steps import Step
 from laminar.cli.retrain import Beginning, _Again, _compare
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -18,7 +18,7 @@ from laminar.names.ids import TrajectoryId
 from laminar.run.directory import STORE_FILE
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
-from laminar.training import checkpoint
+from laminar.training.checkpoints import checkpoint
 from tests.actors.parts import FakeHost, order
 from tests.actors.trained import Processes, load, stored
 

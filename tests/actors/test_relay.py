@@ -22,7 +22,7 @@ from laminar.weights.machine import RelayMachine
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import verify
 from tests.actors.parts import VERSION_BYTES, FakeHost, Writer, commit, order, until
-from tests.kit.secrets import SECRET
+from tools.kit.secrets import SECRET
 
 NOBODY = cmd.ForwardWeights(to="relay-0", successor="", address="", incarnation=0)
 

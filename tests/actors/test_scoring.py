@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from laminar.actors.scoring import Scorer
 from laminar.actors.system.replica import reward_workers, user_output
-from laminar.core.scores import bits_of
+from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId, TrajectoryId

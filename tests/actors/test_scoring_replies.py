@@ -14,13 +14,13 @@ import pytest
 
 from laminar.actors.clients import StoreClient
 from laminar.actors.scoring import Scorer
-from laminar.core.scores import bits_of
+from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
-from laminar.tasks.rewards import RewardCall, RewardResult, RewardWorkerLost
-from laminar.tasks.turns import GoesOn
+from laminar.tasks.environments.turns import GoesOn
+from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
 from tests.actors.parts import FakeHost, removed
 
 RIGHT = RewardResult(1.0, extras={"acc": 1.0, "pred": "seven"})

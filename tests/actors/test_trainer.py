@@ -17,7 +17,7 @@ from laminar.names import ids
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
 from laminar.storage import messages as m
-from laminar.training import resume
+from laminar.training import trainer_state
 from laminar.weights.version import manifest as mf
 from tests.actors.parts import FakeHost, order, until
 from tests.actors.trained import Processes, load, stored
@@ -125,7 +125,9 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     lines = (host.run_dir / TRAINER_BOOK_FILE).read_text().splitlines()
     assert len(lines) == 2 and not host.all(ev.StepCompleted)
     await train(again, 2)
-    saved = resume.decode((host.run_dir / "checkpoints" / "step_3" / RESUME_FILE).read_bytes())
+    saved = trainer_state.decode(
+        (host.run_dir / "checkpoints" / "step_3" / RESUME_FILE).read_bytes()
+    )
     assert saved.before == ids.chained("", rows[0])
     assert saved.batches == (rows[1], ("0.2.0", "0.2.1"))
 

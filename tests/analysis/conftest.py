@@ -11,7 +11,7 @@ import pytest
 
 from laminar.cli import audit, log, report, samples
 from laminar.config import ConfigError
-from tests.kit.run_directory import make_run, world_log
+from tools.kit.run_directory import make_run, world_log
 
 Cli = Callable[..., tuple[int, str]]
 

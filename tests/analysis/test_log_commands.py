@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.analysis.story import Subject
+from laminar.analysis.log.story import Subject
 from laminar.config import ConfigError
 from laminar.coordinator.system import RealDisk
-from laminar.core.statuses import Phase
+from laminar.core.state.statuses import Phase
 from laminar.eventlog.reader import scan
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
 from laminar.events import commands as cmd
 from tests.analysis.conftest import Cli
-from tests.kit.golden_pages import check
-from tests.kit.logs import write_log
-from tests.kit.run_directory import CLOCK_NS, world_log
+from tools.kit.golden_pages import check
+from tools.kit.logs import write_log
+from tools.kit.run_directory import CLOCK_NS, world_log
 
 
 def log_file(run_dir: Path) -> Path:

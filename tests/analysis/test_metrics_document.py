@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from laminar.analysis.page import FIGURES
-from laminar.analysis.report import summarize
+from laminar.analysis.report.page import FIGURES
+from laminar.analysis.report.summary import summarize
 from laminar.training.metrics import BY_LENGTH, TOKEN_MAXIMA, TOKEN_MEANS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.headline import groups_line, length_line, troubles
-from laminar.analysis.report import summarize
+from laminar.analysis.report.summary import summarize
+from laminar.analysis.report.summary_lines import groups_line, length_line, troubles
 from laminar.cli.train import _skipped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from tests.kit.run_directory import make_run, world_log
+from tools.kit.run_directory import make_run, world_log
 
 
 def rows(run_dir: Path, sql: str) -> list[tuple[Any, ...]]:

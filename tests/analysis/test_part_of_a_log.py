@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.history import WallClock, raw_records, records, typed_event
+from laminar.analysis.log.run_log import WallClock, raw_records, records, typed_event
 from laminar.cli.log import run_stats
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers
 from laminar.eventlog.snapshot import snapshots
 from tests.analysis.conftest import Cli
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.sim_worlds import KILLED, LoggedRun
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.sim_worlds import KILLED, LoggedRun
 
 
 def run_of(run_dir: Path, keep_bytes: int = 0, **sizes: int) -> LoggedRun:

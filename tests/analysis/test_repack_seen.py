@@ -10,25 +10,25 @@ from xml.etree import ElementTree
 
 import pytest
 
-from laminar.analysis.charts import Bar, draw_bars
-from laminar.analysis.confidence import estimate, relative_gain
-from laminar.analysis.engine_use import EngineUse
-from laminar.analysis.headline import headline
-from laminar.analysis.history import replay_log
-from laminar.analysis.page import html
-from laminar.analysis.page_data import page_data
-from laminar.analysis.repack_book import RepackBook
-from laminar.analysis.replica_series import series
-from laminar.analysis.replicas_page import gains, policies
-from laminar.analysis.trace import write_trace
-from laminar.analysis.why import why
+from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.log.engine_use import EngineUse
+from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.report.charts import Bar, draw_bars
+from laminar.analysis.report.confidence import estimate, relative_gain
+from laminar.analysis.report.page import html
+from laminar.analysis.report.page_data import page_data
+from laminar.analysis.report.repack_book import RepackBook
+from laminar.analysis.report.replica_series import series
+from laminar.analysis.report.replicas_page import gains, policies
+from laminar.analysis.report.summary_lines import headline
+from laminar.analysis.why.why import why
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from tests.kit.logs import Log
-from tests.kit.run_directory import CLOCK_NS, make_run, write_steps
-from tests.kit.world import World
-from tests.kit.world_parts import Faults, settings
+from tools.kit.logs import Log
+from tools.kit.run_directory import CLOCK_NS, make_run, write_steps
+from tools.kit.world import World
+from tools.kit.world_parts import Faults, settings
 
 SECOND = 10**9
 

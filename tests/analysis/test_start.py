@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from laminar.analysis.history import WallClock, records, typed_event
-from laminar.cli.progress import start_parts
+from laminar.analysis.log.run_log import WallClock, records, typed_event
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
-from tests.kit.logs import Log, write_log
-from tests.kit.run_directory import CLOCK_NS, world_log
+from laminar.launch.panel import start_parts
+from tools.kit.logs import Log, write_log
+from tools.kit.run_directory import CLOCK_NS, world_log
 
 CHECKS_NS = 5 * 10**9
 

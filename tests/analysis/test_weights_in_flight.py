@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.audit import audit
+from laminar.analysis.audit.audit import audit
 from laminar.config import dumps, load
 from laminar.run.directory import CONFIG_FILE
 from tests.analysis.conftest import Cli
-from tests.kit.run_directory import make_run, world_log
+from tools.kit.run_directory import make_run, world_log
 
 FLOWN = "last_version IS NOT NULL AND \"end\" = 'trained'"
 

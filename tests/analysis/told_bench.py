@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from laminar.events.base import Command, Event, Stamped
-from tests.kit.bench import MS, Bench
-from tests.kit.logs import Log, write_log
+from tools.kit.bench import MS, Bench
+from tools.kit.logs import Log, write_log
 
 
 class ToldBench(Bench):

@@ -108,9 +108,6 @@ def test_what_is_a_string_is_taken_as_it_was_typed(name: str) -> None:
         ("report", ["RUN"]),
         ("report a --jsno", ["--jsno"]),
         ("audit runs/x seed=1", ["seed=1"]),
-        ("sim -c a.toml --seed x", ["--seed", "x"]),
-        ("sim -c a.toml --see 1", ["--see"]),
-        ("sim -c a.toml --seed 1 --seeds 1..2", ["--seeds", "--seed"]),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from laminar.cli import doctor, memory
+from laminar.cli import doctor
 from laminar.cli.commands import run
 from laminar.config import ConfigError
+from laminar.launch import memory_check
 from laminar.names import exit_codes
 from laminar.run.secret import make_secret
 
@@ -143,7 +144,7 @@ def test_machines_that_slurm_does_not_give_are_a_line_with_its_words(
 def test_memory_of_the_job_counts_and_not_that_of_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "memory_limit", lambda: 80 << 20)
+    monkeypatch.setattr(memory_check, "memory_limit", lambda: 80 << 20)
     (found,) = faults(capsys, tmp_path)
     assert found.split()[1] == "memory" and "of 0.084 GB" in found and "set " in found
 

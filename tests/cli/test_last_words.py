@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.report import summary_of
-from laminar.cli.terminal import Terminal
+from laminar.analysis.report.summary import summary_of
 from laminar.cli.train import conclude, summary_lines
 from laminar.coordinator.restarts import Over
-from laminar.core.losses import Losses
+from laminar.core.state.process_failures import Losses
+from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.run.directory import SUMMARY_FILE
-from tests.kit.logs import write_log
-from tests.kit.run_directory import make_run, world_log
-from tests.kit.world import World
-from tests.kit.world_parts import Faults, settings
+from tools.kit.logs import write_log
+from tools.kit.run_directory import make_run, world_log
+from tools.kit.world import World
+from tools.kit.world_parts import Faults, settings
 
 GIVEN_UP = Over(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import commands, ps, tail
+from laminar.cluster.slurm import Jobs, write_jobs
 from laminar.config import dumps, load
 from laminar.names import exit_codes
 from laminar.observe.logs import new_attempt
 from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, STATUS_FILE
 from laminar.run.lock import RunLock
-from laminar.run.slurm import Jobs, write_jobs
 
 STATUS = {
     "phase": "running",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from laminar.cli.commands import run
+from laminar.cluster.slurm import Jobs, read_jobs, write_jobs
 from laminar.names import exit_codes
 from laminar.run.directory import run_config
-from laminar.run.slurm import Jobs, read_jobs, write_jobs
-from tests.cli.test_resume import run_of
+from tests.launch.test_resume_check import run_of
 
 JOBS = Jobs(service="7", rollouts=["8"], tasks=3)
 QUEUE = [

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from laminar.cli.commands import run
-from laminar.cli.job_scripts import Scripts, scripts_of
 from laminar.cli.submit import asked_of_machines
+from laminar.cluster import slurm
+from laminar.cluster.job_scripts import Scripts, scripts_of
+from laminar.cluster.slurm import Jobs, going_on, read_jobs, write_jobs
 from laminar.config import ConfigError, load
 from laminar.names import exit_codes
-from laminar.run import slurm
 from laminar.run.directory import run_config
-from laminar.run.slurm import Jobs, going_on, read_jobs, write_jobs
-from tests.cli.test_resume import run_of
-from tests.kit import golden_pages
+from tests.launch.test_resume_check import run_of
+from tools.kit import golden_pages
 
 CLUSTER = "configs/cluster.toml"
 EMULATED = ["rollout.engine=emulated", "data.dataset_size=100", "data.val_size=2", "run.name=run"]

@@ -13,8 +13,8 @@ from laminar.config import dumps, load
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE
 from laminar.run.lock import RunLock
-from tests.cli.test_progress import STATUS
-from tests.kit.run_directory import make_run, world_log
+from tests.launch.test_panel import STATUS
+from tools.kit.run_directory import make_run, world_log
 
 
 @pytest.fixture

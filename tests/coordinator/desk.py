@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from laminar.coordinator.tick import Frame, Tick
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state import digest
+from laminar.core.state.state import digest
 from laminar.eventlog.crashes import crashes, given_up
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
@@ -20,8 +20,8 @@ from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.events.codec import decode_order
 from laminar.net.session import MS, ClientLink, Limits
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.world_parts import coordinator_started, settings
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.world_parts import coordinator_started, settings
 
 LEASE_MS = 3_000
 NODE_LEASE_MS = 12_000

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from laminar.coordinator.detector import ROUND_FRAMES, FailureDetector, News
-from laminar.core.state import Actor
+from laminar.core.state.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 
 LEASE, NODE_LEASE = 3_000, 12_000

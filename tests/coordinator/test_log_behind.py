@@ -10,13 +10,13 @@ import pytest
 from laminar.config import ConfigError
 from laminar.coordinator.log_behind import check_log
 from laminar.core.machine import Machine
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import ids
-from laminar.training.resume import LearnerFacts, Resume, encode
-from tests.kit.logs import Log
-from tests.kit.run_directory import world_log, write_book, write_store
+from laminar.training.trainer_state import LearnerFacts, Resume, encode
+from tools.kit.logs import Log
+from tools.kit.run_directory import world_log, write_book, write_store
 
 FACTS = LearnerFacts(torch="2", threads=1, micro_batch_tokens=1, reference="", moved={})
 

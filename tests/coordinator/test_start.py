@@ -16,7 +16,7 @@ from laminar.config.tree import CoordinatorConfig
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.unhandled import HandlingFailed
-from laminar.core.state import digest
+from laminar.core.state.state import digest
 from laminar.eventlog.crashes import CRASHES_MAX, crashes, given_up
 from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
@@ -25,9 +25,9 @@ from laminar.events.base import Stamped
 from laminar.net.asking import answers
 from laminar.net.client import write_address
 from laminar.net.transport import PortTaken
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.secrets import KEYS
-from tests.kit.sim_worlds import LoggedRun
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.secrets import KEYS
+from tools.kit.sim_worlds import LoggedRun
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from laminar.config import ConfigError, load
 from laminar.coordinator.loop import settings_of
 from laminar.coordinator.taking_up import resumed
 from laminar.events.base import Settings
-from tests.kit.bench import Bench
+from tools.kit.bench import Bench
 
 
 def begun_with(settings: Settings) -> Bench:

@@ -8,7 +8,7 @@ from laminar.coordinator.ending import exit_code_of
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, crash_of
 from laminar.core.machine import HANDLING
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state import digest
+from laminar.core.state.state import digest
 from laminar.eventlog.crashes import CRASHES_MAX, record_crash
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
@@ -21,9 +21,9 @@ from laminar.net.frames import Ack, Ask, Data, Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import MS, LinkState
 from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.sim_worlds import LoggedRun
-from tests.kit.world_parts import coordinator_started, settings
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.sim_worlds import LoggedRun
+from tools.kit.world_parts import coordinator_started, settings
 
 
 def test_hello_becomes_a_member_with_an_incarnation() -> None:

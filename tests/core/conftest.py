@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kit.random_worlds import failing_world, pausing_world, random_world
-from tests.kit.world import World
+from tools.kit.random_worlds import failing_world, pausing_world, random_world
+from tools.kit.world import World
 
 GOOD_SEEDS, FAILING_SEEDS, PAUSING_SEEDS = 150, 40, 30
 

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.names.ids import ActorName, GroupId, TrajectoryId
-from tests.kit.event_cells import STATUSES
-from tests.kit.message_samples import field_types, sample
-from tests.kit.world_parts import coordinator_started, step_completed
+from tools.kit.event_cells import STATUSES
+from tools.kit.message_samples import field_types, sample
+from tools.kit.world_parts import coordinator_started, step_completed
 
 NUMBERS = (-(2**63), -1, 0, 1, 2**63 - 1, 2**64 - 1)
 TEXTS = ("", "0.0.0", "no such thing")

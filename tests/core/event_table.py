@@ -18,15 +18,15 @@ from typing import Any
 
 from laminar.core import invariants
 from laminar.core.machine import Machine
-from laminar.core.state import Actor, State, decode, digest, encode
-from laminar.core.statuses import Phase
+from laminar.core.state.state import Actor, State, decode, digest, encode
+from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, REPORTED_BY, Command, Event, Stamped
 from laminar.names.roles import ACTOR_ROLES
 from tests.core.event_probes import fitting, spoiled
-from tests.kit.event_cells import PHASES, TRAJECTORY_EVENTS, Cell, StatusCell
-from tests.kit.random_worlds import environment_world, failing_world, random_world
-from tests.kit.world import World
+from tools.kit.event_cells import PHASES, TRAJECTORY_EVENTS, Cell, StatusCell
+from tools.kit.random_worlds import environment_world, failing_world, random_world
+from tools.kit.world import World
 
 #: Nothing changes and nothing is counted: a gauge (or a note) whose value is the last one's.
 QUIET = (ev.TokenProgress, ev.TransferTrouble)

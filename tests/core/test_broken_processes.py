@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from laminar.core import keys
-from laminar.core.indexes import indexes_of
-from laminar.core.statuses import Phase
+from laminar.core.state import keys
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY, Command, Event
 from laminar.names.ids import TrajectoryId
 from tests.core.event_probes import fitting, spoiled
-from tests.kit.bench import Bench, only
-from tests.kit.random_worlds import random_world
-from tests.kit.world import World
-from tests.kit.world_parts import Process, step_completed
+from tools.kit.bench import Bench, only
+from tools.kit.random_worlds import random_world
+from tools.kit.world import World
+from tools.kit.world_parts import Process, step_completed
 
 
 def trained(**changes: object) -> Bench:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from laminar.core import invariants
-from laminar.core.indexes import indexes_of
 from laminar.core.machine import Machine
-from laminar.core.state import decode, encode
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import decode, encode
 from laminar.events import events as ev
 from laminar.events.base import Event
 from tools.bench.cluster import GROUP_SIZE, Cluster

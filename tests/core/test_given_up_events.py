@@ -5,7 +5,7 @@ from __future__ import annotations
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tests.kit.bench import Bench, only
+from tools.kit.bench import Bench, only
 
 
 def small() -> Bench:

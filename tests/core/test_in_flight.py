@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core import evaluation
-from laminar.core.admission import why_not_admitted
 from laminar.core.context import Context
-from laminar.core.indexes import load_changed
+from laminar.core.scheduling import evaluation
+from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.state.indexes import load_changed
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from tests.kit.bench import Bench, only
+from tools.kit.bench import Bench, only
 
 
 def flying(**changes: object) -> Bench:

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from laminar.core import invariants
-from laminar.core.held_out import HeldOut, Prompt
-from laminar.core.state import Evaluation, State
-from laminar.core.statuses import Phase, TrajectoryStatus
+from laminar.core.state.evaluation_scores import HeldOut, Prompt
+from laminar.core.state.state import Evaluation, State
+from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
-from tests.core.test_handover import moving
-from tests.kit.bench import Bench
+from tests.core.repack.test_migration import moving
+from tools.kit.bench import Bench
 
 FIRST = TrajectoryId("0.0.0")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from laminar.core.admission import why_not_admitted
 from laminar.core.context import RESTART_TIMEOUT_MS
+from laminar.core.scheduling.admission import why_not_admitted
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
-from tests.kit.bench import Bench, only
+from tools.kit.bench import Bench, only
 
 
 def pair(**changes: object) -> Bench:

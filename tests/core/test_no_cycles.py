@@ -9,7 +9,7 @@ import gc
 
 import pytest
 
-from tests.kit.random_worlds import random_world
+from tools.kit.random_worlds import random_world
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core import planner, weights
+from laminar.core import loading, planner
 from laminar.core.context import Context
-from laminar.core.indexes import indexes_of
-from laminar.core.replica_index import ReplicaIndex
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.replica_index import ReplicaIndex
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Stamped
-from tests.kit.bench import Bench
+from tools.kit.bench import Bench
 
 NAMES = ["rollout-0", "rollout-1", "rollout-2"]
 
@@ -37,7 +37,7 @@ def looked_at(ctx: Context, monkeypatch: pytest.MonkeyPatch, *touched: str) -> l
     monkeypatch.setattr(ReplicaIndex, "empty", lambda index, kinds: numbers)
     monkeypatch.setattr(planner, "_for_reserved", lambda state: numbers)
     monkeypatch.setattr(planner, "_plan_reserved", lambda ctx, replica: seen.append(replica.name))
-    monkeypatch.setattr(weights, "plan_pull", lambda ctx, replica: seen.append(replica.name))
+    monkeypatch.setattr(loading, "plan_pull", lambda ctx, replica: seen.append(replica.name))
     planner._plan_reserved_for_others(ctx, touched)
     planner._plan_pulls_of_others(ctx, touched)
     return seen

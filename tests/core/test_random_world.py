@@ -13,13 +13,13 @@ import pytest
 
 from laminar.core.context import Context
 from laminar.core.machine import Machine, plan
-from laminar.core.state import digest
+from laminar.core.state.state import digest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY, Command, Event, Stamped
 from laminar.events.codec import encode
 from tests.hash_seeds import printed_under
-from tests.kit.random_worlds import (
+from tools.kit.random_worlds import (
     check_end,
     check_failed,
     check_paused,
@@ -28,7 +28,7 @@ from tests.kit.random_worlds import (
     in_flight_world,
     random_world,
 )
-from tests.kit.world import World
+from tools.kit.world import World
 
 
 def log_of(world: World) -> list[bytes]:
@@ -192,8 +192,8 @@ def test_handling_is_pure(seed: int) -> None:
 def test_other_hash_seeds_give_the_same_state() -> None:
     """Python's string hashes differ between processes; nothing may depend on them."""
     program = (
-        "from tests.kit.random_worlds import random_world\n"
-        "from laminar.core.state import digest\n"
+        "from tools.kit.random_worlds import random_world\n"
+        "from laminar.core.state.state import digest\n"
         "print([digest(random_world(seed).run().state) for seed in range(8)])\n"
     )
     answers = printed_under(("0", "1", "2"), program)

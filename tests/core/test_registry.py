@@ -14,8 +14,8 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import CARRIED_OUT_BY, ENDS, REPORTED_BY, Command, Event
 from laminar.names.roles import Role
-from tests.kit.message_samples import sample
-from tools.events_page import markdown
+from tools.kit.message_samples import sample
+from tools.make.events_page import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,8 +48,8 @@ def test_every_message_can_be_made_from_its_types() -> None:
 
 
 def test_docs_are_current(capsys: pytest.CaptureFixture[str]) -> None:
-    """After a change: python -m tools.events_page > docs/events.md"""
+    """After a change: python -m tools.make.events_page > docs/events.md"""
     assert (ROOT / "docs" / "events.md").read_text() == markdown()
-    with pytest.warns(RuntimeWarning, match="tools.events_page"):
-        runpy.run_module("tools.events_page", run_name="__main__")
+    with pytest.warns(RuntimeWarning, match="tools.make.events_page"):
+        runpy.run_module("tools.make.events_page", run_name="__main__")
     assert capsys.readouterr().out == markdown()

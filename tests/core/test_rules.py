@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from laminar.core import buffering, rules
+from laminar.core import rules
 from laminar.core.machine import Machine
 from laminar.core.rules import (
     LOGIC_VERSION,
@@ -19,11 +19,12 @@ from laminar.core.rules import (
     applies,
     rules_of,
 )
-from laminar.core.state import Group, State, decode, encode
+from laminar.core.state.state import Group, State, decode, encode
+from laminar.core.steps import batching
 from laminar.events import commands as cmd
 from laminar.events.base import Settings, Stamped
-from tests.kit.world import World
-from tests.kit.world_parts import coordinator_started, settings
+from tools.kit.world import World
+from tools.kit.world_parts import coordinator_started, settings
 
 LATEST_FIRST = Rule(
     "latest-first",
@@ -36,7 +37,7 @@ LATEST_FIRST = Rule(
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later program: the choice of a batch was changed behind a flag."""
-    old = buffering.by_deadline
+    old = batching.by_deadline
 
     def by_deadline(state: State) -> list[Group]:
         if not applies(state.settings, LATEST_FIRST):
@@ -45,7 +46,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rules, "RULES", (*RULES, LATEST_FIRST))
     monkeypatch.setattr(rules, "LOGIC_VERSION", LATEST_FIRST.since)
-    monkeypatch.setitem(buffering.STRATEGIES, "deadline", by_deadline)
+    monkeypatch.setitem(batching.STRATEGIES, "deadline", by_deadline)
 
 
 def batches(config: Settings) -> list[tuple[str, ...]]:

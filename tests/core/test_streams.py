@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core import keys
-from laminar.core.relays import RECEIVE_TIMEOUT_MS
-from laminar.core.state import Packing
-from laminar.core.tails import why_engine_not_in_tail
-from laminar.core.weights import PULL_TIMEOUT_MS
+from laminar.core.loading import PULL_TIMEOUT_MS
+from laminar.core.repack.stragglers import why_engine_not_in_tail
+from laminar.core.state import keys
+from laminar.core.state.state import Packing
+from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tests.kit.bench import Bench, only
+from tools.kit.bench import Bench, only
 
 OWN, JOINER, RELAY = "rollout-0", "rollout-1.0", "relay-1"
 

@@ -9,7 +9,7 @@ import pytest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tests.kit.bench import Bench, only
+from tools.kit.bench import Bench, only
 
 REPLICA = "rollout-0"
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from laminar.engines.protocol import GenerateRequest
-from laminar.engines.torch_engine import TorchEngine
+from laminar.engines.torch.engine import TorchEngine
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import Output, build, collect, engine_of, request, run_all
 
 from laminar.engines.protocol import (
     EngineError,
@@ -23,6 +22,14 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.runner import EngineRunner
+from tests.engines.engine_models import (
+    Output,
+    build,
+    collect,
+    engine_of,
+    request,
+    run_all,
+)
 
 
 class CountingEngine:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import VOCAB, build
 
-from laminar.engines.torch_engine import TorchEngine
+from laminar.engines.torch.engine import TorchEngine
+from tests.engines.engine_models import VOCAB, build
 from tests.planted_faults import (
     SEEN_BY_PROBE,
     clean_versions,

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import build
-from test_torch_engine_streamed import REQUESTS, blank, in_order, outputs_of, whole
 
 from laminar.actors.clients import RelayClient
 from laminar.actors.system.weight_files import ReplicaFiles
@@ -29,6 +27,14 @@ from laminar.weights.version import manifest as mf
 from tests.actors.parts import FakeHost, until
 from tests.actors.test_relay import Machine
 from tests.actors.test_weight_loader import Arrival
+from tests.engines.engine_models import build
+from tests.engines.torch.test_torch_engine_streaming import (
+    REQUESTS,
+    blank,
+    in_order,
+    outputs_of,
+    whole,
+)
 
 TIMES = 100
 CHUNK_BYTES = 4_096

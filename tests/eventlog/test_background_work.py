@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.core.state import digest
-from laminar.core.statuses import Phase
+from laminar.core.state.state import digest
+from laminar.core.state.statuses import Phase
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import HASH_FOLLOWS, EventRecord, Record, StateHashRecord
 from laminar.eventlog.replay import replay
@@ -19,9 +19,9 @@ from laminar.eventlog.snapshot import snapshots
 from laminar.names.ports import Disk
 from tests.eventlog.test_replay import difference, log_of
 from tests.eventlog.test_snapshots import begin
-from tests.kit.logs import real_run
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.sim_worlds import KILLED, LoggedRun
+from tools.kit.logs import real_run
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.sim_worlds import KILLED, LoggedRun
 
 TURNS = 7  #: that an answer takes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state import digest
+from laminar.core.state.state import digest
 from laminar.eventlog import compaction
 from laminar.eventlog.compaction import read_segment, stored_bytes, tidy
 from laminar.eventlog.reader import beginning, read_log, read_raw, scan
@@ -21,8 +21,8 @@ from laminar.eventlog.replay import replay
 from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.snapshot import snapshots
 from laminar.names.ports import DiskError
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.sim_worlds import KILLED, LoggedRun
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.sim_worlds import KILLED, LoggedRun
 
 
 def world_of(keep_bytes: int = 0, **sizes: int) -> LoggedRun:

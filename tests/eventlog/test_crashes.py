@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laminar.eventlog.crashes import CRASHES_MAX, KEPT, Crash, crashes, given_up, record_crash
-from tests.kit.memory_disk import MemoryDisk
+from tools.kit.memory_disk import MemoryDisk
 
 EVENT, OTHER = "step-completed, message 3 of trainer-0", "timer-fired batch-wait"
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import pytest
 
-from laminar.core import buffering, machine, rules
+from laminar.core import machine, rules
 from laminar.core.rules import LOGIC_VERSION, Rule, applies
-from laminar.core.state import Group, State
+from laminar.core.state.state import Group, State
+from laminar.core.steps import batching
 from laminar.eventlog.reader import read_log, read_raw, scan
 from laminar.eventlog.record import (
     SCHEMA_VERSION,
@@ -23,10 +24,18 @@ from laminar.eventlog.restore import restore
 from laminar.events import codec
 from laminar.events import commands as cmd
 from laminar.events.events import ALL_EVENTS
-from tests.kit.logs import rewritten
-from tests.kit.memory_disk import MemoryDisk
-from tools.make_golden import RUNS
-from tools.rows.golden import GOLDEN, Golden, Refused, disk_of_golden, follow, manifest, problem
+from tools.check.rows.golden import (
+    GOLDEN,
+    Golden,
+    Refused,
+    disk_of_golden,
+    follow,
+    manifest,
+    problem,
+)
+from tools.kit.logs import rewritten
+from tools.kit.memory_disk import MemoryDisk
+from tools.make.golden import RUNS
 
 GOLDENS = manifest()
 CALM = next(golden for golden in GOLDENS if golden.name == "calm")
@@ -34,7 +43,7 @@ CALM = next(golden for golden in GOLDENS if golden.name == "calm")
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=[golden.name for golden in GOLDENS])
 def test_golden_log_replays_as_written(golden: Golden) -> None:
-    """If the change of a decision was meant: python tools/make_golden.py (docs/changing.md)."""
+    """If the change of a decision was meant: python tools/make/golden.py (docs/changing.md)."""
     assert problem(golden, disk_of_golden(golden)) == ""
 
 
@@ -105,7 +114,7 @@ def test_rule_that_is_changed_behind_a_flag_changes_no_golden(
 ) -> None:
     """A later program trains the group that was dispatched last, in runs that have the flag."""
     later = Rule("latest-first", LOGIC_VERSION + 1, "the oldest of a deadline", "the latest one")
-    old, asked = buffering.by_deadline, list[bool]()
+    old, asked = batching.by_deadline, list[bool]()
 
     def by_deadline(state: State) -> list[Group]:
         asked.append(applies(state.settings, later))
@@ -113,7 +122,7 @@ def test_rule_that_is_changed_behind_a_flag_changes_no_golden(
 
     monkeypatch.setattr(rules, "RULES", (*rules.RULES, later))
     monkeypatch.setattr(rules, "LOGIC_VERSION", later.since)
-    monkeypatch.setitem(buffering.STRATEGIES, "deadline", by_deadline)
+    monkeypatch.setitem(batching.STRATEGIES, "deadline", by_deadline)
     for golden in GOLDENS:
         assert problem(golden, disk_of_golden(golden)) == ""
     assert len(asked) > 100 and not any(asked)

@@ -32,8 +32,8 @@ from laminar.eventlog.record import (
     segment_name,
 )
 from laminar.eventlog.writer import LogTaken, LogWriter
-from tests.kit.logs import begin_log
-from tests.kit.memory_disk import MemoryDisk
+from tools.kit.logs import begin_log
+from tools.kit.memory_disk import MemoryDisk
 
 FIRST, SECOND, THIRD = (segment_name(number) for number in (1, 2, 3))
 

@@ -31,8 +31,8 @@ from laminar.eventlog.record import (
 )
 from laminar.eventlog.writer import LogWriter
 from laminar.names.ports import DiskError
-from tests.kit.logs import begin_log
-from tests.kit.memory_disk import MemoryDisk
+from tools.kit.logs import begin_log
+from tools.kit.memory_disk import MemoryDisk
 
 FIRST, SECOND, THIRD = (segment_name(number) for number in (1, 2, 3))
 RECORDS = 40

@@ -8,8 +8,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from laminar.core.state import digest
-from laminar.core.statuses import Phase
+from laminar.core.state.state import digest
+from laminar.core.state.statuses import Phase
 from laminar.eventlog import replay as replay_module
 from laminar.eventlog.reader import read_log, scan
 from laminar.eventlog.record import (
@@ -23,9 +23,9 @@ from laminar.eventlog.record import (
 from laminar.eventlog.replay import Replay, replay
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, decode_event, encode
-from tests.kit.logs import begin_log
-from tests.kit.memory_disk import MemoryDisk
-from tests.kit.sim_worlds import KILLED, LoggedRun
+from tools.kit.logs import begin_log
+from tools.kit.memory_disk import MemoryDisk
+from tools.kit.sim_worlds import KILLED, LoggedRun
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state import digest
+from laminar.core.state.state import digest
 from laminar.eventlog.reader import NotInHistory, read_log, scan
 from laminar.eventlog.record import (
     FRAME,
@@ -26,10 +26,10 @@ from laminar.eventlog.snapshot import KEPT, Snapshot, snapshots
 from laminar.eventlog.writer import LogWriter
 from laminar.events.base import Command, Stamped
 from laminar.names.ports import AtOnce, DiskError, DiskFull
-from laminar.sim.runtime.disk import SimDisk
-from tests.kit.logs import begin_log, log_event
-from tests.kit.memory_disk import MemoryDisk, MemoryFile
-from tests.kit.sim_worlds import KILLED, LoggedRun
+from tools.kit.logs import begin_log, log_event
+from tools.kit.memory_disk import MemoryDisk, MemoryFile
+from tools.kit.sim_worlds import KILLED, LoggedRun
+from tools.simulator.runtime.disk import SimDisk
 
 SEED = 4  #: some 300 events
 EVERY = 30  #: events between two snapshots

@@ -15,7 +15,7 @@ from laminar.eventlog.reader import read_log, scan
 from laminar.eventlog.record import StateHashRecord
 from laminar.eventlog.writer import LogTaken
 from laminar.names.ports import DiskError
-from tests.kit.logs import begin_log
+from tools.kit.logs import begin_log
 
 
 def test_a_log_on_disk_is_read_back_and_taken_over(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from laminar.config import load
 from laminar.config.rollout import GROUP_SIZE_MAX
 from laminar.config.rules import BUILT_IN_STRATEGIES, STEP_TRAJECTORIES_MAX
 from laminar.coordinator.loop import COMMANDS_BYTES_MAX
-from laminar.core.buffering import STRATEGIES
-from laminar.core.groups import ENDINGS_PER_COMMAND
+from laminar.core.scheduling.groups import ENDINGS_PER_COMMAND
+from laminar.core.steps.batching import STRATEGIES
 from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -23,7 +23,7 @@ from laminar.net.session import ClientLink, Limits, ServerLink
 from laminar.storage.messages import MAX_ITEMS
 from laminar.training.metrics import by_origin
 from laminar.training.steps import Mismatch
-from tests.kit.world_parts import group_of
+from tools.kit.world_parts import group_of
 
 SIBLINGS = 16
 

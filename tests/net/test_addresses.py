@@ -12,7 +12,7 @@ from laminar.net import client
 from laminar.net.addresses import check_reachable, own_ip, route_to
 from laminar.net.client import read_address, write_address
 from laminar.net.transport import ServerSocket
-from tests.kit.secrets import KEYS
+from tools.kit.secrets import KEYS
 
 
 def test_an_address_a_name_and_an_interface_are_taken():

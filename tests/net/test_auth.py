@@ -15,9 +15,9 @@ from laminar.net.client import write_address
 from laminar.net.strangers import Strangers
 from laminar.net.transport import ClientSocket, ServerSocket
 from laminar.run.secret import Secret
-from tests.kit.secrets import KEYS
 from tests.net.test_net_client import Actor, Coordinator
 from tests.net.test_net_client import until as until_async
+from tools.kit.secrets import KEYS
 
 DEADLINE_S = 60.0  #: only a hang reaches it; libzmq gives up a handshake after 30 s
 OTHER = RunKeys(Secret(b"another run"))
@@ -137,7 +137,7 @@ import sys
 import threading
 from laminar.net import auth
 from laminar.net.transport import ServerSocket
-from tests.kit.secrets import KEYS
+from tools.kit.secrets import KEYS
 from tests.net.test_net_client import Actor, Coordinator
 from tests.net.test_net_client import until as until_async
 

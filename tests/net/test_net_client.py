@@ -11,7 +11,7 @@ from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.frames import Hello, decode_client
 from laminar.net.session import Limits, LinkClosed, OutboxFull, ServerLink
 from laminar.net.transport import ServerSocket
-from tests.kit.secrets import KEYS
+from tools.kit.secrets import KEYS
 
 DEADLINE_S = 25.0  #: only a hang reaches it
 HEARTBEAT_MS = 100

@@ -14,7 +14,7 @@ from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.net.session import LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
-from tests.kit.secrets import KEYS
+from tools.kit.secrets import KEYS
 
 DEADLINE_S = 25.0  #: only a hang reaches it
 

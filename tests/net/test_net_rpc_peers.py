@@ -9,7 +9,7 @@ from laminar.net.frames import Bye, Data, Hello, Refused, decode_server, encode
 from laminar.net.rpc_server import RpcServer
 from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, full
 from laminar.net.wakeups import Wakeups
-from tests.kit.secrets import KEYS
+from tools.kit.secrets import KEYS
 
 LEASE_MS = 5_000
 IDLE = 500

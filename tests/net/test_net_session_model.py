@@ -3,7 +3,7 @@
 import pytest
 
 from laminar.net.session import Inbox, Outbox
-from tools.rows.session_model import LossyLink, LossyLinkWithoutRecord, run_model
+from tools.check.rows.session_model import LossyLink, LossyLinkWithoutRecord, run_model
 
 EXAMPLES, STEPS = 80, 50
 

@@ -13,7 +13,7 @@ import zmq
 from laminar.config import ConfigError
 from laminar.net.session import PEERS_MAX
 from laminar.net.transport import HIGH_WATER_MARK, ClientSocket, ServerSocket
-from tests.kit.secrets import KEYS
+from tools.kit.secrets import KEYS
 
 RUNNERS = [asyncio.run, uvloop.run]
 DEADLINE_S = 20.0  #: only a hang reaches it

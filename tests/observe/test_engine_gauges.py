@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from laminar.core.machine import Machine
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
@@ -18,8 +18,8 @@ from laminar.observe.engine_gauges import StepGauges
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
-from tests.kit.world import World
-from tests.kit.world_parts import settings
+from tools.kit.world import World
+from tools.kit.world_parts import settings
 
 TELEMETRY = Telemetry()
 CAPACITY = 1_000

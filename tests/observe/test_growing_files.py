@@ -10,10 +10,9 @@ import pytest
 
 from laminar.actors.system import engine_steps
 from laminar.actors.system.engine_steps import EngineSteps, joined
-from laminar.analysis.intervals import length_ns
-from laminar.analysis.process_logs import cut_logs, log_lines
-from laminar.analysis.report import _kept
-from laminar.analysis.timeline import (
+from laminar.analysis.log.intervals import length_ns
+from laminar.analysis.log.process_logs import cut_logs, log_lines
+from laminar.analysis.log.timeline import (
     JOIN_NS,
     cut_timelines,
     read_spans,
@@ -21,6 +20,7 @@ from laminar.analysis.timeline import (
     stepping,
     whole_lines,
 )
+from laminar.analysis.report.summary import _kept
 from laminar.cli.commands import run
 from laminar.observe import files
 from laminar.observe.files import GrowingFile

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from laminar.core.machine import Machine
-from laminar.core.state import State
-from laminar.core.statuses import Phase
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
 from laminar.eventlog.replay import Observer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -19,9 +19,9 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
-from tests.kit.bench import Bench
-from tests.kit.world import World
-from tests.kit.world_parts import Faults, settings
+from tools.kit.bench import Bench
+from tools.kit.world import World
+from tools.kit.world_parts import Faults, settings
 
 TELEMETRY = Telemetry()
 MARK = "training/weights_unchanged"

@@ -18,9 +18,9 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from laminar.analysis.timeline import read_spans, read_steps
+from laminar.analysis.log.timeline import read_spans, read_steps
 from laminar.cli.coord import Observers
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.events.base import Stamped
 from laminar.observe.board import Board, Scalars
 from laminar.observe.files import GrowingFile, ReplacedFile, cut_rows

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from laminar.core.held_out import EvaluationResult, HeldOutFigures
 from laminar.core.machine import Machine
-from laminar.core.scores import bits_of
-from laminar.core.state import RewardErrors, State
+from laminar.core.state.evaluation_scores import EvaluationResult, HeldOutFigures
+from laminar.core.state.scores import bits_of
+from laminar.core.state.state import RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.warnings import WINDOW, Watch, first_look
-from tests.kit.world import World
-from tests.kit.world_parts import settings, step_completed
 from tests.observe.test_metrics_and_status import TELEMETRY
+from tools.kit.world import World
+from tools.kit.world_parts import settings, step_completed
 
 WELL = {
     "groups/no_variance": 0.5,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from laminar.events import events as ev
-from laminar.tasks.tokenizer import load_tokenizer
+from laminar.tasks.data.tokenizer import load_tokenizer
 from tests.run.conftest import ROOT, Finished, check_books, history, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from laminar.analysis.trained_steps import trained
+from laminar.analysis.log.trained_steps import trained
 from tests.run.conftest import ROOT, Finished, check_books, train
 
 SHAPE = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from laminar.engines.timing import ResponseLengths
+from laminar.engines.emulated.timing import ResponseLengths
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId, trajectory_seed

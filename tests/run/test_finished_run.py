@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.trained_steps import trained
+from laminar.analysis.log.trained_steps import trained
 from laminar.cli import commands
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log
@@ -22,8 +22,8 @@ from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, encode
 from laminar.names import exit_codes
-from tests.kit.logs import begin_log
 from tests.run.conftest import ROOT, Finished, arenas, laminar
+from tools.kit.logs import begin_log
 
 import msgspec  # isort: skip
 

@@ -18,7 +18,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.run import fail_points
 from laminar.run.directory import ORIGIN_DIR, RESUME_FILE
-from laminar.training.resume import Resume, decode
+from laminar.training.trainer_state import Resume, decode
 from tests.run.conftest import ROOT, RUN_TIMEOUT_S, Finished, check_books, history, laminar
 
 pytestmark = pytest.mark.process
@@ -210,6 +210,6 @@ def test_a_checkpoint_that_the_log_does_not_have_is_not_taken(
 
 
 def _write_digest(checkpoint: Path) -> None:
-    from laminar.training.file_digests import write_digests
+    from laminar.training.checkpoints.file_digests import write_digests
 
     write_digests(checkpoint)

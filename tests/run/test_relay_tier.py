@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis import history
+from laminar.analysis.log import run_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.base import Stamped
@@ -50,9 +50,9 @@ def three_machines(
 
 
 def events(run: Finished) -> Iterator[Stamped]:
-    for record in history.records(run.directory):
+    for record in run_log.records(run.directory):
         if isinstance(record, EventRecord):
-            yield history.typed_event(record)
+            yield run_log.typed_event(record)
 
 
 def digests(run: Finished) -> dict[int, str]:

@@ -1,4 +1,5 @@
-"""These tests need a Slurm, `make test-slurm`: tools/local_slurm.sh makes one of virtual nodes."""
+"""These tests need a Slurm, `make test-slurm`: tools/kit/local_slurm.sh makes one of virtual
+nodes."""
 
 from __future__ import annotations
 

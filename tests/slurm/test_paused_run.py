@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar.cluster.slurm import Jobs, read_jobs
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
-from laminar.run.slurm import Jobs, read_jobs
 from tests.run.conftest import Finished, check_books, history, laminar
 from tests.run.test_pauses import WORDS
 from tests.slurm.conftest import Lab, until

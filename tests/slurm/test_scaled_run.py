@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.run.slurm import read_jobs
+from laminar.cluster.slurm import read_jobs
 from tests.run.conftest import Finished, check_books, laminar
 from tests.slurm.conftest import Lab, until
 from tests.slurm.test_submitted_run import finished_by, steps

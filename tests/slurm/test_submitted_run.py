@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from laminar.cluster.slurm import read_jobs
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
-from laminar.run.slurm import read_jobs
 from tests.run.conftest import ROOT, SMALL, Finished, arenas, check_books, laminar
 from tests.slurm.conftest import NODES, Lab, until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.store_samples import MEMORY
+from tools.kit.store_samples import MEMORY
 
 
 @pytest.fixture

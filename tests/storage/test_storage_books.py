@@ -13,7 +13,7 @@ from laminar.config import ConfigError
 from laminar.storage import books, payload_files
 from laminar.storage.database import Database
 from laminar.storage.rows import PromptKey
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     PROMPTS,
     answers,
     append,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from laminar.storage import books
-from tests.kit.store_samples import append, filled, finish, one, open_, trajectory_rows
+from tools.kit.store_samples import append, filled, finish, one, open_, trajectory_rows
 
 ROOT = Path(__file__).parents[2]
 SIBLINGS = 4

@@ -15,7 +15,7 @@ from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.rows import NotTokenised, PromptKey
 from laminar.storage.transactions import PROMPT_LIMIT
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     PROMPTS,
     answers,
     append,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from laminar.storage import messages as m
 from laminar.storage.rules import Span
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     CALL,
     DONE,
     append,

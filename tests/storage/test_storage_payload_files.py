@@ -11,7 +11,7 @@ import xxhash
 from laminar.names.ports import DiskError
 from laminar.storage import payload_files
 from laminar.storage.database import Database
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     answers,
     append,
     contents,

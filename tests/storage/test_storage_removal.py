@@ -9,7 +9,7 @@ import pytest
 from laminar.storage import books, payload_files
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     append,
     end,
     fetched,

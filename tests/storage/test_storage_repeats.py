@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.storage import books
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     CALL,
     DONE,
     MEMORY,

@@ -9,7 +9,7 @@ import pytest
 
 from laminar.storage import rules
 from laminar.storage.rules import Chunk, Row
-from tests.kit.store_samples import floats, ints
+from tools.kit.store_samples import floats, ints
 
 ASKED = Row(
     "0.0.0",

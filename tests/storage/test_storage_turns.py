@@ -15,7 +15,7 @@ from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.rules import Span, payload_digest
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     CALL,
     DONE,
     answers,

@@ -13,7 +13,7 @@ from laminar.names.ports import DatabaseHeld, DiskError
 from laminar.storage import books
 from laminar.storage.database import Database
 from laminar.storage.writer_lock import Writer
-from tests.kit.store_samples import append, filled, one, open_, trajectory_rows
+from tools.kit.store_samples import append, filled, one, open_, trajectory_rows
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,11 +16,11 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.tasks.environment import declared
-from laminar.tasks.prompts import PromptRow
-from laminar.tasks.sandbox import Sandbox
-from laminar.tasks.session_pool import SessionPool
-from laminar.tasks.session_process import Rate, Reset, Use
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.session_pool import SessionPool
+from laminar.tasks.environments.session_process import Rate, Reset, Use
+from laminar.tasks.environments.user_class import declared
+from laminar.tasks.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.process
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from laminar.config import ConfigError, resolve
-from laminar.tasks.prompts import load_prompts
-from laminar.tasks.reward_functions import check_rows, reward_spec
+from laminar.tasks.data.prompts import load_prompts
+from laminar.tasks.data.tokenizer import load_tokenizer
+from laminar.tasks.rewards.reward_functions import check_rows, reward_spec
 from laminar.tasks.row_checks import row_warnings
-from laminar.tasks.tokenizer import load_tokenizer
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m"
 USER = {"role": "user", "content": "2+2?"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.rows.coverage import ROOT, TABLE, File, Summary, _part, files, parts
+from tools.check.rows.coverage import ROOT, TABLE, File, Summary, _part, files, parts
 
 WHOLE = Summary(num_statements=10, covered_lines=10, num_branches=4, covered_branches=4)
 HALF = Summary(num_statements=10, covered_lines=8, num_branches=4, covered_branches=3)
@@ -31,6 +31,6 @@ def test_file_that_no_test_imports_is_named() -> None:
 
 def test_files_of_the_row_are_those_that_it_runs() -> None:
     names = files()
-    assert {TABLE, "tests/core/test_batches.py", "tests/net/test_net_frames.py"} <= set(names)
+    assert {TABLE, "tests/core/steps/test_batches.py", "tests/net/test_net_frames.py"} <= set(names)
     assert "tests/core/test_cost_at_size.py" not in names
     assert all((ROOT / name).is_file() for name in names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 from laminar.run.secret import SECRET_BYTES, Secret
-from tools.rows.exposure import forms_of, hits
+from tools.check.rows.exposure import forms_of, hits
 
 CONTENT = bytes(range(200, 200 + SECRET_BYTES))
 SECRET = Secret(CONTENT)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.imports import Imports
-from tools.mutate import mutations
+from tools.check.imports import Imports
+from tools.check.mutate import mutations
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,8 @@ def test_only_lines_of_the_change_are_mutated() -> None:
 
 
 def test_tests_that_use_a_file_are_found_through_what_they_import() -> None:
-    users = Imports().distances("laminar/core/admission.py")
-    assert users["tests/core/test_admission.py"] <= 2 and users["laminar/sim/run.py"] > 1
+    users = Imports().distances("laminar/core/scheduling/admission.py")
+    assert (
+        users["tests/core/scheduling/test_admission.py"] <= 2
+        and users["tools/simulator/run.py"] > 1
+    )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import patches
-from tools.rows.planted import QUICK, TABLE
+from tools.check import patches
+from tools.check.rows.planted import QUICK, TABLE
 
 BUGS = patches.read(TABLE)
 LINES_MAX = 6
@@ -56,7 +56,7 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
 
 def test_what_python_finds_in_a_copy_is_the_changed_text() -> None:
     with patches.copy({"laminar/names/__init__.py": "PLANTED = 7\n"}) as folder:
-        program = "import laminar.names as n, tools.patches; print(n.PLANTED, n.__file__)"
+        program = "import laminar.names as n, tools.check.patches; print(n.PLANTED, n.__file__)"
         said = subprocess.check_output(
             [sys.executable, "-c", program],
             cwd=folder,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.engines.timed_batch import TimedBatch
-from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.engines.emulated.timed_batch import TimedBatch
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from tools.bench import paper
 from tools.bench.repack_in_flight import InFlight
 from tools.bench.repack_measures import Meter, Setup

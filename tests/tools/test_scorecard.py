@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools import scorecard
-from tools.rows.base import Figure, Gate, Row
-from tools.rows.simulation import FIXED, fresh_seeds
-from tools.rows.table import ROWS
+from tools.check import scorecard
+from tools.check.rows.base import Figure, Gate, Row
+from tools.check.rows.simulation import FIXED, fresh_seeds
+from tools.check.rows.table import ROWS
 
 
 def reached(gate: Gate) -> Figure:

@@ -14,9 +14,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from laminar.config import Config, resolve
 from laminar.storage.rules import Span
-from laminar.training.model import LoadedPolicy
+from laminar.training.model.policy import LoadedPolicy
 from laminar.training.steps import TrainSample
-from tests.kit.rank_group import RankGroup
+from tools.kit.rank_group import RankGroup
 
 VOCAB = 48
 

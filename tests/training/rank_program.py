@@ -9,8 +9,8 @@ import threading
 
 from laminar.config import ConfigError
 from laminar.run.parent_death import die_with_parent
-from laminar.training.gang import Inherited, serve
-from laminar.training.resume import CheckpointError
+from laminar.training.rank_processes import Inherited, serve
+from laminar.training.trainer_state import CheckpointError
 
 ERRORS = {
     "bug": ValueError("a bug"),

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from laminar.actors.system import rank_process
-from laminar.training import tensor_file
-from laminar.training.tensor_file import Forms, Rows
+from laminar.training import shared_safetensors
+from laminar.training.shared_safetensors import Forms, Rows
 
-_serve, _write = rank_process.serve, tensor_file.write
+_serve, _write = rank_process.serve, shared_safetensors.write
 
 
 async def to_the_end(*args: Any) -> None:
@@ -23,14 +23,14 @@ async def to_the_end(*args: Any) -> None:
 
 
 def late(path: Path, forms: Forms, rows: Iterable[tuple[str, Rows]]) -> None:
-    tensor_file.write = _write
+    shared_safetensors.write = _write
     signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
     _write(path, forms, rows)
 
 
 rank_process.die_with_parent = lambda pid: None  # type: ignore[attr-defined]
 rank_process.serve = to_the_end  # type: ignore[attr-defined]
-tensor_file.write = late
+shared_safetensors.write = late
 
 if __name__ == "__main__":
     rank_process.main(*sys.argv[1:])

@@ -16,14 +16,16 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, Qwen2ForTokenClassification
 
 from laminar.config import ConfigError
-from laminar.training import advantages, checkpoint, critic
-from laminar.training.advantages import Estimator
-from laminar.training.batching import MicroBatch, TokenRows
+from laminar.training import critic
+from laminar.training.algorithms import advantages
+from laminar.training.algorithms.advantages import Estimator
+from laminar.training.algorithms.loss_terms import value_losses
+from laminar.training.checkpoints import checkpoint
+from laminar.training.checkpoints.export import write_model
 from laminar.training.critic import Critic
-from laminar.training.export import write_model
 from laminar.training.learner import Learner
-from laminar.training.losses import value_losses
-from laminar.training.model import (
+from laminar.training.model.micro_batches import MicroBatch, TokenRows
+from laminar.training.model.policy import (
     Compute,
     LoadedPolicy,
     as_critic,
@@ -31,10 +33,10 @@ from laminar.training.model import (
     load_policy,
     named_weights,
 )
-from laminar.training.resume import CheckpointError
 from laminar.training.steps import CRITIC_WARMUP, TrainSample
 from laminar.training.threaded import ThreadedLearner
-from tests.kit.checkpoints import saved
+from laminar.training.trainer_state import CheckpointError
+from tools.kit.checkpoints import saved
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from laminar.config import ConfigError
-from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.data.tokenizer import end_ids, load_tokenizer, tokenizer_size
 
 Make = Callable[..., Any]
 

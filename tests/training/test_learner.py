@@ -15,7 +15,7 @@ from laminar.config import ConfigError
 from laminar.storage.rules import Span
 from laminar.training.learner import Learner
 from laminar.training.metrics import EXTRAS_SHOWN, reward_by_version
-from laminar.training.model import LoadedPolicy, digest
+from laminar.training.model.policy import LoadedPolicy, digest
 from laminar.training.steps import NO_SIGNAL, NON_FINITE, origin_of
 
 Make = Callable[..., Any]

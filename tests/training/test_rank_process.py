@@ -22,11 +22,11 @@ from laminar.actors.system.rank_process import program
 from laminar.config import load
 from laminar.config.reading import dumps
 from laminar.run.directory import CONFIG_FILE, RESUME_FILE
-from laminar.training import checkpoint
-from laminar.training.gang import Gang, RankError
-from laminar.training.resume import CheckpointError, Resume, encode
-from tests.kit.rank_cases import make_samples
+from laminar.training.checkpoints import checkpoint
+from laminar.training.rank_processes import Gang, RankError
+from laminar.training.trainer_state import CheckpointError, Resume, encode
 from tests.run.conftest import ROOT
+from tools.kit.rank_cases import make_samples
 
 pytestmark = pytest.mark.process
 FEWER_PASSES = [sys.executable, "-m", "tests.training.rank_of_fewer_passes"]

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laminar.training.passes import passes
+from laminar.training.model.packing import passes
 from laminar.training.ranks import Ranks, shares
-from tests.kit import rank_cases
-from tests.kit.extras import needs_peft
-from tests.kit.rank_cases import CPU, make_samples
-from tests.kit.rank_group import RankGroup
+from tools.kit import rank_cases
+from tools.kit.extras import needs_peft
+from tools.kit.rank_cases import CPU, make_samples
+from tools.kit.rank_group import RankGroup
 
 LIMIT = 1e-12
 """Of two ways to add up the same numbers in float64."""

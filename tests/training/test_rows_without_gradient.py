@@ -15,16 +15,16 @@ import torch
 
 from laminar.storage.rules import Span
 from laminar.training import learner as learner_module
-from laminar.training import policy_losses
-from laminar.training.advantages import Estimator
-from laminar.training.cascade import read_prompts_once
+from laminar.training.algorithms import policy_losses
+from laminar.training.algorithms.advantages import Estimator
+from laminar.training.algorithms.loss_terms import BatchCounts
+from laminar.training.algorithms.policy_losses import NEED_ADVANTAGE, POLICY_LOSSES, LossInputs
+from laminar.training.engine_mismatch import movement_rows
 from laminar.training.learner import Learner
-from laminar.training.losses import BatchCounts
-from laminar.training.mismatch import movement_rows
-from laminar.training.model import LoadedPolicy
-from laminar.training.policy_losses import NEED_ADVANTAGE, POLICY_LOSSES, LossInputs
+from laminar.training.model.policy import LoadedPolicy
+from laminar.training.model.shared_prefix_attention import read_prompts_once
 from laminar.training.steps import NO_SIGNAL, StepResult, TrainSample, one_of_each_origin, origin_of
-from tests.kit.rank_cases import gradient, make_samples, nothing, replaced
+from tools.kit.rank_cases import gradient, make_samples, nothing, replaced
 
 Make = Callable[..., Any]
 LIMIT = 1e-12

@@ -16,15 +16,15 @@ import torch
 from laminar.actors.batch_rows import sample_of
 from laminar.config.algorithm import LossAggMode
 from laminar.storage.rules import Span
-from laminar.training.batching import collate
+from laminar.training.algorithms.loss_terms import BatchCounts
+from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.learner import Learner
-from laminar.training.losses import BatchCounts
-from laminar.training.model import Compute
+from laminar.training.model.micro_batches import collate
+from laminar.training.model.packing import collate_siblings
+from laminar.training.model.policy import Compute
 from laminar.training.objective import ObjectiveConfig, objective
-from laminar.training.passes import collate_siblings
-from laminar.training.policy_losses import PolicyLoss
 from laminar.training.steps import TrainSample
-from tests.kit.store_samples import (
+from tools.kit.store_samples import (
     answers,
     append,
     fetched,

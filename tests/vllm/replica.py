@@ -20,7 +20,7 @@ from laminar.engines.protocol import (
     TokenDelta,
     WeightSource,
 )
-from laminar.engines.vllm_engine import VllmEngine
+from laminar.engines.vllm.engine import VllmEngine
 
 VOCAB = 128
 LIMIT = 120  #: the tokenizer's ids; the model has room for more

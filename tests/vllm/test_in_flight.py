@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from laminar.engines.protocol import EngineError, KvOnUpdate
-from laminar.engines.vllm_requests import parts_of
-from tests.kit.plain_forward import sampled_logprobs
+from laminar.engines.vllm.requests import parts_of
 from tests.vllm.replica import LIMIT, PROMPT, Replica, config_of, model_of, tensors_of
+from tools.kit.plain_forward import sampled_logprobs
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from laminar.engines import vllm_worker
+from laminar.engines.vllm import worker
 from tests.planted_faults import (
     SEEN_BY_PROBE,
     Plant,
@@ -83,7 +83,7 @@ async def test_a_tied_head_that_is_left_packed_never_serves(
 ) -> None:
     """The core is forked from this process, and has what is planted here. Its head is that of the
     random weights which it started with."""
-    monkeypatch.setattr(vllm_worker, "_pack_head_again", lambda model: None)
+    monkeypatch.setattr(worker, "_pack_head_again", lambda model: None)
     run = await small(tmp_path / "model", dtype).start(1)
     assert "log-probs of the probe differ" in await run.load(run.replicas[0])
     await run.close()

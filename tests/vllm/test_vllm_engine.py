@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from laminar.config import ConfigError
-from laminar.engines import vllm_engine
 from laminar.engines.protocol import LENGTH, STOP, EngineError
+from laminar.engines.vllm import engine
 from tests.vllm.replica import (
     LIMIT,
     PROMPT,
@@ -279,9 +279,9 @@ async def test_a_core_that_stands_still_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With work to do, and in the middle of a call: vLLM's own health check stays green."""
-    monkeypatch.setattr(vllm_engine, "STILL_S", 2.0)
-    monkeypatch.setattr(vllm_engine, "RPC_S", 2.0)
-    monkeypatch.setattr(vllm_engine, "LOAD_S", 2.0)
+    monkeypatch.setattr(engine, "STILL_S", 2.0)
+    monkeypatch.setattr(engine, "RPC_S", 2.0)
+    monkeypatch.setattr(engine, "LOAD_S", 2.0)
     model = model_of(1)
     config = config_of(tmp_path, model)
     working, loading = [await Replica.start(tmp_path, config) for _ in range(2)]

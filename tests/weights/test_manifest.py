@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.weights.version import manifest as mf
-from tests.kit.manifest_samples import SHAPES, TENSORS, build
+from tools.kit.manifest_samples import SHAPES, TENSORS, build
 
 
 def changed(index: int, **changes: Any) -> tuple[mf.TensorSpec, ...]:

@@ -42,12 +42,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from laminar.config import Config, load
-from laminar.core.dispatch import permutation
-from laminar.tasks.chat import encode_prompt
-from laminar.tasks.prompts import load_prompts
-from laminar.tasks.reward_functions import open_scorer, reward_spec
-from laminar.tasks.rewards import RewardCall
-from laminar.tasks.tokenizer import load_tokenizer
+from laminar.core.scheduling.dispatch import permutation
+from laminar.tasks.data.chat import encode_prompt
+from laminar.tasks.data.prompts import load_prompts
+from laminar.tasks.data.tokenizer import load_tokenizer
+from laminar.tasks.rewards.results import RewardCall
+from laminar.tasks.rewards.reward_functions import open_scorer, reward_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.toml"

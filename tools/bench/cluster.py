@@ -19,8 +19,8 @@ from laminar.events.base import Event
 from laminar.events.codec import encode
 from laminar.names.ports import Disk
 from laminar.net.session import ClientLink, Limits
-from tests.kit.bench import MS, Bench, machine_of
-from tests.kit.logs import begin_log
+from tools.kit.bench import MS, Bench, machine_of
+from tools.kit.logs import begin_log
 
 REPLICAS_PER_NODE = 8
 GROUP_SIZE = 8

@@ -43,8 +43,8 @@ sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.net.auth import RunKeys  # noqa: E402
 from laminar.net.transport import ClientSocket, ServerSocket  # noqa: E402
-from tests.kit.secrets import KEYS, SECRET  # noqa: E402
 from tools.bench.emulated import laminar  # noqa: E402
+from tools.kit.secrets import KEYS, SECRET  # noqa: E402
 
 SIZES = {150: 100_000, 4_096: 20_000, 65_536: 2_000}
 """Messages of each size in one round."""

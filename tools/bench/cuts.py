@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.analysis.history import WallClock, records, typed_command, typed_event  # noqa: E402
+from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event  # noqa: E402
 from laminar.eventlog.record import DecisionRecord, EventRecord  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402

@@ -2,7 +2,7 @@
 
 Usage: python tools/bench/engine.py --model DIR [--engine torch|vllm] [--device cuda] ...
 
-Reads   a model directory (tools/make_random_model.py makes one)
+Reads   a model directory (tools/make/random_model.py makes one)
 Writes  a version of the weights in /dev/shm, removed at the end
 Gives   one JSON line per figure
 
@@ -162,7 +162,7 @@ class Trainer:
         import torch
 
         from laminar.training.learner import Learner
-        from laminar.training.model import load_policy, named_weights
+        from laminar.training.model.policy import load_policy, named_weights
         from laminar.weights.version.manifest import check_tensors, layout
 
         torch.manual_seed(seed)

@@ -34,9 +34,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.analysis.timeline import read_steps  # noqa: E402
+from laminar.analysis.log.timeline import read_steps  # noqa: E402
 from laminar.config import Config, ConfigError  # noqa: E402
-from laminar.engines.timing import EngineTiming, ResponseLengths  # noqa: E402
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.run.directory import run_config  # noqa: E402

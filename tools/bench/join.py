@@ -37,8 +37,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.analysis.process_logs import LogLine, log_lines  # noqa: E402
-from laminar.analysis.timeline import Span, read_spans, read_steps  # noqa: E402
+from laminar.analysis.log.process_logs import LogLine, log_lines  # noqa: E402
+from laminar.analysis.log.timeline import Span, read_spans, read_steps  # noqa: E402
 from laminar.names.ids import actor_name  # noqa: E402
 from tools.bench import weights_net as net  # noqa: E402
 from tools.bench.emulated import laminar, read_json  # noqa: E402
@@ -214,7 +214,7 @@ def main() -> int:
             words += ["--keep", f"{directory}/join"]
         if not given.config:
             model = f"{directory}/model"
-            make = [sys.executable, "tools/make_random_model.py", "--out", model, *MODEL]
+            make = [sys.executable, "tools/make/random_model.py", "--out", model, *MODEL]
             subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             words += [f"model.name={model}", *(s for s in SMALL if s not in given.settings)]
         command = [*prefix, sys.executable, __file__, *words, "--inside"]

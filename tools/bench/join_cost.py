@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
 
-from laminar.engines.timed_batch import TimedBatch
+from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.names import ids
 from tools.bench.paper import K, lengths_of, timing
 from tools.bench.repack_measures import GROUP_SIZE, SECOND

@@ -45,7 +45,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.analysis.timeline import EMPTY_STEPS, read_steps  # noqa: E402
+from laminar.analysis.log.timeline import EMPTY_STEPS, read_steps  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import COORDINATOR, Event  # noqa: E402
 from laminar.names.roles import Role  # noqa: E402

@@ -23,10 +23,10 @@ import argparse
 from collections import Counter
 from typing import NamedTuple
 
-from laminar.core.admission import has_sessions, why_not_admitted
-from laminar.core.state import State
-from laminar.core.statuses import TrajectoryStatus
-from laminar.sim.config import (
+from laminar.core.scheduling.admission import has_sessions, why_not_admitted
+from laminar.core.state.state import State
+from laminar.core.state.statuses import TrajectoryStatus
+from tools.simulator.config import (
     CheckConfig,
     EnvironmentConfig,
     FaultConfig,
@@ -37,8 +37,8 @@ from laminar.sim.config import (
     TimeConfig,
     WorkConfig,
 )
-from laminar.sim.scheduler import SECOND
-from laminar.sim.world import World
+from tools.simulator.scheduler import SECOND
+from tools.simulator.world import World
 
 MEDIAN_S, NO_TIME_S = 0.5, 1e-4
 WARM_S, LOOK_S = 200, 1

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from laminar.analysis.history import WallClock, records, typed_command, typed_event
-from laminar.analysis.timeline import read_steps
+from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event
+from laminar.analysis.log.timeline import read_steps
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
 from laminar.events import events as ev

@@ -40,8 +40,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
 
-from laminar.engines.timed_batch import TimedBatch
-from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.engines.emulated.timed_batch import TimedBatch
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.names import ids
 from tools.bench.repack import results
 from tools.bench.repack_in_flight import InFlight

@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from laminar.config import Config, resolve
 from laminar.storage.rules import Span
-from laminar.training.batching import MicroBatch, collate
-from laminar.training.losses import BatchCounts
-from laminar.training.model import Compute, LoadedPolicy, recompute_layers
+from laminar.training.algorithms.loss_terms import BatchCounts
+from laminar.training.algorithms.policy_losses import PolicyLoss
+from laminar.training.model.micro_batches import MicroBatch, collate
+from laminar.training.model.policy import Compute, LoadedPolicy, recompute_layers
 from laminar.training.objective import ObjectiveConfig, objective
-from laminar.training.policy_losses import PolicyLoss
 from laminar.training.steps import TrainSample
-from tests.kit.live_bytes import LiveBytes, saved_bytes
+from tools.kit.live_bytes import LiveBytes, saved_bytes
 
 ROWS, PROMPT = 4, 5
 TEMPERATURE = 0.7

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from laminar.engines.hf_config import parse_hf_config
 from laminar.engines.spans import Span, round_up
-from laminar.engines.torch_model import DecoderModel
+from laminar.engines.torch.model import DecoderModel
 from tools.bench import weights_net as net
 
 SPEC = parse_hf_config(

@@ -30,9 +30,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.analysis.history import replay_log  # noqa: E402
-from laminar.core.state import State  # noqa: E402
-from laminar.core.statuses import TrajectoryStatus  # noqa: E402
+from laminar.analysis.log.run_log import replay_log  # noqa: E402
+from laminar.core.state.state import State  # noqa: E402
+from laminar.core.state.statuses import TrajectoryStatus  # noqa: E402
 from laminar.events import commands as cmd  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from laminar.events.base import Command, Stamped  # noqa: E402

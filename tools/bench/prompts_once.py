@@ -29,17 +29,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from laminar.actors.batch_rows import sample_of
-from laminar.analysis.trained_steps import trained
+from laminar.analysis.log.trained_steps import trained
 from laminar.config import load
 from laminar.run.directory import STORE_FILE
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
 from laminar.storage.rules import Span
-from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
+from laminar.tasks.data.tokenizer import load_tokenizer, tokenizer_size
 from laminar.training.learner import Learner
-from laminar.training.model import Compute, LoadedPolicy, load_policy
-from laminar.training.passes import passes
+from laminar.training.model.packing import passes
+from laminar.training.model.policy import Compute, LoadedPolicy, load_policy
 from laminar.training.steps import TrainSample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
 
-from laminar.engines.timed_batch import TimedBatch
-from laminar.engines.timing import EngineTiming, ResponseLengths
+from laminar.engines.emulated.timed_batch import TimedBatch
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 
 CACHE_TOKENS = 800_000
 LIMIT = 16_000

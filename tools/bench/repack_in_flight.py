@@ -4,9 +4,9 @@ Reads   Setup
 Gives   InFlight: the same measures as RepackWorld's
 
 A model without the core, which has no such setting. It keeps the core's staleness bound: a group
-begins, and a batch is chosen, only as long as core/admission.py's inequality holds for the
-deadline of each group's oldest token; else replicas and the trainer wait. Nothing drains, so there
-is nothing to repack: a replica with room takes the next group at once.
+begins, and a batch is chosen, only as long as core/scheduling/admission.py's inequality holds for
+the deadline of each group's oldest token; else replicas and the trainer wait. Nothing drains, so
+there is nothing to repack: a replica with room takes the next group at once.
 
 Each new version costs every replica the pause of a load. Then it goes on with the cache that it has
 ("keep"), or first prefills all that it runs ("recompute").
@@ -19,8 +19,8 @@ import random
 from bisect import insort
 from heapq import heapify, heappop, heappush, heapreplace
 
-from laminar.core.admission import bound_holds
-from laminar.engines.timed_batch import TimedBatch
+from laminar.core.scheduling.admission import bound_holds
+from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.names import ids
 from tools.bench.repack_measures import (
     GROUP_SIZE,

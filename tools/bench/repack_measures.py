@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from laminar.engines.timed_batch import TimedBatch
-from laminar.engines.timing import EngineTiming
+from laminar.engines.emulated.timed_batch import TimedBatch
+from laminar.engines.emulated.timing import EngineTiming
 
 SECOND = 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 16

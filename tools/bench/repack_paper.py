@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from laminar.core import admission, indexes, planner, tails, weights
+from laminar.core import loading, planner
 from laminar.core.context import Context
-from laminar.core.replica_index import Kind
-from laminar.core.state import Replica, State
+from laminar.core.repack import stragglers
+from laminar.core.scheduling import admission
+from laminar.core.state import indexes
+from laminar.core.state.replica_index import Kind
+from laminar.core.state.state import Replica, State
 
-_why_not_admitted, _plan_pull = admission.why_not_admitted, weights.plan_pull
-_why_nothing_newer = tails._why_nothing_newer
+_why_not_admitted, _plan_pull = admission.why_not_admitted, loading.plan_pull
+_why_nothing_newer = stragglers._why_nothing_newer
 
 
 def _drains(state: State, replica: Replica) -> str:
@@ -57,9 +60,9 @@ def drains() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, rule in (
             (admission, "why_not_admitted", _drains),
-            (tails, "why_not_admitted", _drains),
-            (tails, "_why_nothing_newer", _takes_nothing),
-            (weights, "plan_pull", _pulls_or_goes_on),
+            (stragglers, "why_not_admitted", _drains),
+            (stragglers, "_why_nothing_newer", _takes_nothing),
+            (loading, "plan_pull", _pulls_or_goes_on),
             (planner._Others, "_may_admit", _may_admit),
         ):
             stack.enter_context(patch.object(owner, name, rule))

@@ -27,9 +27,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.core import keys, repack  # noqa: E402
-from laminar.core.handover import EMPTIED_MAX  # noqa: E402
-from laminar.core.tails import released_max, tails  # noqa: E402
+from laminar.core.repack import packing  # noqa: E402
+from laminar.core.repack.migration import EMPTIED_MAX  # noqa: E402
+from laminar.core.repack.stragglers import released_max, tails  # noqa: E402
+from laminar.core.state import keys  # noqa: E402
 from laminar.events import events as ev  # noqa: E402
 from tools.bench.cluster import GROUP_SIZE, Cluster  # noqa: E402
 from tools.bench.stories import newer_version  # noqa: E402
@@ -102,7 +103,7 @@ def look_ms(cluster: Cluster, policy: str, heard: int) -> float:
         begun = time.process_time()
         most = released_max(state) if policy == "gain" else EMPTIED_MAX
         for standing in tails(state).values() if most else ():
-            repack.plan(standing, most, PREFILL_TOKENS if policy == "gain" else 0)
+            packing.plan(standing, most, PREFILL_TOKENS if policy == "gain" else 0)
         found.append(1e3 * (time.process_time() - begun))
     return median(found)
 

@@ -5,8 +5,8 @@ Gives   RepackWorld: a run that goes well, with its measures
 
 Between the core and the engines stands nothing: no sockets, no log, no actors, whose milliseconds
 do not count beside the minutes that are measured here. That makes a run ten times cheaper than the
-simulator's (laminar/sim), in which the same core works with the real actors. Engines are
-engines/timed_batch.py.
+simulator's (tools/simulator), in which the same core works with the real actors. Engines are
+engines/emulated/timed_batch.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from heapq import heappop, heappush
 from typing import Any
 
 from laminar.core.context import COMMANDS_PER_EVENT_MAX
-from laminar.core.indexes import due_timers, next_timer_ns
 from laminar.core.machine import Machine
-from laminar.engines.timed_batch import TimedBatch
+from laminar.core.state.indexes import due_timers, next_timer_ns
+from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import TrajectoryId
-from tests.kit.world_parts import coordinator_started, settings, step_completed
 from tools.bench.repack_measures import (
     GROUP_SIZE,
     SAMPLE_S,
@@ -34,6 +33,7 @@ from tools.bench.repack_measures import (
     Seen,
     Setup,
 )
+from tools.kit.world_parts import coordinator_started, settings, step_completed
 
 NODE, STORE, RELAY, TRAINER = "node-0", "store-0", "relay-0", "trainer-0"
 SCORE_S, STORE_S = 0.1, 0.05

@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.coordinator.background import Forked  # noqa: E402
 from laminar.coordinator.system import RealDisk  # noqa: E402
-from laminar.core.state import Trajectory, digest  # noqa: E402
+from laminar.core.state.state import Trajectory, digest  # noqa: E402
 from laminar.eventlog.record import Takeover  # noqa: E402
 from laminar.eventlog.snapshot import write_snapshot  # noqa: E402
 from laminar.events import events as ev  # noqa: E402

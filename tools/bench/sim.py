@@ -32,16 +32,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from laminar.core.state import State
+from laminar.core.state.state import State
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord, Position, Record
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.codec import decode_event
-from laminar.sim.config import CheckConfig, EnvironmentConfig, LogConfig, SimConfig, load
-from laminar.sim.faults.faults import KINDS
-from laminar.sim.run import CALM, run_seeds
-from laminar.sim.world import World
+from tools.simulator.config import CheckConfig, EnvironmentConfig, LogConfig, SimConfig, load
+from tools.simulator.faults.faults import KINDS
+from tools.simulator.run import CALM, run_seeds
+from tools.simulator.world import World
 
 LARGE = Path(__file__).parents[2] / "configs" / "sim_1024.toml"
 NEVER = 1 << 60

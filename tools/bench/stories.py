@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from laminar.core.state import Trajectory
-from laminar.core.transitions import IN_ENGINE
+from laminar.core.state.state import Trajectory
+from laminar.core.state.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, f
 from laminar.actors.weight_loader import COMING_POLL_S
 from laminar.engines.protocol import GenerateRequest, TensorPlace, TokenDelta, WeightSource
 from laminar.engines.runner import EngineRunner
-from laminar.engines.torch_engine import TorchEngine
+from laminar.engines.torch.engine import TorchEngine
 
 RATES = (2000, 800, 400, 200, 100)  #: MB/s
 VOCAB = 16_384

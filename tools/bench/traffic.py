@@ -24,9 +24,9 @@ from laminar.events.base import Command, Event, Settings
 from laminar.events.codec import decode_order, encode
 from laminar.names.ports import Disk
 from laminar.net.session import ClientLink, Limits
-from tests.kit.logs import begin_log
-from tests.kit.world_parts import coordinator_started, step_completed
-from tests.kit.world_parts import settings as small_settings
+from tools.kit.logs import begin_log
+from tools.kit.world_parts import coordinator_started, step_completed
+from tools.kit.world_parts import settings as small_settings
 
 MS, SECOND = 1_000_000, 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 8

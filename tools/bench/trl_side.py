@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from laminar.config import load
-from laminar.tasks.prompts import PromptRow
-from laminar.tasks.reward_functions import open_scorer, reward_spec
-from laminar.tasks.rewards import RewardCall
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.rewards.results import RewardCall
+from laminar.tasks.rewards.reward_functions import open_scorer, reward_spec
 
 PARTS = {
     "generate": "_generate_single_turn",

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tests.tasks.tool_models import END, tokenizer
 from tools.bench.emulated import laminar
+from tools.kit.tool_models import END, tokenizer
 
 CLOSE = 1e-4
 BIASES = {"<tool_call>": 1.4, END: 1.1}

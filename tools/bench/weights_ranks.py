@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from laminar.training.ranks import Ranks, meet
-from laminar.training.tensor_file import bounds, rows_of
+from laminar.training.shared_safetensors import bounds, rows_of
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.restored import SharedBytes
 from laminar.weights.version.shared_rows import RowWriter

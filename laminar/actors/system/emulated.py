@@ -26,17 +26,17 @@ from laminar.actors.host import Host
 from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.config import Config
-from laminar.engines.emulated import EmulatedEngine, fingerprint, made_up_scores
-from laminar.engines.made_up_tokens import END_ID, tokens_of
+from laminar.engines.emulated.engine import EmulatedEngine, fingerprint, made_up_scores
+from laminar.engines.emulated.fake_tokens import END_ID, tokens_of
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.names.ids import hash64
 from laminar.run.directory import RESUME_FILE
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
-from laminar.tasks.rewards import RewardCall, RewardResult
+from laminar.tasks.rewards.results import RewardCall, RewardResult
 from laminar.training import steps
-from laminar.training.directories import ThreadedDirectories
-from laminar.training.resume import CheckpointError, LearnerFacts, Resume, decode
+from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, manifest_of
 from laminar.weights.version.restored import Restored, restore

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar.analysis.timeline import JOIN_NS, ROW_BYTES
+from laminar.analysis.log.timeline import JOIN_NS, ROW_BYTES
 from laminar.observe.files import PART_BYTES, GrowingFile, cut_rows
 from laminar.run.directory import TIMELINE_DIR
 

@@ -18,10 +18,10 @@ from laminar.actors.model_files import ModelFiles
 from laminar.actors.trainer import Learner
 from laminar.actors.weight_publisher import Attach
 from laminar.config import Config
-from laminar.tasks.tokenizer import load_tokenizer, tokenizer_size
-from laminar.training.gang import Gang
+from laminar.tasks.data.tokenizer import load_tokenizer, tokenizer_size
+from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
 from laminar.training.learner import no_point
-from laminar.training.ranked import RankedFiles, RankedLearner, RankWorker
+from laminar.training.rank_processes import Gang
 from laminar.training.threaded import ThreadedFiles, ThreadedLearner
 from laminar.weights.version.checkpoint import describe
 from laminar.weights.version.hashes import Bytes

@@ -24,7 +24,7 @@ from laminar.observe.telemetry import DRAIN_S
 from laminar.run.directory import run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.parent_death import die_with_parent
-from laminar.training.gang import Inherited, serve
+from laminar.training.rank_processes import Inherited, serve
 
 OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a terminal or a batch system sends to all processes: rank 0 decides what comes of it."""

@@ -18,14 +18,14 @@ from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
-from laminar.tasks.environment import tools_of
-from laminar.tasks.environments import Environments
-from laminar.tasks.renderer import Renderer
-from laminar.tasks.reward_functions import reward_spec
-from laminar.tasks.reward_pool import Output, RewardPool
-from laminar.tasks.session_pool import SessionPool
-from laminar.tasks.tokenizer import end_ids, load_tokenizer, tokenizer_size
-from laminar.tasks.tool_calls import CallParser
+from laminar.tasks.data.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.environments.pool import Environments
+from laminar.tasks.environments.renderer import Renderer
+from laminar.tasks.environments.session_pool import SessionPool
+from laminar.tasks.environments.tool_calls import CallParser
+from laminar.tasks.environments.user_class import tools_of
+from laminar.tasks.rewards.reward_functions import reward_spec
+from laminar.tasks.rewards.worker_pool import Output, RewardPool
 from laminar.weights.version import checkpoint
 
 OUTPUT_BYTES_MAX = 8 << 20

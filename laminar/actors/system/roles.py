@@ -19,7 +19,7 @@ from laminar.engines.environment import engine_modules, environment
 if TYPE_CHECKING:
     from laminar.actors.host import Actor, Host
     from laminar.actors.trainer import Book
-    from laminar.training.gang import Gang
+    from laminar.training.rank_processes import Gang
 
 COMMON = "torch"
 """The kind of every process without an engine of another kind."""
@@ -169,7 +169,7 @@ def _real_trainer(host: Host, book: Book) -> Actor:
 def _gang(host: Host) -> Gang:
     from laminar.actors.system.rank_process import program
     from laminar.run.directory import TRAINER_LOCK_FILE
-    from laminar.training.gang import Gang
+    from laminar.training.rank_processes import Gang
 
     def lost(reason: str) -> None:
         host.process.end_by_force(RANK_LOST_S)  # a thread may wait for that rank

@@ -1,0 +1,97 @@
+"""The audit of a run: three records that were kept apart must agree.
+
+Reads   the event log (the coordinator's ledger), store.sqlite, trainer_book.jsonl
+Gives   Audit: the closed ledger, rewards that went wrong by reason, problems and notes
+Raises  ConfigError when there is no run to audit
+
+Each process wrote its book from what it did itself, before it reported it. So a loss in one of
+them shows as a difference to another: a row that is gone, a sample trained twice, a reward that was
+changed. A run that goes on can be audited, too: its log is read once before the other books, which
+must hold at least that, and once after them, which must hold at least what they do.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar.analysis.audit import store_book, trained_contents, trainer_book
+from laminar.analysis.audit.ledger_book import Account, LedgerRow, ledger_problems, ledger_rows
+from laminar.analysis.audit.store_book import StoreBook
+from laminar.analysis.log.run_log import replay_log
+from laminar.config import ConfigError
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.eventlog.replay import Difference
+from laminar.run.directory import STORE_FILE
+
+
+@dataclass
+class Audit:
+    """What an audit found."""
+
+    ledger: list[LedgerRow]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  #: unusual, but no contradiction
+    bad_rewards: dict[str, int] = field(default_factory=dict)  #: stored rewards by reason, not "ok"
+
+
+class _Log(NamedTuple):
+    """The coordinator's book, from one pass over the log."""
+
+    state: State
+    account: Account
+    difference: Difference | None
+
+
+def audit(run_dir: Path) -> Audit:
+    """Hold the three books of a run against each other."""
+    first = _read_log(run_dir)
+    found = Audit(ledger_rows(first.state))
+    if first.difference is not None:
+        found.problems.append(f"ledger: the log does not replay: {first.difference}")
+        return found
+    found.problems += ledger_problems(first.state, first.account)
+    if first.state.paused:
+        live = first.state.ledger.trajectories.live
+        found.notes.append(f"the run is paused: {live} trajectories go on when it is resumed")
+    store = _read_store(run_dir, first.account, found)
+    lines, damaged = trainer_book.read_book(run_dir)
+    found.problems += damaged
+    last = first if first.state.phase == Phase.ENDED else _read_log(run_dir)
+    latest = last.account
+    if store is not None:
+        found.bad_rewards = store.bad_rewards()
+        found.problems += store_book.store_problems(store, first.account, latest)
+        found.problems += store_book.removal_problems(store, last.state)
+        found.notes += store_book.removal_notes(store)
+    found.problems += trainer_book.book_problems(lines, first.account, latest)
+    problems, notes = trained_contents.content_problems(run_dir, lines)
+    found.problems += problems
+    found.notes += notes
+    found.notes += trainer_book.unreported(lines, latest)
+    found.notes += trainer_book.rolled_back(lines, latest)
+    return found
+
+
+def _read_log(run_dir: Path) -> _Log:
+    account = Account()
+    replayed = replay_log(run_dir, account, must_be_identical=False)
+    if not replayed.machine.started:
+        raise ConfigError(f"the log of {run_dir} does not replay: {replayed.difference}")
+    return _Log(replayed.machine.state, account, replayed.difference)
+
+
+def _read_store(run_dir: Path, account: Account, found: Audit) -> StoreBook | None:
+    """None when it cannot be read, which is a problem unless the run never had a store."""
+    if not (run_dir / STORE_FILE).exists() and account.data is None and not account.started:
+        found.notes.append("the run ended before it had a store")
+        return None
+    try:
+        found.problems += store_book.own_problems(run_dir)
+        return store_book.read_store(run_dir, in_flight=account.in_flight)
+    except (ConfigError, sqlite3.Error) as error:
+        found.problems.append(f"store: it cannot be read: {error}")
+        return None

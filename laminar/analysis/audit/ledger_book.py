@@ -1,0 +1,246 @@
+"""The account of a run by its event log: what was issued, how each trajectory ended, what was said.
+
+Reads   the events and commands of a replay
+Gives   Account; `ledger_rows`, the closed ledger as a table; `ledger_problems`
+
+The coordinator's ledger is a few counters. This book keeps the items behind them, one entry per
+trajectory, so that the counters, the store's rows and the trainer's record can be held against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from laminar.core.context import COMMANDS_PER_EVENT_MAX
+from laminar.core.state.ledger import Book
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.events.reasons import DropReason, End, FinishReason, PullPurpose
+from laminar.names.ids import GroupId, TrajectoryId
+
+TRUNCATED = FinishReason.LENGTH
+ANY_REASON = "for any reason"
+ENDS = (End.TRAINED, End.EVALUATED, End.DROPPED)
+"""A group ended as the first of these that one of its trajectories did."""
+
+
+class Closed(NamedTuple):
+    """An end that the store has confirmed."""
+
+    ending: cmd.Ending
+    num_tokens: int
+    tokens_lost: int
+
+
+class Stamp(NamedTuple):
+    """The weights of an attempt, and the completed steps that had made them."""
+
+    version: int
+    step: int
+
+
+@dataclass
+class Step:
+    """A batch that the trainer was given, and its report."""
+
+    command: cmd.TrainStep
+    completed: ev.StepCompleted | None = None
+
+
+class Account:
+    """An observer of a replay.
+
+    A trajectory is finished and rewarded once, each of its turns but the last aside: what an event
+    says of it is durable in the store and never replaced, so the first word counts and a repeat
+    says the same.
+    """
+
+    def __init__(self) -> None:
+        self.issued: dict[TrajectoryId, str] = {}  #: purpose
+        self.groups: dict[GroupId, int] = {}  #: trajectories
+        self.started: set[TrajectoryId] = set()  #: the store has a row
+        self.finished: dict[TrajectoryId, ev.TrajectoryFinished] = {}
+        self.rewarded: dict[TrajectoryId, ev.TrajectoryRewarded] = {}
+        self.commanded: dict[TrajectoryId, cmd.Ending] = {}
+        self.closed: dict[TrajectoryId, Closed] = {}
+        self.steps: dict[int, Step] = {}  #: as they were ordered last
+        #: every order, by step and version: a batch that was interrupted is ordered again
+        self.orders: dict[tuple[int, int], cmd.TrainStep] = {}
+        self.data: ev.DataLoaded | None = None
+        #: what each attempt was ordered to generate with first, by its number
+        self.stamps: dict[TrajectoryId, dict[int, Stamp]] = {}
+        #: who may have sampled of it, with which version: ordered to, or ordered to load it while
+        #: it ran the trajectory
+        self.sources: dict[TrajectoryId, set[tuple[str, int]]] = {}
+        self.in_flight = False  #: versions may change under a trajectory
+        self.mixed: set[GroupId] = set()  #: ended, with siblings of several versions
+        self._asked: dict[int, tuple[cmd.Ending, ...]] = {}  #: by command id
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        self.in_flight = state.settings.in_flight
+        self._take_event(stamped.event, state)
+        for index, command in enumerate(commands):
+            self._take_command(command, stamped.seq * COMMANDS_PER_EVENT_MAX + index, state)
+
+    def _take_event(self, event: object, state: State) -> None:
+        if isinstance(event, ev.TrajectoryStarted):
+            self.started.add(event.trajectory_id)
+        elif isinstance(event, ev.TrajectoryFinished):
+            self.finished.setdefault(event.trajectory_id, event)
+        elif isinstance(event, ev.TrajectoryContinues):
+            finished = self.finished.get(event.trajectory_id)
+            if finished is not None and finished.placement == event.placement:
+                del self.finished[event.trajectory_id]  # of a turn that was not the last one
+        elif isinstance(event, ev.TrajectoryRewarded):
+            self.rewarded.setdefault(event.trajectory_id, event)
+        elif isinstance(event, ev.TrajectoriesEnded):
+            self._close(event, state)
+        elif isinstance(event, ev.StepCompleted) and event.step_index in self.steps:
+            step = self.steps[event.step_index]
+            if event.step_index < state.completed:  # else the run had failed, and dropped the batch
+                step.completed = step.completed or event
+        elif isinstance(event, ev.DataLoaded):
+            self.data = event
+
+    def _take_command(self, command: Command, command_id: int, state: State) -> None:
+        if isinstance(command, cmd.GenerateTrajectory):
+            stamp = Stamp(command.version, command.version_step)
+            self.stamps.setdefault(command.trajectory_id, {}).setdefault(command.attempt, stamp)
+            sources = self.sources.setdefault(command.trajectory_id, set())
+            sources.add((command.to, command.version))
+            if command.trajectory_id not in self.issued:
+                self.issued[command.trajectory_id] = command.purpose
+                self.groups[command.group] = self.groups.get(command.group, 0) + 1
+        elif isinstance(command, cmd.EndTrajectories):
+            self._asked[command_id] = command.endings
+            self.commanded |= {ending.trajectory_id: ending for ending in command.endings}
+            ended = (state.groups.get(ending.group) for ending in command.endings)
+            self.mixed |= {group.id for group in ended if group is not None and group.mixed}
+        elif isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
+            for name in state.replicas[command.to].running:
+                self.sources[name].add((command.to, command.version))
+        elif isinstance(command, cmd.TrainStep):
+            self.steps[command.step_index] = Step(command)
+            self.orders[command.step_index, command.version] = command
+
+    def _close(self, event: ev.TrajectoriesEnded, state: State) -> None:
+        """The answer to a command; what the machine still holds it did not accept as ended."""
+        rows = {row.trajectory_id: row for row in event.ended}
+        for ending in self._asked.pop(event.command_id, ()):
+            row = rows.get(ending.trajectory_id)
+            if row is not None and ending.trajectory_id not in state.trajectories:
+                self.closed[ending.trajectory_id] = Closed(ending, row.num_tokens, row.tokens_lost)
+
+    def staleness(self, closed: Closed) -> int:
+        """The staleness of a trained trajectory: steps between the one that made its weights and
+        the batch."""
+        last = max(self.stamps[closed.ending.trajectory_id].items())[1]
+        return closed.ending.step - last.step
+
+    def trained(self, step: int) -> list[TrajectoryId]:
+        """Ids that were decided to end as trained by this step, sorted."""
+        return sorted(
+            e.trajectory_id
+            for e in self.commanded.values()
+            if (e.end, e.step) == (End.TRAINED, step)
+        )
+
+
+class LedgerRow(NamedTuple):
+    """One line of the ledger."""
+
+    name: str
+    groups: int
+    trajectories: int
+    tokens: int
+
+
+def ledger_rows(state: State) -> list[LedgerRow]:
+    """issued, trained, evaluated, one line per drop reason, live."""
+    books = (state.ledger.groups, state.ledger.trajectories, state.ledger.tokens)
+    reasons = sorted({reason for book in books for reason in book.dropped})
+    rows = [
+        LedgerRow("issued", *(book.issued for book in books)),
+        LedgerRow("trained", *(book.trained for book in books)),
+        LedgerRow("evaluated", *(book.evaluated for book in books)),
+    ]
+    rows += [
+        LedgerRow(f"dropped: {reason}", *(book.dropped.get(reason, 0) for book in books))
+        for reason in reasons
+    ]
+    return [*rows, LedgerRow("live", *(book.live for book in books))]
+
+
+def ledger_problems(state: State, account: Account) -> list[str]:
+    """Where the coordinator's counters differ from the items that they count."""
+    ledger = state.ledger
+    groups = msgspec.structs.replace(ledger.groups, dropped=_total(ledger.groups.dropped))
+    problems = [
+        *_differences("groups", groups, _group_book(account)),
+        *_differences("trajectories", ledger.trajectories, _trajectory_book(account)),
+        *_differences("tokens", ledger.tokens, _token_book(state, account)),
+    ]
+    live = ledger_rows(state)[-1]
+    if state.phase == Phase.ENDED and any(live[1:]) and not state.paused:
+        problems.append(
+            f"ledger: the run has ended with {live.groups} groups, {live.trajectories} "
+            f"trajectories and {live.tokens} tokens live"
+            + (f"; it failed: {state.failure}" if state.failure else "")
+        )
+    return problems
+
+
+def _group_book(account: Account) -> Book:
+    """A group ends with its last sibling: trained if any was; reasons of drops are not kept."""
+    book = Book(issued=len(account.groups))
+    ends: dict[GroupId, list[End]] = {}
+    for closed in account.closed.values():
+        ends.setdefault(closed.ending.group, []).append(closed.ending.end)
+    for group, found in ends.items():
+        if len(found) == account.groups.get(group):
+            book.end(min(found, key=ENDS.index), DropReason.NONE)
+    book.dropped = _total(book.dropped)
+    return book
+
+
+def _trajectory_book(account: Account) -> Book:
+    book = Book(issued=len(account.issued))
+    for closed in account.closed.values():
+        book.end(closed.ending.end, closed.ending.reason)
+    return book
+
+
+def _token_book(state: State, account: Account) -> Book:
+    """Issued is what has ended and what the core knows of the live ones."""
+    book = Book(issued=sum(t.num_tokens for t in state.trajectories.values()))
+    for closed in account.closed.values():
+        book.issued += closed.num_tokens + closed.tokens_lost
+        book.end(closed.ending.end, closed.ending.reason, closed.num_tokens)
+        book.end(End.DROPPED, DropReason.RESTARTED, closed.tokens_lost)
+    return book
+
+
+def _total(dropped: dict[str, int]) -> dict[str, int]:
+    return {ANY_REASON: sum(dropped.values())}
+
+
+def _differences(name: str, counted: Book, items: Book) -> list[str]:
+    """Per class of the book; a class that is absent counts 0."""
+    sides = [
+        {"issued": b.issued, "trained": b.trained, "evaluated": b.evaluated, "live": b.live}
+        | {f"dropped: {reason}": count for reason, count in b.dropped.items()}
+        for b in (counted, items)
+    ]
+    names = sorted(sides[0].keys() | sides[1].keys())
+    pairs = [(key, sides[0].get(key, 0), sides[1].get(key, 0)) for key in names]
+    return [
+        f"ledger: {ours} {name} {key}, the items in the log add up to {theirs}"
+        for key, ours, theirs in pairs
+        if ours != theirs
+    ]

@@ -1,0 +1,182 @@
+"""The store's rows, held against the log.
+
+Reads   RUN/store.sqlite, in one read transaction
+Gives   StoreBook, and problems, each one sentence
+Raises  ConfigError or sqlite3.Error when the database cannot be read
+
+What has ended is exact: end, tokens, reward. What lives in a running run may be further in the
+store than in the log that was read before it, so there only an end that was never decided is wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar.analysis.audit.ledger_book import Account
+from laminar.core.state.state import State
+from laminar.core.state.versions import step_of
+from laminar.names.ids import TrajectoryId
+from laminar.run.directory import STORE_FILE
+from laminar.storage import books
+from laminar.storage.rules import Row, Span
+
+
+class End(NamedTuple):
+    """How a trajectory ended, by one account."""
+
+    end: str | None
+    reason: str | None
+    step: int | None
+    num_tokens: int
+
+
+class StoreBook(NamedTuple):
+    """What the database holds."""
+
+    rows: dict[TrajectoryId, Row]
+    meta: dict[str, str]
+    removed: set[str]  #: trajectories whose tokens were removed
+    #: who sampled which part with which weights, by trajectory; of a run with weights in flight
+    spans: dict[TrajectoryId, tuple[Span, ...]]
+
+    def bad_rewards(self) -> dict[str, int]:
+        """Stored rewards that no reward function gave, by reason."""
+        rewarded = (row.reward_reason for row in self.rows.values() if row.status == "rewarded")
+        return dict(Counter(reason for reason in rewarded if reason and reason != "ok"))
+
+
+def read_store(run_dir: Path, *, in_flight: bool) -> StoreBook:
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        rows = {TrajectoryId(row.id): row for row in tables.rows()}
+        spans = {name: tables.spans(row) for name, row in rows.items() if in_flight and row.replica}
+        return StoreBook(rows, tables.meta(), tables.removed_payloads(), spans)
+
+
+def own_problems(run_dir: Path) -> list[str]:
+    """Where the database contradicts itself."""
+    return [f"store: {problem}" for problem in books.check_integrity(run_dir / STORE_FILE)]
+
+
+def store_problems(store: StoreBook, first: Account, latest: Account) -> list[str]:
+    """`first` was read before the store, and must be in it; `latest` after, and must cover it."""
+    problems = _data_problems(store, first)
+    for name in first.issued:
+        row = store.rows.get(name)
+        if row is None and (name in first.closed or name in first.started):
+            problems.append(f"store: trajectory {name} is missing")
+        elif row is not None and name in first.closed:
+            problems += _closed_problems(name, row, first)
+            problems += _span_problems(name, row, store.spans.get(name, ()), first)
+    for name, row in store.rows.items():
+        if name not in latest.issued:
+            problems.append(f"store: trajectory {name} is stored but was never issued")
+        elif name not in first.closed:
+            problems += _live_problems(name, row, latest)
+    return problems
+
+
+def removal_problems(store: StoreBook, state: State) -> list[str]:
+    """A trainer that is lost at the end of the log finds all that it has to do again."""
+    trained = state.trained
+    covered = min((step_of(state, version) for version in state.saved), default=0)
+    if trained and trained[0].step_index > 0:  # the step of the oldest checkpoint
+        covered = trained[0].step_index + 1
+    return [
+        f"store: the tokens of {name} were removed, and step {step.step_index + 1}, which trained "
+        "them, is in no checkpoint that is kept"
+        for step in trained
+        if step.step_index >= covered
+        for name in step.rows.split(" ")
+        if name in store.removed
+    ]
+
+
+def removal_notes(store: StoreBook) -> list[str]:
+    if not store.removed:
+        return []
+    return [
+        f"the tokens of {len(store.removed)} trajectories were removed (store.payload_gb): their "
+        "digests cannot be checked any more"
+    ]
+
+
+def _data_problems(store: StoreBook, account: Account) -> list[str]:
+    """The prompts that were reported are those that are there."""
+    if account.data is None:
+        return []
+    logged = {
+        "train_prompts": str(account.data.num_train),
+        "eval_prompts": str(account.data.num_eval),
+        "data_digest": account.data.digest,
+    }
+    return [
+        f"store: {key} is {store.meta.get(key)!r}, the log has {value!r}"
+        for key, value in logged.items()
+        if store.meta.get(key) != value
+    ]
+
+
+def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str]:
+    """Everything that the log says of a trajectory that has ended."""
+    ending, num_tokens, tokens_lost = account.closed[name]
+    end = End(ending.end, ending.reason, max(ending.step, 0), num_tokens)
+    stored_end = End(row.end, row.end_reason, row.end_step, row.num_tokens)
+    pairs: list[tuple[str, object, object]] = [
+        ("end", stored_end, end),
+        ("tokens lost to restarts", row.tokens_lost, tokens_lost),
+    ]
+    ordered = account.stamps.get(name, {}).get(row.attempt)
+    if ordered is not None and not account.in_flight:
+        pairs.append(("weights (version, step)", (row.weight_version, row.version_step), ordered))
+    finished, rewarded = account.finished.get(name), account.rewarded.get(name)
+    if finished is not None:
+        ended_by = rewarded.ended_by if rewarded is not None else ""
+        pairs.append(("finish reason", row.finish_reason, ended_by or finished.finish_reason))
+    if rewarded is not None:
+        bits = struct.pack("<Q", rewarded.score_bits)
+        stored_reward = (row.reward_bits, row.reward_reason or "ok")
+        pairs.append(("reward", stored_reward, (bits, rewarded.reason)))
+    return [
+        f"store: trajectory {name} has as {what} {stored}, the log {logged}"
+        for what, stored, logged in pairs
+        if stored != logged
+    ]
+
+
+def _span_problems(
+    name: TrajectoryId, row: Row, spans: Sequence[Span], account: Account
+) -> list[str]:
+    """In flight: parts are all of it, each of weights that were loaded there then, none older than
+    the part before. (Of other runs the weights are compared above.)"""
+    if not account.in_flight:
+        return []
+    problems, known = [], account.sources.get(name, set())
+    if sum(span.num_tokens for span in spans) != row.num_tokens:
+        problems.append(f"store: the parts of {name} are not its {row.num_tokens} tokens")
+    problems += [
+        f"store: {span.num_tokens} tokens of {name} are of version {span.weight_version} on "
+        f"{span.replica}, which by the log did not have it with that version"
+        for span in spans
+        if (span.replica, span.weight_version) not in known
+    ]
+    weights = [(span.weight_version, span.version_step) for span in spans]
+    if any(b[0] < a[0] or b[1] < a[1] for a, b in pairwise(weights)):
+        problems.append(f"store: {name} went on with older weights than it had: {weights}")
+    ordered = account.stamps.get(name, {}).get(row.attempt)
+    if weights and ordered is not None and weights[0] < tuple(ordered):
+        problems.append(f"store: {name} begins with {weights[0]}, before it was ordered: {ordered}")
+    return problems
+
+
+def _live_problems(name: TrajectoryId, row: Row, latest: Account) -> list[str]:
+    """An end in the store that was never decided."""
+    ending = latest.commanded.get(name)
+    decided = (ending.end, ending.reason) if ending else None
+    if row.end is None or (row.end, row.end_reason) == decided:
+        return []
+    return [f"store: trajectory {name} ended as {row.end}, the log has no such decision"]

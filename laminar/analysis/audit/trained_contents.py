@@ -1,0 +1,113 @@
+"""What the trainer was handed of each batch, held against what the store has of it.
+
+Reads   the lines of the trainer's book; rows, chunks and prompts of the store
+Gives   content_problems, and a note of the batches that cannot be checked, each one sentence
+
+The contents are worked out from the rows as the replicas wrote them, by code that the trainer does
+not use: its batches come with the replies of the store (storage/handlers.py, batch_rows.py).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from laminar.analysis.audit.trainer_book import BookLine
+from laminar.analysis.log.display import step_number
+from laminar.config import ConfigError
+from laminar.run.directory import STORE_FILE, TRAINER_BOOK_FILE
+from laminar.storage import books
+from laminar.storage.contents import Content, digest_of
+from laminar.storage.rows import DamageError, PromptKey
+from laminar.storage.rules import Span
+from laminar.storage.tables import StoredChunk, Tables
+
+STOPPED = "stop"
+"""The finish reason of a response that the model has ended; any other one was cut off."""
+
+
+class _Unknown(Exception):
+    """The store has not all of a row any more."""
+
+
+def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str], list[str]]:
+    """Problems and notes; none where the store cannot be read, which others say."""
+    problems, unknown = [], 0
+    try:
+        with books.open_tables(run_dir / STORE_FILE) as tables:
+            for line in lines:
+                try:
+                    found = digest_of(_content(tables, name) for name in line.ids)
+                except (_Unknown, DamageError, msgspec.MsgspecError, struct.error):
+                    unknown += 1  # what is damaged, others say
+                    continue
+                if not line.contents:
+                    unknown += 1
+                elif found != line.contents:
+                    problems.append(_differs(line))
+    except (ConfigError, sqlite3.Error):
+        return [], []
+    notes = [
+        f"what the trainer was handed of {unknown} of {len(lines)} batches cannot be checked: "
+        "tokens of theirs are not in the store any more"
+    ]
+    return problems, notes if unknown else []
+
+
+def _differs(line: BookLine) -> str:
+    return (
+        f"trainer: step {step_number(line.step)} was trained on other contents than the store has "
+        f"of its trajectories ({TRAINER_BOOK_FILE}, version {line.version}): tokens, log-probs, "
+        "rewards, cut-off or weight versions differ"
+    )
+
+
+def _content(tables: Tables, trajectory_id: str) -> Content:
+    """A response as its replicas have stored it."""
+    row = tables.row(trajectory_id)
+    if row is None or row.reward_bits is None or row.temperature is None:
+        raise _Unknown
+    key = PromptKey(row.purpose, row.row_index)
+    chunks = [c for c in tables.stored_chunks(row.id) if c.attempt == row.attempt]
+    loaded = [tables.load(chunk) for chunk in chunks]
+    (reward,) = struct.unpack("<d", row.reward_bits)
+    contexts = tables.turns.contexts(row)
+    return Content(
+        trajectory_id=row.id,
+        group_id=row.group_id,
+        prompt_ids=contexts.pop(0, b"") or tables.prompt_ids(key, tables.prompt(key) or b""),
+        tokens=b"".join(chunk.tokens for chunk in loaded),
+        logprobs=b"".join(chunk.logprobs for chunk in loaded),
+        reward=reward,
+        temperature=row.temperature,
+        truncated=row.finish_reason not in (None, STOPPED),
+        spans=_spans(chunks),
+        turns=_turns(chunks) if contexts else (),
+        contexts=tuple(contexts.values()),
+    )
+
+
+def _turns(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
+    """Sampled tokens of each turn."""
+    counts = Counter[int]()
+    for chunk in chunks:
+        counts[chunk.segment] += chunk.num_tokens
+    return tuple(counts[segment] for segment in sorted(counts))
+
+
+def _spans(chunks: Sequence[StoredChunk]) -> tuple[Span, ...]:
+    """Neighbours of one source are one span."""
+    spans: list[Span] = []
+    for chunk in chunks:
+        if chunk.source is None:
+            raise _Unknown
+        if spans and spans[-1][:3] == tuple(chunk.source):
+            spans[-1] = spans[-1]._replace(num_tokens=spans[-1].num_tokens + chunk.num_tokens)
+        else:
+            spans.append(Span(*chunk.source, chunk.num_tokens))
+    return tuple(spans)

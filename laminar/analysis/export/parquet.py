@@ -1,0 +1,232 @@
+"""A run as Parquet tables, for pandas, DuckDB or Polars.
+
+Reads   the event log of a run directory, by replay
+Writes  DIR/events.parquet, decisions.parquet, trajectories.parquet, each by rename
+Raises  ConfigError for tables that exist and shall not be replaced, and for what cannot be written
+
+events has a row per event, decisions a row per command with the event that caused it, trajectories
+a row per trajectory with the times of its life, also of those that were open at the end of the log.
+Rows are written in groups, so a long log needs no more memory than a short one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from laminar.analysis.log.display import step_number
+from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.log.trajectory_history import ENDED, Life, Lives, Moment, Moments
+from laminar.config import ConfigError
+from laminar.core.state.state import State
+from laminar.events.base import Command, Event, Stamped
+from laminar.run.renames import rename
+
+ROW_GROUP = 50_000
+"""Rows that are held before they are written: some 20 MB of events."""
+
+TIME = pa.timestamp("us", tz="UTC")  # Python and pandas read it without loss
+SCHEMAS = {
+    "events": pa.schema(
+        [
+            ("seq", pa.int64()),
+            ("time_ns", pa.int64()),  # of the coordinator's clock, which is not the time of day
+            ("time", TIME),
+            ("peer", pa.string()),
+            ("incarnation", pa.int64()),
+            ("peer_seq", pa.int64()),
+            ("type", pa.string()),
+            ("payload", pa.string()),  # JSON
+        ]
+    ),
+    "decisions": pa.schema(
+        [
+            ("cause", pa.int64()),
+            ("index", pa.int32()),
+            ("type", pa.string()),
+            ("to", pa.string()),
+            ("payload", pa.string()),  # JSON
+        ]
+    ),
+    "trajectories": pa.schema(
+        [
+            ("trajectory", pa.string()),
+            ("group", pa.string()),
+            ("sibling", pa.int32()),
+            ("purpose", pa.string()),
+            ("row_index", pa.int64()),
+            ("replica", pa.string()),  # the last one; all of them, in order:
+            ("replicas", pa.list_(pa.string())),
+            ("version", pa.int64()),
+            ("version_step", pa.int64()),
+            ("attempts", pa.int32()),
+            ("placements", pa.int32()),
+            ("dispatched", TIME),
+            ("started", TIME),  # of the last placement
+            ("finished", TIME),
+            ("rewarded", TIME),
+            ("chosen", TIME),
+            ("ended", TIME),
+            ("tokens", pa.int64()),
+            ("tokens_lost", pa.int64()),
+            ("finish_reason", pa.string()),
+            ("score", pa.float64()),
+            ("reward_reason", pa.string()),
+            ("end", pa.string()),  # trained | evaluated | dropped; null while it is open
+            ("end_reason", pa.string()),
+            ("step", pa.int64()),  # that trained it, from 1, or completed before it was evaluated
+            ("staleness", pa.int64()),  # of what was trained
+        ]
+    ),
+}
+
+Row = tuple[Any, ...]
+
+
+def export(run_dir: Path, directory: Path, *, force: bool = False) -> dict[str, int]:
+    """Write the tables; returns the rows of each by its name."""
+    paths = {name: directory / f"{name}.parquet" for name in SCHEMAS}
+    present = [path for path in paths.values() if path.exists()]
+    if present and not force:
+        raise ConfigError(f"{present[0]} exists: name another directory, or add --force")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return _export(run_dir, paths)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error}") from error
+
+
+def _export(run_dir: Path, paths: dict[str, Path]) -> dict[str, int]:
+    """All tables get their names once all of them are whole."""
+    with ExitStack() as stack:
+        tables = {}
+        for name, path in paths.items():
+            tables[name] = _Table(path, SCHEMAS[name])
+            stack.callback(tables[name].abandon)
+        exporter = _Exporter(*(table.add for table in tables.values()))
+        replay_log(run_dir, exporter)
+        exporter.finish()
+        for table in tables.values():
+            table.close()
+        for table in tables.values():
+            rename(table.new, table.path, durable=False)
+    return {name: table.rows for name, table in tables.items()}
+
+
+class _Table:
+    """One Parquet file that grows by row groups under a name of its own."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path, self.rows = path, 0
+        self.new = path.with_name(f".{path.name}.{os.getpid()}")
+        self._schema = schema
+        self._rows: list[Row] = []
+        self._writer = pq.ParquetWriter(self.new, schema, compression="zstd")
+
+    def add(self, row: Row) -> None:
+        self._rows.append(row)
+        self.rows += 1
+        if len(self._rows) >= ROW_GROUP:
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Leave nothing behind that was not finished."""
+        self._writer.close()
+        self.new.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        columns = list(zip(*self._rows, strict=True)) or [()] * len(self._schema)
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, self._schema, strict=True)]
+        self._writer.write_batch(pa.record_batch(arrays, schema=self._schema))
+        self._rows.clear()
+
+
+class _Exporter:
+    """An observer of a replay that makes the rows."""
+
+    def __init__(
+        self,
+        add_event: Callable[[Row], None],
+        add_decision: Callable[[Row], None],
+        add_trajectory: Callable[[Row], None],
+    ) -> None:
+        self._add_event, self._add_decision = add_event, add_decision
+        self._add_trajectory = add_trajectory
+        self._moments, self._lives = Moments(), Lives()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self._moments.at(stamped)
+        place = (stamped.seq, stamped.time_ns, _us(now))
+        sender = (stamped.peer, stamped.incarnation, stamped.peer_seq)
+        self._add_event((*place, *sender, _tag(stamped.event), _json(stamped.event)))
+        for index, command in enumerate(commands):
+            row = (stamped.seq, index, _tag(command), command.to, _json(command))
+            self._add_decision(row)
+        for what, life in self._lives.take(now, stamped.event, commands, state):
+            if what == ENDED:
+                self._add_trajectory(_trajectory(life))
+
+    def finish(self) -> None:
+        """What has not ended."""
+        for life in self._lives.open.values():
+            self._add_trajectory(_trajectory(life))
+
+
+def _trajectory(life: Life) -> Row:
+    last = life.placement
+    return (
+        life.trajectory_id,
+        life.group,
+        life.sibling,
+        life.purpose,
+        life.row_index,
+        last.replica,
+        [placement.replica for placement in life.placements],
+        last.version,
+        last.step,
+        last.attempt,
+        last.number,
+        _us(life.placements[0].dispatched),
+        _us(last.started),
+        _us(life.finished),
+        _us(life.rewarded),
+        _us(life.chosen),
+        _us(life.ended),
+        life.num_tokens,
+        life.tokens_lost,
+        life.finish_reason or None,
+        life.score,
+        life.reward_reason or None,
+        life.end or None,
+        life.end_reason or None,
+        *_step_and_staleness(life),
+    )
+
+
+def _step_and_staleness(life: Life) -> tuple[int | None, int | None]:
+    if life.end == "trained":
+        return step_number(life.end_step), life.end_step - life.placement.step
+    return (life.end_step if life.end_step >= 0 else None), None
+
+
+def _us(moment: Moment | None) -> int | None:
+    return moment.unix_ns // 1_000 if moment is not None else None
+
+
+def _tag(message: Event | Command) -> str:
+    return str(message.__struct_config__.tag)
+
+
+def _json(message: Event | Command) -> str:
+    return msgspec.json.encode(message).decode()

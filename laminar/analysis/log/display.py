@@ -1,0 +1,44 @@
+"""Events and commands as people read them: steps are counted from 1, scores are numbers.
+
+Reads   an event or a command
+Gives   plain: its fields as plain values; step_number
+
+Inside, a step has the index of its batch, from 0, and a score its bits, so that no float is decided
+on. `laminar log dump --raw` and the tables of `laminar log export` show events as they are stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from laminar.core.state.scores import float_of
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event
+
+ABOUT_A_BATCH = (ev.StepCompleted, ev.BatchProposed, cmd.TrainStep, cmd.ProposeBatch)
+"""Whose `step` is the index of a batch; that of all others counts the completed steps behind some
+weights."""
+
+
+def step_number(index: int) -> int:
+    """What people call the step of the batch with this index."""
+    return index + 1
+
+
+def plain(message: Event | Command) -> dict[str, Any]:
+    """All fields, with `type`, under their own names; `score` for `score_bits`."""
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    if isinstance(message, ABOUT_A_BATCH):
+        fields["step"] = step_number(message.step_index)
+    elif isinstance(message, cmd.EndTrajectories):
+        for ending in fields["endings"]:
+            if ending["end"] == "trained":
+                ending["step"] = step_number(ending["step"])
+    elif isinstance(message, ev.TrajectoryRewarded):
+        score = float_of(message.score_bits)
+        named = (("score", score) if k == "score_bits" else (k, v) for k, v in fields.items())
+        return dict(named)
+    return fields

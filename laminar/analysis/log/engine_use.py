@@ -1,0 +1,87 @@
+"""How the engines of the replicas were used over time: cache, running and waiting sequences.
+
+Reads   a replay: the gauges of the replicas
+Gives   EngineUse; `facts`, its means for the summary
+
+A gauge is a report of one replica, sent in a fixed rhythm; means are over the gauges of the time in
+which the run generates and trains.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.analysis.log.run_log import WallClock
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+
+COLUMNS = 5
+
+
+class Gauges(NamedTuple):
+    """The gauges of one replica, in the order of time."""
+
+    unix_ns: NDArray[np.int64]
+    kv_used: NDArray[np.int64]  #: tokens
+    kv_capacity: NDArray[np.int64]  #: tokens; 0: not said
+    running: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+
+    @property
+    def kv_use(self) -> NDArray[np.float64]:
+        """Share of the capacity; nan where none was said."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.kv_capacity > 0, self.kv_used / self.kv_capacity, np.nan)
+
+
+class EngineUse:
+    """An observer of a replay."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, array[int]] = {}
+        self._clock = WallClock()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now, event, name = self._clock.unix_ns(stamped), stamped.event, stamped.peer
+        if not isinstance(event, ev.TokenProgress) or state.phase != Phase.RUNNING:
+            return
+        if name not in state.replicas or state.actors[name].incarnation != stamped.incarnation:
+            return  # of an earlier process of its name
+        rows = self._rows.setdefault(name, array("q"))
+        rows.extend(
+            (now, event.kv_used_tokens, event.kv_capacity_tokens, event.running, event.waiting)
+        )
+
+    def of(self, replica: str) -> Gauges:
+        rows = np.array(self._rows.get(replica, ()), dtype=np.int64).reshape(-1, COLUMNS)
+        return Gauges(*rows.T)
+
+    @property
+    def replicas(self) -> list[str]:
+        """The replicas that reported."""
+        return sorted(self._rows)
+
+    def facts(self) -> dict[str, Any]:
+        """Means over the gauges of all replicas, and of the cache of each; None without a basis."""
+        found = {name: self.of(name) for name in self.replicas}
+        uses = {name: _mean(gauges.kv_use) for name, gauges in found.items()}
+        whole = np.concatenate([np.zeros(0), *(gauges.kv_use for gauges in found.values())])
+        running = [gauges.running for gauges in found.values()]
+        waiting = [gauges.waiting for gauges in found.values()]
+        return {
+            "kv_use_mean": _mean(whole),
+            "kv_use": {name: use for name, use in uses.items() if use is not None},
+            "running_mean": _mean(np.concatenate([np.zeros(0), *running])),
+            "waiting_mean": _mean(np.concatenate([np.zeros(0), *waiting])),
+        }
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None

@@ -1,0 +1,55 @@
+"""An evaluation in words, for terminal and report.
+
+Reads   facts of core/state/evaluation_scores.py, as status.json and summary.json have them
+Gives   held_out, a line; beside, its parts without the score; share, score; is_shaped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SAME_SCORE = 1e-9
+"""A mean score of right or wrong is the share of right answers, up to rounding."""
+
+
+def held_out(facts: Mapping[str, Any]) -> str:
+    """An evaluation in a line: the share of right answers, and what else there is to know."""
+    answered = facts["total"] - (facts["missing"] or 0)
+    right = f"{facts['correct']}/{answered} right = {share(facts)}"
+    mean = [f"mean score {score(facts)}"] if is_shaped(facts) else []
+    return ", ".join([right, *mean, *beside(facts)])
+
+
+def beside(facts: Mapping[str, Any]) -> list[str]:
+    """What helps to judge a score."""
+    parts, n = [], facts["answers_per_prompt"]
+    if n > 1 and facts["passed"] is not None:
+        parts.append(f"pass@{n} {facts['passed']:.3f}")
+    if facts["mean_length"] is not None:
+        parts.append(f"{facts['mean_length']:.0f} tokens")
+    if facts["truncated_share"]:
+        parts.append(f"{facts['truncated_share']:.1%} truncated")
+    if facts["missing"]:
+        parts.append(f"{facts['missing']} missing")
+    return parts
+
+
+def share(facts: Mapping[str, Any]) -> str:
+    return _with_error(facts["share"], facts["share_se"])
+
+
+def score(facts: Mapping[str, Any]) -> str:
+    return _with_error(facts["score"], facts["score_se"])
+
+
+def is_shaped(facts: Mapping[str, Any]) -> bool:
+    """The mean score says something else than the share of right answers."""
+    known = facts["score"] is not None and facts["share"] is not None
+    return known and abs(facts["score"] - facts["share"]) > SAME_SCORE
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")

@@ -1,0 +1,215 @@
+"""A run directory opened for reading: its event log as records or as a replay, and its clock.
+
+Reads   RUN/events/
+Raises  ConfigError, one sentence, for a path that is no run directory and for a log that cannot be
+        read or trusted
+
+Every command that takes a run apart begins here, so the same mistake gets the same sentence
+everywhere. A running run can be read as well: the log then simply ends earlier. Where old segments
+were removed, records begin with the oldest one left; what needs the whole history is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from laminar.config import ConfigError
+from laminar.core.state.state import State
+from laminar.eventlog.compaction import stored_bytes
+from laminar.eventlog.reader import NotInHistory, beginning, read_log, read_raw, scan
+from laminar.eventlog.record import (
+    DecisionRecord,
+    EventRecord,
+    LogRefused,
+    LogTail,
+    Record,
+    segment_numbers,
+)
+from laminar.eventlog.replay import Observer, Replay, replay, stamped
+from laminar.eventlog.snapshot import Snapshot, snapshots
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped, WireError
+from laminar.events.codec import decode_command
+from laminar.names.ports import AppendFile, DiskError
+from laminar.run.directory import EVENTS_DIR
+from laminar.run.program import typed
+
+
+class WallClock:
+    """Time of day of events: the log's own times are relative to its coordinator's start.
+
+    Where the beginning of the log is gone, all times stay relative to that unknown moment.
+    """
+
+    def __init__(self) -> None:
+        self._offset_ns = 0
+        self._latest_ns = 0
+        self._known: bool | None = None  #: whether the first event was the first of the run
+
+    def unix_ns(self, event: Stamped) -> int:
+        """Unix time in ns, never decreasing; call it for every event, in the order of the log."""
+        if self._known is None:
+            self._known = event.seq == 1
+        if self._known and isinstance(event.event, ev.CoordinatorStarted):
+            self._offset_ns = event.event.clock_ns - event.time_ns
+        self._latest_ns = max(self._latest_ns, event.time_ns + self._offset_ns)
+        return self._latest_ns
+
+
+class ReadOnlyDisk:
+    """ports.Disk over the files of a directory, for those who must change nothing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._directory))
+
+    def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
+        with open(self._directory / name, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def size(self, name: str) -> int:
+        return os.stat(self._directory / name).st_size
+
+    def create(self, name: str) -> AppendFile:
+        raise DiskError(f"{self._directory / name} was to be created by a reader")
+
+    def sync(self, name: str) -> None:
+        raise DiskError(f"{self._directory / name} was to be synced by a reader")
+
+    def replace(self, old: str, new: str) -> None:
+        raise DiskError(f"{self._directory / old} was to be renamed by a reader")
+
+    def remove(self, name: str) -> None:
+        raise DiskError(f"{self._directory / name} was to be removed by a reader")
+
+
+def records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
+    """Every record of the log, in order; only those after the oldest snapshot when `recent`."""
+    with _readable(run_dir) as disk:
+        kept = snapshots(disk).usable if recent else []
+        for _, record in read_log(disk, start=kept[-1].position if kept else beginning(disk)):
+            yield record
+
+
+def raw_records(run_dir: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(segment, offset, plain map) of every record, also of a later schema than ours."""
+    with _readable(run_dir) as disk:
+        yield from read_raw(disk, beginning(disk))
+
+
+def segments_gone(run_dir: Path) -> int:
+    """How many segments are missing at the beginning of the log."""
+    with _readable(run_dir) as disk:
+        start = beginning(disk)
+        return start.segment - 1 if start else 0
+
+
+def typed_event(record: EventRecord) -> Stamped:
+    """The event of a record; ConfigError for one of another release."""
+    try:
+        return stamped(record)
+    except WireError as error:
+        raise _of_another_release(f"event {record.seq}", error) from error
+
+
+def typed_command(record: DecisionRecord) -> Command:
+    """The command of a record; ConfigError for one of another release."""
+    try:
+        return decode_command(record.command)
+    except WireError as error:
+        raise _of_another_release(f"a decision of event {record.cause}", error) from error
+
+
+def _of_another_release(what: str, error: WireError) -> ConfigError:
+    return ConfigError(
+        f"{what} is of another release of laminar ({error}): "
+        f"read the log with `{typed('log', 'dump', '--raw')} RUN`"
+    )
+
+
+def log_size(run_dir: Path) -> tuple[int, LogTail]:
+    """Bytes of all segment files, and where the history ends."""
+    with _readable(run_dir) as disk:
+        return sum(stored_bytes(disk).values()), scan(disk, beginning(disk))
+
+
+def replay_log(
+    run_dir: Path, *observers: Observer, until: int | None = None, must_be_identical: bool = True
+) -> Replay:
+    """Replay the whole log, every observer seeing every event; ConfigError for a log without
+    events, or without its beginning.
+
+    With `must_be_identical` a difference is an error, too: a state that the run never had would
+    make every figure drawn from it wrong.
+    """
+
+    def observe(event: Stamped, commands: list[Command], state: State) -> None:
+        for observer in observers:
+            observer(event, commands, state)
+
+    with _readable(run_dir) as disk:
+        if beginning(disk):
+            raise ConfigError(
+                f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes old "
+                "segments), and this needs all of it: put the segments back from a copy, or see "
+                f"what is left with `{typed('log', 'replay', run_dir)}` and "
+                f"`{typed('log', 'dump', run_dir)}`"
+            )
+        found = replay(disk, until=until, observer=observe)
+    if must_be_identical and found.difference is not None:
+        raise ConfigError(
+            f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
+            f"`{typed('log', 'replay', run_dir)}`, and use the release that wrote it"
+        )
+    if found.difference is None and not found.machine.started:
+        raise ConfigError(f"the log of {run_dir} holds no event yet: nothing has been decided")
+    return found
+
+
+def replay_part(
+    run_dir: Path, *, until: int | None = None, newest: bool
+) -> tuple[Replay, Snapshot]:
+    """Replay from the newest, or else the oldest, snapshot that belongs to the history; ConfigError
+    when there is none (of event `until` or before)."""
+    with _readable(run_dir) as disk:
+        usable, why_not = snapshots(disk)
+        for snapshot in usable if newest else reversed(usable):
+            try:
+                if until is None or snapshot.seq <= until:
+                    return replay(disk, until=until, snapshot=snapshot), snapshot
+            except NotInHistory as error:
+                why_not[snapshot.name] = str(error)
+        faults = [f"{name}: {fault}" for name, fault in why_not.items()]
+        which = "" if until is None else f" of event {until} or before"
+        raise ConfigError(
+            f"{run_dir / EVENTS_DIR} holds no usable snapshot{which}"
+            f"{''.join(f' ({fault})' for fault in faults)}: without one, a replay needs all "
+            "segments"
+        )
+
+
+@contextmanager
+def _readable(run_dir: Path) -> Iterator[ReadOnlyDisk]:
+    """The disk of the log; whatever is wrong with path or log becomes one sentence."""
+    events = run_dir / EVENTS_DIR
+    if not run_dir.is_dir():
+        what = "is not a directory" if run_dir.exists() else "does not exist"
+        raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
+    if not events.is_dir():
+        raise ConfigError(f"{run_dir} is no run directory: it has no directory {EVENTS_DIR}/")
+    try:
+        disk = ReadOnlyDisk(events)
+        if not segment_numbers(disk.names()):
+            raise ConfigError(f"{events} holds no event log: its coordinator has not begun")
+        yield disk
+    except LogRefused as error:
+        raise ConfigError(f"{events}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{events} cannot be read: {error}") from error

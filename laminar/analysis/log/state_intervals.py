@@ -1,0 +1,117 @@
+"""When something held in the coordinator's state: from one event of the log to the next.
+
+Reads   the events of a replay and the state after each
+Gives   windows by name, in unix ns
+
+The processes record what they did; only the state knows what they were allowed to do. Names are
+tuples: ("bound",) all serving replicas are refused by the staleness bound and idle, ("phase", p),
+("trainer-free",) no command to the trainer is outstanding, and per actor ("live", a),
+("running", a), ("loading", a), ("bound", a), ("spare", a) refused though it is not full.
+"""
+
+from __future__ import annotations
+
+from laminar.analysis.log.intervals import Intervals, union
+from laminar.analysis.log.run_log import WallClock
+from laminar.core.scheduling.admission import room, why_not_admitted
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.replica_index import Kind, Load
+from laminar.core.state.state import Replica, State
+from laminar.core.state.statuses import Phase
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+
+Name = tuple[str, ...]
+_Filed = tuple[tuple[Kind, Load], bool]
+"""Of a replica: what decisions about it depend on, and whether it runs nothing."""
+
+STALENESS_BOUND = "staleness-bound"  #: as admission.why_not_admitted says it
+
+
+class Windows:
+    """An observer of a replay. What an event does not change costs next to nothing."""
+
+    def __init__(self) -> None:
+        self.first_ns = 0
+        self.last_ns = 0
+        self._clock = WallClock()
+        self._now = 0
+        self._held: dict[str, frozenset[Name]] = {}  #: by whom it is about
+        self._reasons: dict[Kind, str] = {}  #: why replicas of a kind take no new group
+        self._filed: dict[str, _Filed] = {}  #: of live replicas
+        self._since: dict[Name, int] = {}
+        self._closed: dict[Name, list[tuple[int, int]]] = {}
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        self._now = self.last_ns = self._clock.unix_ns(stamped)
+        self.first_ns = self.first_ns or self._now
+        if isinstance(stamped.event, ev.TokenProgress):
+            return  # a gauge: it changes nothing that is named here
+        over = state.phase in (Phase.STOPPING, Phase.ENDED)
+        live = () if over else (a.name for a in state.actors.values() if a.alive and a.ready)
+        self._hold("live", frozenset(("live", name) for name in live))
+        held_back = self._replicas(state)
+        self._hold("", _of_run(state, held_back))
+
+    def _replicas(self, state: State) -> bool:
+        """Whether the staleness bound lets none start anything, and none has anything to do."""
+        index = indexes_of(state).replicas
+        reasons = {  # the same for all of a kind
+            kind: why_not_admitted(state, index.replicas[next(iter(loads.values()))[0]])
+            for kind, loads in index.kinds.items()
+        }
+        as_before, self._reasons = reasons == self._reasons, reasons
+        for name in self._filed.keys() - index.filed.keys():  # it does not live any more
+            del self._filed[name]
+            self._hold(name, frozenset())
+        for name, filed in index.filed.items():
+            replica = state.replicas[name]
+            found = filed, not replica.running
+            if not as_before or found != self._filed.get(name):
+                self._filed[name] = found
+                self._hold(name, _of_replica(replica, reasons[filed[0]]))
+        busy = any(kind.loading for kind in reasons) or any(
+            state.replicas[name].running for name in index.filed
+        )
+        serving = {reason for kind, reason in reasons.items() if kind.serving}
+        return not busy and serving == {STALENESS_BOUND}
+
+    def _hold(self, owner: str, names: frozenset[Name]) -> None:
+        before = self._held.get(owner, frozenset())
+        if names != before:
+            self._held[owner] = names
+            for name in names ^ before:
+                self._turn(name)
+
+    def _turn(self, name: Name) -> None:
+        """Begin or end the window of this name."""
+        if name in self._since:
+            self._closed.setdefault(name, []).append((self._since.pop(name), self._now))
+        else:
+            self._since[name] = self._now
+
+    def __getitem__(self, name: Name) -> Intervals:
+        """When it held; what still holds is cut at the last event."""
+        closed = self._closed.get(name, [])
+        open_since = [(self._since[name], self.last_ns)] if name in self._since else []
+        return union(closed + open_since)
+
+
+def _of_run(state: State, held_back: bool) -> frozenset[Name]:
+    found: set[Name] = {("phase", state.phase)}
+    if state.batch is None and not {"publish", "export"} & state.commands.keys():
+        found.add(("trainer-free",))
+    if held_back:
+        found.add(("bound",))
+    return frozenset(found)
+
+
+def _of_replica(replica: Replica, reason: str) -> frozenset[Name]:
+    """`reason`: why it takes no new group."""
+    holds = {
+        "running": bool(replica.running),
+        "loading": replica.loading,
+        "bound": reason == STALENESS_BOUND,
+        "spare": bool(reason) and room(replica) > 0,
+    }
+    return frozenset((what, replica.name) for what, does in holds.items() if does)

@@ -1,0 +1,271 @@
+"""The log as lines for people: every record, or the story of one trajectory, group, actor, version.
+
+Reads   the event log of a run directory; for a story with logs, the log lines of its processes
+Gives   lines of text, in the order of the log, with the seconds since the run's first event
+
+An event line begins with its number, a decision line with the number of the event that caused it
+and an arrow to its receiver, a line of a process's own log with the number of the event that it
+belongs to (if it has one) and a `|`. Long lists and texts are shortened; the raw dump has
+everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import merge
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from laminar.analysis.log.display import plain
+from laminar.analysis.log.process_logs import LogLine, log_lines
+from laminar.analysis.log.run_log import records, typed_command, typed_event
+from laminar.analysis.log.trajectory_history import Moments
+from laminar.config import ConfigError
+from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.reasons import PullPurpose
+
+LIST_MAX, TEXT_MAX = 4, 100  #: items and characters that are shown
+WARNINGS = ("warning", "error", "critical")
+
+#: kind of subject -> the form of its name
+FORMS = {
+    "version": r"v?(\d+)",
+    "trajectory": r"(e?\d+\.\d+(?:-\d+)?\.\d+)",
+    "group": r"(e?\d+\.\d+(?:-\d+)?)",
+    "actor": r"([a-z]+(?:-\d+(?:\.\d+)?)?)",
+}
+#: kind of subject -> fields of events and commands that can name it
+FIELDS = {
+    "version": ("version",),
+    "trajectory": ("trajectory", "trajectories"),
+    "group": ("group", "groups", "trajectory", "trajectories"),
+    "actor": ("to", "actor", "name", "node"),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a story is about."""
+
+    kind: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Subject:
+        """`0.17.3` a trajectory, `0.17` a group, `v12` or `12` a version, `rollout-0` an actor."""
+        for kind, form in FORMS.items():
+            if match := re.fullmatch(form, text):
+                return cls(kind, match[1])
+        raise ConfigError(
+            f"{text!r} names nothing: give a trajectory (0.17.3), a group (0.17), "
+            "a weight version (v12) or an actor (rollout-0)"
+        )
+
+    def named_by(self, value: Any, field: str = "") -> bool:
+        """Whether a plain value (of an event or command) names the subject."""
+        if isinstance(value, dict):
+            return any(self.named_by(item, key) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return any(self.named_by(item, field) for item in value)
+        if field not in FIELDS[self.kind]:
+            return False
+        inside = self.kind == "group" and str(value).startswith(f"{self.name}.")
+        return str(value) == self.name or inside
+
+
+class _Line(NamedTuple):
+    """One line of a story, and where it belongs."""
+
+    unix_ns: int
+    seq: int
+    process: str  #: sender or receiver
+    text: str
+
+
+def story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
+    """Every event and decision that names the subject; ConfigError when there is none.
+
+    With `logs` also what the processes logged about it, and what they warned of meanwhile.
+    """
+    subject, moments = Subject.parse(name), Moments()
+    told = _lines(run_dir, subject, moments)
+    first = next(told, None)
+    if first is None:
+        raise ConfigError(f"no event and no decision in the log of {run_dir} names {name!r}")
+    lines: Iterator[_Line] = chain([first], told)
+    if logs:
+        lines = _with_logs(run_dir, subject, moments, list(lines))
+    return (line.text for line in lines)
+
+
+def last_lines(run_dir: Path, stamped: Stamped, count: int) -> list[str]:
+    """The newest lines about what an event is about, which need not be in the log itself."""
+    fields = ("trajectory_id", "actor", "name")
+    named = next((n for f in fields if (n := getattr(stamped.event, f, ""))), stamped.peer)
+    subject = None if named == COORDINATOR else Subject.parse(named)
+    told = _lines(run_dir, subject, Moments(), recent=True)
+    return [line.text for line in deque(told, maxlen=count)]
+
+
+def dump(run_dir: Path) -> Iterator[str]:
+    """One line per record."""
+    return (line.text for line in _lines(run_dir, None, Moments()))
+
+
+def _lines(
+    run_dir: Path, subject: Subject | None, moments: Moments, *, recent: bool = False
+) -> Iterator[_Line]:
+    loads = _Loads(subject)
+    for record in records(run_dir, recent=recent):
+        if isinstance(record, EventRecord):
+            event = typed_event(record)
+            process, seconds = event.peer, moments.seconds(moments.at(event))
+            text = _event_line(event, seconds, None if loads.ends(event) else subject)
+        elif isinstance(record, DecisionRecord):
+            command = typed_command(record)
+            process, seconds = command.to, moments.seconds(moments.now)
+            text = _decision_line(
+                record.cause, command, seconds, None if loads.begins(command) else subject
+            )
+        else:
+            process, text = "", "" if subject else _other_line(record)
+        if text:
+            yield _Line(moments.now.unix_ns, moments.now.seq, process, text)
+
+
+class _Loads:
+    """Loads in flight under the trajectory that a story is about: they do not name it."""
+
+    def __init__(self, subject: Subject | None) -> None:
+        self._name = subject.name if subject and subject.kind == "trajectory" else ""
+        self._holder = ""  #: the replica that it was placed on last
+        self._loading = False
+
+    def begins(self, command: Command) -> bool:
+        """Whether this is an order to load, of the replica that runs it."""
+        if isinstance(command, cmd.GenerateTrajectory) and command.trajectory_id == self._name:
+            self._holder, self._loading = command.to, False
+        in_flight = (
+            isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT
+        )
+        if in_flight and self._holder == command.to:
+            self._loading = True
+            return True
+        return False
+
+    def ends(self, stamped: Stamped) -> bool:
+        """Whether this is what came of such an order."""
+        event = stamped.event
+        over = isinstance(event, ev.TrajectoryFinished) and event.trajectory_id == self._name
+        gone = isinstance(event, ev.ReplicaReady) and stamped.peer == self._holder
+        if over or gone:
+            self._holder = ""
+        loaded = isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionGone)
+        ends = self._loading and loaded and stamped.peer == self._holder
+        if ends:
+            self._loading = False
+        return ends
+
+
+def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> str:
+    """Empty when the event does not name the subject."""
+    sender = subject is not None and subject.kind == "actor" and subject.name == stamped.peer
+    text = describe(stamped.event, None if sender else subject)
+    return f"{stamped.seq:>8} {seconds:>10.3f}  {stamped.peer:<11} {text}" if text else ""
+
+
+def _decision_line(cause: int, command: Command, seconds: float, subject: Subject | None) -> str:
+    receiver = subject is not None and subject.kind == "actor" and subject.name == command.to
+    text = describe(command, None if receiver else subject)
+    return f"{cause:>8} {seconds:>10.3f}    -> {command.to:<11} {text}" if text else ""
+
+
+def _other_line(record: Record) -> str:
+    tag = "header" if isinstance(record, Header) else "state-hash"
+    return f"{'':>8} {'':>10}  {tag:<11} {_fields(msgspec.structs.asdict(record), None)}"
+
+
+# --- lines of the processes' own logs -----------------------------------------------------------
+
+
+def _with_logs(
+    run_dir: Path, subject: Subject, moments: Moments, told: list[_Line]
+) -> Iterator[_Line]:
+    """A line that belongs to an event comes after it, whatever the clock of its machine says."""
+    times = {line.seq: line.unix_ns for line in told}
+    orders = {(line.seq, line.process) for line in told}
+    processes = {line.process for line in told}
+    logged = []
+    for line in log_lines(run_dir):
+        meanwhile = told[0].unix_ns <= line.unix_ns <= told[-1].unix_ns
+        warned = line.level in WARNINGS and meanwhile and line.process in processes
+        if warned or _is_about(line, subject, orders):
+            when = max(line.unix_ns, times.get(line.event_seq, 0))
+            text = _log_line(line, (line.unix_ns - moments.first_ns) / 1e9, subject)
+            logged.append(_Line(when, line.event_seq, line.process, text))
+    logged.sort(key=lambda line: line.unix_ns)
+    return merge(told, logged, key=lambda line: line.unix_ns)
+
+
+def _is_about(line: LogLine, subject: Subject, orders: set[tuple[int, str]]) -> bool:
+    """Whether a line names the subject, or comes of what the story ordered of its process."""
+    if subject.kind == "actor" and line.process == subject.name:
+        return True
+    if any(field in line.fields for field in FIELDS[subject.kind]):
+        return subject.named_by(line.fields)
+    return (line.event_seq, line.process) in orders
+
+
+def _log_line(line: LogLine, seconds: float, subject: Subject) -> str:
+    seq = line.event_seq or ""
+    level = "" if line.level == "info" else f"{line.level}: "
+    text = f"{level}{line.name} {_fields(line.fields, subject)}".rstrip()
+    return f"{seq:>8} {seconds:>10.3f}  | {line.process:<11} {text}"
+
+
+# --- messages on one line -----------------------------------------------------------------------
+
+
+def describe(message: Event | Command, subject: Subject | None = None) -> str:
+    """`tag field=value ...` on one line; empty when it does not name the given subject."""
+    fields = plain(message)
+    if subject is not None and not subject.named_by(fields):
+        return ""
+    tag = fields.pop("type")
+    fields.pop("to", None)
+    return f"{tag} {_fields(fields, subject)}".rstrip()
+
+
+def _fields(fields: dict[str, Any], subject: Subject | None) -> str:
+    return " ".join(f"{key}={_shown(value, key, subject)}" for key, value in fields.items())
+
+
+def _shown(value: Any, field: str, subject: Subject | None) -> str:
+    """One value; of a list only what names the subject, of a long one only its beginning."""
+    if isinstance(value, str):
+        text = value if len(value) <= TEXT_MAX else value[: TEXT_MAX - 3] + "..."
+        return text if re.fullmatch(r"[^\s=\[\](){}\"]+", text) else repr(text)
+    if isinstance(value, dict):
+        if len(value) > TEXT_MAX // 5:
+            return f"{{{len(value)} figures}}"
+        return f"({_fields(value, subject)})"
+    if isinstance(value, list | tuple):
+        return _shown_list(list(value), field, subject)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _shown_list(items: list[Any], field: str, subject: Subject | None) -> str:
+    named = [i for i in items if subject is not None and subject.named_by(i, field)]
+    chosen = (named or items)[:LIST_MAX]
+    more = len(items) - len(chosen)
+    parts = [_shown(item, field, subject) for item in chosen] + ([f"+{more}"] if more else [])
+    return f"[{', '.join(parts)}]"

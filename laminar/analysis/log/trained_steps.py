@@ -1,0 +1,83 @@
+"""What a run trained, step after step, by its event log, and which weights came of it.
+
+Reads   RUN/events/
+Gives   trained: the first weights and all completed steps
+Raises  ConfigError for a log that cannot be read
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from laminar.analysis.log.run_log import replay_log
+from laminar.core.state.state import State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.names.ids import TrajectoryId
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One that was completed."""
+
+    step_index: int
+    version: int
+    trajectories: tuple[TrajectoryId, ...]  #: as the trainer was given them
+    digest: str  #: of the version as it was published; empty: it was not
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """The trained steps of one run, in order."""
+
+    first_step: int  #: completed when it began: of a fork, those of its checkpoint
+    first_version: int
+    first_digest: str  #: of the weights that it began with; empty: none were published
+    first_chain: str  #: digest of what made those weights; empty: nothing was trained
+    functions: dict[str, str]  #: of the user, by setting: digest of the file
+    steps: tuple[Step, ...]
+
+
+class _Reader:
+    """Takes down what is ordered, what is completed and what is published."""
+
+    def __init__(self) -> None:
+        self.completed: list[cmd.TrainStep] = []
+        self.digests: dict[int, str] = {}
+        self._ordered: dict[int, cmd.TrainStep] = {}  #: the last time, by index of the step
+        self._steps = 0
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        event = stamped.event
+        if isinstance(event, ev.StepCompleted) and state.completed > self._steps:
+            self.completed.append(self._ordered[event.step_index])
+        self._steps = state.completed
+        if state.newest_digest:
+            self.digests.setdefault(state.newest, state.newest_digest)
+        for command in commands:
+            if isinstance(command, cmd.TrainStep):
+                self._ordered[command.step_index] = command
+
+
+def trained(run_dir: Path) -> Trained:
+    """All that the log has by now."""
+    reader = _Reader()
+    state = replay_log(run_dir, reader).machine.state
+    steps = (
+        Step(
+            step_index=command.step_index,
+            version=command.version,
+            trajectories=command.trajectories,
+            digest=reader.digests.get(command.version, ""),
+        )
+        for command in reader.completed
+    )
+    return Trained(
+        first_step=state.first_step,
+        first_version=state.first_version,
+        first_digest=reader.digests.get(state.first_version, ""),
+        first_chain=state.origin.digest if state.origin is not None else "",
+        functions=state.functions,
+        steps=tuple(steps),
+    )

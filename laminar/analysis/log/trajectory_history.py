@@ -1,0 +1,283 @@
+"""The life of every trajectory, from its first placement to its end, with the event of each part.
+
+Reads   the events and commands of a replay, and the state after each
+Gives   Moments (when an event was), Life and its Placements, Lives.take: what an event changed
+
+Only what the machine accepted is entered: a late event of a lost replica is in the log, but it is
+not part of a life. A life that has ended is handed out with its last change and forgotten here, so
+a long log costs no more memory than the trajectories that are open at one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from laminar.analysis.log.run_log import WallClock
+from laminar.core.state.scores import float_of
+from laminar.core.state.state import State
+from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.transitions import IN_ENGINE
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.names.ids import GroupId, TrajectoryId
+
+#: what can change in a life, in the order in which it usually does
+DISPATCHED, STARTED, UPDATED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
+    "dispatched",
+    "started",
+    "updated",
+    "lost",
+    "finished",
+    "scoring",
+    "rewarded",
+    "chosen",
+    "ending",
+    "ended",
+)
+
+
+class Moment(NamedTuple):
+    """One event's place and time."""
+
+    seq: int
+    unix_ns: int
+
+
+class Moments:
+    """Moments of a replay; ask for every event, in the order of the log."""
+
+    def __init__(self) -> None:
+        self.now = Moment(0, 0)
+        self.first_ns = 0  #: of the first event
+        self._clock = WallClock()
+
+    def at(self, stamped: Stamped) -> Moment:
+        unix_ns = self._clock.unix_ns(stamped)
+        if not self.now.seq:
+            self.first_ns = unix_ns
+        self.now = Moment(stamped.seq, unix_ns)
+        return self.now
+
+    def seconds(self, moment: Moment) -> float:
+        """Seconds since the first event."""
+        return (moment.unix_ns - self.first_ns) / 1e9
+
+    def said(self, moment: Moment) -> str:
+        """A moment for people: `45.210 s (#8123)`."""
+        return f"{self.seconds(moment):.3f} s (#{moment.seq})"
+
+
+@dataclass(slots=True)
+class Placement:
+    """A trajectory's stay on one replica, under one placement number."""
+
+    number: int
+    replica: str
+    version: int
+    step: int  #: that made the version
+    attempt: int
+    dispatched: Moment
+    started: Moment | None = None
+    tokens_resumed: int = 0
+    left: Moment | None = None
+    #: versions with which it went on there, loaded in flight
+    updates: list[tuple[Moment, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Life:
+    """One trajectory; what has not happened is None or empty."""
+
+    trajectory_id: TrajectoryId
+    group: GroupId
+    sibling: int
+    purpose: str
+    row_index: int
+    placements: list[Placement] = field(default_factory=list)
+    finished: Moment | None = None
+    num_tokens: int = 0
+    finish_reason: str = ""  #: of its last turn, as the engine said
+    ended_by: str = ""  #: why its environment ended it then
+    scorer: str = ""  #: replica that was asked
+    rewarded: Moment | None = None
+    score: float | None = None
+    reward_reason: str = ""
+    chosen: Moment | None = None
+    ending: Moment | None = None  #: its end was decided
+    ended: Moment | None = None  #: the store has written it
+    end: str = ""  #: trained | evaluated | dropped
+    end_reason: str = ""
+    end_step: int = -1
+    tokens_lost: int = 0  #: of earlier attempts
+
+    @property
+    def placement(self) -> Placement:
+        """The latest one."""
+        return self.placements[-1]
+
+
+class Change(NamedTuple):
+    """Something that an event changed in a life."""
+
+    what: str
+    life: Life
+
+
+class Lives:
+    """Lives that have not ended."""
+
+    def __init__(self) -> None:
+        self.open: dict[TrajectoryId, Life] = {}
+
+    def take(
+        self, now: Moment, event: Event, commands: list[Command], state: State
+    ) -> list[Change]:
+        """Enter one event with what it caused; returns the changes in order."""
+        if isinstance(event, ev.TokenProgress):
+            return []  # a gauge: it changes no life
+        changes = [
+            *self._of_event(now, event, state),
+            *self._updates(now, event, commands, state),
+            *self._losses(now, state),
+        ]
+        for command in commands:
+            changes += self._of_command(now, command)
+        return changes
+
+    def _of_event(self, now: Moment, event: Event, state: State) -> Iterator[Change]:
+        if isinstance(event, ev.TrajectoryStarted):
+            yield from self._started(now, event, state)
+        elif isinstance(event, ev.TrajectoryFinished):
+            yield from self._finished(now, event, state)
+        elif isinstance(event, ev.TrajectoryRewarded):
+            yield from self._rewarded(now, event, state)
+        elif isinstance(event, ev.TrajectoriesEnded):
+            yield from self._ended(now, event, state)
+
+    def _updates(
+        self, now: Moment, event: Event, commands: list[Command], state: State
+    ) -> Iterator[Change]:
+        """What a replica runs goes on with weights that it has loaded in flight."""
+        if not isinstance(event, ev.WeightsLoaded) or not state.settings.in_flight:
+            return
+        placed = {c.trajectory_id for c in commands if isinstance(c, cmd.GenerateTrajectory)}
+        for name, trajectory in state.trajectories.items():
+            if name in placed or trajectory.status not in IN_ENGINE:
+                continue
+            placement = self.open[name].placement
+            last = placement.updates[-1][1] if placement.updates else placement.version
+            if last < trajectory.version:
+                placement.updates.append((now, trajectory.version))
+                yield Change(UPDATED, self.open[name])
+
+    def _started(self, now: Moment, event: ev.TrajectoryStarted, state: State) -> Iterator[Change]:
+        life = self._accepted(event.trajectory_id, event.placement, state, TrajectoryStatus.RUNNING)
+        if life is not None and life.placement.started is None:
+            life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
+            yield Change(STARTED, life)
+
+    def _finished(
+        self, now: Moment, event: ev.TrajectoryFinished, state: State
+    ) -> Iterator[Change]:
+        life = self._accepted(
+            event.trajectory_id, event.placement, state, TrajectoryStatus.GENERATED
+        )
+        if life is not None and life.finished is None:
+            life.finished, life.finish_reason = now, event.finish_reason
+            life.num_tokens = event.num_tokens
+            yield from _leave(life, now, FINISHED)
+
+    def _accepted(
+        self, name: TrajectoryId, placement: int, state: State, status: str
+    ) -> Life | None:
+        """The life of the trajectory whose event the machine accepted."""
+        trajectory = state.trajectories.get(name)
+        if trajectory is None or (trajectory.placement, trajectory.status) != (placement, status):
+            return None
+        return self.open[name]
+
+    def _rewarded(
+        self, now: Moment, event: ev.TrajectoryRewarded, state: State
+    ) -> Iterator[Change]:
+        life, trajectory = (
+            self.open.get(event.trajectory_id),
+            state.trajectories.get(event.trajectory_id),
+        )
+        if life is None or trajectory is None or life.rewarded is not None:
+            return
+        if trajectory.score_bits == event.score_bits:  # of a fenced sender it is still -1
+            life.rewarded, life.score = now, float_of(event.score_bits)
+            life.reward_reason, life.ended_by = event.reason, event.ended_by
+            yield Change(REWARDED, life)
+
+    def _ended(self, now: Moment, event: ev.TrajectoriesEnded, state: State) -> Iterator[Change]:
+        for row in event.ended:
+            if row.trajectory_id not in state.trajectories and row.trajectory_id in self.open:
+                life = self.open.pop(row.trajectory_id)
+                life.ended, life.num_tokens = now, row.num_tokens
+                life.tokens_lost = row.tokens_lost
+                yield Change(ENDED, life)
+
+    def _losses(self, now: Moment, state: State) -> Iterator[Change]:
+        for name in state.lost:
+            life = self.open[name]
+            if life.placement.left is None:
+                yield from _leave(life, now, LOST)
+
+    def _of_command(self, now: Moment, command: Command) -> Iterator[Change]:
+        if isinstance(command, cmd.GenerateTrajectory):
+            yield from self._dispatched(now, command)
+        elif isinstance(command, cmd.ScoreTrajectories):
+            for item in command.items:
+                life = self.open[item.trajectory_id]
+                life.scorer = command.to
+                yield Change(SCORING, life)
+        elif isinstance(command, cmd.TrainStep):
+            for name in command.trajectories:
+                life = self.open[name]
+                life.chosen = now
+                yield Change(CHOSEN, life)
+        elif isinstance(command, cmd.EndTrajectories):
+            for ending in command.endings:
+                yield from self._ending(now, ending)
+
+    def _dispatched(self, now: Moment, command: cmd.GenerateTrajectory) -> Iterator[Change]:
+        life = self.open.get(command.trajectory_id)
+        if life is None:
+            life = self.open[command.trajectory_id] = Life(
+                command.trajectory_id,
+                command.group,
+                command.sibling,
+                command.purpose,
+                command.row_index,
+            )
+        elif life.placement.left is None:  # lost and placed again by the same event
+            yield from _leave(life, now, LOST)
+        life.placements.append(
+            Placement(
+                command.placement,
+                command.to,
+                command.version,
+                command.version_step,
+                command.attempt,
+                dispatched=now,
+            )
+        )
+        yield Change(DISPATCHED, life)
+
+    def _ending(self, now: Moment, ending: cmd.Ending) -> Iterator[Change]:
+        life = self.open[ending.trajectory_id]
+        life.ending, life.end, life.end_reason = now, ending.end, ending.reason
+        life.end_step = ending.step
+        if life.placement.left is None:
+            yield from _leave(life, now, ENDING)
+        else:
+            yield Change(ENDING, life)
+
+
+def _leave(life: Life, now: Moment, what: str) -> Iterator[Change]:
+    life.placement.left = now
+    yield Change(what, life)

@@ -1,0 +1,377 @@
+"""A page about one run, or about several side by side: one HTML file that needs nothing else.
+
+Reads   PageData
+Gives   HTML text: head, charts as inline SVG, answers of the model; no font, link or network. A
+        few lines of script show the values under the pointer; without them each point has a title
+
+A chart of one line has a line for each run. A chart of several lines is drawn once for each run, on
+the same axes. A figure that is the same in every step is a line of text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from html import escape
+
+from laminar.analysis.log.evaluations import is_shaped
+from laminar.analysis.report import charts
+from laminar.analysis.report.charts import Chart, Line, draw, draw_shares, number
+from laminar.analysis.report.page_data import PageData
+from laminar.analysis.report.page_head import head, problems
+from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, rows
+from laminar.analysis.report.replica_series import Points
+from laminar.analysis.report.replicas_page import repack_section, replicas_charts
+from laminar.analysis.report.samples import Sample
+from laminar.run.program import typed
+
+SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
+GLANCE_CHARS = 52  #: of a prompt, a response, a right answer that is not opened
+REPLICAS_SHOWN = 16  #: bars of what each did
+SPECIAL = re.compile(r"<\|[^|<>]*\|>")  #: tokens of a chat template, which fill a glance
+
+STEPS = "completed steps"
+
+#: (title, key of metrics.jsonl, unit): a line for each run
+FIGURES = (
+    ("Reward, mean of the batch", "reward/mean", "reward"),
+    ("Loss", "actor/pg_loss", "policy loss"),
+    ("Learning rate", "actor/lr", "of the step"),
+    ("Entropy", "actor/entropy", "nats per token"),
+    ("Gradient norm", "actor/grad_norm", "before clipping"),
+    ("Clip fraction", "actor/pg_clipfrac", "share of the tokens"),
+    ("PPO KL", "actor/ppo_kl", "nats per token"),
+    ("KL to the reference", "actor/kl_loss", "nats per token"),
+    ("KL of engine and trainer", "mismatch_kl/mean", "nats per token"),
+    ("Groups with zero reward variance", "groups/no_variance", "share of the groups"),
+    ("Truncated responses", "response_length/clip_ratio", "share of the batch"),
+    ("Skipped updates", "actor/skipped_updates", "per step"),
+    ("Reward failures", "reward/errors/total", "answers so far"),
+)
+ADVANTAGE = "critic/advantages/mean"
+ADVANTAGES = ("max", "mean", "min")  #: of critic/advantages
+EXTRA = "reward_extra/"  #: figures of this name are the reward's own, each with a chart
+
+TIME_COLOURS = {
+    "busy": "#1f5fa8",
+    "stepping": "#5b9bd5",
+    "draining": "#b5d3ee",
+    "fetching": "#1b8a8f",
+    "publishing": "#c4501b",
+    "pulling": "#eda268",
+    "probe": "#7d3fb0",
+    "saving": "#23804a",
+    "exporting": "#8cc29d",
+    "waiting_for_batch": "#8c959f",
+    "staleness_bound": "#bcc2c9",
+    "waiting_for_evaluation": "#d9c9e6",
+    "no_work": "#e8eaed",
+    "other": "#e3b7b7",
+}  #: what a process did: work is coloured, waiting is pale; none twice, they share a legend
+
+STALENESS_COLOURS = ("#bcd7ee", "#8dbbe3", "#5e9fd6", "#3a7fbf", "#1f5fa8", "#174a85", "#0f3561")
+
+STYLE = """
+:root { --line: #e1e4e8; --faint: #57606a; }
+body { font: 14px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: #1c1c1c;
+  background: #fff; margin: 26px auto 60px; max-width: WIDTHpx; padding: 0 20px; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 34px 0 12px;
+  border-bottom: 1px solid var(--line); padding-bottom: 5px; }
+h3 { font-size: 14px; margin: 18px 0 6px; }
+table { border-collapse: collapse; } td, th { text-align: left; padding: 2px 18px 2px 0;
+  vertical-align: top; } th { font-weight: 500; white-space: nowrap; color: var(--faint); }
+.badge { font-size: 12.5px; font-weight: 600; border-radius: 10px; padding: 2px 10px;
+  vertical-align: 4px; margin-left: 8px; background: #ddf4e4; color: #116329; }
+.badge.failed { background: #ffe3e0; color: #a40e26; }
+.badge.going { background: #ddf0ff; color: #0a4a8f; }
+.tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0 4px; }
+.tile { flex: 1 1 150px; border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.tile b { display: block; font-size: 21px; font-weight: 600; line-height: 1.35; }
+.tile span { font-size: 12.5px; color: var(--faint); display: block; }
+.tile.fine b { color: #1a7f37; } .tile.bad b { color: #c4501b; }
+.halves, .row { display: flex; flex-wrap: wrap; gap: 10px GAPpx; }
+.halves > div, .row > div { flex: 1 1 360px; min-width: 0; }
+.row { margin-bottom: 18px; } svg { width: 100%; height: auto; display: block; }
+CHARTS
+.trouble { background: #fff4ec; border-left: 4px solid #c4501b; padding: 6px 12px; margin: 6px 0; }
+.good { color: #1a7f37; margin: 6px 0; } .faint { color: var(--faint); margin: 2px 0; }
+.flat { color: var(--faint); margin: 4px 0 0; } .flat b { color: #1c1c1c; font-weight: 500; }
+details { border: 1px solid var(--line); border-radius: 6px; margin: 6px 0; padding: 6px 12px; }
+summary { cursor: pointer; } pre { white-space: pre-wrap; overflow-wrap: anywhere;
+  background: #f6f8fa; padding: 7px 10px; margin: 4px 0 8px; border-radius: 4px; }
+code { font: 12.5px ui-monospace, monospace; } .settings { margin: 0 0 10px; }
+.settings code { display: block; overflow-wrap: anywhere; }
+.sample > summary { display: grid; grid-template-columns: 96px 6fr 6fr 3fr; gap: 14px;
+  align-items: baseline; } .sample > summary::marker { content: ""; }
+.glance { font: 12.5px ui-monospace, monospace; color: #333; overflow: hidden;
+  text-overflow: ellipsis; white-space: nowrap; } .of { color: #8c959f; }
+.score { font-weight: 600; white-space: nowrap; }
+#tip { position: fixed; display: none; pointer-events: none;
+  background: #24292f; color: #fff; font-size: 12px; line-height: 1.45; padding: 5px 9px;
+  border-radius: 5px; white-space: pre; z-index: 2; }
+@media print { .tile, details { break-inside: avoid; } .row { break-inside: avoid; } }
+"""
+SCRIPT = """
+const tip = document.getElementById("tip");
+for (const svg of document.querySelectorAll("svg")) {
+  const points = [...svg.querySelectorAll("circle, rect")].flatMap(shape => {
+    const title = shape.querySelector("title");
+    if (!title) return [];
+    title.remove();
+    return [{shape, text: title.textContent, x: +shape.getAttribute("cx")}];
+  });
+  const circles = points.filter(p => p.shape.tagName == "circle");
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
+    const at = (event.clientX - box.left) * scale;
+    let shown = points.filter(p => p.shape == event.target && p.shape.tagName == "rect");
+    if (!shown.length && circles.length) {
+      const near = circles.reduce((a, b) => Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a).x;
+      shown = circles.filter(p => Math.abs(p.x - near) < 0.5);
+    }
+    tip.textContent = shown.map(p => p.text).join("\\n");
+    tip.style.display = shown.length ? "block" : "none";
+    const left = event.clientX + 14, over = left + tip.offsetWidth - innerWidth;
+    tip.style.left = (over > 0 ? event.clientX - 14 - tip.offsetWidth : left) + "px";
+    tip.style.top = (event.clientY + 14) + "px";
+  });
+  svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+}
+"""
+
+
+def html(runs: Sequence[PageData]) -> str:
+    """The whole page."""
+    title = escape(" beside ".join(data.name for data in runs))
+    body = [
+        *head(runs),
+        *problems(runs),
+        "<h2>Learning</h2>",
+        *_learning(runs),
+        *_extras(runs),
+        "<h2>Lengths and staleness</h2>",
+        *rows([*_lengths(runs), _scores(runs), *(_staleness(data, runs) for data in runs)]),
+        "<h2>Speed, and where the time went</h2>",
+        *rows([*_rates(runs), *(_times(data, runs) for data in runs), *replicas_charts(runs)]),
+        *repack_section(runs),
+        *(part for data in runs for part in _samples(data, runs)),
+        f'<div id="tip"></div><script>{SCRIPT}</script>',
+    ]
+    style = STYLE.replace("CHARTS", charts.STYLE).replace("GAP", str(GAP))
+    style = style.replace("WIDTH", str(PAGE_WIDTH))
+    top = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+    return f'<!doctype html><html lang="en"><head>{top}</head><body>{"".join(body)}</body></html>'
+
+
+def _of(data: PageData, runs: Sequence[PageData]) -> str:
+    """The part of a title that names the run, where there are several."""
+    return f" ({data.name})" if len(runs) > 1 else ""
+
+
+# --- learning -----------------------------------------------------------------------------------
+
+
+def _learning(runs: Sequence[PageData]) -> Iterator[str]:
+    """Figures that change as charts; those that do not, in a line."""
+    found: list[Drawn] = [partial(draw, chart) for chart in held_out_charts(runs)]
+    still = []
+    for title, key, unit in FIGURES:
+        values = {value for data in runs for value in data.figure(key)[1]}
+        if len(values) > 1:
+            found.append(_figure(runs, title, key, unit))
+        elif values:
+            still.append(
+                f"{title[0].lower() if title[1:2].islower() else title[0]}{title[1:]} "
+                f"<b>{number(values.pop())}</b>"
+            )
+        if key == "actor/pg_loss":
+            found += [_advantages(data, runs) for data in runs if data.figure(ADVANTAGE)[0]]
+    yield from rows(found)
+    if still:
+        yield f'<p class="flat">The same in every step: {", ".join(still)}</p>'
+
+
+def held_out_charts(runs: Sequence[PageData]) -> list[Chart]:
+    """What is right; where a reward is shaped, the mean score, too."""
+    right = _evaluated(runs, "share", 100)
+    title = "Held-out answers that are right, ± standard error"
+    found = [Chart(title, STEPS, "% of the answers", right, y_range=(0, 100))]
+    if any(is_shaped(facts) for data in runs for facts in data.summary["evaluations"]):
+        title = "Held-out mean score, ± standard error"
+        found.append(Chart(title, STEPS, "score", _evaluated(runs, "score", 1)))
+    return found
+
+
+def _evaluated(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
+    """One figure of every evaluation that has it."""
+    lines = []
+    for data in runs:
+        found = [facts for facts in data.summary["evaluations"] if facts[key] is not None]
+        steps = [float(facts["step"]) for facts in found]
+        values = [factor * facts[key] for facts in found]
+        errors = [factor * (facts[f"{key}_se"] or 0.0) for facts in found]
+        lines.append(Line(data.name, steps, values, errors, marks=True))
+    return lines
+
+
+def _figure(runs: Sequence[PageData], title: str, key: str, unit: str) -> Drawn:
+    lines = [Line(data.name, *data.figure(key)) for data in runs]
+    return partial(draw, Chart(title, STEPS, unit, lines))
+
+
+def _advantages(data: PageData, runs: Sequence[PageData]) -> Drawn:
+    found = [data.figure(f"critic/advantages/{name}") for name in ADVANTAGES]
+    lines = [Line(name, *points) for name, points in zip(ADVANTAGES, found, strict=True)]
+    title = f"Advantages of the batch{_of(data, runs)}"
+    return partial(draw, Chart(title, STEPS, "advantage", lines))
+
+
+def _extras(runs: Sequence[PageData]) -> list[str]:
+    """What the reward functions gave besides the score."""
+    keys = sorted({key for data in runs for key in data.keys(EXTRA)})
+    if not keys:
+        return []
+    found = [_figure(runs, key.removeprefix(EXTRA), key, "mean of the batch") for key in keys]
+    return ["<h2>The reward's own figures</h2>", *rows(found)]
+
+
+# --- lengths, staleness, speed ------------------------------------------------------------------
+
+
+def _same_y(runs: Sequence[PageData], found: Sequence[Sequence[Points]]) -> tuple[float, float]:
+    """One range for the same chart of every run."""
+    values = [y for points in found for _, ys in points for y in ys]
+    return 0.0, max(values, default=0.0) * 1.05 or 1.0
+
+
+def _lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
+    """How they are distributed, and how that changes."""
+    parts = [[*data.lengths.trained.values(), *data.lengths.generated.values()] for data in runs]
+    y_range = _same_y(runs, parts)
+    for data in runs:
+        lines = [Line(name, *points, stairs=True) for name, points in data.histogram.items()]
+        title = f"Trained response lengths{_of(data, runs)}"
+        longest = max((x for line in lines for x in line.x), default=1.0)
+        yield partial(
+            draw,
+            Chart(title, "tokens", "share of the responses", lines, x_range=(0, longest)),
+        )
+    for data in runs:
+        lines = [
+            Line(f"{what} p{q}", *points, dashed=dashed, colour=colour)
+            for colour, q in enumerate(data.lengths.trained)
+            for what, dashed, points in (
+                ("trained", False, data.lengths.trained[q]),
+                ("generated", True, data.lengths.generated[q]),
+            )
+        ]
+        title = f"Response length{_of(data, runs)}"
+        x_label = "completed steps that made the weights"
+        yield partial(draw, Chart(title, x_label, "tokens", lines, y_range=y_range))
+
+
+def _staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
+    found = sorted({int(value) for shares in data.staleness.values() for value in shares})
+    colours = {
+        str(value): STALENESS_COLOURS[min(i, len(STALENESS_COLOURS) - 1)]
+        for i, value in enumerate(found)
+    }
+    bars = {
+        f"{name} tok": {v: shares[v] for v in colours if v in shares}
+        for name, shares in data.staleness.items()
+    }
+    title = f"Staleness (steps) by response length{_of(data, runs)}"
+    unit = "share of the trained responses of this length"
+    return partial(draw_shares, title, bars, colours, unit)
+
+
+def _scores(runs: Sequence[PageData]) -> Drawn:
+    lines = [Line(data.name, *data.scores, marks=True) for data in runs]
+    title = "Mean score of trained responses by their length"
+    return partial(draw, Chart(title, "tokens", "score", lines))
+
+
+def _rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
+    y_range = _same_y(runs, [[data.rates.generated, data.rates.trained] for data in runs])
+    for data in runs:
+        lines = [Line("generated", *data.rates.generated), Line("trained", *data.rates.trained)]
+        title = f"Response tokens per second{_of(data, runs)}"
+        x_label = "seconds since the start"
+        yield partial(draw, Chart(title, x_label, "tokens/s", lines, y_range=y_range))
+
+
+def _times(data: PageData, runs: Sequence[PageData]) -> Drawn:
+    shares = by_process(data.summary["time_shares"])
+    title = f"What each process did{_of(data, runs)}"
+    return partial(draw_shares, title, shares, TIME_COLOURS, "share of its life")
+
+
+def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float]]:
+    """The shares of each process; many replicas are one, the mean of all."""
+    replicas = [name for name in shares if name.startswith("rollout")]
+    if len(replicas) <= REPLICAS_SHOWN:
+        return shares
+    states = dict.fromkeys(state for name in replicas for state in shares[name])
+    mean = {s: sum(shares[n].get(s, 0.0) for n in replicas) / len(replicas) for s in states}
+    others = {name: parts for name, parts in shares.items() if name not in replicas}
+    return {**others, f"{len(replicas)} replicas": mean}
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def _samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
+    yield f"<h2>What the model wrote{escape(_of(data, runs))}</h2>"
+    if not data.samples:
+        yield '<p class="faint">No answers to show</p>'
+    for title, samples in data.samples.items():
+        yield f"<h3>{escape(title)}</h3>"
+        for sample in samples:
+            yield from _sample(sample)
+    command = typed("samples", data.run_dir)
+    yield f'<p class="faint">All of it: <code>{escape(command)}</code></p>'
+
+
+def _sample(sample: Sample) -> Iterator[str]:
+    row = sample.row
+    score = "-" if sample.score is None else f"{sample.score:.3g}"
+    answer = "" if sample.answer is None else str(sample.answer)
+    glances = [
+        f'<span class="glance"><span class="of">{name}</span> {escape(text)}</span>'
+        for name, text in (
+            ("prompt", _glance(SPECIAL.sub(" ", sample.prompt), end=True)),
+            ("response", _glance(sample.response)),
+            ("right", _glance(answer)),
+        )
+    ]
+    yield '<details class="sample"><summary>'
+    yield f'<span class="score">score {score}</span>{"".join(glances)}</summary>'
+    cut = ", truncated" if sample.truncated else ""
+    yield (
+        f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, {sample.sampled_by} on '
+        f"{escape(sample.sampled_on)}</p>"
+    )
+    if row.reward_reason not in (None, "", "ok") or row.reward_detail:
+        reason = f"{row.reward_reason} {row.reward_detail or ''}".strip()
+        yield f'<div class="trouble">reward FAILED: {escape(reason)}</div>'
+    if sample.extras:
+        extras = ", ".join(f"{name} {value}" for name, value in sample.extras.items())
+        yield f"<div>{escape(extras)}</div>"
+    for name, text in (
+        ("prompt", sample.prompt),
+        ("response", sample.response),
+        ("right answer", answer),
+    ):
+        left = len(text) - SHOWN_CHARS
+        more = f" ... and {left:,} more characters" if left > 0 else ""
+        yield f"<b>{name}</b><pre>{escape(text[:SHOWN_CHARS])}{more}</pre>"
+    yield "</details>"
+
+
+def _glance(text: str, *, end: bool = False) -> str:
+    """The beginning of a text, or of a prompt its end, where the question is."""
+    line = " ".join(text.split())
+    if len(line) <= GLANCE_CHARS:
+        return line
+    return f"…{line[-GLANCE_CHARS:]}" if end else f"{line[:GLANCE_CHARS]}…"

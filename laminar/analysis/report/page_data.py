@@ -1,0 +1,258 @@
+"""What a page about a run shows: its summary, its figures over the steps, and some of its answers.
+
+Reads   the event log, timeline/, metrics.jsonl, store.sqlite, config.toml and the logs of the nodes
+        of a run directory, at work or ended
+Gives   PageData
+Raises  ConfigError for a run directory that cannot be read
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from laminar.analysis.log.engine_use import EngineUse
+from laminar.analysis.log.process_logs import machines
+from laminar.analysis.log.run_log import WallClock
+from laminar.analysis.log.timeline import read_steps, whole_lines
+from laminar.analysis.report.prompt_lengths import ranges
+from laminar.analysis.report.repack_book import Course
+from laminar.analysis.report.replica_series import Points, Series, series
+from laminar.analysis.report.samples import Choice, Decode, Sample, find_samples
+from laminar.analysis.report.summary import summary_of
+from laminar.config import Config, ConfigError, load
+from laminar.core.state.state import State
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
+from laminar.storage import books
+from laminar.storage.rows import Response
+
+STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a step
+RATE_BINS = 40  #: of the time of a run
+LENGTH_BINS = 6  #: of trained responses, each with about as many of them
+SCORE_BINS = 16  #: likewise
+HISTOGRAM_BINS = 30  #: of response lengths
+SAMPLES = 3  #: of each kind that are shown
+
+
+class StepTimes:
+    """An observer of a replay: when each step was completed, with its response tokens."""
+
+    def __init__(self) -> None:
+        self.first_ns = 0
+        self.done: dict[int, tuple[int, int]] = {}  #: by index
+        self._clock = WallClock()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self._clock.unix_ns(stamped)
+        self.first_ns = self.first_ns or now
+        if isinstance(stamped.event, ev.StepCompleted):
+            self.done.setdefault(stamped.event.step_index, (now, stamped.event.num_tokens))
+
+
+class Rates(NamedTuple):
+    """Tokens per second over the seconds since the run's first event."""
+
+    generated: Points
+    trained: Points
+
+
+class Lengths(NamedTuple):
+    """Percentiles of response lengths, in tokens, by the completed steps that made the weights."""
+
+    generated: dict[int, Points]  #: by percentile
+    trained: dict[int, Points]
+
+
+class PageData(NamedTuple):
+    """One run."""
+
+    name: str
+    run_dir: Path
+    summary: dict[str, Any]
+    steps: list[dict[str, Any]]  #: lines of metrics.jsonl about steps
+    rates: Rates
+    lengths: Lengths
+    staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
+    scores: Points  #: mean score of trained responses over their mean length
+    samples: dict[str, list[Sample]]  #: by what they are
+    series: Series  #: of its replicas
+    histogram: dict[str, Points]  #: share of the trained responses by length, early and late
+    config: Config | None  #: None where its file is gone
+    machines: dict[str, dict[str, Any]]  #: by node
+    started: datetime | None
+
+    def figure(self, key: str) -> Points:
+        """One figure of metrics.jsonl, over the completed steps."""
+        found = [(line[STEP], line[key]) for line in self.steps if key in line]
+        return [float(step) for step, _ in found], [float(value) for _, value in found]
+
+    def keys(self, prefix: str) -> list[str]:
+        """Names of figures that begin so."""
+        return sorted({key for line in self.steps for key in line if key.startswith(prefix)})
+
+
+def page_data(run_dir: Path, decode: Decode | None) -> PageData:
+    """The data of a page; without `decode`, no answers."""
+    times, use, course = StepTimes(), EngineUse(), Course()
+    summary = summary_of(run_dir, times, use=use, course=course)
+    responses = _responses(run_dir)
+    return PageData(
+        name=run_dir.resolve().name,
+        run_dir=run_dir,
+        summary=summary,
+        steps=_steps(run_dir),
+        rates=_rates(run_dir, summary, times),
+        lengths=_lengths(responses),
+        staleness=_staleness(responses),
+        scores=_scores(responses),
+        samples={} if decode is None else _samples(run_dir, decode),
+        series=series(use, course.repack, course.moments.first_ns),
+        histogram=_histogram(responses),
+        config=_config(run_dir),
+        machines=machines(run_dir),
+        started=datetime.fromtimestamp(times.first_ns / 1e9, UTC) if times.first_ns else None,
+    )
+
+
+def _config(run_dir: Path) -> Config | None:
+    try:
+        return load([], resolved=run_dir / CONFIG_FILE)
+    except ConfigError:
+        return None
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines that a crash cut short are left out."""
+    found = []
+    for _, text in whole_lines(run_dir / METRICS_FILE):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and STEP in line:
+            found.append(line)
+    return found
+
+
+def _responses(run_dir: Path) -> list[Response]:
+    if not (run_dir / STORE_FILE).is_file():
+        return []
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        return list(tables.responses())
+
+
+def _rates(run_dir: Path, summary: Mapping[str, Any], times: StepTimes) -> Rates:
+    engines = [name for name in summary["time_shares"] if name.startswith("rollout")]
+    rows = [read_steps(run_dir, name) for name in engines]
+    sampled = [(row[:, 1], row[:, 3]) for row in rows if len(row)]
+    trained = np.array(list(times.done.values()), dtype=np.int64).reshape(-1, 2)
+    seconds = max(float(summary["seconds"]), 1e-3)
+    return Rates(
+        _rate(sampled, times.first_ns, seconds),
+        _rate([(trained[:, 0], trained[:, 1])], times.first_ns, seconds),
+    )
+
+
+def _rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
+    """Tokens of each part of the time by its length; at the middle of the part."""
+    edges = np.linspace(0.0, seconds, RATE_BINS + 1)
+    tokens = np.zeros(RATE_BINS)
+    for when_ns, count in parts:
+        tokens += np.histogram((when_ns - first_ns) / 1e9, bins=edges, weights=count)[0]
+    if not tokens.any():
+        return [], []
+    middles, width = (edges[:-1] + edges[1:]) / 2, seconds / RATE_BINS
+    return middles.tolist(), (tokens / width).tolist()
+
+
+def _lengths(responses: list[Response]) -> Lengths:
+    return Lengths(_percentiles(responses), _percentiles([r for r in responses if r.trained]))
+
+
+def _percentiles(responses: list[Response]) -> dict[int, Points]:
+    by_step: dict[int, list[int]] = defaultdict(list)
+    for response in responses:
+        by_step[response.version_step].append(response.num_tokens)
+    steps = sorted(by_step)
+    return {
+        q: ([float(s) for s in steps], [float(np.percentile(by_step[s], q)) for s in steps])
+        for q in (50, 99)
+    }
+
+
+def _by_length(responses: list[Response], count: int) -> Iterator[list[Response]]:
+    """The trained ones from the shortest to the longest, in parts with about as many each."""
+    trained = [r for r in responses if r.trained]
+    lengths = np.array(sorted(r.num_tokens for r in trained), dtype=np.int64)
+    for low, high in ranges(lengths, count):
+        yield [r for r in trained if low <= r.num_tokens <= high]
+
+
+def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
+    bins: dict[str, dict[str, float]] = {}
+    for part in _by_length(responses, LENGTH_BINS):
+        lengths = [r.num_tokens for r in part]
+        counts = Counter(r.end_step - r.version_step for r in part if r.end_step is not None)
+        shares = {str(value): count / counts.total() for value, count in sorted(counts.items())}
+        bins[f"{min(lengths)} to {max(lengths)}"] = shares
+    return bins
+
+
+def _histogram(responses: list[Response]) -> dict[str, Points]:
+    """Histograms of what the first and the last third of the steps trained, in equal bins."""
+    trained = [
+        (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
+    ]
+    if not trained:
+        return {}
+    steps, lengths = np.array(trained).T
+    width = max(1, -(-int(np.percentile(lengths, 99.5)) // HISTOGRAM_BINS))
+    edges = np.arange(0, int(lengths.max()) + 2 * width, width)
+    first, last = steps.min(), steps.max()
+    third = (last - first) // 3
+    parts = {
+        f"steps {first + 1} to {first + third + 1}": lengths[steps <= first + third],
+        f"steps {last - third + 1} to {last + 1}": lengths[steps >= last - third],
+    }
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return {
+        name: (middles, (np.histogram(part, bins=edges)[0] / len(part)).tolist())
+        for name, part in parts.items()
+    }
+
+
+def _scores(responses: list[Response]) -> Points:
+    """The mean score of each part, at its mean length."""
+    lengths, scores = [], []
+    for part in _by_length([r for r in responses if r.score is not None], SCORE_BINS):
+        lengths.append(float(np.mean([r.num_tokens for r in part])))
+        scores.append(float(np.mean([r.score for r in part])))
+    return lengths, scores
+
+
+def _samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
+    """The worst and the best samples of the last evaluation, the last step and the first one."""
+    if not (run_dir / STORE_FILE).is_file():
+        return {}
+    with books.open_tables(run_dir / STORE_FILE) as tables:
+        trained, evaluated = tables.trained_steps(), tables.evaluated_steps()
+    chosen: dict[str, Choice] = {}
+    if evaluated:
+        chosen[f"Held out, after step {evaluated[-1]}"] = Choice(evaluation=evaluated[-1])
+    if trained:
+        chosen[f"Trained by step {trained[-1] + 1}"] = Choice(step=trained[-1] + 1)
+        chosen[f"Trained by step {trained[0] + 1}"] = Choice(step=trained[0] + 1)
+    found: dict[str, list[Sample]] = {}
+    for title, choice in chosen.items():
+        worst, best = choice._replace(worst=SAMPLES), choice._replace(best=SAMPLES)
+        found[f"{title}: the worst"] = list(find_samples(run_dir, worst, decode))
+        found[f"{title}: the best"] = list(find_samples(run_dir, best, decode))
+    return found

@@ -1,0 +1,198 @@
+"""What repack did in a run: which replicas were emptied, what moved, what it cost, what it gained.
+
+Reads   a replay
+Gives   RepackBook: every hand-over; Course: how long answers took, beside it; `facts` of each, its
+        figures for the summary; given_away
+
+A replica is freed when everything that it gave away has started elsewhere, or has ended. Without
+repack it would have run until the last of that was finished: that it is free earlier is measured up
+to the moment when the last of it is finished where it went on. There it runs in a larger batch than
+it would have had, so that this is what the replica gained at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from laminar.analysis.log.trajectory_history import (
+    DISPATCHED,
+    ENDING,
+    FINISHED,
+    LOST,
+    STARTED,
+    Change,
+    Lives,
+    Moment,
+    Moments,
+)
+from laminar.core.state import keys
+from laminar.core.state.state import State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.names.ids import Purpose, TrajectoryId
+
+
+@dataclass(slots=True)
+class HandOver:
+    """Everything that a replica ran, given to another one."""
+
+    source: str
+    destination: str
+    ordered: Moment
+    given: int  #: trajectories that it was to give away
+    moves: int = 0  #: those of them that went on at the destination
+    placed: Moment | None = None  #: its work goes on elsewhere from here on
+    expired: bool = False  #: the source did not answer in time
+    freed: Moment | None = None  #: all of it has started elsewhere or has ended
+    done: Moment | None = None  #: the last of it was finished, lost or ended
+    awaited: set[TrajectoryId] = field(default_factory=set)  #: not finished yet
+    prefilled: int = 0  #: tokens, prompts included, that were sampled or prefilled before
+
+
+def given_away(stamped: Stamped) -> bool:
+    """Whether what left its replica at this event was given away: the replica has let go of it, or
+    has not done so in time."""
+    event = stamped.event
+    if isinstance(event, ev.TimerFired):
+        return event.timer.startswith(keys.deadline(keys.release("")))
+    return isinstance(event, ev.TrajectoriesReleased)
+
+
+class RepackBook:
+    """Give it what an observer sees, with the changes that analysis.log.trajectory_history makes of
+    it."""
+
+    def __init__(self) -> None:
+        self.policy = ""
+        self.hand_overs: list[HandOver] = []
+        self._open: dict[str, HandOver] = {}  #: by source, until it is freed
+        self._moved: dict[TrajectoryId, HandOver] = {}  #: until it is finished
+
+    def take(
+        self,
+        now: Moment,
+        stamped: Stamped,
+        commands: list[Command],
+        changes: list[Change],
+        state: State,
+    ) -> None:
+        """Enter one event."""
+        self.policy = self.policy or state.settings.repack_policy
+        if not self.policy:
+            return
+        for change in changes:
+            self._change(change, now, stamped)
+        self._answered(now, stamped, state)
+        for command in commands:
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self._ordered(command, now, state)
+
+    def _ordered(self, command: cmd.ReleaseTrajectories, now: Moment, state: State) -> None:
+        given = [item.trajectory_id for item in command.items]
+        hand_over = HandOver(
+            command.to,
+            state.progress[given[0]].destination,
+            now,
+            given=len(given),
+            awaited=set(given),
+        )
+        self.hand_overs.append(hand_over)
+        self._open[command.to] = hand_over
+        for trajectory_id in given:
+            if trajectory_id in self._moved:
+                self._over(trajectory_id, now)
+            self._moved[trajectory_id] = hand_over
+
+    def _answered(self, now: Moment, stamped: Stamped, state: State) -> None:
+        """The order is over; and the source is free once nothing of it waits to start."""
+        for source, hand_over in list(self._open.items()):
+            if hand_over.placed is None and keys.release(source) not in state.commands:
+                hand_over.placed = now
+                hand_over.expired = isinstance(stamped.event, ev.TimerFired)
+            replica = state.replicas.get(source)
+            if replica is None or not replica.given:
+                hand_over.freed = now if replica is not None else None
+                del self._open[source]
+
+    def _change(self, change: Change, now: Moment, stamped: Stamped) -> None:
+        what, life = change
+        hand_over = self._moved.get(life.trajectory_id)
+        if hand_over is None:
+            return
+        there = life.placement.replica == hand_over.destination
+        if what == DISPATCHED and there:
+            hand_over.moves += 1
+        elif what == STARTED and there:
+            event = stamped.event
+            assert isinstance(event, ev.TrajectoryStarted)
+            hand_over.prefilled += event.prompt_tokens + event.tokens_resumed
+        elif what in (FINISHED, ENDING, DISPATCHED) or (what == LOST and hand_over.placed):
+            self._over(life.trajectory_id, now)
+
+    def _over(self, trajectory_id: TrajectoryId, now: Moment) -> None:
+        hand_over = self._moved.pop(trajectory_id)
+        hand_over.awaited.discard(trajectory_id)
+        if not hand_over.awaited:
+            hand_over.done = now
+
+    def facts(self) -> dict[str, Any] | None:
+        """None for a run without repack."""
+        if not self.policy:
+            return None
+        freed = [h for h in self.hand_overs if h.freed is not None]
+        sooner = [max(_seconds(h.freed, h.done), 0.0) for h in freed if h.done is not None]
+        return {
+            "policy": self.policy,
+            "replicas_emptied": len(self.hand_overs),
+            "replicas_freed": len(freed),
+            "moves": sum(h.moves for h in self.hand_overs),
+            "expired": sum(h.expired for h in self.hand_overs),
+            "tokens_prefilled_again": sum(h.prefilled for h in self.hand_overs),
+            "release_s": _figures([_seconds(h.ordered, h.placed) for h in freed]),
+            "hand_over_s": _figures([_seconds(h.ordered, h.freed) for h in freed]),
+            "sooner_s": _figures(sooner),
+        }
+
+
+def _seconds(begin: Moment | None, end: Moment | None) -> float:
+    assert begin is not None and end is not None
+    return (end.unix_ns - begin.unix_ns) / 1e9
+
+
+def _figures(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {"mean": sum(seconds) / len(seconds), "max": max(seconds), "sum": sum(seconds)}
+
+
+class Course:
+    """How long answers took from their first placement to their last token, and what repack did.
+
+    An observer of a replay.
+    """
+
+    def __init__(self) -> None:
+        self.moments, self.repack = Moments(), RepackBook()
+        self._lives = Lives()
+        self._count, self._sum_ns, self._max_ns = 0, 0, 0  #: of training answers
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self.moments.at(stamped)
+        changes = self._lives.take(now, stamped.event, commands, state)
+        for what, life in changes:
+            if what == FINISHED and life.purpose == Purpose.TRAIN:
+                took_ns = now.unix_ns - life.placements[0].dispatched.unix_ns
+                self._count += 1
+                self._sum_ns += took_ns
+                self._max_ns = max(self._max_ns, took_ns)
+        self.repack.take(now, stamped, commands, changes, state)
+
+    def facts(self) -> dict[str, Any]:
+        count = self._count
+        return {
+            "latency_s_mean": self._sum_ns / count / 1e9 if count else None,
+            "latency_s_max": self._max_ns / 1e9 if count else None,
+            "repack": self.repack.facts(),
+        }

@@ -1,0 +1,80 @@
+"""What a page shows of the replicas over time: cache, running and waiting sequences, moves.
+
+Reads   EngineUse, RepackBook
+Gives   Series: over the seconds since the run's first event
+
+A gauge goes up and down with every group that a replica takes. So a part of the time has one
+figure: the mean of each replica in it, and of these their mean, the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.analysis.log.engine_use import EngineUse, Gauges
+from laminar.analysis.report.repack_book import RepackBook
+
+PARTS = 40  #: of the time
+
+Points = tuple[list[float], list[float]]
+Column = NDArray[np.float64]
+
+
+class Band(NamedTuple):
+    """A gauge over the replicas; empty where no engine said anything."""
+
+    x: list[float]
+    mean: list[float]
+    ends: list[tuple[float, float]]  #: lowest and highest
+
+
+class Series(NamedTuple):
+    """The lines of one run."""
+
+    kv_percent: Band
+    running: Band
+    waiting: Band  #: empty where none ever waited
+    emptied: Points  #: replicas so far
+    moved: Points  #: trajectories so far
+
+
+def series(use: EngineUse, repack: RepackBook, first_ns: int) -> Series:
+    found = {name: use.of(name) for name in use.replicas}
+    waits = any(gauges.waiting.any() for gauges in found.values())
+    placed = [h for h in repack.hand_overs if h.placed is not None]
+    times = [(h.placed.unix_ns - first_ns) / 1e9 for h in placed if h.placed is not None]
+    cache = {name: 100 * gauges.kv_use for name, gauges in found.items()}
+    running = {name: gauges.running.astype(float) for name, gauges in found.items()}
+    waiting = {name: gauges.waiting.astype(float) for name, gauges in found.items() if waits}
+    return Series(
+        kv_percent=_band(found, cache, first_ns),
+        running=_band(found, running, first_ns),
+        waiting=_band(found, waiting, first_ns),
+        emptied=([0.0, *times], [float(n) for n in range(len(times) + 1)]),
+        moved=([0.0, *times], [0.0, *np.cumsum([h.moves for h in placed], dtype=float).tolist()]),
+    )
+
+
+def _band(found: Mapping[str, Gauges], values: Mapping[str, Column], first_ns: int) -> Band:
+    """Parts of the time in which no replica said anything are left out."""
+    seconds = {name: (found[name].unix_ns - first_ns) / 1e9 for name in values}
+    if not seconds:
+        return Band([], [], [])
+    everything = np.concatenate(list(seconds.values()))
+    edges = np.linspace(everything.min(), everything.max(), PARTS + 1)
+    rows = []
+    for name, column in values.items():
+        known = ~np.isnan(column)
+        sums, _ = np.histogram(seconds[name][known], bins=edges, weights=column[known])
+        counts, _ = np.histogram(seconds[name][known], bins=edges)
+        rows.append(np.where(counts > 0, sums / np.maximum(counts, 1), np.nan))
+    means = np.array(rows)
+    some = ~np.isnan(means).all(axis=0)
+    middles, means = ((edges[:-1] + edges[1:]) / 2)[some], means[:, some]
+    lowest, highest = np.nanmin(means, axis=0).tolist(), np.nanmax(means, axis=0).tolist()
+    ends = list(zip(lowest, highest, strict=True))
+    return Band(middles.tolist(), np.nanmean(means, axis=0).tolist(), ends)

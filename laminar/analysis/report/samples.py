@@ -1,0 +1,290 @@
+"""What the model wrote: answers of a run with their prompts and scores, as they are in the store.
+
+Reads   RUN/store.sqlite and its payload files
+Gives   Sample; find_samples, an iterator that holds nothing open between two samples
+Raises  ConfigError for a step, an evaluation or an id that is not there
+
+A run may be at work on the database. It is opened for reading only, and each read transaction ends
+before anything is handed out: one that stayed open while a user reads a page of output would
+keep the store from beginning its write-ahead log anew, which would grow until then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from laminar.analysis.audit.ledger_book import TRUNCATED
+from laminar.config import ConfigError
+from laminar.names.ids import Purpose
+from laminar.run.directory import STORE_FILE
+from laminar.storage import books, rules
+from laminar.storage import messages as m
+from laminar.storage.rows import DamageError, PromptKey
+from laminar.storage.rules import Chunk, Row, Span
+from laminar.storage.tables import ALL, Tables, Wanted
+
+ROWS, PAYLOADS = 1024, 32
+"""Rows of one read transaction: rows alone, and rows with all their tokens."""
+
+Decode = Callable[[list[int]], str]
+Item = TypeVar("Item")
+
+
+class Choice(NamedTuple):
+    """Which answers are wanted; of a step or an evaluation, by name, or all of training."""
+
+    step: int | None = None  #: completed steps, counted from 1: what this one trained
+    evaluation: int | None = None  #: after so many completed steps
+    name: str = ""  #: a trajectory, or a group
+    search: str = ""  #: in prompt or response, whatever the case
+    worst: int = 0  #: so many, lowest score first
+    best: int = 0  #: so many, highest score first
+
+
+class Sample(NamedTuple):
+    """One answer."""
+
+    row: Row
+    prompt: str  #: as the model saw it, special tokens included; empty when it never did
+    response: str  #: likewise; of a payload that was removed, as the reward function saw it
+    answer: Any  #: the right one, as the data has it
+    extras: m.Extras  #: what the reward functions gave besides the score
+    spans: tuple[Span, ...]  #: who sampled which part of it, in order
+
+    @property
+    def score(self) -> float | None:
+        return rules.score_of(self.row.reward_bits)
+
+    @property
+    def truncated(self) -> bool:
+        return self.row.finish_reason == TRUNCATED
+
+    @property
+    def step(self) -> int | None:
+        """The step that trained it, counted from 1."""
+        index = self.row.end_step if self.row.end == "trained" else None
+        return None if index is None else index + 1
+
+    @property
+    def evaluation(self) -> int | None:
+        """The steps that were completed before a held-out answer."""
+        return self.row.version_step if self.row.purpose == Purpose.EVAL else None
+
+    @property
+    def sampled_on(self) -> str:
+        """The replica; of an answer that was moved, or went on with other weights, each part with
+        the number of its tokens."""
+        if len(self.spans) < 2:
+            return self.spans[0].replica if self.spans else self.row.replica or "-"
+        several = len({span.weight_version for span in self.spans}) > 1
+        return ", ".join(
+            f"{span.replica}{f' v{span.weight_version}' if several else ''} ({span.num_tokens})"
+            for span in self.spans
+        )
+
+    @property
+    def sampled_by(self) -> str:
+        """The version, or the first and the last, with the steps that made them."""
+        row, (last, last_step) = self.row, self.row.latest
+        if last == row.weight_version:
+            return f"version {row.weight_version} (made by {row.version_step} steps)"
+        return (
+            f"versions {row.weight_version} to {last} (made by {row.version_step} to {last_step} "
+            "steps)"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Everything, under the names of docs/debugging.md."""
+        row = self.row
+        return {
+            "id": row.id,
+            "group": row.group_id,
+            "purpose": row.purpose,
+            "step": self.step,
+            "evaluation": self.evaluation,
+            "prompt": self.prompt,
+            "response": self.response,
+            "answer": self.answer,
+            "score": self.score,
+            "reason": row.reward_reason,
+            "exception": row.reward_detail or None,
+            "extras": self.extras,
+            "length": row.num_tokens,
+            "truncated": self.truncated,
+            "version": row.weight_version,
+            "version_step": row.version_step,
+            "replica": row.replica,
+            "spans": [span._asdict() for span in self.spans],
+            "status": row.end or row.status,
+        }
+
+
+class _Stored(NamedTuple):
+    """What the store has of an answer besides its row."""
+
+    prompt: m.PromptPayload
+    prompt_ids: bytes
+    tokens: bytes  #: of the response, with what was read between its turns; none when they were
+    #: removed, and then there is
+    text: str
+    extras: m.Extras
+    spans: tuple[Span, ...]
+
+
+def find_samples(run_dir: Path, choice: Choice, decode: Decode) -> Iterator[Sample]:
+    """The latest first, siblings in order; or the worst or the best, of those that have a score."""
+    path = run_dir / STORE_FILE
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} has no {STORE_FILE} yet: its store has not begun")
+    rows = _rows(path, _wanted(path, choice))
+    if choice.name:
+        rows = iter(sorted(rows, key=lambda row: row.sibling))
+    if not choice.search:
+        yield from _samples(path, _ordered(rows, choice, _row_score), decode)
+        return
+    text = choice.search.casefold()
+    found = (sample for sample in _samples(path, rows, decode) if _contains(sample, text))
+    yield from _ordered(found, choice, lambda sample: sample.score)
+
+
+def _wanted(path: Path, choice: Choice) -> Wanted:
+    """The condition on rows; a mistake is reported before anything is read."""
+    with books.open_tables(path) as tables:
+        if choice.step is not None:
+            _check_step(tables, choice.step)
+            return Wanted.trained_by(choice.step - 1)
+        if choice.evaluation is not None:
+            _check_evaluation(tables, choice.evaluation)
+            return Wanted.evaluated_after(choice.evaluation)
+        if choice.name:
+            wanted = Wanted.named(choice.name)
+            if not tables.newest(wanted, limit=1):
+                raise ConfigError(
+                    f"the store of {path.parent} has no trajectory or group {choice.name!r}: ids "
+                    "look like 0.17.3 (pass 0, prompt 17, sibling 3), of an evaluation like e2.5.0"
+                )
+            return wanted
+    return Wanted.finished(Purpose.TRAIN)
+
+
+def _check_step(tables: Tables, step: int) -> None:
+    steps = [index + 1 for index in tables.trained_steps()]
+    if step not in steps:
+        there = f"there are {_spans(steps)}" if steps else "no step has been completed yet"
+        raise ConfigError(f"--step {step}: no answer was trained by this step; {there}")
+
+
+def _check_evaluation(tables: Tables, step: int) -> None:
+    steps = tables.evaluated_steps()
+    if step not in steps:
+        there = f"there are those after {_spans(steps)}" if steps else "there is none yet"
+        raise ConfigError(f"--eval {step}: there is no evaluation after step {step}; {there}")
+
+
+def _spans(steps: list[int]) -> str:
+    """`steps 1 to 7`, or what there is of them."""
+    if steps == list(range(steps[0], steps[-1] + 1)) and len(steps) > 2:
+        return f"steps {steps[0]} to {steps[-1]}"
+    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
+
+
+def _rows(path: Path, wanted: Wanted) -> Iterator[Row]:
+    before = ALL
+    while True:
+        with books.open_tables(path) as tables:
+            page = tables.newest(wanted, before, ROWS)
+        yield from (row for _, row in page)
+        if len(page) < ROWS:
+            return
+        before = page[-1][0]
+
+
+def _ordered(
+    items: Iterable[Item], choice: Choice, score: Callable[[Item], float | None]
+) -> Iterable[Item]:
+    if not (choice.worst or choice.best):
+        return items
+    scored = ((value, item) for item in items if (value := score(item)) is not None)
+    if choice.worst:
+        found = heapq.nsmallest(choice.worst, scored, key=lambda pair: pair[0])
+    else:
+        found = heapq.nlargest(choice.best, scored, key=lambda pair: pair[0])
+    return [item for _, item in found]
+
+
+def _row_score(row: Row) -> float | None:
+    return rules.score_of(row.reward_bits)
+
+
+def _contains(sample: Sample, text: str) -> bool:
+    return text in sample.prompt.casefold() or text in sample.response.casefold()
+
+
+def _samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
+    """Samples in the order of the rows, a few from each read transaction."""
+    batch: list[Row] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == PAYLOADS:
+            yield from _loaded(path, batch, decode)
+            batch = []
+    yield from _loaded(path, batch, decode)
+
+
+def _loaded(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
+    if not rows:
+        return []
+    with books.open_tables(path) as tables:
+        stored = [_stored(tables, row) for row in rows]
+    return [_sample(row, decode, found) for row, found in zip(rows, stored, strict=True)]
+
+
+def _stored(tables: Tables, row: Row) -> _Stored:
+    key = PromptKey(row.purpose, row.row_index)
+    prompt = tables.prompt(key)
+    removed = tables.is_removed(row.id)
+    try:
+        chunks = [] if removed else tables.chunks(row.id)
+        contexts = {} if removed else tables.turns.contexts(row)
+    except DamageError as error:
+        raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
+    if prompt is None:
+        raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
+    return _Stored(
+        prompt=m.decode_prompt(prompt),
+        prompt_ids=contexts.pop(0, b"") or tables.prompt_ids(key, prompt),
+        tokens=_with_contexts(chunks, contexts),
+        text=tables.text(row.id) if removed else "",
+        extras=tables.extras(row.id),
+        spans=tables.spans(row),
+    )
+
+
+def _with_contexts(chunks: Iterable[Chunk], contexts: dict[int, bytes]) -> bytes:
+    """Token ids of a response in the order in which the model sampled and read them."""
+    parts: list[bytes] = []
+    for chunk in chunks:
+        parts += [contexts.pop(chunk.segment, b""), chunk.tokens]
+    return b"".join(parts)
+
+
+def _sample(row: Row, decode: Decode, stored: _Stored) -> Sample:
+    return Sample(
+        row,
+        decode(_ids(stored.prompt_ids)),
+        decode(_ids(stored.tokens)) or stored.text,
+        msgspec.to_builtins(stored.prompt.ground_truth),
+        stored.extras,
+        stored.spans,
+    )
+
+
+def _ids(data: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return ids

@@ -1,0 +1,448 @@
+"""The summary of a run: its outcome, its lengths, its figures, in one JSON file.
+
+Reads   the event log, timeline/, coordinator.json
+Writes  RUN/summary.json (by rename); every key is explained in docs/metrics.md
+Raises  ConfigError for a run directory that cannot be read
+
+Everything is worked out again from the log and the processes' own record, nothing is carried over
+from the live progress, so a report can be made of a killed run, of a running one, and twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from laminar.analysis.audit.ledger_book import TRUNCATED, Account, Closed
+from laminar.analysis.log.engine_use import EngineUse
+from laminar.analysis.log.intervals import Intervals, intersect, union
+from laminar.analysis.log.run_log import WallClock, replay_log
+from laminar.analysis.log.state_intervals import Windows
+from laminar.analysis.log.timeline import (
+    Span,
+    Steps,
+    cut_timelines,
+    in_state,
+    read_spans,
+    read_steps,
+    stepping,
+)
+from laminar.analysis.log.tool_calls import Calls
+from laminar.analysis.report import utilization
+from laminar.analysis.report.confidence import estimate
+from laminar.analysis.report.prompt_lengths import by_prompt_length
+from laminar.analysis.report.repack_book import Course
+from laminar.analysis.report.utilization import Publish
+from laminar.config import ConfigError
+from laminar.core.members.resumption import is_over
+from laminar.core.state.evaluation_scores import facts
+from laminar.core.state.process_failures import Losses
+from laminar.core.state.scores import float_of
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.eventlog.replay import Observer
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.events.reasons import DropReason
+from laminar.names.ids import Purpose
+from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
+from laminar.run.renames import write_whole
+
+RATE_PARTS = 20
+"""Parts of the time in which a run samples: the throughput's interval is from the rates in them."""
+LEFT_OUT_SHOWN = 32
+"""Replicas and versions whose rows were left out; the log has all."""
+
+MEMORY = (
+    "perf/max_memory_allocated_gb", "perf/max_resident_gb", "perf/estimated_memory_gb",
+)  # fmt: skip
+"""What a step says of its trainer's memory: measured on a GPU, on a CPU, and the estimate."""
+CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in training
+CLASSES = 4  #: of lengths
+
+
+class Milestones:
+    """An observer of a replay: counts and times that neither state nor account hold."""
+
+    def __init__(self) -> None:
+        self.coordinators = 0
+        self.published_ns: dict[int, int] = {}  #: by version
+        self.names: dict[str, list[str]] = {}  #: processes that were ready, by role
+        self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
+        self.losses = Losses()
+        self._clock = WallClock()
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        self.losses.take(stamped, commands)
+        now, event = self._clock.unix_ns(stamped), stamped.event
+        if isinstance(event, ev.CoordinatorStarted):
+            self.coordinators += 1
+        elif isinstance(event, ev.WeightsPublished):
+            self.published_ns.setdefault(event.version, now)
+        elif isinstance(event, ev.TrainerReady | ev.ReplicaReady):
+            role = "trainer" if isinstance(event, ev.TrainerReady) else "rollout"
+            names = self.names.setdefault(role, [])
+            if stamped.peer not in names:
+                names.append(stamped.peer)
+        if isinstance(event, ev.ReplicaReady):  # it takes a group more, which waits for slots
+            self.slots[stamped.peer] = event.max_num_seqs - state.settings.group_size
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """Work out the summary and write it to RUN/summary.json."""
+    summary = summary_of(run_dir)
+    write_summary(run_dir, summary)
+    return summary
+
+
+def summary_of(
+    run_dir: Path, *observers: Observer, use: EngineUse | None = None, course: Course | None = None
+) -> dict[str, Any]:
+    """The summary; nothing is written. `observers` see the same replay, as do `use` and `course`,
+    which are made here unless they are given."""
+    account, windows, milestones = Account(), Windows(), Milestones()
+    use, course = use or EngineUse(), course or Course()
+    calls = Calls()
+    replayed = replay_log(run_dir, account, windows, milestones, use, course, calls, *observers)
+    state = replayed.machine.state
+    trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
+    replicas = sorted(milestones.names.get("rollout", []))
+    pulls = {name: read_spans(run_dir, name) for name in replicas}
+    steps = {name: read_steps(run_dir, name) for name in replicas}
+    cut = cut_timelines(run_dir)
+    return {
+        **_outcome(state, milestones),
+        "steps_unchanged": _unchanged(account),
+        **_lengths(account),
+        **group_figures(account),
+        "by_length": by_length(account),
+        "lost_by": milestones.losses.why,
+        "warnings": state.warnings,
+        **_rewards(state, account),
+        "calls": calls.facts(run_dir),
+        "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
+        "seed": state.settings.seed,
+        **_throughput(steps.values()),
+        "nearly_empty_steps": utilization.nearly_empty_share(steps, milestones.slots),
+        **use.facts(),
+        **course.facts(),
+        **_timing(account, windows, milestones, trainers, pulls, steps, cut),
+        "timelines_cut": cut,
+        "processes": _processes(run_dir, state),
+        "seconds": (windows.last_ns - windows.first_ns) / 1e9,
+        "events": replayed.events,
+    }
+
+
+def _origin(state: State) -> dict[str, Any] | None:
+    """What a fork began with; None for another run."""
+    origin = state.origin
+    if origin is None:
+        return None
+    kept = ("run", "step", "version", "digest")
+    return {name: getattr(origin, name) for name in kept} | {"same_data": bool(origin.data)}
+
+
+def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
+    """How the run went, from the state at its end."""
+    evaluations = [facts(result) for result in state.evaluations]
+    results = [result["share"] for result in evaluations]
+    trained = state.ledger.trajectories.trained
+    return {
+        "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
+        "failure": state.failure,
+        "interrupted": state.draining and not (state.drained_for or state.paused),
+        "paused": state.paused,
+        "resumable": state.settings.keeps_checkpoints and not is_over(state),
+        "forked_from": _origin(state),
+        "steps": state.completed - state.first_step,
+        "eval_first": results[0] if results else None,
+        "eval_last": results[-1] if results else None,
+        "evaluations": evaluations,
+        "weight_versions": len(milestones.published_ns),
+        "staleness_mean": state.staleness_sum / trained if trained else 0.0,
+        "staleness_max": state.staleness_max,
+        "trajectories_trained": trained,
+        "groups_dropped": dict(state.ledger.groups.dropped),
+        "trajectories_left_out": state.ledger.trajectories.dropped.get(DropReason.MISMATCH, 0),
+        "tokens_restarted": state.ledger.tokens.dropped.get("restarted", 0),
+        "coordinator_incarnations": milestones.coordinators,
+    }
+
+
+def _unchanged(account: Account) -> int:
+    """Steps that left the weights as they were."""
+    reports = (step.completed for step in account.steps.values())
+    return sum(report is not None and not report.changed for report in reports)
+
+
+def _lengths(account: Account) -> dict[str, Any]:
+    """Response lengths in tokens, of what was trained beside what was generated."""
+    trained = [c for c in account.closed.values() if c.ending.end == "trained"]
+    names = [closed.ending.trajectory_id for closed in trained]
+    cut = [
+        account.finished[name].finish_reason == TRUNCATED or bool(account.rewarded[name].ended_by)
+        for name in names
+    ]
+    generated = [
+        finished.num_tokens
+        for name, finished in account.finished.items()
+        if account.issued[name] == Purpose.TRAIN
+    ]
+    return {
+        **_percentiles("response_length", [c.num_tokens for c in trained]),
+        **_percentiles("generated_response_length", generated),
+        "truncated_share": sum(cut) / len(cut) if cut else None,
+        "mismatch_kl_mean": _mismatch(account),
+        "left_out": _left_out(account),
+        "trainer_memory_gb": _memory(account),
+    }
+
+
+def _rewards(state: State, account: Account) -> dict[str, Any]:
+    """How scoring fared; an older log has no count of it, only its events."""
+    counted = state.rewards
+    reasons = Counter(event.reason for event in account.rewarded.values())
+    failed = {reason: n for reason, n in reasons.items() if reason != "ok"}
+    return {
+        "reward_answers": counted.answers if counted else reasons.total(),
+        "reward_errors": dict(counted.errors) if counted else failed,
+        "reward_error_first": counted.first if counted else "",
+    }
+
+
+def _percentiles(name: str, values: list[int]) -> dict[str, float | None]:
+    return {f"{name}_p{q}": float(np.percentile(values, q)) if values else None for q in (50, 99)}
+
+
+def _left_out(account: Account) -> list[dict[str, Any]]:
+    """The first replicas and versions whose rows were not trained."""
+    return [
+        {"step": number + 1, **msgspec.to_builtins(part), "trajectories": len(part.trajectories)}
+        for number, step in account.steps.items()
+        if step.completed is not None
+        for part in step.completed.left_out
+    ][:LEFT_OUT_SHOWN]
+
+
+def _mismatch(account: Account) -> float | None:
+    """Mean over tokens: a step counts by the response tokens that it consumed."""
+    reports = [s.completed for s in account.steps.values() if s.completed is not None]
+    chosen = [r for r in reports if "mismatch_kl/mean" in r.metrics]
+    tokens = sum(r.num_tokens for r in chosen)
+    total = sum(r.metrics["mismatch_kl/mean"] * r.num_tokens for r in chosen)
+    return total / tokens if tokens else None
+
+
+def _memory(account: Account) -> dict[str, float] | None:
+    """The most that a step reported, by what was measured, and the estimate beside it."""
+    found: dict[str, float] = {}
+    for step in account.steps.values():
+        metrics = step.completed.metrics if step.completed is not None else {}
+        for key in MEMORY:
+            name = key.removeprefix("perf/").removesuffix("_gb")
+            if key in metrics:
+                found[name] = max(found.get(name, 0.0), metrics[key])
+    return found or None
+
+
+def _throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
+    """The throughput, with an error from parts long enough for one to say little of the next."""
+    rates = estimate(token_rates(steps, RATE_PARTS))
+    return {
+        "tokens_per_s": rates.mean if rates else None,
+        "tokens_per_s_ci95": rates.half if rates else None,
+    }
+
+
+def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
+    """Sampled tokens per second in equal parts of the time from the first to the last engine step;
+    none if there is no such time."""
+    rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *steps])
+    if not len(rows) or rows[:, 1].max() == rows[:, 0].min():
+        return []
+    begin, end = int(rows[:, 0].min()), int(rows[:, 1].max())
+    place = (rows[:, 1] - begin) * parts // (end - begin)
+    tokens = np.bincount(np.minimum(place, parts - 1), weights=rows[:, 3], minlength=parts)
+    rates: list[float] = (tokens * parts * 1e9 / (end - begin)).tolist()
+    return rates
+
+
+# --- times ------------------------------------------------------------------------------------
+
+
+def _trainer_shares(
+    windows: Windows, trainers: dict[str, list[Span]], cut: list[str]
+) -> dict[str, dict[str, float]]:
+    working = union(np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)]))
+    return {
+        name: utilization.trainer_shares(
+            intersect(windows["live", name], _kept(name in cut, spans)),
+            spans,
+            windows["trainer-free",],
+            windows["phase", Phase.FINAL_EVALUATION],
+            working,
+        )
+        for name, spans in trainers.items()
+    }
+
+
+def _timing(
+    account: Account,
+    windows: Windows,
+    milestones: Milestones,
+    trainers: dict[str, list[Span]],
+    pulls: dict[str, list[Span]],
+    steps: dict[str, Steps],
+    cut: list[str],
+) -> dict[str, Any]:
+    """`cut`: processes whose first spans are gone."""
+    trainer_spans = [span for spans in trainers.values() for span in spans]
+    time_shares = _trainer_shares(windows, trainers, cut)
+    pulling = {name: in_state(spans, "pulling") for name, spans in pulls.items()}
+    for name in steps:
+        time_shares[name] = utilization.replica_shares(
+            windows["live", name],
+            stepping([steps[name]]),
+            windows["spare", name],
+            union(np.concatenate([pulling[name], windows["loading", name]])),
+            windows["bound", name],
+        )
+    return {
+        "overlap": utilization.overlap(
+            in_state(trainer_spans, "busy"), windows["bound",], stepping(steps.values())
+        ),
+        "decode_gap_ratio": utilization.decode_gap_ratio(
+            steps,
+            {name: windows["running", name] for name in steps},
+            publish_windows(trainer_spans, milestones.published_ns),
+            pulling,
+        ),
+        "publish_stall_share": _publish_stall(account, milestones, trainer_spans),
+        "time_shares": time_shares,
+    }
+
+
+def _kept(cut: bool, spans: list[Span]) -> Intervals:
+    """The time that the process's own record covers."""
+    first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
+    return union([(first_ns, np.iinfo(np.int64).max)])
+
+
+def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:
+    """The times from the copy into the slot to the relay's word that the version is complete."""
+    return union(
+        (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
+        for span in spans
+        if span.state == "publishing"
+    )
+
+
+def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) -> float | None:
+    """Over the trained steps whose weights were published, those that were owed included."""
+    received = {span.step: span.start_ns for span in spans if span.state == "busy"}
+    publishes, made_by = [], set()
+    for index, step in account.steps.items():
+        published = milestones.published_ns.get(step.command.version)
+        if published is not None and index in received:
+            publishes.append(Publish(received[index], published))
+            made_by.add(index + 1)  # weights are named by the steps that they have seen
+    stalls = union(
+        (span.start_ns, span.end_ns)
+        for span in spans
+        if span.state == "publishing" and span.step in made_by
+    )
+    return utilization.publish_stall_share(stalls, publishes)
+
+
+# --- the file ---------------------------------------------------------------------------------
+
+
+def _processes(run_dir: Path, state: State) -> dict[str, int | None]:
+    """Process id by name, of each one's latest start."""
+    try:
+        coordinator = json.loads((run_dir / COORDINATOR_FILE).read_text()).get("pid")
+    except (OSError, ValueError, AttributeError):
+        coordinator = None
+    return {"coordinator": coordinator} | {a.name: a.pid for a in state.actors.values()}
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """ConfigError where it cannot be written."""
+    replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Readers see the old text or the new one; ConfigError."""
+    try:
+        write_whole(path, text.encode(), durable=False)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def group_figures(account: Account) -> dict[str, Any]:
+    """Shares of the trained groups; what all siblings agree on teaches nothing."""
+    groups: dict[str, list[tuple[float, bool]]] = {}
+    for name, closed in account.closed.items():
+        if closed.ending.end == "trained":
+            event = account.rewarded[name]
+            scored = (float_of(event.score_bits), event.correct)
+            groups.setdefault(closed.ending.group, []).append(scored)
+    count = len(groups)
+    right = sum(all(correct for _, correct in group) for group in groups.values())
+    wrong = sum(not any(correct for _, correct in group) for group in groups.values())
+    flat = sum(_spread(group) <= CONSTANT_SPREAD for group in groups.values())
+    return {
+        "groups_trained": count,
+        "groups_mixed_versions": len(account.mixed & groups.keys()),
+        "groups_all_right": right / count if count else None,
+        "groups_all_wrong": wrong / count if count else None,
+        "groups_no_variance": flat / count if count else None,
+    }
+
+
+def _spread(group: list[tuple[float, bool]]) -> float:
+    scores = [score for score, _ in group]
+    return max(scores) - min(scores)
+
+
+def by_length(account: Account) -> list[dict[str, Any]]:
+    """Training answers that have ended, in classes of about equal size by their tokens.
+
+    A system that prefers short answers shows by length first: in what it trains, in what it drops,
+    in what it leaves over at the end, and in how old the weights of the long ones are. One that was
+    dropped before it was finished is in the class of what it had by then.
+    """
+    closed = [c for name, c in account.closed.items() if account.issued[name] == Purpose.TRAIN]
+    lengths = np.array([c.num_tokens for c in closed], dtype=np.int64)
+    if not len(lengths):
+        return []
+    edges = np.percentile(lengths, np.linspace(0, 100, CLASSES + 1)[1:-1], method="lower")
+    classes = np.searchsorted(np.unique(edges), lengths, side="left")
+    return [
+        _class(account, [c for c, found in zip(closed, classes, strict=True) if found == number])
+        for number in np.unique(classes)
+    ]
+
+
+def _class(account: Account, closed: list[Closed]) -> dict[str, Any]:
+    trained = [c for c in closed if c.ending.end == "trained"]
+    dropped = [c for c in closed if c.ending.end == "dropped"]
+    reasons = Counter(c.ending.reason for c in dropped)
+    ages = [account.staleness(c) for c in trained]
+    finished = [account.finished.get(c.ending.trajectory_id) for c in closed]
+    return {
+        "tokens_min": min(c.num_tokens for c in closed),
+        "tokens_max": max(c.num_tokens for c in closed),
+        "trained": len(trained),
+        "staleness_mean": sum(ages) / len(ages) if ages else None,
+        "truncated": sum(f is not None and f.finish_reason == TRUNCATED for f in finished),
+        "dropped": dict(sorted(reasons.items())),
+        "unfinished": sum(found is None for found in finished),
+    }

@@ -1,0 +1,202 @@
+"""When each replica ran nothing, and what refused it new work meanwhile.
+
+Reads   a replay: each event, its commands, the state after it
+Gives   Idleness: per replica the times without a trajectory, in spells of one reason each;
+        source_of: where an exact version comes from, beside the other copies
+
+The reasons are those of core.scheduling.admission.why_not_admitted, asked of the replayed state,
+and before them what a replica does instead of generating: it pulls weights, has none, or is down.
+What a reason means in figures is worked out from the same state when the spell begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from laminar.analysis.log.display import step_number
+from laminar.analysis.log.state_intervals import STALENESS_BOUND
+from laminar.analysis.log.trajectory_history import Moment
+from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.state import keys
+from laminar.core.state.state import Replica, State
+from laminar.core.versions import load_sources
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Event, Stamped
+
+DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
+NO_DATA, RUN_ENDING, REPACKED = "no-data", "run-ending", "repacked"
+"""Reasons as admission.why_not_admitted names them."""
+
+
+class Spell(NamedTuple):
+    """Idle time with one reason; it lasts until the next spell begins."""
+
+    reason: str
+    since: Moment
+    detail: str
+    #: batches chosen so far: with each of them the bound means something else; or the event that
+    #: ordered the load
+    mark: int = 0
+
+
+@dataclass(slots=True)
+class Idle:
+    """A time in which a replica ran nothing."""
+
+    replica: str
+    begin: Moment
+    begun_by: Event
+    spells: list[Spell] = field(default_factory=list)
+    end: Moment | None = None  #: None: it lasts
+    ended_by: Stamped | None = None
+
+    def parts(self, last: Moment) -> dict[str, int]:
+        """Nanoseconds by reason; `last` is the end of the log."""
+        end = self.end or last
+        found: dict[str, int] = {}
+        following = [spell.since for spell in self.spells[1:]] + [end]
+        for spell, until in zip(self.spells, following, strict=True):
+            length_ns = until.unix_ns - spell.since.unix_ns
+            found[spell.reason] = found.get(spell.reason, 0) + length_ns
+        return found
+
+
+class Idleness:
+    """What every replica that was ever ready did not do."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Idle] = {}
+        self.known: dict[str, Moment] = {}  #: replicas, and when each was first ready
+
+    def take(self, now: Moment, stamped: Stamped, state: State) -> list[Idle]:
+        """Enter one event; returns the times that ended with it."""
+        if isinstance(stamped.event, ev.TokenProgress):
+            return []  # a gauge: it changes nothing that is asked here
+        for name in state.replicas.keys() - self.known.keys():
+            self.known[name] = now
+        ended = []
+        for name in self.known:
+            replica = state.replicas.get(name)
+            if replica is not None and replica.running:
+                if idle := self.open.pop(name, None):
+                    idle.end, idle.ended_by = now, stamped
+                    ended.append(idle)
+            else:
+                self._idle(name, replica, now, stamped, state)
+        return ended
+
+    def _idle(
+        self, name: str, replica: Replica | None, now: Moment, stamped: Stamped, state: State
+    ) -> None:
+        idle = self.open.get(name)
+        if idle is None:
+            idle = self.open[name] = Idle(name, now, stamped.event)
+        reason = idle_reason(state, replica)
+        mark = state.chosen if reason == STALENESS_BOUND else 0
+        if reason == PULLING:
+            mark = state.commands[keys.pull(name)].cause
+        last = idle.spells[-1] if idle.spells else None
+        if last is None or (last.reason, last.mark) != (reason, mark):
+            idle.spells.append(Spell(reason, now, _detail(state, replica, reason), mark))
+
+
+def idle_reason(state: State, replica: Replica | None) -> str:
+    """What an empty replica does, or why it gets nothing."""
+    if replica is None or not state.actor_alive(replica.name):
+        return DOWN
+    if replica.loading:
+        return PULLING
+    if replica.version < 0:
+        return NO_WEIGHTS
+    return why_not_admitted(state, replica) or FREE
+
+
+def _detail(state: State, replica: Replica | None, reason: str) -> str:
+    """The figures behind a reason, as the end of a sentence."""
+    if replica is None or reason == DOWN:
+        return "its process is gone"
+    if reason == PULLING:
+        return _pull(state, replica)
+    if reason == NO_WEIGHTS:
+        none_here = state.newest_for(replica) < 0
+        held = "its relay holds none yet" if none_here else "it rejected what it loaded"
+        return f"it has no weights: {held}"
+    if reason == STALENESS_BOUND:
+        return _bound(state, replica.step) + _newer(state, replica)
+    if reason == NO_DATA:
+        left = sum(state.deadlines.values())
+        return f"the run needs no further group: {left} are on their way into the last batches"
+    if reason == REPACKED:
+        count = len(replica.given)
+        return f"{count} of the trajectories that it gave away have not started elsewhere yet"
+    if reason == RUN_ENDING:
+        phase = "draining on request" if state.draining else state.phase
+        return f"the run is {phase}"
+    return "nothing refuses it work"
+
+
+def _pull(state: State, replica: Replica) -> str:
+    outstanding = state.commands[keys.pull(replica.name)]
+    order = outstanding.command
+    assert isinstance(order, cmd.PullWeights)
+    wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
+    return (
+        f"it loads {wanted}{source_of(state, order)} (purpose {order.purpose}), "
+        f"ordered by #{outstanding.cause}"
+    )
+
+
+def source_of(state: State, order: cmd.PullWeights) -> str:
+    """Where it takes an exact version from and how long that was thought to take, beside the other
+    copies; empty where its own relay has it. `state`: as it was after the order."""
+    place = order.holder or order.checkpoint
+    if not place:
+        return ""
+    replica, taken, others = state.replicas[order.to], "", []
+    for source in load_sources.offers(state, replica, order.version):
+        ms = load_sources.estimate_ms(source, state.version_bytes)
+        known = f"about {ms / 1000:.1f} s" if ms >= 0 else "its time is not known"
+        if source.name == place:
+            taken = known
+        elif source.name in state.failed_sources:
+            others.append(f"{source.name}: it has failed")
+        else:
+            others.append(f"{source.name}: {known}")
+    beside = f", not from {', '.join(others)}" if others else ""
+    return f" from {place} ({taken}){beside}"
+
+
+def _bound(state: State, step: int) -> str:
+    """The staleness bound in figures, for one more group of the weights of so many steps."""
+    mine = step + state.settings.max_staleness
+
+    def fit(deadline: int) -> int:
+        return state.settings.groups_per_step * (deadline - state.chosen + 1)
+
+    def there(deadline: int) -> int:
+        return sum(n for due, n in state.deadlines.items() if due <= deadline)
+
+    later = [due for due in state.deadlines if due >= mine]
+    tightest = min([mine, *later], key=lambda due: (fit(due) - there(due), due))
+    return (
+        f"a new group of its weights (made by {step} steps) would be due by step "
+        f"{step_number(mine)}; the next batch to be chosen is that of step "
+        f"{step_number(state.chosen)}, so {max(fit(tightest), 0)} groups fit until step "
+        f"{step_number(tightest)}, and {there(tightest)} are there already"
+    )
+
+
+def _newer(state: State, replica: Replica) -> str:
+    """What it would need instead: newer weights."""
+    making = state.commands.get(keys.TRAIN)
+    if state.newest_for(replica) > replica.version or making is None:
+        return ""
+    if state.newest > replica.version:
+        return f"; v{state.newest} is out, and has not come to {replica.relay} yet"
+    step = state.batch.step_index if state.batch else state.completed
+    return (
+        f"; its relay holds nothing newer than its v{replica.version}, the trainer has been "
+        f"working on step {step_number(step)} since #{making.cause}"
+    )

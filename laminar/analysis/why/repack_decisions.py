@@ -1,0 +1,176 @@
+"""Why repack left a replica as it was, each time that it looked for replicas to be emptied.
+
+Reads   a replay: each event, its commands, the state after it
+Gives   Looks: of one replica, a Look whenever it ran something then; look_lines
+
+The reasons are the predicates of core/repack/stragglers.py and core/repack/packing.py, asked of the
+state after the event: what the same event decided besides is in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from laminar.analysis.log.trajectory_history import Moment, Moments
+from laminar.analysis.why.wording import times
+from laminar.core.repack import packing as repack
+from laminar.core.repack.packing import Standing
+from laminar.core.repack.stragglers import (
+    MOVES_MAX,
+    released_max,
+    tails,
+    why_not_emptied,
+    why_not_in_tail,
+    why_not_moved,
+    within_bound,
+)
+from laminar.core.scheduling.admission import first_share, groups_wanted
+from laminar.core.state import keys
+from laminar.core.state.state import Replica, State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+
+EMPTIED = "emptied"
+
+REASONS = {
+    EMPTIED: "it was emptied",
+    "given": "it was being emptied already",
+    "admits": "it took new groups",
+    "not-heard": "its engine had not been heard of since its last order",
+    "waiting": "trajectories waited for a slot in its engine",
+    "full": "as many ran as a decode step has room for",
+    "loading": "it did not serve",
+    "receives": "it was given what others ran",
+    "no-newer-weights": "nothing newer than its weights was published",
+    "weights-not-here": "the newest weights had not come to its relay",
+    "evaluation": "an evaluation of its version was to be run",
+    "held-out": "it ran held-out answers",
+    "waited-for": "a batch had waited for what it ran",
+    "seen-deaths": "what it ran had seen a replica die",
+    "moved-often": f"what it ran had moved {MOVES_MAX} times",
+    "bound": "the staleness bound had no room for new groups",
+    "data": "the run needed no further group",
+    "others-first": "replicas that were empty or loading came first",
+    "alone": "no other replica of its version was in its tail",
+    "no-room": "no replica of its version in its tail had room for what it ran",
+    "no-gain": "prefill and slower steps elsewhere would have cost more steps than it gained",
+    "changed": "with the same event others were emptied, or a batch was chosen",
+}
+"""Each reason in words, as the end of a sentence."""
+NOT_IN_TAIL = ("admits", "not-heard", "waiting", "full", "loading")
+
+
+class Look(NamedTuple):
+    """What repack found of a replica at one time."""
+
+    at: Moment
+    version: int
+    running: tuple[str, ...]
+    reason: str  #: of REASONS
+    detail: str  #: with figures; empty: the reason says it all
+
+
+class Looks:
+    """An observer of a replay, told the moment of each event."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Look]] = {}  #: by replica
+
+    def take(
+        self, now: Moment, stamped: Stamped, commands: list[Command], state: State, names: set[str]
+    ) -> None:
+        """Enter one event; only the replicas of these names are asked about."""
+        if not names or not _looked(stamped, state):
+            return
+        released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
+        found = tails(state)
+        for name in names & state.replicas.keys():
+            replica = state.replicas[name]
+            if not replica.running:
+                continue
+            mine = next((s for s in found.get(replica.version, ()) if s.name == name), None)
+            reason = EMPTIED if name in released else _reason(state, replica, mine, found)
+            detail = _detail(state, replica, mine, reason)
+            look = Look(now, replica.version, tuple(replica.running), reason, detail)
+            self.of.setdefault(name, []).append(look)
+
+
+def _looked(stamped: Stamped, state: State) -> bool:
+    """The time until the next look began with this event."""
+    if not isinstance(stamped.event, ev.TimerFired | ev.WeightsPublished):
+        return False
+    next_ns = stamped.time_ns + state.settings.repack_interval_ms * 1_000_000
+    return state.timers.get(keys.REPACK) == next_ns
+
+
+def _reason(
+    state: State, replica: Replica, mine: Standing | None, found: dict[int, list[Standing]]
+) -> str:
+    """Why the replica keeps its work, asked in the core's order; `mine`: of the replica, in its
+    tail."""
+    if replica.given:
+        return "given"
+    if replica.loading or not state.actor_alive(replica.name):
+        return "loading"
+    if reason := why_not_in_tail(state, replica) or why_not_emptied(state, replica):
+        return reason
+    gain = state.settings.repack_policy == "gain"
+    if gain and not released_max(state):
+        return _no_new_groups(state)
+    assert mine is not None, replica
+    others = [standing for standing in found[replica.version] if standing is not mine]
+    prefill = state.settings.repack_prefill_tokens if gain else 0
+    return repack.why_not(mine, others, prefill) or "changed"
+
+
+def _no_new_groups(state: State) -> str:
+    needed = first_share(state)
+    if groups_wanted(state) < needed:
+        return "data"
+    return "bound" if within_bound(state) < needed else "others-first"
+
+
+def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) -> str:
+    """The figures behind a reason."""
+    packing = replica.packing
+    if reason == "no-room" and mine is not None:
+        return f"{mine.running} trajectories, which need {mine.need} tokens of cache"
+    if reason == "no-gain" and mine is not None:
+        return f"it would have been empty in {mine.longest} steps, by the lengths so far"
+    if reason == "waiting" and packing is not None:
+        return f"{packing.waiting} waited"
+    if reason == "full" and packing is not None:
+        return f"{replica.load} ran, or were to come, of {packing.max_batch}"
+    if reason == "receives":
+        return f"{len(replica.incoming)} were to come"
+    if reason == "weights-not-here":
+        return f"v{state.newest} was out, {replica.relay} had v{state.newest_for(replica)}"
+    if reason == "no-newer-weights":
+        return f"v{state.newest} was the newest"
+    if reason == "bound":
+        room, needed = within_bound(state), first_share(state)
+        return f"for {max(room, 0)} of the newest weights, where {needed} are a replica's share"
+    found = (state.trajectories[t] for t in replica.running)
+    return next((t.id for t in found if why_not_moved(state, t) == reason), "")
+
+
+def one_look(look: Look, moments: Moments) -> Iterable[str]:
+    """What repack found that time."""
+    detail = f" ({look.detail})" if look.detail else ""
+    yield (
+        f"At {moments.said(look.at)}, with {len(look.running)} trajectories of v{look.version}, "
+        f"repack looked: {REASONS[look.reason]}{detail}."
+    )
+
+
+def look_lines(looks: Sequence[Look], moments: Moments) -> Iterable[str]:
+    """How often it was left, by reason, and the last time that each was the reason."""
+    counts = Counter(look.reason for look in looks)
+    for reason, count in counts.most_common():
+        last = [look for look in looks if look.reason == reason][-1]
+        detail = f" ({last.detail})" if last.detail else ""
+        when = f"at {moments.said(last.at)}" if count == 1 else f"last at {moments.said(last.at)}"
+        yield f"  {times(count)}, {when}: {REASONS[reason]}{detail}"

@@ -1,0 +1,216 @@
+"""What a step waited for: the trainer's time before it, and the groups that its batch needed last.
+
+Reads   a replay
+Gives   StepWait, an observer that ends with sentences
+Raises  ConfigError for a step that was never ordered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from laminar.analysis.log.display import step_number
+from laminar.analysis.log.trajectory_history import (
+    DISPATCHED,
+    ENDED,
+    Life,
+    Lives,
+    Moment,
+    Moments,
+    Placement,
+)
+from laminar.analysis.why.idle_spells import Idle, Idleness, Spell
+from laminar.analysis.why.wording import WHAT_HAS_AN_ANSWER, said, spell_lines
+from laminar.config import ConfigError
+from laminar.core.state import keys
+from laminar.core.state.indexes import live_actor
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.core.steps.batching import batch_size
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.names.ids import GroupId, TrajectoryId
+from laminar.names.roles import Role
+
+LAST_GROUPS = 3  #: of a batch that are shown
+
+
+class StepWait:
+    """The time in which the trainer was free before one step, and what its batch then needed."""
+
+    def __init__(self, step: int) -> None:
+        """`step` as people count, from 1."""
+        self.step = step
+        self._moments, self._lives, self._idleness = Moments(), Lives(), Idleness()
+        self._spells: list[Spell] = []  #: since the trainer was last training
+        self._freed_by: Stamped | None = None
+        self._complete: dict[GroupId, Moment] = {}
+        self._dispatch: dict[TrajectoryId, Stamped] = {}
+        self._idle: dict[tuple[str, int], Idle] = {}  #: by replica and the event that ended it
+        self._published: dict[int, Moment] = {}
+        self._latest = 0
+        self._batch: list[Life] = []
+        self._chosen: tuple[Moment, Stamped] | None = None
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        if self._chosen is not None:
+            return
+        now = self._moments.at(stamped)
+        for what, life in self._lives.take(now, stamped.event, commands, state):
+            if what == DISPATCHED:
+                self._dispatch[life.trajectory_id] = stamped
+            elif what == ENDED:
+                self._dispatch.pop(life.trajectory_id, None)
+        for idle in self._idleness.take(now, stamped, state):
+            self._idle[idle.replica, now.seq] = idle
+        if isinstance(stamped.event, ev.WeightsPublished):
+            self._published.setdefault(stamped.event.version, now)
+        for group in state.ready:
+            self._complete.setdefault(group, now)
+        self._follow_trainer(now, stamped, commands, state)
+
+    def _follow_trainer(
+        self, now: Moment, stamped: Stamped, commands: list[Command], state: State
+    ) -> None:
+        for command in commands:
+            if isinstance(command, cmd.TrainStep):
+                self._latest = step_number(command.step_index)
+                if self._latest == self.step:
+                    self._chosen = (now, stamped)
+                    self._batch = [self._lives.open[name] for name in command.trajectories]
+                    return
+        reason = _trainer_waits_for(state)
+        if not reason:
+            self._spells, self._freed_by = [], None
+        elif not self._spells or self._spells[-1].reason != reason:
+            self._freed_by = self._freed_by or stamped
+            self._spells.append(Spell(reason, now, _trainer_detail(state, reason)))
+
+    def lines(self) -> Iterable[str]:
+        if self._chosen is None:
+            last = f"the last one is step {self._latest}" if self._latest else "none was"
+            raise ConfigError(f"step {self.step} was never ordered, {last}: {WHAT_HAS_AN_ANSWER}")
+        (chosen, cause), at = self._chosen, self._moments.said
+        if self._freed_by is None:
+            yield (
+                f"Step {self.step} did not wait: its batch was complete when the trainer was free, "
+                f"at {at(chosen)} by {said(cause)}."
+            )
+        else:
+            free = self._spells[0].since
+            waited_s = (chosen.unix_ns - free.unix_ns) / 1e9
+            yield (
+                f"Step {self.step} waited {waited_s:.3f} s: the trainer was free at {at(free)}, "
+                f"by {said(self._freed_by)}, and got its batch at {at(chosen)}, "
+                f"by {said(cause)}."
+            )
+            yield from spell_lines(self._spells, chosen, self._moments)
+        yield from self._group_lines(chosen)
+
+    def _group_lines(self, chosen: Moment) -> Iterable[str]:
+        groups: dict[GroupId, list[Life]] = {}
+        for life in self._batch:
+            groups.setdefault(life.group, []).append(life)
+        complete = {group: self._complete.get(group, chosen) for group in groups}
+        free = self._spells[0].since if self._spells else chosen
+        missing = [group for group in groups if complete[group].seq > free.seq]
+        if missing:
+            yield f"{len(missing)} of its {len(groups)} groups were not complete at first."
+        order = sorted(groups, key=lambda group: complete[group].seq, reverse=True)
+        last = [max(groups[group], key=_rewarded_seq) for group in order[:LAST_GROUPS]]
+        if missing:
+            yield _share_line(last[0], free, chosen)
+        for life in last:
+            yield (
+                f"Group {life.group} was complete at {self._moments.said(complete[life.group])}, "
+                f"with {life.trajectory_id} as its last:"
+            )
+            yield from self._part_lines(life, chosen)
+
+    def _part_lines(self, life: Life, chosen: Moment) -> Iterable[str]:
+        """dispatched -> started -> finished -> rewarded -> chosen, each with its length."""
+        placement = life.placement
+        yield (
+            f"  dispatched at {self._moments.said(placement.dispatched)} to {placement.replica} "
+            f"with v{placement.version}, by {said(self._dispatch[life.trajectory_id])}"
+        )
+        yield from self._before_lines(placement, self._dispatch[life.trajectory_id])
+        tokens = f"{life.num_tokens} tokens, {life.finish_reason}"
+        score = f"by {life.scorer}, score {life.score:.3g}" if life.score is not None else ""
+        before = placement.dispatched
+        for name, moment, detail in (
+            ("started", placement.started, placement.replica),
+            ("finished", life.finished, tokens),
+            ("rewarded", life.rewarded, score),
+            ("chosen", chosen, f"for step {self.step}"),
+        ):
+            if moment is not None:
+                seconds = (moment.unix_ns - before.unix_ns) / 1e9
+                yield f"  {name} {seconds:.3f} s later (#{moment.seq}): {detail}"
+                before = moment
+
+    def _before_lines(self, placement: Placement, cause: Stamped) -> Iterable[str]:
+        """What its replica did before: an idle time, and the weights that ended it."""
+        idle = self._idle.get((placement.replica, placement.dispatched.seq))
+        if idle is not None:
+            parts = idle.parts(placement.dispatched)
+            listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts.items())
+            begin = self._moments.said(idle.begin)
+            yield f"    {placement.replica} had run nothing since {begin}: {listed}"
+        elif isinstance(cause.event, ev.TrajectoryFinished) and cause.peer == placement.replica:
+            yield f"    {placement.replica} had no room for it before"
+        if published := self._published.get(placement.version):
+            yield f"    v{placement.version} was published at {self._moments.said(published)}"
+        if placement.number > 1:
+            yield f"    it was placement {placement.number}: ask why the trajectory moved"
+
+
+def _share_line(life: Life, free: Moment, chosen: Moment) -> str:
+    """How the trainer's wait divides into the parts of the sibling that came last."""
+    parts = (
+        ("not dispatched", life.placement.dispatched),
+        ("queued at its replica", life.placement.started),
+        ("generated", life.finished),
+        ("rewarded", life.rewarded),
+        ("complete, the batch was not", chosen),
+    )
+    shares, before = [], free.unix_ns
+    for name, until in parts:
+        if until is not None and until.unix_ns > before:
+            shares.append(f"{name} for {(until.unix_ns - before) / 1e9:.3f} s")
+            before = until.unix_ns
+    return f"While the trainer waited, {life.trajectory_id}, the last, was {', '.join(shares)}."
+
+
+def _rewarded_seq(life: Life) -> int:
+    return life.rewarded.seq if life.rewarded else 0
+
+
+def _trainer_waits_for(state: State) -> str:
+    """What the trainer, being ready and not training, waits for; empty while it trains."""
+    trainer = live_actor(state, Role.TRAINER)
+    if trainer is None or not trainer.ready or state.batch is not None:
+        return ""
+    if state.phase == Phase.STARTING:
+        return "start"
+    if keys.PUBLISH in state.commands:
+        return "publish"
+    if not batch_size(state):
+        return "groups"
+    return "strategy" if keys.PROPOSE in state.commands else "staleness-bound"
+
+
+def _trainer_detail(state: State, reason: str) -> str:
+    if reason == "start":
+        return "the first weights were not published yet"
+    if reason == "publish":
+        return f"v{state.owed} was owed and had to be published first"
+    if reason == "groups":
+        ready, needed = len(state.ready), state.settings.groups_per_step
+        return (
+            f"{ready} of {needed} groups were complete, {sum(state.deadlines.values())} were open"
+        )
+    if reason == "strategy":
+        return "the batch strategy had been asked and had not answered"
+    return "the complete groups could not be taken without breaking the bound for another one"

@@ -1,0 +1,37 @@
+"""A laminar-node that begins to import before it knows its run; `laminar train` starts it so.
+
+    python -m laminar.cli.prefork_node NEEDS
+
+Reads   what its warm processes are to import (JSON); on standard input, a socket, the words of a
+        laminar-node with the descriptor of the lock of its run's directory
+Starts  the warm processes; goes on as laminar-node, or ends when its starter does
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+from laminar.actors.system.roles import Needs
+from laminar.actors.system.warm import Seed
+from laminar.cli import node
+from laminar.launch.exit_handling import exit_code
+from laminar.names import exit_codes
+
+WORDS_MAX = 64 << 10  #: bytes
+
+
+def main() -> int:
+    found = json.loads(sys.argv[1])
+    seeds = {kind: Seed.spawn(Needs(*need)) for kind, need in found.items()}
+    with socket.socket(fileno=os.dup(0)) as starter:
+        message, fds, _, _ = socket.recv_fds(starter, WORDS_MAX, 1)
+    if not message:  # the warm processes end with this one
+        return exit_codes.COMPLETE
+    return node.run([*json.loads(message), "--lock-fd", str(fds[0])], seeds)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("laminar-node", main))

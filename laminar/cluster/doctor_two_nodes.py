@@ -1,0 +1,335 @@
+"""Two machines of a cluster look at each other: what laminar doctor has a short job do on them.
+
+Reads   DIRECTORY/config.toml, what the other machine writes there, its clock
+Writes  DIRECTORY; a socket between the two; standard output, JSON in short lines
+Gives   on_this_machine, the body of a task; said, what that prints, and heard, the reverse;
+        asked_of_two, which has Slurm run it on two machines
+Raises  ConfigError for what is wrong, with its mend
+
+    first                                    second
+    0.json, `page` with "old"  ---------->   reads them, and that there is no `late`
+    <------------------------------------    connects, and asks for the time
+    the time; a new `page`, `late`, a lock   waits until it sees both, tries the lock
+
+A file of its own, because doctor.py looks at one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+import laminar
+from laminar.cluster.job_scripts import Scripts
+from laminar.config import Config, ConfigError, dumps
+from laminar.net.addresses import MACHINE, is_loopback, own_ip, own_name
+from laminar.run.directory import CONFIG_FILE, run_config
+from laminar.run.lock import try_lock
+from laminar.run.renames import write_whole
+
+SEEN_S = 60.0
+"""How late a file may be seen by the other machine: network file systems look again after that."""
+CONNECT_S = 10.0
+CLOCK_S = 1.0
+MACHINES_S = 120
+"""How long Slurm may take to find two machines; a full cluster has none."""
+_POLL_S = 0.05
+_LINE_MAX = 900
+"""Characters. srun keeps lines of two tasks apart up to 1,024 bytes; longer ones it mixes."""
+_LINE = re.compile(r"^\[([01])\](.*)$", re.MULTILINE)
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What one machine says of itself."""
+
+    name: str
+    version: str
+    machine: str
+    host: str
+    port: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What one machine has looked at."""
+
+    subject: str
+    sound: bool
+    text: str
+
+
+Check = Callable[[], str]
+
+
+def looked(subject: str, check: Check) -> Found:
+    try:
+        return Found(subject, True, check())
+    except ConfigError as error:
+        return Found(subject, False, str(error))
+
+
+def on_this_machine(directory: Path, rank: int) -> list[Found]:
+    """The part of this machine, which is the first or the second of the two."""
+    name = own_name()
+    if not directory.is_dir():
+        return [
+            Found(
+                f"{name} directory",
+                False,
+                f"{name} does not see {directory.parent}: choose a run.output_dir on a file system "
+                "that all machines share",
+            )
+        ]
+    config = run_config(directory)
+    try:
+        with socket.create_server((own_ip(config.coordinator.host, "coordinator.host"), 0)) as own:
+            return list(_pair(directory, rank, own))
+    except ConfigError as error:
+        return [Found(f"{name} address", False, str(error))]
+
+
+def _pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
+    host, port = own.getsockname()
+    facts = Facts(own_name(), laminar.__version__, MACHINE, host, port)
+    write_whole(directory / f"page.{rank}", b"old", durable=True)
+    write_whole(directory / f"{rank}.json", msgspec.json.encode(facts), durable=True)
+    seen = directory / f"{1 - rank}.json"
+    found = looked(f"{facts.name} directory", lambda: _seen(seen))
+    yield found
+    if not found.sound:
+        return
+    other = msgspec.json.decode(seen.read_bytes(), type=Facts)
+    yield looked(f"{facts.name} program", lambda: _same_version(facts, other))
+    link = _Link(own, facts, other)
+    found = looked(f"{facts.name} address", lambda: link.open(first=rank == 0))
+    yield found
+    if found.sound:
+        with contextlib.closing(link):
+            yield from _first(directory, link) if rank == 0 else _second(directory, link, other)
+
+
+def _seen(path: Path) -> str:
+    directory = path.parent.parent
+    _wait(
+        path.exists,
+        f"nothing that the other machine writes into {directory} is seen here within {SEEN_S:g} s: "
+        "choose a run.output_dir on a file system that all machines share, or have it mounted with "
+        "a shorter time for its caches (NFS: actimeo)",
+    )
+    return f"{directory} is shared"
+
+
+def _wait(until: Callable[[], bool], otherwise: str) -> float:
+    """Seconds until what the other machine has written is seen; ConfigError after SEEN_S."""
+    begun = time.monotonic()
+    while not until():
+        if time.monotonic() - begun > SEEN_S:
+            raise ConfigError(otherwise)
+        time.sleep(_POLL_S)
+    return time.monotonic() - begun
+
+
+def _same_version(own: Facts, other: Facts) -> str:
+    if own.version != other.version:
+        raise ConfigError(
+            f"laminar is {own.version} here and {other.version} on {other.name}: install one where "
+            "all machines see it, and name it in slurm.setup"
+        )
+    return f"laminar {own.version}"
+
+
+class _Link:
+    """A line of words between the two, each of which has been reached by the other."""
+
+    def __init__(self, own: socket.socket, facts: Facts, other: Facts) -> None:
+        self._own, self._facts, self._other = own, facts, other
+        self._lines: TextIO | None = None
+
+    def open(self, *, first: bool) -> str:
+        if self._other.machine != MACHINE and is_loopback(f"tcp://{self._other.host}:0"):
+            raise ConfigError(
+                f"the name of {self._other.name} is {self._other.host}, which only that machine "
+                "reaches: set coordinator.host to the interface of its network, such as 'ib0'"
+            )
+        self._own.settimeout(CONNECT_S)
+        try:
+            probe, line = self._reach(first)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._other.name} ({self._other.host}) and {self._facts.name} "
+                f"({self._facts.host}) do not reach each other ({error}): set coordinator.host to "
+                "the interface of a network without a firewall between them"
+            ) from None
+        probe.close()
+        line.settimeout(2 * SEEN_S)
+        self._lines = line.makefile("rw", encoding="utf-8")
+        line.close()
+        return f"{self._other.name} is reached at {self._other.host}"
+
+    def _reach(self, first: bool) -> tuple[socket.socket, socket.socket]:
+        """One connection each way; the second's is the line."""
+        where = (self._other.host, self._other.port)
+        if first:
+            line, _ = self._own.accept()
+            return socket.create_connection(where, CONNECT_S), line
+        line = socket.create_connection(where, CONNECT_S)
+        probe, _ = self._own.accept()
+        return probe, line
+
+    def say(self, word: str) -> None:
+        assert self._lines is not None
+        self._lines.write(f"{word}\n")
+        self._lines.flush()
+
+    def hear(self) -> str:
+        assert self._lines is not None
+        return self._lines.readline().strip()
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _first(directory: Path, link: _Link) -> Iterator[Found]:
+    """Answer with the time, then change what the second looks at."""
+    link.hear()
+    link.say(str(time.time()))
+    link.hear()  # it has read the page, and looked for what is not there yet
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        held = try_lock(lock, fcntl.LOCK_EX)
+        write_whole(directory / "page.0", b"new", durable=True)
+        write_whole(directory / "late", b"", durable=True)
+        link.say("changed" if held else "no lock")
+        link.hear()  # it has tried the lock
+    finally:
+        os.close(lock)
+    yield from ()
+
+
+def _second(directory: Path, link: _Link, other: Facts) -> Iterator[Found]:
+    name = own_name()
+    asked = time.time()
+    link.say("time?")
+    offset = float(link.hear()) - (asked + time.time()) / 2
+    yield looked(f"{name} clock", lambda: _clock(offset, other))
+    (directory / "page.0").read_bytes()
+    (directory / "late").exists()
+    link.say("looked")
+    link.hear()
+    yield looked(f"{name} renames", lambda: _renames(directory))
+    yield looked(f"{name} locks", lambda: _locks(directory / "lock", other))
+    link.say("done")
+
+
+def _clock(offset_s: float, other: Facts) -> str:
+    if abs(offset_s) > CLOCK_S:
+        raise ConfigError(
+            f"the clock of {other.name} differs from this one by {offset_s:+.1f} s: have both set "
+            "by NTP, or times in logs and figures will not agree"
+        )
+    return f"{offset_s * 1e3:+.1f} ms"
+
+
+def _renames(directory: Path) -> str:
+    page, late = directory / "page.0", directory / "late"
+    took = _wait(
+        lambda: page.read_bytes() == b"new" and late.exists(),
+        f"a file in {directory.parent} that the other machine has replaced is not seen within "
+        f"{SEEN_S:g} s: have it mounted with a shorter time for its caches (NFS: actimeo, "
+        "lookupcache=positive), or choose another run.output_dir",
+    )
+    return f"seen after {took:.1f} s"
+
+
+def _locks(path: Path, other: Facts) -> str:
+    """The lock that the other machine has is one here, too."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        free = try_lock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(
+            f"{path.parent.parent} has no file locks ({error.strerror}); {_MEND}"
+        ) from None
+    finally:
+        os.close(fd)
+    if free:
+        raise ConfigError(
+            f"a file in {path.parent.parent} that {other.name} has locked can be locked here too, "
+            f"so that nothing keeps a run from being resumed beside itself; {_MEND}"
+        )
+    return "seen by both machines"
+
+
+_MEND = (
+    "have it mounted with locks for all machines (NFS: without nolock and local_lock; Lustre: "
+    "flock), or choose another run.output_dir"
+)
+
+
+def said(rank: int, found: list[Found]) -> Iterator[str]:
+    """The lines in which a task prints what it has found."""
+    text = json.dumps(msgspec.to_builtins(found))
+    for begin in range(0, len(text), _LINE_MAX):
+        yield f"[{rank}]{text[begin : begin + _LINE_MAX]}"
+
+
+def heard(output: str) -> list[list[Found]]:
+    """What each task has found that was not ended before it had said all, in order."""
+    parts = ["", ""]
+    for rank, part in _LINE.findall(output):
+        parts[int(rank)] += part
+    answers = []
+    for text in filter(None, parts):
+        with contextlib.suppress(msgspec.DecodeError):
+            answers.append(msgspec.json.decode(text, type=list[Found]))
+    return answers
+
+
+def asked_of_two(config: Config, scripts: Scripts) -> list[Found]:
+    """Have Slurm run both parts; ConfigError when it does not."""
+    above = next(path for path in scripts.run_dir.parents if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".laminar-doctor-", dir=above) as made:
+        (Path(made) / CONFIG_FILE).write_text(dumps(config))
+        body = f"exec {scripts.program} doctor --pair {shlex.quote(made)}"
+        setup = config.slurm.setup.strip()
+        command = ["srun", *_options(config), "bash", "-c", "\n".join([setup, body]).strip()]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=MACHINES_S + 4 * SEEN_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"no answer of two machines: {error}; try again") from None
+    answers = heard(done.stdout)
+    found = [each for answer in answers for each in answer]
+    if len(answers) < 2 and all(each.sound for each in found):
+        words = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ConfigError(
+            f"two machines did not answer ({words[0] if words else 'srun gives no reason'}): try "
+            f"again when two are free, or see that {scripts.program} can be started on them"
+        )
+    return found
+
+
+def _options(config: Config) -> Iterator[str]:
+    """Two machines for some minutes; one that sees no directory ends both."""
+    slurm = config.slurm
+    yield from ("--nodes=2", "--ntasks=2", "--time=3", f"--immediate={MACHINES_S}", "--quiet")
+    yield "--kill-on-bad-exit=1"
+    yield from ([f"--partition={slurm.partition}"] if slurm.partition else [])
+    yield from ([f"--account={slurm.account}"] if slurm.account else [])
+    yield from ([f"--gpus-per-node={slurm.gpus}"] if slurm.gpus else [])
+    yield from ([f"--mem={slurm.mem}"] if slurm.mem else [])
+    yield from slurm.extra

@@ -1,0 +1,110 @@
+"""slurm.chain: each service queues its successor in advance, and that goes on where it ends.
+
+Reads   RUN/slurm/jobs.json, RUN/slurm/*.sbatch
+Writes  RUN/slurm/jobs.json, which says whose turn it is
+Gives   Chain: what the service does with the jobs after its own
+
+This is for clusters where no job is put back into the queue: there nothing but a job that waits
+already can go on after a power failure, a preemption or a time limit that nobody was warned of.
+The successor waits for an end of its predecessor that is no success, so one that needs no
+successor cancels it; each has a job array of its own, and cancels what is left of the former one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from laminar.cluster.job_scripts import ROLLOUT, SERVICE, scripts_of
+from laminar.cluster.slurm import Jobs, cancel, enqueue, queued, read_jobs, write_jobs
+from laminar.config import Config, ConfigError
+
+SUBMIT_S = 60.0
+"""How long `laminar submit` may take to say which jobs it has queued, once the first has begun."""
+POLL_S = 0.5
+
+
+class Chain:
+    """The jobs after that of this service."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, own: str, note: Callable[[str], None]
+    ) -> None:
+        self._config, self._run_dir, self._own, self._note = config, run_dir, own, note
+        self._next: list[str] = []
+
+    @property
+    def successor(self) -> str:
+        """The job that goes on after this one; empty: none does."""
+        return self._next[0] if self._next else ""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is the turn of this job after another one."""
+        jobs = read_jobs(self._run_dir)
+        return jobs is not None and jobs.next[:1] == [self._own]
+
+    def begins(self) -> None:
+        """Take the turn, and queue who has the next one."""
+        jobs = self._taken()
+        if jobs is None:
+            self._note(f"slurm.chain: job {self._own} is not one that was submitted; none follows")
+            return
+        most = self._config.slurm.max_requeues
+        if jobs.before >= most:
+            self._note(f"slurm.chain: {most} jobs went before, as slurm.max_requeues has it")
+        elif not jobs.next:
+            try:
+                jobs = self._enqueue(jobs)
+            except ConfigError as error:
+                self._note(f"slurm.chain: no job can be queued that goes on after this: {error}")
+        self._next = jobs.next
+
+    def cut(self) -> None:
+        """No job is to go on. The nodes' goes first: it starts where the other is cancelled."""
+        for job in reversed(self._next):
+            try:
+                cancel([job])
+            except ConfigError as error:
+                self._note(f"job {job} may be in the queue still: {error}")
+        self._next = []
+
+    def _taken(self) -> Jobs | None:
+        """The jobs of this turn; None where this job has none."""
+        deadline = time.monotonic() + SUBMIT_S
+        while time.monotonic() < deadline:
+            jobs = read_jobs(self._run_dir)
+            if jobs is not None and jobs.service == self._own:
+                return jobs
+            if jobs is not None and jobs.next[:1] == [self._own]:
+                return self._take_over(jobs)
+            time.sleep(POLL_S)
+        return None
+
+    def _take_over(self, former: Jobs) -> Jobs:
+        """Have the turn after these jobs, whose nodes leave."""
+        jobs = Jobs(service=self._own, rollouts=former.next[1:], before=former.before + 1)
+        write_jobs(self._run_dir, jobs)
+        if former.rollouts and queued(former.rollouts):
+            cancel(former.rollouts)
+        return jobs
+
+    def _enqueue(self, jobs: Jobs) -> Jobs:
+        """Queue the successor and its nodes."""
+        scripts = scripts_of(self._config, self._run_dir)
+        follows = f"--dependency=afternotok:{self._own}"
+        self._next = [enqueue(scripts.path(SERVICE), follows)]
+        try:
+            if self._config.slurm.rollouts:
+                after = f"--dependency=after:{self.successor}"
+                self._next.append(enqueue(scripts.path(ROLLOUT), after))
+            jobs = msgspec.structs.replace(jobs, next=self._next)
+            write_jobs(self._run_dir, jobs)
+        except BaseException:
+            self.cut()
+            raise
+        self._note(f"slurm.chain: job {self.successor} goes on where this one ends")
+        return jobs

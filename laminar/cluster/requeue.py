@@ -1,0 +1,137 @@
+"""What becomes of the jobs of a run that has paused: they are put back into Slurm's queue, or, by
+slurm.chain, others go on (job_chain.py).
+
+Reads   SLURM_JOB_ID, SLURM_RESTART_COUNT and their like; RUN/slurm/jobs.json; RUN/status.json
+Writes  nothing; says what it has Slurm do, or why that cannot be
+Gives   Job: what `laminar serve` does with its own job, and the service with those of the nodes
+
+A task of the job array is held when it is put back, since it would wait for its coordinator on a
+machine that it pays for; the next service releases it. Only a warning (SIGUSR1) is answered so:
+SIGTERM comes when Slurm or the user has decided what becomes of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from laminar.cluster.job_chain import Chain
+from laminar.cluster.slurm import ask, cancel, queued, read_jobs
+from laminar.config import Config, ConfigError
+from laminar.names import exit_codes
+from laminar.run.directory import STATUS_FILE
+from laminar.run.program import typed
+
+WARNING = signal.SIGUSR1.name
+"""Comes from Slurm, some time before it ends the job."""
+LEAVE_S = 60.0
+"""How long the tasks of nodes may take to end, before those that are put back are taken out."""
+POLL_S = 1.0
+
+
+class Job:
+    """The job of the batch system that this process is."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        note: Callable[[str], None],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._most = config.slurm.max_requeues
+        self._run_dir, self._note = run_dir, note
+        array, task = (environment.get(f"SLURM_ARRAY_{k}", "") for k in ("JOB_ID", "TASK_ID"))
+        self._id = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+        self._restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        chained = config.slurm.chain and self._id
+        self._chain = Chain(config, run_dir, self._id, note) if chained else None
+
+    @property
+    def again(self) -> bool:
+        """Whether Slurm has started it in the place of one whose end it has seen, or supposes."""
+        return self._restarts > 0 or (self._chain is not None and self._chain.follows)
+
+    def begins(self) -> None:
+        """The service has started: again, so may the nodes whose tasks are held."""
+        if self._chain is not None:
+            self._chain.begins()
+            return
+        jobs = read_jobs(self._run_dir) if self._restarts else None
+        for array in jobs.rollouts if jobs is not None else ():
+            self._try("release", array)
+
+    def service_ended(self, code: int, signalled: str) -> None:
+        """`code`: its exit code. `signalled`: the name of the signal that asked it to end."""
+        paused = code == exit_codes.PAUSED
+        if self._chain is not None and not (paused and signalled):
+            self._chain.cut()
+        if paused and self._id and signalled in ("", WARNING):
+            self._paused(warned=bool(signalled))
+
+    def _paused(self, *, warned: bool) -> None:
+        """Unless Slurm has warned us, the user has asked for the pause, and it is for him to end
+        it. No task stays in the queue, unless this job does."""
+        if self._chain is not None and self._chain.successor:
+            self._note(f"job {self._chain.successor} goes on with it")
+        elif warned and self._chain is None and self._again("requeue"):
+            return
+        else:
+            self._note(f"`{typed('submit', '--resume', self._run_dir)}` goes on with it")
+        jobs = read_jobs(self._run_dir)
+        if jobs is not None and jobs.rollouts:
+            try:
+                self._take_out(jobs.rollouts)
+            except ConfigError as error:
+                self._note(f"jobs {' '.join(jobs.rollouts)} may be in the queue still: {error}")
+
+    def node_paused(self) -> None:
+        """The run has, with this node."""
+        if self._id and self._chain is None:
+            self._again("requeuehold")
+
+    def node_left(self, signalled: str) -> None:
+        """This node, as this signal has asked it; alone, unless the run is about to pause."""
+        if self._id and self._chain is None and signalled == WARNING:
+            self._again("requeuehold" if _pauses(self._run_dir) else "requeue")
+
+    def _again(self, how: str) -> bool:
+        """Put this job back; False where it is not."""
+        if self._restarts >= self._most:
+            self._note(
+                f"job {self._id} is not put back: it was started again {self._restarts} times, and "
+                f"slurm.max_requeues is {self._most}"
+            )
+            return False
+        return self._try(how, self._id)
+
+    def _try(self, how: str, job: str) -> bool:
+        try:
+            ask("scontrol", how, job)
+        except ConfigError as error:
+            self._note(f"scontrol {how} {job}: {error}")
+            return False
+        self._note(f"scontrol {how} {job}")
+        return True
+
+    def _take_out(self, arrays: list[str]) -> None:
+        """Cancel the tasks of nodes once none of them runs: one that ends puts itself back."""
+        deadline = time.monotonic() + LEAVE_S
+        while any(task.state in ("RUNNING", "COMPLETING") for task in queued(arrays)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        if queued(arrays):
+            cancel(arrays)
+
+
+def _pauses(run_dir: Path) -> bool:
+    """Whether the coordinator has said so last."""
+    try:
+        return bool(json.loads((run_dir / STATUS_FILE).read_bytes())["pause"])
+    except (OSError, ValueError, KeyError):
+        return False

@@ -1,0 +1,335 @@
+"""The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
+
+Reads   readiness of actors, completed steps, DrainRequested, EventGivenUp, ModelExported
+Writes  state.phase, state.draining, state.failing, state.failed, state.exit_code
+Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through pausing.py
+
+Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
+with a reason and a non-zero exit code, and the ledger still closes: leftovers are dropped as
+DropReason.RUN_ENDED.
+"""
+
+from __future__ import annotations
+
+from laminar.core import store_orders
+from laminar.core.context import Context
+from laminar.core.members import pausing
+from laminar.core.registry import handles
+from laminar.core.scheduling import groups
+from laminar.core.scheduling.admission import groups_wanted
+from laminar.core.state import keys
+from laminar.core.state.failures import Failure, FailureKind
+from laminar.core.state.indexes import clear_timer, live_actor, master_relay, working_trainer
+from laminar.core.state.state import State
+from laminar.core.state.statuses import GroupStatus, Phase
+from laminar.core.state.transitions import move_run
+from laminar.core.steps import batching
+from laminar.core.validation import anything, is_count
+from laminar.core.versions import broadcast, publishing
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.reasons import DropReason, End
+from laminar.names.roles import Role
+
+DATA = "data"
+"""The subject of a failure of the prompts."""
+EXPORT_TIMEOUT_MS = 1_800_000
+"""Writing and reading back a large model from a shared file system."""
+
+
+def plan(ctx: Context) -> bool:
+    """Move the run to its next phase if its condition holds; True when it did."""
+    if ctx.state.pausing:
+        return pausing.plan_pause(ctx)
+    return _PLANS[ctx.state.phase](ctx)
+
+
+def fail(
+    ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
+) -> bool:
+    """End the run with a reason; False when it has one already, or stops: the first is kept."""
+    state = ctx.state
+    if state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
+        return False
+    if state.pausing and kind in pausing.LOSSES:
+        pausing.pause(ctx)
+        return True
+    state.failed = Failure(kind, subject, ctx.stamped.seq, detail)
+    state.exit_code = exit_code
+    _begin_ending(ctx)
+    return True
+
+
+def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
+    """End the run gracefully as on_drain_requested does; it has failed, with this reason."""
+    ctx.state.draining = True
+    ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
+
+
+def end_flat_data(ctx: Context) -> None:
+    """So many groups in a row had no variance that no other one is waited for."""
+    state, batches = ctx.state, ctx.state.settings.filter_batches
+    limit = batches * state.settings.groups_per_step
+    if 0 < limit <= state.flat_in_row and state.phase == Phase.RUNNING and not state.draining:
+        _drain_flat(ctx, f"algorithm.filter_groups.max_num_gen_batches = {batches} batches")
+
+
+def _drain_flat(ctx: Context, limit: str) -> None:
+    state = ctx.state
+    what = (
+        f"no two answers differ in any of the last {state.flat_in_row} groups, {state.flat_right} "
+        f"of them all right, by algorithm.filter_groups.metric = {state.settings.filter_metric} "
+        f"({limit}): give prompts that are neither too easy nor too hard, or set "
+        "algorithm.filter_groups.enable = false"
+    )
+    drain(ctx, FailureKind.NO_VARIANCE, DATA, what)
+
+
+def _in_time(state: State, event: ev.DrainRequested) -> bool:
+    return is_count(event.answers_ms)
+
+
+@handles(ev.DrainRequested, valid=_in_time)
+def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
+    """Ctrl-C: no new work; the batch in training is completed, the model is exported.
+
+    At once, or before anything was trained, there is nothing to complete. A run that can be resumed
+    stays as it is then. So does one that is to pause (pausing.py); any other ends.
+    """
+    state = ctx.state
+    if event.pause and state.settings.keeps_checkpoints:
+        if not pausing.begin_pause(ctx, event.answers_ms):
+            ctx.ignore("run-ending")
+        return
+    repeat = state.draining and not state.pausing
+    pausing.end_pause(ctx)
+    state.draining = True
+    if event.at_once and pausing.stays_open(state, drained=repeat):
+        pausing.stop_at_once(ctx, event.reason)
+    elif event.at_once or (state.phase == Phase.STARTING and not repeat):
+        early = state.phase == Phase.STARTING
+        kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
+        if not fail(ctx, kind, pausing.RUN, event.reason, exit_code=130) and repeat:
+            ctx.ignore("run-ending")
+    elif repeat:
+        ctx.ignore("repeat")
+
+
+@handles(ev.EventGivenUp, valid=anything)
+def on_event_given_up(ctx: Context, event: ev.EventGivenUp) -> None:
+    """The message counts as received and its timer as fired, or they would come again without end.
+
+    An answer of the store is not waited for: it has come, and what it said is lost to the ledger.
+    """
+    actor = ctx.state.actors.get(event.actor)
+    new = actor is not None and actor.incarnation == event.actor_incarnation
+    if actor is not None and new and (new := event.peer_seq > actor.last_peer_seq):
+        actor.last_peer_seq = event.peer_seq
+    fired = clear_timer(ctx.state, keys.TimerName(event.timer))
+    awaited = ctx.done(keys.end(event.ended_by)) is not None
+    given_up = fail(ctx, FailureKind.EVENT_GIVEN_UP, event.actor, event.reason)
+    if not (given_up or new or fired or awaited):
+        ctx.ignore("run-ending")
+
+
+@handles(ev.ModelExported, valid=anything)
+def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
+    ordered = ctx.done(keys.EXPORT) if event.version == ctx.state.exported else None
+    if ordered is None:
+        return ctx.ignore("not-exporting")
+    ctx.state.export_path = event.path
+    publishing.expect_version(ctx, event.version, ordered.cause)
+
+
+@handles(ev.TrainingWarning, valid=anything)
+def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
+    """Remembered, so that it is given once; nothing depends on it."""
+    ctx.state.warnings[event.kind] = event.text
+
+
+def on_start_timeout(ctx: Context) -> None:
+    """Name what the start is waiting for."""
+    state = ctx.state
+    missing = [role for role in (Role.STORE, Role.TRAINER) if not _ready(state, role)]
+    if not state.relays or (
+        live_actor(state, Role.TRAINER) is not None and master_relay(state) is None
+    ):
+        missing.insert(1, Role.RELAY)
+    if not state.replicas:
+        missing.append(Role.ROLLOUT)
+    waited = ", ".join(missing) or "the first weights to be published"
+    fail(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
+
+
+def _ready(state: State, role: Role) -> bool:
+    actor = live_actor(state, role)
+    return actor is not None and actor.ready
+
+
+def _starting(ctx: Context) -> bool:
+    state = ctx.state
+    if state.newest >= 0:
+        if broadcast.can_work(state):
+            ctx.clear_timer(keys.START)
+        move_run(state, "publish")
+        ctx.touch_all()
+        return True
+    trainer = working_trainer(state)
+    all_ready = _ready(state, Role.STORE) and master_relay(state) is not None
+    if not all_ready or trainer is None or keys.PUBLISH in state.commands:
+        return False
+    version, step = state.first_version, state.first_step
+    state.next_version = version + 1
+    ctx.command(cmd.PublishWeights(to=trainer.name, version=version, step=step), key=keys.PUBLISH)
+    return True
+
+
+def _running(ctx: Context) -> bool:
+    """The steps are done, the data has ended, or the user asked to stop."""
+    state = ctx.state
+    if state.batch is not None:
+        return False
+    if state.draining:
+        _drop_leftovers(ctx)
+    elif not batching.steps_done(state) and not _data_ended(ctx):
+        return False
+    elif state.completed == state.first_step and state.flat_in_row:
+        _drain_flat(ctx, "the data has ended, and nothing was trained")
+    move_run(state, "finish")
+    ctx.touch_all()
+    return True
+
+
+def _data_ended(ctx: Context) -> bool:
+    """Nothing left to generate and too little for a batch: the rest is dropped."""
+    state = ctx.state
+    if groups_wanted(state) > 0 or state.settings.total_steps:
+        return False
+    if sum(state.deadlines.values()) > len(state.ready):
+        return False  # some are unfinished
+    if state.ready and batching.batch_size(state):
+        return False
+    for group_id in list(state.ready):
+        groups.drop_group(ctx, state.groups[group_id], DropReason.END_OF_DATA)
+    return True
+
+
+def _exporting(ctx: Context) -> bool:
+    state = ctx.state
+    if state.batch is not None or _publishes(ctx):
+        return False
+    if state.exported < 0:
+        trainer = working_trainer(state)
+        if trainer is None or state.newest < publishing.last_made(state):
+            return False  # it comes back, or the last step's weights are on their way
+        state.exported = state.next_version
+        state.next_version += 1
+        ctx.command(
+            cmd.ExportModel(to=trainer.name, version=state.exported, step=state.newest_step),
+            key=keys.EXPORT,
+            timeout_ms=EXPORT_TIMEOUT_MS,
+        )
+        return True
+    if state.newest < state.exported:
+        return False
+    if state.num_eval and not state.draining:
+        move_run(state, "evaluate")
+        ctx.touch_all()
+    else:
+        _begin_ending(ctx)
+    return True
+
+
+def _publishes(ctx: Context) -> bool:
+    """The trainer is about to hand over weights, perhaps because it is ordered to republish now."""
+    state = ctx.state
+    if keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
+        return True
+    if not publishing.republish_due(state):
+        return False
+    publishing.republish(ctx)
+    return True
+
+
+def _final_evaluation(ctx: Context) -> bool:
+    state = ctx.state
+    if state.exported < 0:
+        move_run(state, "export again")
+        return True
+    finished = any(r.final and r.version == state.exported for r in state.evaluations)
+    if not finished and not state.draining:
+        _publishes(ctx)  # the machine of the trainer may have lost its copy
+        return False
+    _begin_ending(ctx)
+    return True
+
+
+def _begin_ending(ctx: Context) -> None:
+    state = ctx.state
+    if state.failing:
+        state.failed, state.exit_code = state.failing, 1
+    pausing.end_pause(ctx)
+    move_run(state, "end")
+    ctx.clear_timer(keys.BATCH_WAIT)
+    ctx.clear_timer(keys.START)
+    if state.batch is not None:  # only when the run failed: a lost trainer's batch is not trained
+        ctx.done(keys.TRAIN)
+        for group_id in state.batch.groups:
+            groups.end_group(ctx, state.groups[group_id], End.DROPPED, DropReason.RUN_ENDED, -1)
+        state.batch = None
+    _drop_leftovers(ctx)
+    state.evaluation, state.evaluation_due = None, -1
+    plan(ctx)
+
+
+def _drop_leftovers(ctx: Context) -> None:
+    for group in list(ctx.state.groups.values()):
+        if group.status in (GroupStatus.OPEN, GroupStatus.READY):
+            groups.drop_group(ctx, group, DropReason.RUN_ENDED)
+    ctx.state.evaluation = None
+
+
+def _ending(ctx: Context) -> bool:
+    """Wait until the store has written every end; without a store, the ledger stays open.
+
+    A store that is started again is waited for.
+    """
+    state = ctx.state
+    writing = ctx.endings or any(
+        isinstance(found.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
+        for key, found in state.commands.items()
+    )
+    can_write = writing and live_actor(state, Role.STORE) is not None
+    if state.groups and (can_write or store_orders.awaited(state)):
+        return False
+    move_run(state, "stop")
+    pausing.order_stops(ctx)
+    return True
+
+
+def _stopping(ctx: Context) -> bool:
+    if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.commands.values()):
+        return False
+    move_run(ctx.state, "stopped")
+    if ctx.state.stopped:
+        return True
+    for key in list(ctx.state.commands):
+        ctx.done(key)
+    for name in list(ctx.state.timers):
+        ctx.clear_timer(name)
+    return True
+
+
+def _ended(ctx: Context) -> bool:
+    return False
+
+
+_PLANS = {
+    Phase.STARTING: _starting,
+    Phase.RUNNING: _running,
+    Phase.EXPORTING: _exporting,
+    Phase.FINAL_EVALUATION: _final_evaluation,
+    Phase.ENDING: _ending,
+    Phase.STOPPING: _stopping,
+    Phase.ENDED: _ended,
+}

@@ -1,0 +1,141 @@
+"""The run stops and stays open, to be resumed: at once, or when it has paused.
+
+Reads   DrainRequested, through lifecycle.py; completed steps, checkpoints
+Writes  state.pausing, state.stopped, state.failed, state.exit_code, state.phase
+Emits   SaveCheckpoint, StopActor
+
+A pause completes the step in training if there is one and the trainer works, and saves it. So
+nothing is trained twice when the run goes on. Then answers are finished whose weights no checkpoint
+has, since they could only start over, for as long as the request allows. What cannot be done does
+not hold up a pause: who asks for it ends the processes soon.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.state import keys
+from laminar.core.state.failures import Failure, FailureKind
+from laminar.core.state.indexes import indexes_of, working_trainer
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.core.state.transitions import move_run
+from laminar.core.state.versions import step_of
+from laminar.core.steps import batching
+from laminar.core.versions import broadcast, publishing
+from laminar.events import commands as cmd
+from laminar.names import exit_codes
+
+RUN = "run"
+"""The subject of what the user has asked for."""
+STAYS_OPEN = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
+"""Phases in which every run that can be resumed can be stopped at once before that."""
+STOP_TIMEOUT_MS = 20_000
+"""A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
+SAVE_TIMEOUT_MS = 1_800_000
+"""Writing a large model with its optimizer to a shared file system, as for an export."""
+LOSSES = (
+    FailureKind.NOT_STARTED, FailureKind.NEVER_JOINED, FailureKind.PROCESS_LOST,
+    FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
+    FailureKind.REPLICAS_LOST,
+)  # fmt: skip
+"""What is no failure of a run that pauses: its other machines leave for the same reason."""
+
+
+def stays_open(state: State, *, drained: bool) -> bool:
+    """Whether the run can go on later if all its processes end now."""
+    if not state.settings.keeps_checkpoints:
+        return False
+    if state.phase != Phase.ENDING:
+        return state.phase in STAYS_OPEN
+    return drained and not (state.failed or batching.steps_done(state))
+
+
+def stop_at_once(ctx: Context, reason: str) -> None:
+    """All processes end, and the books stay open."""
+    state = ctx.state
+    state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
+    _stop(ctx, exit_codes.STOPPED_EARLY)
+
+
+def _stop(ctx: Context, exit_code: int) -> None:
+    state = ctx.state
+    end_pause(ctx)
+    state.stopped, state.exit_code = True, exit_code
+    move_run(state, "stop at once")
+    order_stops(ctx)
+
+
+def order_stops(ctx: Context) -> None:
+    """Every process is ordered to end."""
+    state = ctx.state
+    reason = "the run is paused" if state.paused else state.failure or "the run is complete"
+    for actor in state.actors.values():
+        if actor.alive:
+            ctx.command(
+                cmd.StopActor(to=actor.name, reason=reason, paused=state.paused),
+                key=keys.stop(actor.name),
+                timeout_ms=STOP_TIMEOUT_MS,
+            )
+
+
+def begin_pause(ctx: Context, answers_ms: int) -> bool:
+    """Give out no new work from now on; False for a run that ends already, or pauses."""
+    state = ctx.state
+    if state.draining or broadcast.ending(state):
+        return False
+    state.draining = state.pausing = True
+    if answers_ms:
+        ctx.set_timer(keys.PAUSE, answers_ms)
+    return True
+
+
+def end_pause(ctx: Context) -> None:
+    """It has come, or something else in its place."""
+    ctx.state.pausing = False
+    ctx.clear_timer(keys.PAUSE)
+
+
+def pause(ctx: Context) -> None:
+    """All processes end; what they had is taken up again by those that come after them."""
+    _stop(ctx, exit_codes.PAUSED)
+
+
+def plan_pause(ctx: Context) -> bool:
+    """Pause as soon as the last step is saved, or cannot be; True when the run has."""
+    state = ctx.state
+    trainer = working_trainer(state)
+    if trainer is not None and (state.batch is not None or keys.SAVE in state.commands):
+        return False
+    version = _unsaved(state)
+    if trainer is None or version < 0:
+        if trainer is not None and keys.PAUSE in state.timers and _answers_would_be_lost(state):
+            return False
+        pause(ctx)
+        return True
+    ctx.command(
+        cmd.SaveCheckpoint(to=trainer.name, version=version, step=state.completed),
+        key=keys.SAVE,
+        timeout_ms=SAVE_TIMEOUT_MS,
+    )
+    return False
+
+
+def _answers_would_be_lost(state: State) -> bool:
+    """Whether a replica answers with weights that cannot be had later. Those that the run began
+    with are published again as long as no step has made others."""
+    if not state.trained:
+        return False
+    return any(version not in state.saved for version in indexes_of(state).replicas.busy())
+
+
+def _unsaved(state: State) -> int:
+    """The version of the last step, if no checkpoint has it and the trainer has it still; else -1.
+
+    A trainer that has come to other weights when it did the step again has them under another
+    version than the log has of the step, and one that has exported has those of the export.
+    """
+    if not state.trained or state.exported >= 0:
+        return -1
+    version = state.trained[-1].version
+    saved = any(step_of(state, other) == state.completed for other in state.saved)
+    return -1 if saved or publishing.last_made(state) != version else version

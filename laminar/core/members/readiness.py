@@ -1,0 +1,92 @@
+"""Readiness: processes that have joined say that they can do their work.
+
+Reads   ReplicaReady, RelayReady, DataLoaded
+Writes  actor.ready, state.replicas, state.num_train, state.num_eval; relays join the chain
+Emits   nothing itself: what becomes possible is planned
+
+That of a trainer, which may have to be led to where the log is, is in step_replay.py.
+"""
+
+from __future__ import annotations
+
+from laminar.core import store_orders
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.state import forks, keys
+from laminar.core.state.indexes import add_replica, master_relay
+from laminar.core.state.state import Packing, Replica, State
+from laminar.core.validation import COUNT_MAX, ROWS_MAX, anything
+from laminar.core.versions import broadcast, publishing
+from laminar.events import events as ev
+
+
+def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:
+    """Whether a replica holds a group; else it would wait for work that never fits."""
+    return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
+
+
+@handles(
+    ev.ReplicaReady,
+    valid=_holds_a_group,
+)
+def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
+    """An engine can take work once it has weights."""
+    state, name = ctx.state, ctx.stamped.peer
+    if name in state.replicas:
+        return ctx.ignore("repeat")
+    state.actors[name].ready = True
+    node = state.actors[name].node
+    replica = Replica(
+        name=name,
+        relay=broadcast.name_of(node),
+        capacity=event.max_num_seqs,
+        progress_ns=ctx.stamped.time_ns,
+    )
+    if state.settings.repack_policy:
+        replica.packing = Packing(max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens)
+    add_replica(state, replica)
+    if replica.relay not in state.relays and keys.rejoin(replica.relay) not in state.timers:
+        ctx.set_timer(keys.rejoin(replica.relay), state.settings.start_timeout_ms)
+    ctx.set_timer(keys.progress(name), state.settings.stall_ms)
+    ctx.touch(name)
+
+
+@handles(ev.RelayReady, valid=anything)
+def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
+    """A relay takes its place in the chain; that of the trainer's machine needs what the trainer
+    has."""
+    if _ready(ctx):
+        relay = broadcast.join(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
+        if relay is master_relay(ctx.state):
+            publishing.owe_republish(ctx)
+
+
+def _ready(ctx: Context) -> bool:
+    """The sender can do its work; False if that was known."""
+    actor = ctx.state.actors[ctx.stamped.peer]
+    if actor.ready:
+        ctx.ignore("repeat")
+        return False
+    actor.ready = True
+    return True
+
+
+def _row_counts(state: State, event: ev.DataLoaded) -> bool:
+    """Steps need rows; a run without a number of steps may have none, and only evaluates."""
+    least = 1 if state.settings.total_steps else 0
+    return least <= event.num_train <= ROWS_MAX and 0 <= event.num_eval <= ROWS_MAX
+
+
+@handles(
+    ev.DataLoaded,
+    valid=_row_counts,
+)
+def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
+    """The store has the prompts; now their number is known, and stays what it is: a store that is
+    started again refuses other data."""
+    state = ctx.state
+    if _ready(ctx):
+        store_orders.ready(ctx, ctx.stamped.peer)
+    if state.num_train < 0:
+        state.num_train, state.num_eval = event.num_train, event.num_eval
+        forks.data_loaded(state, event)

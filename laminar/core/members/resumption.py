@@ -1,0 +1,139 @@
+"""The whole run again: all its processes had ended, and it goes on with new ones.
+
+Reads   RunResumed
+Writes  the loss of every process, times for them to come back, the settings that may be changed
+Emits   what is decided when a run has lost all of its processes
+
+The log says how far the run was. Whatever its processes had in memory is lost: weights of relays,
+tokens that the store had not got. Nobody is to blame: no prompt and no batch counts as one that
+ends processes. Then the trainer goes on from its newest checkpoint and publishes again, and lost
+work resumes where a relay or a checkpoint has its version; else it starts over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from laminar.core import store_orders
+from laminar.core.context import Context
+from laminar.core.members import membership, pausing
+from laminar.core.registry import handles
+from laminar.core.state import keys
+from laminar.core.state.indexes import end_actor, indexes_of
+from laminar.core.state.keys import TimerKind
+from laminar.core.state.state import Actor, State
+from laminar.core.state.statuses import Phase
+from laminar.core.state.transitions import move_run
+from laminar.core.steps import batching
+from laminar.core.validation import is_count
+from laminar.core.versions import broadcast, publishing
+from laminar.events import events as ev
+from laminar.events.base import Settings
+from laminar.names.roles import Role
+
+REASON = "all processes of the run had ended"
+CHANGEABLE = ("total_steps", "test_freq", "save_freq")
+"""Settings that may be others from here on. How many replicas there are, the core sees."""
+_STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
+_ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
+
+
+def is_over(state: State) -> bool:
+    """Whether the run has ended, and was neither stopped by the user before its time nor paused."""
+    return state.phase == Phase.ENDED and not _was_stopped(state)
+
+
+def _was_stopped(state: State) -> bool:
+    """Whether the user stopped the run, or has asked for it to end and it is about to."""
+    drains = state.draining and not (state.failure or state.drained_for)
+    return state.stopped or (drains and not batching.steps_done(state))
+
+
+def news(
+    state: State, settings: Settings, living: Collection[tuple[str, int]], *, asked: bool
+) -> ev.RunResumed | None:
+    """RunResumed, if none of the processes that the log has is left, or the user asked for it.
+
+    `living`: name and pid of those that there are; `settings`: the present ones.
+    """
+    known = [a for a in state.actors.values() if a.alive]
+    gone = known and not any((a.name, a.pid) in living for a in known)
+    if not (gone or asked) or not state.settings.keeps_checkpoints:
+        return None
+    changed = {name: getattr(settings, name) for name in CHANGEABLE}
+    return ev.RunResumed(asked=asked, **changed)
+
+
+def _possible(state: State, event: ev.RunResumed) -> bool:
+    return all(is_count(getattr(event, name)) for name in CHANGEABLE) and event.save_freq > 0
+
+
+@handles(ev.RunResumed, valid=_possible)
+def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
+    """Every process is lost, and has the time of a start to come back."""
+    state = ctx.state
+    over = is_over(state) if event.asked else state.phase == Phase.ENDED
+    if not state.settings.keeps_checkpoints or over:
+        return ctx.ignore("not-resumable")
+    changed = {name: getattr(event, name) for name in CHANGEABLE}
+    more_steps = event.total_steps != state.settings.total_steps
+    state.settings = msgspec.structs.replace(state.settings, **changed)
+    had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and what they had is still there
+    lost = [actor for actor in state.actors.values() if actor.alive or had_left]
+    if state.pausing or (event.asked and _was_stopped(state)):
+        pausing.end_pause(ctx)
+        state.draining = state.stopped = False
+        state.failed, state.exit_code = None, 0
+        if state.phase not in (Phase.STARTING, Phase.RUNNING):
+            _train_on(ctx)
+    elif more_steps and state.phase in _STEPS_DONE and not batching.steps_done(state):
+        _train_on(ctx)
+    for name in _in_order(state, lost):
+        _lose(ctx, name)
+    _time_to_come_back(ctx)
+    ctx.touch_all()
+
+
+def _train_on(ctx: Context) -> None:
+    """The run was to end, and goes on now: what was exported is a version like others."""
+    move_run(ctx.state, "go on" if ctx.state.newest >= 0 else "start again")
+    publishing.forget_export(ctx)
+
+
+def _in_order(state: State, lost: list[Actor]) -> list[str]:
+    """Nodes last, since what they had started is lost then; relays in the order of the chain, so
+    that none is told of another one."""
+    place = {name: number for number, name in enumerate(state.chain)}
+    lost.sort(key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
+    return [actor.name for actor in lost]
+
+
+def _lose(ctx: Context, name: str) -> None:
+    actor = ctx.state.actors[name]
+    if actor.role != Role.NODE:
+        return membership.actor_lost(ctx, name, REASON, blame=False)
+    end_actor(ctx.state, name)
+    actor.ready = False
+    for key in list(indexes_of(ctx.state).commands.get(name, ())):
+        ctx.done(key)
+
+
+def _time_to_come_back(ctx: Context) -> None:
+    """A start for all: also for those that were awaited when the run was cut off.
+
+    Lost work waits as long for its version, where a checkpoint has it.
+    """
+    state, start_ms = ctx.state, ctx.state.settings.start_timeout_ms
+    if state.phase == Phase.STARTING or keys.START in state.timers:
+        ctx.set_timer(keys.START, start_ms)
+    for actor in state.actors.values():
+        needed = not broadcast.ending(state) or store_orders.may_join(state, actor.role)
+        if actor.role != Role.NODE and needed:
+            ctx.set_timer(keys.rejoin(actor.name), start_ms)
+        else:
+            ctx.clear_timer(keys.rejoin(actor.name))
+    for name in list(state.timers):
+        if keys.parse_timer(name).kind == TimerKind.RESUME:
+            ctx.set_timer(name, start_ms + state.settings.resume_wait_ms)

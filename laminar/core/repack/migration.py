@@ -1,0 +1,120 @@
+"""Hand-over: what a replica gives away is let go there, goes to the store, goes on elsewhere.
+
+Reads   TrajectoriesReleased, the plan of core/repack/packing.py
+Writes  trajectory statuses and placements, replica.given, replica.incoming
+Emits   ReleaseTrajectories, GenerateTrajectory, AbortTrajectories
+
+Room is kept at the destination from the order on. The source takes nothing and loads nothing until
+everything that it gave away has started elsewhere, or has ended. A source that does not answer in
+time is not restarted: its work goes on without the tokens that it has not handed over.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.repack import packing
+from laminar.core.repack.packing import Move
+from laminar.core.repack.stragglers import released_max, tails
+from laminar.core.scheduling.dispatch import lose, place_released
+from laminar.core.state import keys
+from laminar.core.state.indexes import load_changed, replica_changed
+from laminar.core.state.state import Trajectory
+from laminar.core.state.statuses import Phase, TrajectoryStatus
+from laminar.core.state.transitions import move
+from laminar.core.validation import anything
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+
+EMPTIED_MAX = 500
+"""Replicas in one look: an event is to take some tens of milliseconds. A replica is in its tail
+once in minutes, so few of 10,000 come into it between two looks, unless all began at once."""
+
+
+def look(ctx: Context) -> None:
+    """Newer weights are out, or the interval is over: plan now, and again after an interval."""
+    state = ctx.state
+    if not state.settings.repack_policy or state.phase != Phase.RUNNING or state.draining:
+        return
+    ctx.set_timer(keys.REPACK, state.settings.repack_interval_ms)
+    ctx.repack_due = True
+
+
+def plan(ctx: Context) -> None:
+    """Empty the replicas for which that pays; the oldest versions first."""
+    state = ctx.state
+    ctx.repack_due = False
+    gain = state.settings.repack_policy == "gain"
+    left = min(released_max(state) if gain else len(state.replicas), EMPTIED_MAX)
+    if not left:
+        return
+    found = tails(state)
+    for version in sorted(found):
+        prefill_tokens = state.settings.repack_prefill_tokens if gain else 0
+        moves = packing.plan(found[version], left, prefill_tokens)
+        left -= len(moves)
+        for planned in moves:
+            _release(ctx, planned)
+
+
+def _release(ctx: Context, planned: Move) -> None:
+    """Order the source to let go of all that it runs, and keep room for it."""
+    state = ctx.state
+    source, destination = state.replicas[planned.source], state.replicas[planned.destination]
+    items = []
+    for trajectory_id, placement in source.running.items():
+        trajectory = state.trajectories[trajectory_id]
+        moved = move(trajectory, "release")
+        assert moved, trajectory
+        progress = state.progress[trajectory_id]
+        progress.source, progress.destination = source.name, destination.name
+        progress.moves += 1
+        source.given[trajectory_id] = None
+        destination.incoming[trajectory_id] = None
+        items.append(cmd.Placed(trajectory_id=trajectory_id, placement=placement))
+    ctx.command(
+        cmd.ReleaseTrajectories(to=source.name, items=tuple(items)),
+        key=keys.release(source.name),
+        timeout_ms=state.settings.repack_release_ms,
+    )
+    replica_changed(state, source)
+    load_changed(state, destination)
+
+
+@handles(
+    ev.TrajectoriesReleased,
+    valid=anything,
+)
+def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
+    """The store has every token: all of it goes on at its destination."""
+    key = keys.release(ctx.stamped.peer)
+    outstanding = ctx.state.commands.get(key)
+    if outstanding is None or outstanding.command_id != event.command_id:
+        return ctx.ignore("late")
+    ctx.done(key)
+    _hand_over(ctx, outstanding.command)
+
+
+def release_expired(ctx: Context, command: cmd.ReleaseTrajectories) -> None:
+    """What the source has not handed over by now is sampled again."""
+    ctx.done(keys.release(command.to))
+    _hand_over(ctx, command)
+    ctx.command(cmd.AbortTrajectories(to=command.to, items=command.items))
+
+
+def _hand_over(ctx: Context, command: cmd.AnyCommand) -> None:
+    """What has ended meanwhile stays where it ended; whose destination is gone is lost work."""
+    assert isinstance(command, cmd.ReleaseTrajectories)
+    for item in command.items:
+        trajectory = ctx.state.trajectories.get(item.trajectory_id)
+        if trajectory is None or trajectory.placement != item.placement:
+            continue
+        if trajectory.status == TrajectoryStatus.RELEASING:
+            _goes_on(ctx, trajectory)
+
+
+def _goes_on(ctx: Context, trajectory: Trajectory) -> None:
+    destination = ctx.state.replicas.get(ctx.state.progress[trajectory.id].destination)
+    if destination is None or trajectory.id not in destination.incoming:
+        return lose(ctx, trajectory.id)
+    place_released(ctx, trajectory, destination)

@@ -1,0 +1,134 @@
+"""Admission: may this replica start a new group? The staleness bound is one inequality.
+
+Reads   state.deadlines, state.chosen, replica, settings
+Writes  nothing
+
+A group generated with the weights of step k has deadline k + max_staleness: the last batch index
+that may train it. With G groups per batch and s the next batch to be chosen, for every d >= s - 1
+the unchosen groups with deadline <= d number at most G * (d - s + 1). Admission keeps it by not
+starting a group, batch choice by waiting; so nothing is ever thrown away for its age, and there is
+no other limit on the experience buffer.
+"""
+
+from __future__ import annotations
+
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import Replica, State
+from laminar.core.state.statuses import Phase
+from laminar.core.state.transitions import UNFINISHED
+
+
+def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
+    """The inequality over unchosen groups by deadline, `chosen` being the next batch's index."""
+    within = 0
+    for deadline in sorted(deadlines):
+        within += deadlines[deadline]
+        if within and within > groups_per_step * (deadline - chosen + 1):
+            return False
+    return True
+
+
+def bound_allows(state: State, deadline: int) -> bool:
+    """Whether one more unchosen group with this deadline keeps the bound.
+
+    It is kept so far, and the group counts from its deadline on.
+    """
+    unchosen = state.deadlines.items()
+    deadlines = {d: count for d, count in unchosen if d > deadline}
+    deadlines[deadline] = 1 + sum(count for d, count in unchosen if d <= deadline)
+    return bound_holds(deadlines, state.chosen, state.settings.groups_per_step)
+
+
+def groups_wanted(state: State) -> int:
+    """New groups that the rest of the run can still use (a large number when it is open)."""
+    settings = state.settings
+    if settings.total_steps:
+        unchosen = sum(state.deadlines.values())
+        return settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
+    return settings.total_epochs * state.num_train - state.cursor + len(state.again)
+
+
+def serving(state: State, replica: Replica) -> bool:
+    """Alive, with weights, not loading others, not being emptied."""
+    busy = replica.loading or replica.given
+    return replica.version >= 0 and not busy and state.actor_alive(replica.name)
+
+
+def room(replica: Replica) -> int:
+    """How many more trajectories a replica has room for; what is kept for others is taken."""
+    return replica.capacity - replica.load
+
+
+def share(state: State) -> int:
+    """Trajectories of new groups that a replica runs at a time at most; 0: it may run what it can.
+
+    With the policy gain each live one has the same part of what the staleness bound admits, or
+    the first one with new weights would take all of it while others have nothing to do.
+    """
+    settings = state.settings
+    if settings.repack_policy != "gain":
+        return 0
+    admitted = settings.groups_per_step * (settings.max_staleness + 1)
+    return settings.group_size * -(-admitted // max(indexes_of(state).replicas.num_live, 1))
+
+
+def first_share(state: State) -> int:
+    """New groups that a replica takes at once when it has loaded."""
+    settings = state.settings
+    at_a_time = share(state) // settings.group_size or settings.groups_per_version
+    return min(settings.groups_per_version, at_a_time)
+
+
+def has_room_for_group(state: State, replica: Replica) -> bool:
+    """Whether there is room for all siblings of a group, within the replica's share, and its
+    environment's sessions."""
+    size, most = state.settings.group_size, share(state)
+    within = not most or replica.load + size <= most
+    return within and room(replica) >= size and has_sessions(state, replica, size)
+
+
+def has_sessions(state: State, replica: Replica, count: int) -> bool:
+    """Whether so many more trajectories have sessions of the environment there, if there is one:
+    also what waits for its answer, or for its next turn, keeps its own."""
+    most = state.settings.max_sessions
+    if not most:
+        return True
+    there = indexes_of(state).trajectories.get(replica.name, ())
+    used = sum(state.trajectories[t].status in UNFINISHED for t in there)
+    return used + count <= most
+
+
+def why_not_admitted(state: State, replica: Replica) -> str:
+    """Why this replica takes no new group now; empty when it does.
+
+    Asked afresh each time, never latched: a replica that took its share goes on with its version
+    as long as the relay of its machine holds nothing newer.
+    """
+    if state.phase != Phase.RUNNING or state.draining:
+        return "run-ending"
+    if replica.given:
+        return "repacked"
+    if not serving(state, replica):
+        return "not-serving"
+    if groups_wanted(state) <= 0:
+        return "no-data"
+    took_its_share = 0 < state.settings.groups_per_version <= replica.took
+    if took_its_share and state.newest_for(replica) > replica.version:
+        return "draining"
+    if not bound_allows(state, replica.step + state.settings.max_staleness):
+        return "staleness-bound"
+    return ""
+
+
+def admits(state: State, replica: Replica) -> bool:
+    """No refusal, apart from room: a full replica still admits, once it has room."""
+    return not why_not_admitted(state, replica)
+
+
+def full_of(state: State, replica: Replica) -> str:
+    """What a replica that is not refused has too little of for another group: "slots" of its
+    engine, or "sessions" of its environment; empty when it has both."""
+    size = state.settings.group_size
+    if room(replica) < size:
+        return "slots"
+    return "" if has_sessions(state, replica, size) else "sessions"

@@ -1,0 +1,260 @@
+"""Dispatch: which prompt goes where, and every change of a trajectory's place.
+
+Reads   settings, the prompt cursor, replicas
+Writes  state.groups, state.trajectories, state.deadlines, replica.running, the ledger's "issued"
+Emits   GenerateTrajectory
+
+The coordinator owns the cursor and the permutation; the store only maps a row index to its payload.
+A group's siblings go to one replica together, so that it computes their prompt once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from laminar.core.context import Context
+from laminar.core.state import forks, keys
+from laminar.core.state.indexes import (
+    add_lost,
+    assign,
+    load_changed,
+    ordered_pull,
+    remove_lost,
+    replica_changed,
+    straggler_changed,
+)
+from laminar.core.state.lost_work import goes_anywhere
+from laminar.core.state.state import Group, Progress, Replica, State, Trajectory
+from laminar.core.state.transitions import move
+from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
+from laminar.names import ids
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+
+
+@lru_cache(maxsize=2)
+def permutation(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
+    """Row indices of one pass over the data (Fisher-Yates, each swap drawn from the hash)."""
+    order = list(range(count))
+    for i in range(count - 1, 0, -1):
+        j = ids.hash64(seed, "permutation", pass_index, i) % (i + 1)
+        order[i], order[j] = order[j], order[i]
+    return tuple(order)
+
+
+def next_row(state: State) -> tuple[GroupId, int]:
+    """Take the next prompt of the data: its group id and its row index."""
+    if state.again:
+        group_id = next(iter(state.again))
+        return group_id, state.again.pop(group_id)
+    pass_index, position = divmod(state.cursor, state.num_train)
+    state.cursor += 1
+    seed, shuffle = forks.order_of(state, pass_index)
+    row = permutation(seed, pass_index, state.num_train)[position] if shuffle else position
+    return ids.train_group(pass_index, position), row
+
+
+def new_group(ctx: Context, replica: Replica) -> None:
+    """Start the next prompt's siblings on a replica that admits and has room for all of them."""
+    state = ctx.state
+    group_id, row = next_row(state)
+    deadline = replica.step + state.settings.max_staleness
+    replica.took += 1
+    open_group(ctx, replica, group_id, row, Purpose.TRAIN, deadline, state.settings.group_size)
+    state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
+
+
+def open_group(
+    ctx: Context,
+    replica: Replica,
+    group_id: GroupId,
+    row: int,
+    purpose: Purpose,
+    deadline: int,
+    size: int,
+    attempt: int = 1,
+    sample: int = 0,
+) -> None:
+    """Create a group and place all its siblings."""
+    state = ctx.state
+    members = [ids.trajectory(group_id, sibling) for sibling in range(size)]
+    state.groups[group_id] = Group(
+        id=group_id,
+        purpose=purpose,
+        row_index=row,
+        step=replica.step,
+        deadline=deadline,
+        order=state.next_order,
+        members=members,
+        unfinished=size,
+        sample=sample,
+    )
+    state.next_order += 1
+    state.ledger.groups.issued += 1
+    state.ledger.trajectories.issued += size
+    for sibling, trajectory_id in enumerate(members):
+        state.trajectories[trajectory_id] = Trajectory(
+            id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
+        )
+        _place(ctx, state.trajectories[trajectory_id], replica, begins=True)
+    replica_changed(state, replica)
+
+
+def _place(ctx: Context, trajectory: Trajectory, replica: Replica, *, begins: bool = False) -> None:
+    """Send a trajectory to a replica under its present placement number; `begins`: without tokens
+    of older weights."""
+    state = ctx.state
+    group = state.groups[trajectory.group]
+    assign(state, trajectory, replica.name)
+    if begins:
+        trajectory.step = replica.step
+    trajectory.version = replica.version
+    replica.running[trajectory.id] = trajectory.placement
+    if replica.packing is not None:
+        replica.packing.asked = ctx.next_command_id
+        state.progress.setdefault(trajectory.id, Progress())
+    replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
+    ctx.command(
+        cmd.GenerateTrajectory(
+            to=replica.name,
+            trajectory_id=trajectory.id,
+            group=group.id,
+            sibling=trajectory.sibling,
+            purpose=group.purpose,
+            row_index=group.row_index,
+            attempt=trajectory.attempt,
+            placement=trajectory.placement,
+            version=replica.version,
+            version_step=replica.step,
+            seed=ids.trajectory_seed(
+                state.settings.seed, group.id, trajectory.sibling, trajectory.attempt
+            ),
+        ),
+        key=keys.generate(trajectory.id),
+    )
+
+
+def place_again(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
+    """Give lost work a new placement; it goes on from the store's tokens, or starts over."""
+    state = ctx.state
+    remove_lost(state, trajectory)
+    ctx.clear_timer(keys.resume(trajectory.id))
+    moved = move(trajectory, "dispatch")
+    assert moved, trajectory
+    trajectory.placement += 1
+    begins = trajectory.restart or not may_go_on(state, trajectory, replica)
+    if begins:
+        end_session(ctx, trajectory)
+        trajectory.attempt += 1
+        trajectory.restart = False
+        group = state.groups[trajectory.group]
+        group.mixed = group.mixed or trajectory.version != replica.version
+    _place(ctx, trajectory, replica, begins=begins)
+    load_changed(state, replica)
+
+
+def may_go_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
+    """Whether tokens so far are kept there: of its very version; in flight of any older one."""
+    if state.settings.in_flight:
+        return replica.version >= trajectory.version
+    return replica.version == trajectory.version
+
+
+def end_session(ctx: Context, trajectory: Trajectory) -> None:
+    """Nothing of this attempt is wanted any more: its environment's session ends, too."""
+    name = ctx.state.home_of(trajectory)
+    ctx.state.sessions.pop(trajectory.id, None)
+    if name:
+        placed = cmd.Placed(trajectory_id=trajectory.id, placement=trajectory.placement)
+        ctx.command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))
+
+
+def place_released(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
+    """What a replica has let go of goes on where room is kept for it, under a new placement."""
+    state = ctx.state
+    _take_out(ctx, trajectory)
+    moved = move(trajectory, "hand over")
+    assert moved, trajectory
+    del destination.incoming[trajectory.id]
+    state.progress[trajectory.id].destination = ""
+    trajectory.placement += 1
+    _place(ctx, trajectory, destination)
+    load_changed(state, destination)
+
+
+def end_move(ctx: Context, trajectory: Trajectory) -> None:
+    """The replica that gave it away waits for it no longer: it started, was lost, or has ended."""
+    state, progress = ctx.state, ctx.state.progress.get(trajectory.id)
+    if progress is None or not progress.source:
+        return
+    name, destination = progress.source, state.replicas.get(progress.destination)
+    progress.source = progress.destination = ""
+    straggler_changed(state, trajectory)
+    if destination is not None and trajectory.id in destination.incoming:
+        del destination.incoming[trajectory.id]
+        load_changed(state, destination)
+        ctx.touch(destination.name)
+    source = state.replicas.get(name)
+    if source is not None and trajectory.id in source.given:
+        del source.given[trajectory.id]
+        if not source.given:
+            ctx.done(keys.release(name))
+            replica_changed(state, source)
+            ctx.touch(name)
+
+
+def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
+    """The trajectory no longer runs on its replica (finished, lost, or ended)."""
+    _take_out(ctx, trajectory)
+    end_move(ctx, trajectory)
+
+
+def _take_out(ctx: Context, trajectory: Trajectory) -> None:
+    ctx.done(keys.generate(trajectory.id))
+    replica = ctx.state.replicas.get(trajectory.replica)
+    if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
+        del replica.running[trajectory.id]
+        load_changed(ctx.state, replica)
+        ctx.touch(replica.name)
+
+
+def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
+    """Take a trajectory from its replica; it waits for a new placement."""
+    state = ctx.state
+    trajectory = state.trajectories[trajectory_id]
+    trajectory.version = newest_tokens(state, trajectory)
+    leave_engine(ctx, trajectory)
+    moved = move(trajectory, "lose")
+    assert moved, trajectory
+    if state.actor_alive(trajectory.replica):
+        placed = cmd.Placed(trajectory_id=trajectory_id, placement=trajectory.placement)
+        ctx.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
+    add_lost(state, trajectory)
+    if not goes_anywhere(state, trajectory):
+        ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
+    ctx.touch_all()
+
+
+def newest_tokens(state: State, trajectory: Trajectory) -> int:
+    """The newest version of which the store may have tokens of it.
+
+    A replica that loads while it runs goes on with that version before it can report it.
+    """
+    replica = state.replicas.get(trajectory.replica)
+    if replica is None or trajectory.id not in replica.running:
+        return trajectory.version
+    ordered = ordered_pull(state, trajectory.replica)
+    if ordered is not None and ordered.purpose == PullPurpose.IN_FLIGHT:
+        return ordered.version
+    return trajectory.version
+
+
+def await_turn(ctx: Context, trajectory: Trajectory) -> None:
+    """Its environment has answered: it needs a place for its next turn, as lost work does."""
+    state = ctx.state
+    moved = move(trajectory, "continues")
+    assert moved, trajectory
+    add_lost(state, trajectory)
+    if not goes_anywhere(state, trajectory):
+        ctx.set_timer(keys.resume(trajectory.id), state.settings.resume_wait_ms)
+    ctx.touch_all()

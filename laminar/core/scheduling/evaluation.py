@@ -1,0 +1,267 @@
+"""Evaluation: held-out prompts, all on one version, without stopping the rollouts.
+
+Reads   weight versions as they are published and loaded; settings
+Writes  state.evaluation, state.evaluation_due, state.evaluations
+Emits   GenerateTrajectory, PinVersion
+
+A due evaluation binds to the version that the next replica loads and pins it at the relays until it
+is done, so that a lost replica's share can run again on the same weights. One version at a time; a
+later due one waits, or moves on to the next version published. The last one runs on the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import chain
+
+from laminar.core.context import Context
+from laminar.core.scheduling import groups
+from laminar.core.scheduling.admission import has_sessions, room, serving
+from laminar.core.scheduling.dispatch import open_group
+from laminar.core.state import evaluation_scores
+from laminar.core.state.evaluation_scores import EvaluationResult
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.replica_index import Kind
+from laminar.core.state.state import Evaluation, Group, Replica, State
+from laminar.core.state.statuses import GroupStatus, Phase
+from laminar.core.versions import load_sources, pinning
+from laminar.events import events as ev
+from laminar.events.reasons import DropReason
+from laminar.names import ids
+from laminar.names.ids import Purpose
+
+
+def version_published(ctx: Context, version: int, step: int, previous_step: int) -> None:
+    """Decide whether this version (or the next one) is to be evaluated.
+
+    `previous_step` is that of the version published before (-1: none). What was due at a step in
+    between, whose publish was skipped, moves to this version.
+    """
+    state, settings = ctx.state, ctx.state.settings
+    if not state.num_eval:
+        return
+    first = version == state.first_version and settings.val_before_train
+    freq = settings.test_freq
+    regular = freq > 0 and step // freq > max(previous_step, state.first_step) // freq
+    last_step = bool(settings.total_steps) and step >= settings.total_steps
+    if version == state.exported or first or (regular and not last_step):
+        state.evaluation_due = version
+
+
+def _begin_if_due(ctx: Context, replica: Replica) -> None:
+    """A due evaluation binds to the version that a serving replica has loaded for it."""
+    state = ctx.state
+    due = state.evaluation_due
+    if state.evaluation is not None or due < 0 or replica.version < due:
+        return
+    if state.settings.in_flight and not room(replica):
+        return  # without work of it the replica would go on to newer weights
+    total = state.num_eval * state.settings.eval_answers
+    state.evaluation = Evaluation(
+        index=state.next_evaluation,
+        version=replica.version,
+        step=replica.step,
+        final=replica.version == state.exported,
+        queue=list(range(total)),
+        total=total,
+    )
+    state.next_evaluation += 1
+    state.evaluation_due = -1
+    _pin(ctx)
+
+
+def _may_evaluate(state: State) -> bool:
+    """A run that ends begins no evaluation: its ledger is being closed."""
+    return not state.draining and state.phase not in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+
+
+def waits(state: State) -> bool:
+    """One is due, or has answers for which no replica was found yet."""
+    running = state.evaluation
+    return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
+
+
+def version_wanted(ctx: Context, replica: Replica) -> int:
+    """The version that an empty replica should load for an evaluation, if it can; -1: none.
+
+    A due one needs one replica to pull it; a running one only if no live replica is left for it.
+    """
+    state = ctx.state
+    evaluation = state.evaluation
+    if not _may_evaluate(state) or not waits(state):
+        return -1
+    if evaluation is None:
+        due = state.evaluation_due
+        one_pulls = bool(indexes_of(state).replicas.of(lambda kind: kind.loading))
+        return -1 if one_pulls or state.newest_for(replica) < due else due
+    if not evaluation.queue:
+        return -1
+    helped = _is_helped(state, evaluation)
+    if helped and not (evaluation.final and state.phase == Phase.FINAL_EVALUATION):
+        return -1
+    if not helped and _is_gone(state, replica, evaluation.version):
+        _move_on(ctx)
+        return version_wanted(ctx, replica)
+    return evaluation.version
+
+
+def _is_helped(state: State, evaluation: Evaluation) -> bool:
+    """Some live replica has its version."""
+    return bool(indexes_of(state).replicas.of(lambda kind: kind.version == evaluation.version))
+
+
+def may_begin(state: State) -> list[Kind]:
+    """Kinds of replicas of which each would begin the one that is due."""
+    due = state.evaluation_due
+    if state.evaluation is not None or due < 0 or not _may_evaluate(state):
+        return []
+    return indexes_of(state).replicas.of(lambda kind: kind.serving and kind.version >= due)
+
+
+def may_help(state: State) -> Collection[Kind]:
+    """Kinds of replicas of which each that has room takes work of the one that runs."""
+    evaluation = state.evaluation
+    if evaluation is None or not evaluation.queue or not _may_evaluate(state):
+        return []
+    return indexes_of(state).replicas.able(evaluation.version)
+
+
+def may_want(state: State) -> bool:
+    """Whether an empty replica may be ordered to load a version for an evaluation."""
+    if not _may_evaluate(state) or not waits(state):
+        return False
+    evaluation, index = state.evaluation, indexes_of(state).replicas
+    if evaluation is None:
+        behind = index.of(lambda kind: kind.behind or kind.version >= state.evaluation_due)
+        return bool(behind) and not index.of(lambda kind: kind.loading)
+    if not evaluation.queue:
+        return False
+    final = evaluation.final and state.phase == Phase.FINAL_EVALUATION
+    return final or not _is_helped(state, evaluation)
+
+
+def _in_reach(state: State, version: int) -> bool:
+    """Some live replica can load it from its relay, or from a checkpoint."""
+    if version in state.saved:
+        return bool(indexes_of(state).replicas.kinds)
+    relays = indexes_of(state).held.get(version, {})
+    return any(
+        map(state.actor_alive, chain.from_iterable(map(indexes_of(state).served_by, relays)))
+    )
+
+
+def _is_gone(state: State, replica: Replica, version: int) -> bool:
+    """Neither this replica nor another one could load it; the newest comes to every machine."""
+    if version == state.newest or _in_reach(state, version):
+        return False
+    return load_sources.choose(state, replica, version).source is None
+
+
+def _move_on(ctx: Context) -> None:
+    """The version was evicted before it was pinned, or went with a machine, and there is no copy
+    that could be loaded: evaluate the newest instead, which comes to every machine."""
+    state = ctx.state
+    state.evaluation, state.evaluation_due = None, state.newest
+    for group in list(state.groups.values()):
+        if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
+            groups.drop_group(ctx, group, DropReason.VERSION_GONE)
+    _pin(ctx)
+    ctx.touch_all()
+
+
+def plan_unserved(ctx: Context) -> None:
+    """In flight replicas are busy, with newer weights: what none of them serves any more, and none
+    that is empty could load, is evaluated by the newest instead."""
+    state, evaluation = ctx.state, ctx.state.evaluation
+    if not state.settings.in_flight or evaluation is None or not evaluation.queue:
+        return
+    if evaluation.version == state.newest or not _may_evaluate(state):
+        return
+    index = indexes_of(state).replicas
+    none_is_empty = next(index.empty(index.kinds), None) is None
+    busy = none_is_empty and any(kind.serving for kind in index.kinds)
+    loads = evaluation.version in indexes_of(state).fetched
+    if busy and not loads and not _is_helped(state, evaluation):
+        _move_on(ctx)
+
+
+def plan_evaluation(ctx: Context, replica: Replica) -> None:
+    """Evaluation work goes first on a replica that serves its version."""
+    state = ctx.state
+    if not waits(state):
+        return  # asked of every replica after every change: mostly there is none
+    if not serving(state, replica) or not _may_evaluate(state):
+        return
+    _begin_if_due(ctx, replica)
+    evaluation = state.evaluation
+    if evaluation is None:
+        return
+    while evaluation.queue and room(replica) > 0 and replica.version == evaluation.version:
+        if not has_sessions(state, replica, 1):
+            return
+        position = evaluation.queue.pop(0)
+        attempt = evaluation.attempts.get(position, 0) + 1
+        evaluation.attempts[position] = attempt
+        group_id = ids.eval_group(evaluation.index, position)
+        if attempt > 1:  # the store has a row of that name that ended as dropped
+            group_id = ids.GroupId(f"{group_id}-{attempt}")
+        row, sample = divmod(position, state.settings.eval_answers)
+        open_group(ctx, replica, group_id, row, Purpose.EVAL, -1, 1, attempt, sample)
+
+
+def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) -> None:
+    """One held-out answer is scored."""
+    evaluation = _running(ctx, group)
+    evaluation.correct += event.correct
+    evaluation_scores.count(evaluation.held_out, group.row_index, event)
+    _one_done(ctx, evaluation)
+
+
+def group_lost(ctx: Context, group: Group) -> None:
+    """A lost evaluation answer runs again, whole, on the same version."""
+    position = group.row_index * ctx.state.settings.eval_answers + group.sample
+    _running(ctx, group).queue.append(position)
+    ctx.touch_all()
+
+
+def group_given_up(ctx: Context, group: Group) -> None:
+    """A held-out group was lost too often: the evaluation ends without it."""
+    evaluation = _running(ctx, group)
+    evaluation.held_out.missing += 1
+    _one_done(ctx, evaluation)
+
+
+def _running(ctx: Context, group: Group) -> Evaluation:
+    evaluation = ctx.state.evaluation
+    assert evaluation is not None, group
+    return evaluation
+
+
+def _one_done(ctx: Context, evaluation: Evaluation) -> None:
+    evaluation.done += 1
+    if evaluation.done == evaluation.total:
+        _finish(ctx, evaluation)
+
+
+def _finish(ctx: Context, evaluation: Evaluation) -> None:
+    state = ctx.state
+    state.evaluations.append(
+        EvaluationResult(
+            index=evaluation.index,
+            version=evaluation.version,
+            step=evaluation.step,
+            final=evaluation.final,
+            total=evaluation.total,
+            correct=evaluation.correct,
+            figures=evaluation_scores.figures(evaluation.held_out, state.settings.eval_answers),
+        )
+    )
+    state.evaluation = None
+    _pin(ctx)
+    ctx.touch_all()
+
+
+def _pin(ctx: Context) -> None:
+    """Pin the version at every relay: a lost share may be run again on any machine."""
+    for name in ctx.state.relays:
+        pinning.tell_one(ctx, name)

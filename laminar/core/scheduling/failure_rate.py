@@ -1,0 +1,113 @@
+"""Rewards and environments that fail: counted, and too many end the run.
+
+Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
+        TrajectoryContinues
+Writes  state.rewards, state.failed_calls
+Emits   through lifecycle.drain: the run ends gracefully, and has failed
+
+An attempt to score an answer ends with a score, or fails: the reward function raised, hung or
+gave no number, or its worker was lost. Failures of evaluations are counted, too, but only the
+attempts of training answers can end the run, since those are trained. An answer to which the
+function does not apply (it gave None) is no attempt; but where it applies to nothing for as long,
+the run ends, too.
+
+An environment that fails by itself gives no score, so that nothing wrong is trained; but what it
+loses is not lost by chance, and the run ends before much is.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.members import lifecycle
+from laminar.core.state.failures import FailureKind
+from laminar.core.state.state import RewardErrors
+from laminar.core.state.statuses import Phase
+from laminar.events.reasons import FailureReason, RewardOutcome
+from laminar.names.ids import Purpose
+
+UNSCORED = FailureReason.UNSCORED
+FAILED_REASONS = {FailureReason.REWARD_WORKER_LOST: "worker-lost", UNSCORED: UNSCORED}
+"""Of trajectory-failed: those that end an attempt to score; the others were never scored."""
+WINDOW_BATCHES = 4
+"""The limit holds for the last attempts, as many as so many batches have: enough that one bad
+prompt ends nothing, and so few that a reward which breaks late does not train many steps."""
+FIRST_CHARS = 500
+REWARD, ENVIRONMENT = "reward", "environment"
+"""The subjects of these failures."""
+CALLS, FAILED_CALLS_MAX = 50, 10
+"""Of the last calls of environments so many may not fail: a fifth."""
+
+
+def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
+    """The reward of one answer is known, or why there is none; too many failures end the run."""
+    state = ctx.state
+    if state.rewards is None:
+        state.rewards = RewardErrors(window=bytearray(-(-_window(ctx) // 8)))
+    found = state.rewards
+    if reason != UNSCORED:
+        found.answers += 1
+    if reason not in (RewardOutcome.OK, UNSCORED):
+        found.errors[reason] = found.errors.get(reason, 0) + 1
+        found.first = found.first or detail[:FIRST_CHARS]
+    if purpose == Purpose.TRAIN:
+        _keep(found, reason, _window(ctx))
+        _judge(ctx, found)
+
+
+def count_call(ctx: Context, failed: str = "") -> None:
+    """An environment has answered a turn, or has `failed` in a way that the policy cannot cause."""
+    state = ctx.state
+    if not state.settings.environment:
+        return
+    state.failed_calls = (state.failed_calls << 1 | bool(failed)) & ((1 << CALLS) - 1)
+    count = state.failed_calls.bit_count()
+    if not failed or count < FAILED_CALLS_MAX or state.phase != Phase.RUNNING or state.draining:
+        return
+    what = (
+        f"the environment failed on {count} of its last {CALLS} calls, in a way that the model "
+        f"cannot cause; the last time: {failed[:FIRST_CHARS]}"
+    )
+    lifecycle.drain(ctx, FailureKind.ENV_FAILS, ENVIRONMENT, what)
+
+
+def _window(ctx: Context) -> int:
+    return WINDOW_BATCHES * _least(ctx)
+
+
+def _least(ctx: Context) -> int:
+    """Attempts before which the run is not ended: those of one batch."""
+    settings = ctx.state.settings
+    return settings.groups_per_step * settings.group_size
+
+
+def _keep(found: RewardErrors, reason: str, size: int) -> None:
+    """One bit in the ring of the last `size` attempts: whether it failed."""
+    if reason == UNSCORED:
+        found.unscored_in_row += 1
+        return
+    found.unscored_in_row = 0
+    byte, bit = divmod(found.attempts % size, 8)
+    mask = 1 << bit
+    found.failed -= bool(found.window[byte] & mask)
+    found.window[byte] &= ~mask
+    if reason != RewardOutcome.OK:
+        found.window[byte] |= mask
+        found.failed += 1
+    found.attempts += 1
+
+
+def _judge(ctx: Context, found: RewardErrors) -> None:
+    state, permille = ctx.state, ctx.state.settings.max_error_permille
+    if state.phase != Phase.RUNNING or state.draining:
+        return
+    attempts = min(found.attempts, _window(ctx))
+    share = f"reward.max_error_share = {permille / 1000:g}"
+    if attempts >= _least(ctx) and found.failed * 1000 > permille * attempts:
+        first = found.first or "its reason did not arrive"
+        what = f"the reward failed on {found.failed} of the last {attempts} training answers"
+        what = f"{what}, more than {share}; the first failure: {first}"
+        lifecycle.drain(ctx, FailureKind.REWARD_FAILS, REWARD, what)
+    elif permille < 1000 and found.unscored_in_row >= _window(ctx):
+        what = f"no score for any of the last {found.unscored_in_row} training answers"
+        what = f"{what}: the reward function gave None for each ({share})"
+        lifecycle.drain(ctx, FailureKind.NO_SCORES, REWARD, what)

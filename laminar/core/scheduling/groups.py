@@ -1,0 +1,305 @@
+"""Groups: their trajectories from generated to rewarded to ended, each exactly once.
+
+Reads   state.groups, state.trajectories, settings
+Writes  statuses, state.ready, state.unscored, state.deadlines, state.flat_in_row, the ledger
+Emits   ScoreTrajectories, EndTrajectories, AbortTrajectories
+
+A group closes when every sibling is rewarded or dropped. An end is decided here, written by the
+store, and the ledger is updated only when the store has answered: until then it counts as live.
+"""
+
+from __future__ import annotations
+
+from laminar.core import store_orders
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.scheduling.dispatch import leave_engine
+from laminar.core.state import keys
+from laminar.core.state.indexes import (
+    add_ready,
+    assign,
+    close_trajectory,
+    lengths_changed,
+    live_actor,
+    remove_lost,
+    remove_ready,
+)
+from laminar.core.state.keys import CommandKey
+from laminar.core.state.scores import float_of
+from laminar.core.state.state import Group, State, Trajectory
+from laminar.core.state.statuses import GroupStatus, TrajectoryStatus
+from laminar.core.state.transitions import UNFINISHED, move, move_group
+from laminar.core.store_orders import END_TIMEOUT_MS
+from laminar.core.validation import is_count
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.reasons import DropReason, End
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+from laminar.names.roles import Role
+
+SCORE_TIMEOUT_MS = 600_000
+"""A reward has its own time-out in the replica (reward.timeout_s); this one is for the replica."""
+ENDINGS_PER_COMMAND = 2_048
+"""About 150 bytes each: well inside one control message, and inside one request of the store."""
+
+# --- siblings ---------------------------------------------------------------------------------
+
+
+def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
+    """Ask a replica to reward generated siblings of one group."""
+    group = ctx.state.groups[trajectories[0].group]
+    items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in trajectories)
+    for trajectory in trajectories:
+        assign(ctx.state, trajectory, replica)
+        if ctx.state.settings.environment:
+            ctx.state.sessions[trajectory.id] = replica
+        ctx.state.unscored.pop(trajectory.id, None)
+    ctx.command(
+        cmd.ScoreTrajectories(
+            to=replica,
+            group=group.id,
+            row_index=group.row_index,
+            purpose=group.purpose,
+            items=items,
+        ),
+        key=score_key(ctx.state, trajectories[0]),
+        timeout_ms=SCORE_TIMEOUT_MS + ctx.state.settings.turn_timeout_ms,
+    )
+
+
+def scorer_of(state: State, trajectory: Trajectory, otherwise: str) -> str:
+    """The replica that scores it: the one with its environment's session, while that lives."""
+    return state.home_of(trajectory) or otherwise
+
+
+def score_key(state: State, trajectory: Trajectory) -> CommandKey:
+    """Group-scored rewards are one command for the group, the others one for each sibling."""
+    grouped = state.settings.reward_scope == "group"
+    return keys.score(trajectory.group if grouped else trajectory.id)
+
+
+def scorable(state: State, trajectory: Trajectory) -> list[Trajectory]:
+    """What can be scored now that this sibling is generated (all of the group, or just it)."""
+    if state.settings.reward_scope != "group":
+        return [trajectory]
+    waiting = [t for t in members(state, trajectory.group) if t.status in UNFINISHED]
+    return waiting if all(m.status == TrajectoryStatus.GENERATED for m in waiting) else []
+
+
+def finish_score_command(ctx: Context, trajectory: Trajectory) -> None:
+    """The command ends when no sibling that it names is waiting for its reward."""
+    state = ctx.state
+    key = score_key(state, trajectory)
+    if state.settings.reward_scope == "group" and any(
+        t.status == TrajectoryStatus.GENERATED for t in members(state, trajectory.group)
+    ):
+        return
+    ctx.done(key)
+
+
+def sibling_done(ctx: Context, group: Group) -> None:
+    """One sibling less is unfinished; a complete group is ready, or dropped: too small, or flat."""
+    state = ctx.state
+    group.unfinished -= 1
+    if group.unfinished or group.status != GroupStatus.OPEN:
+        return
+    scored = scored_members(state, group)
+    if group.purpose == Purpose.EVAL:
+        end_group(ctx, group, End.EVALUATED, DropReason.NONE, group.step)
+    elif len(scored) < state.settings.min_scored:
+        drop_group(ctx, group, DropReason.TOO_FEW_SCORED)
+    elif is_flat(state, scored):
+        state.flat_in_row += 1
+        state.flat_right += all(state.trajectories[m].correct for m in scored)
+        drop_group(ctx, group, DropReason.NO_VARIANCE)
+    else:
+        state.flat_in_row = state.flat_right = 0
+        move_group(group, "complete")
+        add_ready(state, group)
+
+
+def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
+    """Whether a filter is on and these siblings are all alike to it; one alone is no such group."""
+    metric, found = state.settings.filter_metric, [state.trajectories[m] for m in scored]
+    if not metric or len(found) < 2:
+        return False
+    values = [t.correct if metric == "acc" else float_of(t.score_bits) for t in found]
+    return min(values) == max(values)
+
+
+# --- endings ----------------------------------------------------------------------------------
+
+
+def drop_sibling(ctx: Context, trajectory: Trajectory, reason: DropReason) -> None:
+    """One unfinished sibling ends as dropped; its group goes on with the others."""
+    group = ctx.state.groups[trajectory.group]
+    _end(ctx, group, [trajectory], End.DROPPED, reason, -1)
+    finish_score_command(ctx, trajectory)
+    _score_the_others(ctx, group)
+    sibling_done(ctx, group)
+
+
+def drop_scored(
+    ctx: Context, group: Group, members: list[TrajectoryId], reason: DropReason
+) -> None:
+    """Rewarded siblings of a batch end as dropped, before their group ends."""
+    _end(ctx, group, [ctx.state.trajectories[m] for m in members], End.DROPPED, reason, -1)
+
+
+def _score_the_others(ctx: Context, group: Group) -> None:
+    """A group-scored reward that waited for the dropped sibling can begin."""
+    state = ctx.state
+    waiting = [t for t in members(state, group.id) if t.status == TrajectoryStatus.GENERATED]
+    grouped = state.settings.reward_scope == "group"
+    if grouped and waiting and score_key(state, waiting[0]) not in state.commands:
+        state.unscored.update((t.id, None) for t in scorable(state, waiting[0]))
+
+
+def drop_group(ctx: Context, group: Group, reason: DropReason) -> None:
+    """Every sibling that has not ended ends as dropped; the capacity is given back."""
+    if group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY):
+        remove_unchosen(ctx.state, group)
+        ctx.touch_all()
+    end_group(ctx, group, End.DROPPED, reason, -1)
+
+
+def end_group(ctx: Context, group: Group, end: End, reason: DropReason, step: int) -> None:
+    """Decide the end of a group and of its siblings that have not ended by themselves."""
+    state = ctx.state
+    remove_ready(state, group)
+    move_group(group, "end")
+    group.end, group.end_reason = end, reason
+    open_members = [t for t in members(state, group.id) if t.status != TrajectoryStatus.ENDING]
+    _end(ctx, group, open_members, end, reason, step)
+    ctx.done(keys.score(group.id))
+
+
+def _end(
+    ctx: Context, group: Group, ended: list[Trajectory], end: End, reason: DropReason, step: int
+) -> None:
+    state = ctx.state
+    aborted: dict[str, list[Trajectory]] = {}
+    for trajectory in ended:
+        for name in _working_on(state, trajectory):
+            aborted.setdefault(name, []).append(trajectory)
+        if trajectory.status != TrajectoryStatus.REWARDED:  # no replica works on that one any more
+            _withdraw(ctx, trajectory)
+        moved = move(trajectory, "end")
+        assert moved, (trajectory, end)
+        trajectory.placement += 1  # the store refuses a replica that still works on it
+        ctx.endings.append(
+            cmd.Ending(
+                trajectory_id=trajectory.id,
+                group=group.id,
+                sibling=trajectory.sibling,
+                purpose=group.purpose,
+                row_index=group.row_index,
+                placement=trajectory.placement,
+                end=end,
+                reason=reason,
+                step=step,
+            )
+        )
+    for name, running in aborted.items():
+        items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in running)
+        sessions = state.settings.environment
+        ctx.command(cmd.AbortTrajectories(to=name, items=items, sessions=sessions))
+
+
+def _working_on(state: State, trajectory: Trajectory) -> list[str]:
+    """The replicas that generate it or have its environment's session; that of one with a reward
+    has ended by itself."""
+    replica, found = state.replicas.get(trajectory.replica), []
+    if replica is not None and trajectory.id in replica.running:
+        found.append(replica.name)
+    home = state.home_of(trajectory)
+    if home and home not in found and trajectory.status != TrajectoryStatus.REWARDED:
+        found.append(home)
+    return found
+
+
+def _withdraw(ctx: Context, trajectory: Trajectory) -> None:
+    """Withdraw a trajectory: its replica is not waited for any more, and it waits for no place."""
+    state = ctx.state
+    leave_engine(ctx, trajectory)
+    if state.settings.reward_scope != "group":
+        ctx.done(keys.score(trajectory.id))
+    remove_lost(state, trajectory)
+    state.unscored.pop(trajectory.id, None)
+    ctx.clear_timer(keys.resume(trajectory.id))
+    weights_let_go(ctx, trajectory)
+
+
+def weights_let_go(ctx: Context, trajectory: Trajectory) -> None:
+    """No next turn of it needs the weights of its replica, which may load newer ones."""
+    if ctx.state.settings.environment:
+        ctx.touch(trajectory.replica)
+
+
+def send_endings(ctx: Context) -> None:
+    """What this event has ended goes to the store together: one commit."""
+    if not ctx.endings:
+        return
+    store = live_actor(ctx.state, Role.STORE)
+    timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_wait_ms
+    if store_orders.awaited(ctx.state):  # its time begins when the store is ready
+        timeout_ms = 0
+    for start in range(0, len(ctx.endings), ENDINGS_PER_COMMAND):
+        part = tuple(ctx.endings[start : start + ENDINGS_PER_COMMAND])
+        ctx.command(
+            cmd.EndTrajectories(to=store.name if store else "store-0", endings=part),
+            key=keys.end(ctx.next_command_id),
+            timeout_ms=timeout_ms,
+        )
+    ctx.endings.clear()
+
+
+def _ended_counts(state: State, event: ev.TrajectoriesEnded) -> bool:
+    return all(is_count(row.num_tokens) and is_count(row.tokens_lost) for row in event.ended)
+
+
+@handles(ev.TrajectoriesEnded, valid=_ended_counts)
+def on_trajectories_ended(ctx: Context, event: ev.TrajectoriesEnded) -> None:
+    """The store has the ends on disk: the ledger is updated."""
+    outstanding = ctx.done(keys.end(event.command_id))
+    if outstanding is None or not isinstance(outstanding.command, cmd.EndTrajectories):
+        return ctx.ignore("repeat")
+    rows = {row.trajectory_id: row for row in event.ended}
+    for ending in outstanding.command.endings:
+        row = rows.get(ending.trajectory_id)
+        _close(ctx, ending, row.num_tokens if row else 0, row.tokens_lost if row else 0)
+
+
+def _close(ctx: Context, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
+    """The store has the end on disk: the ledger is updated and the trajectory is removed."""
+    state = ctx.state
+    trajectory = close_trajectory(state, ending.trajectory_id)
+    ledger = state.ledger
+    ledger.trajectories.end(ending.end, ending.reason)
+    ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost
+    ledger.tokens.end(ending.end, ending.reason, num_tokens)
+    if tokens_lost:
+        ledger.tokens.end(End.DROPPED, DropReason.RESTARTED, tokens_lost)
+    group = state.groups[trajectory.group]
+    if group.status != GroupStatus.ENDING:
+        lengths_changed(state, group)
+    elif not members(state, group.id):
+        ledger.groups.end(group.end, group.end_reason)
+        del state.groups[group.id]
+
+
+def remove_unchosen(state: State, group: Group) -> None:
+    state.deadlines[group.deadline] -= 1
+    if not state.deadlines[group.deadline]:
+        del state.deadlines[group.deadline]
+
+
+def members(state: State, group_id: GroupId) -> list[Trajectory]:
+    """Siblings that have not been closed."""
+    ids_ = state.groups[group_id].members
+    return [state.trajectories[m] for m in ids_ if m in state.trajectories]
+
+
+def scored_members(state: State, group: Group) -> list[TrajectoryId]:
+    """Siblings that ended with a reward; the dropped ones are not in the baseline either."""
+    return [t.id for t in members(state, group.id) if t.status == TrajectoryStatus.REWARDED]

@@ -1,0 +1,257 @@
+"""Recovery: lost work finds a new place; what has waited too long is moved or given up.
+
+Reads   state.lost, state.unscored, timers, replicas
+Writes  trajectory placements and attempts
+Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
+
+A lost sibling resumes from the store's tokens on a replica of the same version. Only when none has
+turned up within resume_wait_ms does it start over, on any live replica with room at the same or a
+newer version, before any new group there; restarting is mostly done to long answers, and a fresh
+draw shortens the data, so it is the second choice and is counted. In flight it resumes at once on
+any replica that is at least as new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+
+from laminar.core import store_orders
+from laminar.core.context import Context
+from laminar.core.scheduling import admission, evaluation, groups
+from laminar.core.scheduling.dispatch import lose, newest_tokens, place_again
+from laminar.core.state import indexes, keys
+from laminar.core.state.indexes import indexes_of, ordered_pull
+from laminar.core.state.lost_work import Entry, goes_anywhere
+from laminar.core.state.replica_index import Kind
+from laminar.core.state.state import Group, Replica, State, Trajectory
+from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
+from laminar.core.steps import batching
+from laminar.core.versions import load_sources
+from laminar.core.versions.broadcast import ending
+from laminar.events.reasons import DropReason
+from laminar.names.ids import Purpose, TrajectoryId
+
+DEATHS_MAX = 3
+"""A prompt that has killed three replicas is quarantined (dask marks such a task bad, too)."""
+SERVED_MS = 1_000
+"""How often work that waits for room asks whether its version is still served."""
+WAITS_MAX = 3
+"""Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
+EVALUATION_ATTEMPTS_MAX = 3
+"""A held-out answer that was lost so often is missing: an evaluation always ends."""
+
+
+def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
+    """Everything that ran or was scored there needs another place.
+
+    `blame`: what ran there may have ended it.
+    """
+    state = ctx.state
+    replica = state.replicas.get(name)
+    ctx.clear_timer(keys.progress(name))
+    if replica is None:
+        return
+    for trajectory_id in list(replica.running):
+        trajectory = state.trajectories[trajectory_id]
+        trajectory.deaths += blame
+        if state.groups[trajectory.group].purpose == Purpose.EVAL:
+            fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=blame)
+        elif blame and trajectory.deaths >= DEATHS_MAX:
+            groups.drop_sibling(ctx, trajectory, DropReason.QUARANTINED)
+        else:
+            lose(ctx, trajectory_id)
+    for trajectory_id in replica.incoming:
+        state.progress[trajectory_id].destination = ""  # its source lets go of it all the same
+    indexes.remove_replica(state, replica)
+    for trajectory in _waiting_on(state, name):
+        if trajectory.status == TrajectoryStatus.GENERATED:
+            ctx.done(groups.score_key(state, trajectory))
+            state.unscored[trajectory.id] = None
+        elif state.groups[trajectory.group].purpose == Purpose.EVAL:
+            fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+    ctx.touch_all()
+
+
+def _waiting_on(state: State, name: str) -> list[Trajectory]:
+    """What waits for its reward or its next turn there, in the order of dispatch."""
+    there = [state.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
+    waiting = (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
+    found = [t for t in there if t.status in waiting]
+    return sorted(found, key=lambda t: (state.groups[t.group].order, t.sibling))
+
+
+def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
+    """Lost work has waited for its version long enough. With an environment it waits on for a place
+    where its version is served: longer episodes must not be the ones that begin again. A held-out
+    answer has no other version: where that is served nowhere, it is asked for again."""
+    state = ctx.state
+    trajectory = state.trajectories[trajectory_id]
+    held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
+    index = indexes_of(state).replicas
+    waits = (held_out or state.settings.environment) and index.of(
+        lambda kind: kind.version == trajectory.version and kind.serving
+    )
+    if waits or _is_fetched(state, trajectory.version):
+        return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
+    if held_out:
+        return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+    indexes.end_wait(state, trajectory_id)
+    ctx.touch_all()
+
+
+def _is_fetched(state: State, version: int) -> bool:
+    """It is on its way from another machine, in a time that bytes keep alive."""
+    return any(command.version == version for command in load_sources.fetches(state))
+
+
+def fail_sibling(
+    ctx: Context, trajectory: Trajectory, reason: DropReason, *, blame: bool = True
+) -> None:
+    """This sibling cannot be trained; an evaluation answer is tried again, if it may be to `blame`
+    a few times."""
+    group = ctx.state.groups[trajectory.group]
+    if group.purpose == Purpose.TRAIN:
+        return groups.drop_sibling(ctx, trajectory, reason)
+    groups.drop_group(ctx, group, reason)
+    if not blame or trajectory.attempt < EVALUATION_ATTEMPTS_MAX:
+        evaluation.group_lost(ctx, group)
+    else:
+        evaluation.group_given_up(ctx, group)
+
+
+def turn_due(ctx: Context, trajectory: Trajectory) -> None:
+    """A held-out answer goes on where its environment's session is: if that replica has other
+    weights by now, it runs again whole."""
+    state = ctx.state
+    kind = indexes_of(state).replicas.kind_of(state.home_of(trajectory))
+    there = kind is not None and not kind.loading and kind.version == trajectory.version
+    if state.groups[trajectory.group].purpose == Purpose.EVAL and not there:
+        fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+
+
+def plan_lost(ctx: Context) -> None:
+    """Place lost work: same version first; after its wait, anywhere at least as new."""
+    state = ctx.state
+    while (trajectory := _next_lost(state)) is not None and (
+        replica := _place_for(state, trajectory)
+    ) is not None:
+        place_again(ctx, trajectory, replica)
+
+
+def _next_lost(state: State) -> Trajectory | None:
+    """The most urgent one for which there is a place."""
+    if not state.lost:
+        return None  # asked after every event: mostly nothing is lost
+    index, lost = indexes_of(state).replicas, indexes_of(state).lost
+    newest = index.newest_able()
+    first: list[Entry] = []
+    for version in lost.versions():
+        here, newer = bool(index.able(version)), newest > version
+        first += lost.anywhere.get(version, [])[:1] if here or newer else []
+        gone = version not in indexes_of(state).held and version not in state.saved
+        waiting = lost.waiting.get(version, [])
+        if here:
+            first += waiting[:1]
+        elif newer and gone:  # a held-out answer, which has no deadline, has no other version
+            first += islice((entry for entry in waiting if entry[0] >= 0), 1)
+    return state.trajectories[min(first)[3]] if first else None
+
+
+def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
+    """The replica with its environment's session, if it has its version and room; else the least
+    loaded one of its version; where there is none, of the newest one. In flight any that is at
+    least as new."""
+    index = indexes_of(state).replicas
+    able = _able(state, trajectory)
+    name = state.home_of(trajectory)
+    if name and index.kind_of(name) in able and admission.room(state.replicas[name]) > 0:
+        return state.replicas[name]
+    if not able and state.groups[trajectory.group].purpose == Purpose.TRAIN:
+        able = index.able(index.newest_able())
+    return index.least(able, room=1)
+
+
+def _able(state: State, trajectory: Trajectory) -> Collection[Kind]:
+    """Kinds of replicas with room that go on with its tokens."""
+    index = indexes_of(state).replicas
+    if goes_anywhere(state, trajectory):
+        return index.able_from(newest_tokens(state, trajectory))
+    return index.able(trajectory.version)
+
+
+def plan_unscored(ctx: Context) -> None:
+    """Rewards whose replica is gone are worked out on another."""
+    state = ctx.state
+    while state.unscored:
+        index = indexes_of(state).replicas
+        scorer = index.least(index.kinds, room=0)
+        if scorer is None:
+            return
+        first = state.trajectories[next(iter(state.unscored))]
+        together = groups.scorable(state, first)
+        if together:
+            groups.score(ctx, together, groups.scorer_of(state, first, scorer.name))
+        else:
+            del state.unscored[first.id]
+
+
+def batch_wait_expired(ctx: Context) -> None:
+    """The trainer has idled for batch_wait_s: act on the group that it waits for."""
+    state = ctx.state
+    group = batching.awaited(state)
+    if group is None or not batching.trainer_idle(state):
+        return ctx.ignore("nothing-awaited")
+    ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
+    if store_orders.awaited(state):
+        return
+    late = [t for t in groups.members(state, group.id) if t.status in UNFINISHED]
+    for trajectory in late:
+        trajectory.waits += 1
+    if any(t.waits >= WAITS_MAX for t in late):
+        return groups.drop_group(ctx, group, DropReason.BATCH_WAIT)
+    for trajectory in late:
+        _unstick(ctx, group, trajectory)
+
+
+def _unstick(ctx: Context, group: Group, trajectory: Trajectory) -> None:
+    """Elsewhere on its version; else without it, if enough siblings are rewarded; else anew."""
+    state = ctx.state
+    if trajectory.status == TrajectoryStatus.GENERATED:
+        ctx.done(groups.score_key(state, trajectory))
+        state.unscored[trajectory.id] = None
+        return
+    index = indexes_of(state).replicas
+    elsewhere = index.least(_able(state, trajectory), 1, but=(trajectory.replica,))
+    if trajectory.status in IN_ENGINE and elsewhere is not None:
+        lose(ctx, trajectory.id)
+        place_again(ctx, trajectory, elsewhere)
+    elif len(groups.scored_members(state, group)) >= state.settings.min_scored:
+        groups.drop_sibling(ctx, trajectory, DropReason.BATCH_WAIT)
+    else:
+        if trajectory.status in IN_ENGINE:
+            lose(ctx, trajectory.id)
+        indexes.begin_again(state, trajectory)
+
+
+def watch_progress(ctx: Context, name: str) -> None:
+    """A replica's progress timer fired: re-arm it, or have the silent engine restarted."""
+    state = ctx.state
+    if not state.actor_alive(name):
+        return  # it has left, since the run stops
+    replica = state.replicas.get(name)
+    if replica is None:
+        if not ending(state):
+            limit_s = state.settings.engine_start_ms / 1000
+            why = f"its engine was not ready {limit_s:g} s after it had joined"
+            ctx.restart(name, f"{why} (rollout.start_timeout_s)")
+        return
+    stall_ms = state.settings.stall_ms
+    silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
+    if store_orders.awaited(state):  # who waits for it samples nothing
+        replica.progress_ns = ctx.stamped.time_ns
+    elif replica.running and not ordered_pull(state, name) and silent_ms >= stall_ms:
+        ctx.restart(name, f"sampled nothing for {silent_ms} ms with work to do")
+        replica.progress_ns = ctx.stamped.time_ns
+    ctx.set_timer(keys.progress(name), stall_ms)

@@ -1,0 +1,192 @@
+"""Trajectories: what replicas report about the work that they have.
+
+Reads   TrajectoryStarted, TokenProgress, TrajectoryFinished, TrajectoryFailed, TrajectoryRewarded
+Writes  trajectory.status, trajectory.score_bits, state.unscored, replica.tokens_total, the ledger
+Emits   ScoreTrajectories, and through groups and recovery what an end calls for
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.scheduling import (
+    dispatch,
+    evaluation,
+    failure_rate,
+    groups,
+    recovery,
+)
+from laminar.core.state.indexes import gauges_changed, set_length, straggler_changed
+from laminar.core.state.state import Packing, State, Trajectory
+from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.transitions import UNFINISHED, move
+from laminar.core.validation import anything, is_count
+from laminar.events import events as ev
+from laminar.events.reasons import DropReason, FailureReason
+from laminar.names.ids import Purpose, TrajectoryId
+
+_EXPONENT = 0x7FF << 52  #: all ones in the float64 of an infinity or a NaN
+
+
+def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
+    told = (event.tokens_resumed, event.prompt_tokens)
+    return not state.settings.repack_policy or all(map(is_count, told))
+
+
+@handles(
+    ev.TrajectoryStarted,
+    valid=_started_counts,
+    planned=False,
+)
+def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
+    trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or not move(trajectory, "started"):
+        return ctx.ignore("old-placement")
+    if ctx.state.settings.environment:
+        ctx.state.sessions.setdefault(trajectory.id, ctx.stamped.peer)
+    progress = ctx.state.progress.get(trajectory.id)
+    if progress is not None:
+        progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
+        if progress.source != ctx.stamped.peer:
+            dispatch.end_move(ctx, trajectory)
+        straggler_changed(ctx.state, trajectory)
+
+
+def _gauge_counts(state: State, event: ev.TokenProgress) -> bool:
+    """An older log, which kept none of these, may have any number of them."""
+    told = (event.kv_used_tokens, event.kv_capacity_tokens, event.waiting, event.max_batch)
+    return not state.settings.repack_policy or all(
+        map(is_count, (*told, event.tokens_total, *event.lengths.values()))
+    )
+
+
+@handles(ev.TokenProgress, valid=_gauge_counts, planned=False)
+def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
+    """A gauge: the last value wins; more tokens than before is progress."""
+    replica = ctx.state.replicas.get(ctx.stamped.peer)
+    if replica is None:
+        return ctx.ignore("not-ready")
+    if event.tokens_total != replica.tokens_total:
+        replica.tokens_total = event.tokens_total
+        replica.progress_ns = ctx.stamped.time_ns
+    if replica.packing is not None:
+        _keep_gauges(replica.packing, event)
+        for trajectory_id, tokens in event.lengths.items():
+            if trajectory_id in replica.running:
+                ctx.state.progress[trajectory_id].sampled = tokens
+        gauges_changed(ctx.state, replica)
+
+
+def _keep_gauges(packing: Packing, event: ev.TokenProgress) -> None:
+    """Keep the gauges for repack; nothing is planned because of them."""
+    packing.kv_capacity = event.kv_capacity_tokens or packing.kv_capacity
+    packing.max_batch = event.max_batch or packing.max_batch
+    packing.kv_used, packing.waiting = event.kv_used_tokens, event.waiting
+    packing.as_of = event.as_of
+
+
+def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
+    return is_count(event.num_tokens)
+
+
+@handles(
+    ev.TrajectoryFinished,
+    valid=_token_count,
+)
+def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
+    """Every token is durable; the reward comes next."""
+    state = ctx.state
+    trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or not move(trajectory, "finished"):
+        return ctx.ignore("old-placement")
+    dispatch.leave_engine(ctx, trajectory)
+    state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
+    set_length(state, trajectory, event.num_tokens)
+    if state.settings.repack_policy:
+        state.finished += 1
+        state.finished_tokens += event.num_tokens
+    together = groups.scorable(state, trajectory)
+    if together:
+        groups.score(ctx, together, groups.scorer_of(state, trajectory, ctx.stamped.peer))
+
+
+@handles(
+    ev.TrajectoryFailed,
+    valid=anything,
+)
+def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
+    trajectory = _present(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or trajectory.status not in UNFINISHED:
+        return ctx.ignore("old-placement")
+    purpose = ctx.state.groups[trajectory.group].purpose
+    recovery.fail_sibling(ctx, trajectory, DropReason(event.reason))
+    reason = failure_rate.FAILED_REASONS.get(event.reason)
+    if reason is not None:
+        failure_rate.count(ctx, purpose, reason, event.detail)
+    if event.reason == FailureReason.ENV_FAILED:
+        failure_rate.count_call(ctx, event.detail or event.reason)
+
+
+def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
+    """The score is a finite float64, and so is every figure beside it."""
+    finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
+    return finite and is_count(event.num_tokens) and all(map(isfinite, event.extras.values()))
+
+
+@handles(
+    ev.TrajectoryRewarded,
+    valid=_finite_score,
+)
+def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
+    state = ctx.state
+    trajectory = _present(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or not move(trajectory, "rewarded"):
+        return ctx.ignore("old-placement")
+    trajectory.score_bits, trajectory.correct = event.score_bits, event.correct
+    state.unscored.pop(trajectory.id, None)
+    groups.finish_score_command(ctx, trajectory)
+    groups.weights_let_go(ctx, trajectory)
+    group = state.groups[trajectory.group]
+    groups.sibling_done(ctx, group)
+    if group.purpose == Purpose.EVAL:
+        evaluation.group_evaluated(ctx, group, event)
+    failure_rate.count(ctx, group.purpose, event.reason, event.detail)
+    failure_rate.count_call(ctx)
+
+
+def _turn(state: State, event: ev.TrajectoryContinues) -> bool:
+    """Only a run with an environment has turns."""
+    return state.settings.environment and is_count(event.turn)
+
+
+@handles(ev.TrajectoryContinues, valid=_turn)
+def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None:
+    """The next turn is generated where its version is served; a held-out answer whose version is
+    not served where its environment is, begins again."""
+    state = ctx.state
+    trajectory = _present(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or trajectory.status != TrajectoryStatus.GENERATED:
+        return ctx.ignore("old-placement")
+    state.unscored.pop(trajectory.id, None)
+    dispatch.await_turn(ctx, trajectory)
+    groups.finish_score_command(ctx, trajectory)
+    recovery.turn_due(ctx, trajectory)
+    failure_rate.count_call(ctx)
+
+
+def _present(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+    """The trajectory, if this is its present placement."""
+    trajectory = ctx.state.trajectories.get(trajectory_id)
+    if trajectory is None or trajectory.placement != placement:
+        return None
+    return trajectory
+
+
+def _generated_by(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+    """The same, if the sender is the replica that it was placed on."""
+    trajectory = _present(ctx, trajectory_id, placement)
+    if trajectory is None or trajectory.replica != ctx.stamped.peer:
+        return None
+    return trajectory

@@ -1,0 +1,167 @@
+"""What the answers of an evaluation were: counted while it runs, figures when it is done.
+
+Reads   TrajectoryRewarded of held-out answers
+Writes  HeldOut, in state.evaluation; HeldOutFigures, in state.evaluations
+
+Nothing is decided by it. It is in the state, and not in an observer, because an evaluation goes on
+when the coordinator is restarted. Sums are kept as the bits of float64, as scores are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from laminar.core.state.scores import added, bits_of, float_of, total
+from laminar.events import events as ev
+
+FACTS = (
+    "step", "version", "final",
+    "correct", "total", "missing",  # answers
+    "share", "share_se",  # of right answers among those that were scored, and its standard error
+    "score", "score_se",  # their mean, and its standard error
+    "answers_per_prompt", "passed",  # the share of prompts with at least one right answer
+    "mean_length", "truncated_share", "extras",
+)  # fmt: skip
+"""What is reported of an evaluation."""
+EXTRAS_MAX = 32
+"""Names of figures beside the score in one evaluation; of more the first ones."""
+
+
+class Prompt(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answers to one held-out prompt so far."""
+
+    answers: int = 0  #: with a score
+    right: int = 0
+    score_bits: int = 0  #: sum of their scores
+
+
+class Sum(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The sum of one figure over the answers that have it."""
+
+    answers: int = 0
+    bits: int = 0
+
+
+class HeldOut(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A running evaluation."""
+
+    missing: int = 0  #: answers that were never scored
+    truncated: int = 0
+    tokens: int = 0
+    prompts: dict[int, Prompt] = {}  #: by row
+    extras: dict[str, Sum] = {}  #: what the reward function gave besides the score, by name
+
+
+class HeldOutFigures(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One that is done. An answer without a score is missing: neither right nor wrong."""
+
+    answers_per_prompt: int
+    answered: int  #: answers with a score
+    prompts: int  #: with at least one of them
+    passed: int  #: prompts with a right answer
+    missing: int
+    truncated: int
+    tokens: int  #: of the answers with a score
+    share_se_bits: int  #: standard error of the share of right answers, over prompts
+    score_bits: int  #: mean over answers
+    score_se_bits: int
+    extras: dict[str, int] = {}  #: bits of the mean over the answers that have it, by name
+
+
+class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One evaluation that is done."""
+
+    index: int
+    version: int
+    step: int
+    final: bool
+    total: int  #: answers asked for
+    correct: int
+    figures: HeldOutFigures
+
+
+def count(held: HeldOut, row: int, event: ev.TrajectoryRewarded) -> None:
+    """One more answer has its score."""
+    score = float_of(event.score_bits)
+    prompt = held.prompts.setdefault(row, Prompt())
+    prompt.answers += 1
+    prompt.right += event.correct
+    prompt.score_bits = added(prompt.score_bits, score)
+    held.truncated += event.truncated
+    held.tokens += event.num_tokens
+    for name, value in event.extras.items():
+        if name in held.extras or len(held.extras) < EXTRAS_MAX:
+            found = held.extras.setdefault(name, Sum())
+            found.answers += 1
+            found.bits = added(found.bits, value)
+
+
+def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
+    """The figures of an evaluation that is done."""
+    prompts = list(held.prompts.values())
+    answered = sum(prompt.answers for prompt in prompts)
+    scores = [float_of(prompt.score_bits) for prompt in prompts]
+    return HeldOutFigures(
+        answers_per_prompt=answers_per_prompt,
+        answered=answered,
+        prompts=len(prompts),
+        passed=sum(prompt.right > 0 for prompt in prompts),
+        missing=held.missing,
+        truncated=held.truncated,
+        tokens=held.tokens,
+        share_se_bits=bits_of(_standard_error([p.right / p.answers for p in prompts])),
+        score_bits=bits_of(total(scores) / answered if answered else 0.0),
+        score_se_bits=bits_of(
+            _standard_error([s / p.answers for s, p in zip(scores, prompts, strict=True)])
+        ),
+        extras={n: bits_of(float_of(s.bits) / s.answers) for n, s in held.extras.items()},
+    )
+
+
+def facts(result: EvaluationResult) -> dict[str, Any]:
+    """An evaluation as it is shown and written to files; None where there is no basis."""
+    found = result.figures
+    answered = found.answered
+    shown: dict[str, Any] = dict.fromkeys(FACTS)
+    shown |= {
+        "step": result.step,
+        "version": result.version,
+        "final": result.final,
+        "correct": result.correct,
+        "total": result.total,
+        "share": result.correct / answered if answered else None,
+        "answers_per_prompt": found.answers_per_prompt,
+        "missing": found.missing,
+        "extras": {},
+    }
+    if answered:
+        shown |= {
+            "passed": found.passed / found.prompts,
+            "score": _finite(found.score_bits),
+            "mean_length": found.tokens / answered,
+            "truncated_share": found.truncated / answered,
+            "extras": {name: _finite(bits) for name, bits in found.extras.items()},
+        }
+    if found.prompts > 1:
+        shown["share_se"] = _finite(found.share_se_bits)
+        shown["score_se"] = _finite(found.score_se_bits)
+    return shown
+
+
+def _finite(bits: int) -> float | None:
+    """Sums of huge scores may be no number."""
+    value = float_of(bits)
+    return value if math.isfinite(value) else None
+
+
+def _standard_error(values: list[float]) -> float:
+    """The standard error of the mean over prompts: answers to one prompt are not independent. 0 for
+    one prompt."""
+    count = len(values)
+    if count < 2:
+        return 0.0
+    mean = total(values) / count
+    return math.sqrt(total((v - mean) * (v - mean) for v in values) / (count - 1) / count)

@@ -1,0 +1,426 @@
+"""Indexes over the state, so that no decision has to walk through all of it.
+
+Reads   State
+Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, state.timers,
+        state.ready, state.lost, trajectory.replica, trajectory.restart, each together with its
+        index; nothing else in the core changes them
+Gives   Indexes (`indexes_of(state)`); `replica_changed`, to be called after a change of a
+        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`, `ordered_pull`,
+        `streams`
+
+Indexes hold nothing that does not follow from the state: they are made from it when they are first
+asked for, are no part of its encoding or digest, and an invariant compares them with new ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heapify, heappop, heappush
+
+from laminar.core.repack.packing import Standing
+from laminar.core.state import keys
+from laminar.core.state.keys import CommandKey, TimerName
+from laminar.core.state.lost_work import LostWork
+from laminar.core.state.replica_index import ReplicaIndex
+from laminar.core.state.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
+from laminar.events.commands import PullWeights
+from laminar.events.reasons import PullPurpose
+from laminar.names.ids import GroupId, TrajectoryId
+from laminar.names.roles import Role
+
+STALE_TIMERS_MAX = 64
+"""Cleared timers stay in the heap until they are due, or until there are so many and half of it."""
+
+
+class Indexes:
+    """Made from a state; the functions below keep it true."""
+
+    def __init__(self, state: State) -> None:
+        #: names of all actors by role, in the order of their first join
+        self.roles: dict[str, dict[str, None]] = {}
+        self.num_alive = 0  #: actors
+        #: boot ids of processes that are members no longer, until `take_left` is called
+        self.left: list[str] = []
+        #: keys of outstanding commands by addressee
+        self.commands: dict[str, dict[CommandKey, None]] = {}
+        #: heap of (due time in ns, name); an entry that state.timers does not have is passed over
+        self.timers = [(due, name) for name, due in state.timers.items()]
+        heapify(self.timers)
+        #: finished groups in the order in which they must be trained: (deadline, order, id)
+        self.ready: list[tuple[int, int, str]] = sorted(
+            (*_rank(state.groups[g]), g) for g in state.ready
+        )
+        #: names of replicas by the relay of their machine
+        self.served: dict[str, dict[str, None]] = {}
+        #: names of the relays that hold a version, by version
+        self.held: dict[int, dict[str, None]] = {}
+        #: by version, how many are ordered to load this very one
+        self.fetched: dict[int, int] = {}
+        #: orders to load from another machine, by replica
+        self.from_afar: dict[str, PullWeights] = {}
+        #: ids by the replica that generates or scores them, or did last
+        self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
+        #: by group, how many of it have finished and their tokens, where there are any
+        self.lengths: dict[GroupId, tuple[int, int]] = {}
+        self._enter(state)
+        self.lost = LostWork(state)
+        self.replicas = ReplicaIndex(state)
+        #: by name, of replicas in their tail, as far as core/repack/stragglers.py was asked and it
+        #: still holds
+        self.standings: dict[str, Standing] = {}
+
+    def _enter(self, state: State) -> None:
+        for actor in state.actors.values():
+            self.roles.setdefault(actor.role, {})[actor.name] = None
+            self.num_alive += actor.alive
+        for key, outstanding in state.commands.items():
+            self.commands.setdefault(outstanding.command.to, {})[key] = None
+            self.count_fetched(outstanding, 1)
+        for replica in state.replicas.values():
+            self.served.setdefault(replica.relay, {})[replica.name] = None
+        for relay in state.relays.values():
+            for version in relay.held:
+                self.held.setdefault(version, {})[relay.name] = None
+        for trajectory in state.trajectories.values():
+            self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
+            self.count_length(trajectory, 1)
+
+    def served_by(self, relay: str) -> dict[str, None]:
+        """Names of the replicas of its machine."""
+        return self.served.get(relay, {})
+
+    def count_fetched(self, outstanding: Outstanding, change: int) -> None:
+        command = outstanding.command
+        if isinstance(command, PullWeights) and command.exact:
+            self.fetched[command.version] = self.fetched.get(command.version, 0) + change
+            if not self.fetched[command.version]:
+                del self.fetched[command.version]
+            if command.holder and change > 0:
+                self.from_afar[command.to] = command
+            else:
+                self.from_afar.pop(command.to, None)
+
+    def count_length(self, trajectory: Trajectory, change: int) -> None:
+        """One that has finished is known, or is forgotten."""
+        if trajectory.num_tokens:
+            count, tokens = self.lengths.pop(trajectory.group, (0, 0))
+            count, tokens = count + change, tokens + change * trajectory.num_tokens
+            if count:
+                self.lengths[trajectory.group] = count, tokens
+
+    def num_ready(self, deadline: int) -> int:
+        """Finished groups with this deadline."""
+        first = bisect_left(self.ready, (deadline, -1, ""))
+        return bisect_left(self.ready, (deadline + 1, -1, "")) - first
+
+
+def _rank(group: Group) -> tuple[int, int]:
+    return group.deadline, group.order
+
+
+def indexes_of(state: State) -> Indexes:
+    """The indexes of this state, made when they are first asked for and kept beside its fields.
+
+    Code that changes an indexed field asks before the change: the indexes may be made just then.
+    """
+    kept: Indexes | None = vars(state).get("indexes")
+    if kept is None:
+        kept = vars(state)["indexes"] = Indexes(state)
+    return kept
+
+
+# --- actors -----------------------------------------------------------------------------------
+
+
+def add_actor(state: State, actor: Actor) -> None:
+    """A new process has this name now; the one that had it is no longer alive."""
+    indexes, before = indexes_of(state), state.actors.get(actor.name)
+    if before is not None:
+        indexes.left.append(before.boot_id)
+    state.actors[actor.name] = actor
+    indexes.roles.setdefault(actor.role, {})[actor.name] = None
+    indexes.num_alive += 1
+
+
+def end_actor(state: State, name: str) -> None:
+    """An actor's process is gone, or fenced."""
+    indexes, actor = indexes_of(state), state.actors[name]
+    indexes.left.append(actor.boot_id)
+    indexes.num_alive -= actor.alive
+    actor.alive = False
+    if name in state.replicas:
+        indexes.replicas.update(state, state.replicas[name])
+
+
+def live_actor(state: State, role: Role) -> Actor | None:
+    """The one of a role of which a run has one (store, trainer); None while it is not alive."""
+    for name in indexes_of(state).roles.get(role, ()):
+        if state.actors[name].alive:
+            return state.actors[name]
+    return None
+
+
+def trainer(state: State) -> Actor | None:
+    """The live one; with checkpoints also one that is away, and is waited for."""
+    live = live_actor(state, Role.TRAINER)
+    if live is None and state.settings.keeps_checkpoints:
+        for name in indexes_of(state).roles.get(Role.TRAINER, ()):
+            return state.actors[name]
+    return live
+
+
+def working_trainer(state: State) -> Actor | None:
+    """The trainer if it can be given work: it is ready, and has done all that the log has."""
+    live = live_actor(state, Role.TRAINER)
+    return live if live is not None and live.ready and state.redone < 0 else None
+
+
+def take_left(state: State) -> list[str]:
+    """Boot ids of the processes that have left, or were replaced, since this was asked last."""
+    indexes = indexes_of(state)
+    left, indexes.left = indexes.left, []
+    return left
+
+
+def add_replica(state: State, replica: Replica) -> None:
+    indexes = indexes_of(state)
+    state.replicas[replica.name] = replica
+    indexes.served.setdefault(replica.relay, {})[replica.name] = None
+    indexes.replicas.add(state, replica)
+
+
+def remove_replica(state: State, replica: Replica) -> None:
+    indexes = indexes_of(state)
+    del state.replicas[replica.name]
+    del indexes.served[replica.relay][replica.name]
+    indexes.replicas.remove(replica)
+    indexes.standings.pop(replica.name, None)
+
+
+def replica_changed(state: State, replica: Replica) -> None:
+    """What it loads, serves, runs or took is something else now."""
+    indexes = indexes_of(state)
+    indexes.replicas.update(state, replica)
+    indexes.standings.pop(replica.name, None)
+
+
+def load_changed(state: State, replica: Replica) -> None:
+    """Only what it runs is something else now: asked for every trajectory that comes or goes."""
+    indexes = indexes_of(state)
+    indexes.replicas.update_load(replica)
+    indexes.standings.pop(replica.name, None)
+
+
+def gauges_changed(state: State, replica: Replica) -> None:
+    """A replica's engine, or what it runs, is further."""
+    standings = indexes_of(state).standings
+    standings.pop(replica.name, None)
+    for trajectory_id in replica.given:
+        standings.pop(state.progress[trajectory_id].destination, None)
+
+
+def straggler_changed(state: State, trajectory: Trajectory) -> None:
+    """What is known of it counts where it runs, and where room is kept for it."""
+    standings = indexes_of(state).standings
+    standings.pop(trajectory.replica, None)
+    standings.pop(state.progress[trajectory.id].destination, None)
+
+
+def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
+    """A trajectory has finished: its siblings are expected to be as long."""
+    indexes = indexes_of(state)
+    indexes.count_length(trajectory, -1)
+    trajectory.num_tokens = num_tokens
+    indexes.count_length(trajectory, 1)
+    lengths_changed(state, state.groups[trajectory.group])
+
+
+def lengths_changed(state: State, group: Group) -> None:
+    """One of the group has finished, or is forgotten."""
+    if indexes_of(state).standings:
+        for name in group.members:
+            if name in state.trajectories:
+                straggler_changed(state, state.trajectories[name])
+
+
+# --- relays -------------------------------------------------------------------------------------
+
+
+def master_relay(state: State) -> Relay | None:
+    """The relay of the trainer's machine, if it is ready: there every version begins.
+
+    What a trainer has handed over counts while it is away, too.
+    """
+    source = trainer(state)
+    if source is None or not state.chain:
+        return None
+    head = state.relays[state.chain[0]]
+    return head if head.node == source.node else None
+
+
+def remove_relay(state: State, relay: Relay) -> None:
+    set_held(state, relay, [])
+    del state.relays[relay.name]
+    relay_changed(state, relay)
+
+
+def relay_changed(state: State, relay: Relay) -> None:
+    """A relay has a newer version, or is gone: the replicas of its machine have another choice."""
+    indexes = indexes_of(state)
+    for name in indexes.served_by(relay.name):
+        indexes.replicas.update(state, state.replicas[name])
+
+
+def set_held(state: State, relay: Relay, held: list[int]) -> bool:
+    """Note the versions that can be pulled from a relay; True if that changes anything."""
+    holders = indexes_of(state).held
+    if relay.held == held:
+        return False
+    for version in relay.held:
+        del holders[version][relay.name]
+        if not holders[version]:
+            del holders[version]
+    for version in held:
+        holders.setdefault(version, {})[relay.name] = None
+    relay.held = held
+    return True
+
+
+# --- commands and timers ----------------------------------------------------------------------
+
+
+def add_command(state: State, key: CommandKey, outstanding: Outstanding) -> None:
+    """One that is outstanding under the same key is replaced, and keeps its place in the order."""
+    indexes = indexes_of(state)
+    _forget_command(indexes, key, state.commands.get(key))
+    state.commands[key] = outstanding
+    indexes.commands.setdefault(outstanding.command.to, {})[key] = None
+    indexes.count_fetched(outstanding, 1)
+
+
+def end_command(state: State, key: CommandKey) -> Outstanding | None:
+    """The command that is no longer outstanding; None if it was not."""
+    indexes = indexes_of(state)
+    outstanding = state.commands.pop(key, None)
+    _forget_command(indexes, key, outstanding)
+    return outstanding
+
+
+def _forget_command(indexes: Indexes, key: CommandKey, outstanding: Outstanding | None) -> None:
+    if outstanding is not None:
+        del indexes.commands[outstanding.command.to][key]
+        indexes.count_fetched(outstanding, -1)
+
+
+def ordered_pull(state: State, replica: str) -> PullWeights | None:
+    """The load that it is ordered to do; None: none is outstanding."""
+    outstanding = state.commands.get(keys.pull(replica))
+    command = outstanding.command if outstanding is not None else None
+    return command if isinstance(command, PullWeights) else None
+
+
+def streams(state: State, replica: str) -> bool:
+    """Whether it is to begin with weights that its relay is still getting."""
+    ordered = ordered_pull(state, replica)
+    return ordered is not None and ordered.purpose == PullPurpose.STREAM
+
+
+def set_timer(state: State, name: TimerName, due_ns: int) -> None:
+    timers, heap = state.timers, indexes_of(state).timers
+    timers[name] = due_ns
+    heappush(heap, (due_ns, name))
+    if len(heap) > 2 * len(timers) + STALE_TIMERS_MAX:
+        heap[:] = [(due, name) for name, due in timers.items()]
+        heapify(heap)
+
+
+def clear_timer(state: State, name: TimerName) -> bool:
+    """True if it was set; the heap forgets it later."""
+    indexes_of(state)  # made while it is set: whether lost work waits follows from its timer
+    return state.timers.pop(name, None) is not None
+
+
+def next_timer_ns(state: State) -> int | None:
+    """When the earliest timer is due; None when nothing is waited for."""
+    timers, heap = state.timers, indexes_of(state).timers
+    while heap and timers.get(heap[0][1]) != heap[0][0]:
+        heappop(heap)
+    return heap[0][0] if heap else None
+
+
+def due_timers(state: State, now_ns: int) -> list[TimerName]:
+    """Names of the timers that are due, earliest first; they stay set until they are handled."""
+    heap = indexes_of(state).timers
+    if not heap or heap[0][0] > now_ns:
+        return []  # asked all the time: mostly none is
+    due: dict[TimerName, int] = {}
+    while (due_ns := next_timer_ns(state)) is not None and due_ns <= now_ns:
+        due[heappop(heap)[1]] = due_ns
+    for name, due_ns in due.items():
+        heappush(heap, (due_ns, name))
+    return list(due)
+
+
+# --- trajectories and finished groups ---------------------------------------------------------
+
+
+def assign(state: State, trajectory: Trajectory, replica: str) -> None:
+    """This replica generates or scores it from now on."""
+    by_replica = indexes_of(state).trajectories
+    if trajectory.replica != replica:
+        by_replica.get(trajectory.replica, {}).pop(trajectory.id, None)
+        trajectory.replica = replica
+    by_replica.setdefault(replica, {})[trajectory.id] = None
+
+
+def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
+    """A trajectory has ended; it is handed back and forgotten."""
+    by_replica = indexes_of(state).trajectories
+    trajectory = state.trajectories.pop(trajectory_id)
+    state.progress.pop(trajectory_id, None)
+    state.sessions.pop(trajectory_id, None)
+    del by_replica[trajectory.replica][trajectory_id]
+    indexes_of(state).count_length(trajectory, -1)
+    return trajectory
+
+
+def add_ready(state: State, group: Group) -> None:
+    ready = indexes_of(state).ready
+    state.ready[group.id] = None
+    insort(ready, (*_rank(group), group.id))
+
+
+def remove_ready(state: State, group: Group) -> None:
+    """A group is in a batch, or dropped; nothing happens for one that was not ready."""
+    ready = indexes_of(state).ready
+    if group.id in state.ready:
+        del state.ready[group.id]
+        del ready[bisect_left(ready, (*_rank(group), group.id))]
+
+
+def add_lost(state: State, trajectory: Trajectory) -> None:
+    indexes = indexes_of(state)
+    state.lost[trajectory.id] = None
+    indexes.lost.add(state, trajectory)
+
+
+def remove_lost(state: State, trajectory: Trajectory) -> None:
+    """A lost trajectory has a place again, or ends; nothing happens for one that was not lost."""
+    lost = indexes_of(state).lost
+    if trajectory.id in state.lost:
+        del state.lost[trajectory.id]
+        lost.remove(trajectory)
+
+
+def end_wait(state: State, trajectory_id: TrajectoryId) -> None:
+    """Lost work waits for its version no longer, and goes to any newer one."""
+    lost = indexes_of(state).lost
+    if trajectory_id in state.lost:
+        lost.wait_is_over(state.trajectories[trajectory_id])
+
+
+def begin_again(state: State, trajectory: Trajectory) -> None:
+    """Lost work begins again from the prompt."""
+    lost = indexes_of(state).lost
+    trajectory.restart = True
+    lost.begins_again(trajectory)

@@ -1,0 +1,106 @@
+"""Lost work in the order in which it gets a place again.
+
+Reads   state.lost, resume timers, trajectory.restart
+Gives   LostWork (`indexes_of(state).lost`): by version, what is placed next, and what still waits
+        for its own version
+
+Part of the indexes: it follows from the state, and core/state/indexes.py keeps it true.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from itertools import count
+from typing import Any
+
+from laminar.core.state import keys
+from laminar.core.state.state import State, Trajectory
+from laminar.names.ids import Purpose, TrajectoryId
+
+
+def goes_anywhere(state: State, trajectory: Trajectory) -> bool:
+    """Whether any newer version goes on with its tokens at once: a held-out answer has one."""
+    return state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN
+
+
+Entry = tuple[int, int, int, TrajectoryId]
+"""Most urgent first: (deadline, order of dispatch, number of the loss, id)."""
+
+
+class LostWork:
+    """Lost trajectories by version, and by whether any newer version will do as well."""
+
+    def __init__(self, state: State) -> None:
+        #: of work that waits for its version
+        self.waiting: dict[int, list[Entry]] = {}
+        #: of work whose wait is over, that begins again from the prompt, or is in flight
+        self.anywhere: dict[int, list[Entry]] = {}
+        #: in the order of the losses, without what begins again
+        self.resumable: dict[int, dict[TrajectoryId, None]] = {}
+        self._entries: dict[TrajectoryId, Entry] = {}
+        self._count = count()
+        for trajectory_id in state.lost:
+            self.add(state, state.trajectories[trajectory_id])
+            if keys.resume(trajectory_id) not in state.timers:
+                self.wait_is_over(state.trajectories[trajectory_id])
+
+    def add(self, state: State, trajectory: Trajectory) -> None:
+        """Add a lost trajectory: it waits for its version, unless any newer one does at once."""
+        group = state.groups[trajectory.group]
+        entry = (group.deadline, group.order, next(self._count), trajectory.id)
+        self._entries[trajectory.id] = entry
+        anywhere = trajectory.restart or goes_anywhere(state, trajectory)
+        queues = self.anywhere if anywhere else self.waiting
+        insort(queues.setdefault(trajectory.version, []), entry)
+        if not anywhere:
+            self.resumable.setdefault(trajectory.version, {})[trajectory.id] = None
+
+    def remove(self, trajectory: Trajectory) -> None:
+        entry, version = self._entries.pop(trajectory.id), trajectory.version
+        if not _remove(self.waiting, version, entry):
+            _remove(self.anywhere, version, entry)
+        self._not_resumable(trajectory)
+
+    def wait_is_over(self, trajectory: Trajectory) -> None:
+        """Any newer version will do from now on."""
+        entry = self._entries[trajectory.id]
+        if _remove(self.waiting, trajectory.version, entry):
+            insort(self.anywhere.setdefault(trajectory.version, []), entry)
+
+    def begins_again(self, trajectory: Trajectory) -> None:
+        """A lost trajectory begins again: its tokens are given up."""
+        self.wait_is_over(trajectory)
+        self._not_resumable(trajectory)
+
+    def _not_resumable(self, trajectory: Trajectory) -> None:
+        same = self.resumable.get(trajectory.version, {})
+        same.pop(trajectory.id, None)
+        if not same:
+            self.resumable.pop(trajectory.version, None)
+
+    def versions(self) -> dict[int, None]:
+        """The versions of lost work, whatever will do for it."""
+        return dict.fromkeys([*self.waiting, *self.anywhere])
+
+    def content(self) -> Any:
+        """Equal for two that answer equally."""
+        queues = (self.waiting, self.anywhere)
+        order = [{v: [e[3] for e in queue] for v, queue in kind.items()} for kind in queues]
+        return order, {v: list(same) for v, same in self.resumable.items()}, self.wanted()
+
+    def wanted(self) -> list[int]:
+        """Versions that lost work could resume on, the one that was lost first at the head."""
+        first = {v: self._entries[next(iter(same))][2] for v, same in self.resumable.items()}
+        return sorted(first, key=first.__getitem__)
+
+
+def _remove(queues: dict[int, list[Entry]], version: int, entry: Entry) -> bool:
+    """True if it was there."""
+    queue = queues.get(version, [])
+    place = bisect_left(queue, entry)
+    if place == len(queue) or queue[place] != entry:
+        return False
+    del queue[place]
+    if not queue:
+        del queues[version]
+    return True

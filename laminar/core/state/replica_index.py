@@ -1,0 +1,220 @@
+"""The index of replicas: who serves which version, how loaded, who is empty, who is behind.
+
+Reads   replicas, whether their processes live, what their relays have
+Gives   ReplicaIndex (`indexes_of(state).replicas`): answers about all replicas at once
+
+Part of the indexes: it follows from the state; code that changes a replica calls `update`. Replicas
+of one kind differ in their load only, and there are few kinds, so no question walks over all
+replicas. Numbers give them the order of `state.replicas`, which decides between equals.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator
+from itertools import count
+from typing import Any, NamedTuple
+
+from laminar.core.state.state import Replica, State
+
+
+class Kind(NamedTuple):
+    """What decisions about a live replica depend on, besides its load."""
+
+    version: int  #: loaded, or before the load that is under way; -1: none
+    step: int
+    loading: bool
+    behind: bool  #: the relay of its machine has a newer version
+    satisfied: bool  #: it took its share of new groups
+    failed_loads: int
+    emptied: bool  #: it gives away what it runs
+
+    @property
+    def serving(self) -> bool:
+        return self.version >= 0 and not self.loading and not self.emptied
+
+
+Load = tuple[int, int]  #: trajectories that run there or come, and capacity
+_Loads = dict[Load, list[int]]  #: numbers of replicas, ascending
+
+
+def _load(replica: Replica) -> Load:
+    return replica.load, replica.capacity
+
+
+class ReplicaIndex:
+    """Live replicas by kind and load."""
+
+    def __init__(self, state: State) -> None:
+        self.kinds: dict[Kind, _Loads] = {}
+        #: how many of a kind that serves have room, by version
+        self._able: dict[int, dict[Kind, int]] = {}
+        self.numbers: dict[str, int] = {}  #: by name; replicas that came later have higher ones
+        self.replicas: dict[int, Replica] = {}
+        self.filed: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
+        self._count = count()
+        for replica in state.replicas.values():
+            self.add(state, replica)
+
+    # --- kept true ------------------------------------------------------------------------------
+
+    def add(self, state: State, replica: Replica) -> None:
+        """A new one, behind all others."""
+        number = self.numbers[replica.name] = next(self._count)
+        self.replicas[number] = replica
+        self.update(state, replica)
+
+    def remove(self, replica: Replica) -> None:
+        self._move(replica.name, None)
+        del self.replicas[self.numbers.pop(replica.name)]
+
+    def update(self, state: State, replica: Replica) -> None:
+        """Anything about it may have changed."""
+        actor = state.actors.get(replica.name)
+        if actor is None or not actor.alive:
+            return self._move(replica.name, None)
+        relay = state.relays.get(replica.relay)
+        kind = Kind(
+            replica.version,
+            replica.step,
+            replica.loading,
+            relay is not None and relay.newest > replica.version,
+            0 < state.settings.groups_per_version <= replica.took,
+            replica.failed_loads,
+            bool(replica.given),
+        )
+        self._move(replica.name, (kind, _load(replica)))
+
+    def update_load(self, replica: Replica) -> None:
+        """Only what it runs has changed."""
+        filed = self.filed.get(replica.name)
+        if filed is not None:
+            self._move(replica.name, (filed[0], _load(replica)))
+
+    def _move(self, name: str, filed: tuple[Kind, Load] | None) -> None:
+        before = self.filed.get(name)
+        if before == filed:
+            return
+        number = self.numbers[name]
+        if before is not None:
+            self._take_out(*before, number)
+            del self.filed[name]
+        if filed is not None:
+            self.filed[name] = filed
+            self._put_in(*filed, number)
+
+    def _put_in(self, kind: Kind, load: Load, number: int) -> None:
+        loads = self.kinds.get(kind)
+        if loads is None:
+            loads = self.kinds[kind] = {}
+        if load in loads:
+            insort(loads[load], number)
+        else:
+            loads[load] = [number]
+        if load[0] < load[1] and kind.serving:
+            able = self._able.setdefault(kind.version, {})
+            able[kind] = able.get(kind, 0) + 1
+
+    def _take_out(self, kind: Kind, load: Load, number: int) -> None:
+        if load[0] < load[1] and kind.serving:
+            self._one_less_able(kind)
+        loads = self.kinds[kind]
+        numbers = loads[load]
+        if len(numbers) > 1:
+            del numbers[bisect_left(numbers, number)]
+            return
+        del loads[load]
+        if not loads:
+            del self.kinds[kind]
+
+    def content(self) -> Any:
+        """Equal for two that answer equally."""
+        names = {number: replica.name for number, replica in self.replicas.items()}
+        order = [names[number] for number in sorted(names)]
+        filed = {
+            kind: {load: [names[n] for n in numbers] for load, numbers in loads.items()}
+            for kind, loads in self.kinds.items()
+        }
+        return order, filed, self._able
+
+    def _one_less_able(self, kind: Kind) -> None:
+        able = self._able[kind.version]
+        able[kind] -= 1
+        if not able[kind]:
+            del able[kind]
+            if not able:
+                del self._able[kind.version]
+
+    # --- asked ----------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return len(self.filed)
+
+    def kind_of(self, name: str) -> Kind | None:
+        """None for one whose process is gone."""
+        filed = self.filed.get(name)
+        return filed[0] if filed is not None else None
+
+    def of(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
+        """The kinds that are wanted, of those that there are."""
+        return [kind for kind in self.kinds if wanted(kind)]
+
+    def able(self, version: int) -> Collection[Kind]:
+        """Kinds that serve this version, of which some replica has room."""
+        return self._able.get(version, ())
+
+    def able_from(self, version: int) -> list[Kind]:
+        """The same, of this version or a newer one."""
+        return [kind for v, kinds in self._able.items() if v >= version for kind in kinds]
+
+    def newest_able(self) -> int:
+        """The highest version that a replica with room serves; -1: none."""
+        return max(self._able, default=-1)
+
+    def least(
+        self, kinds: Collection[Kind], room: int, but: Collection[str] = ()
+    ) -> Replica | None:
+        """The least loaded of these kinds with room for so many more, the first of equals."""
+        best: tuple[int, int] | None = None
+        for kind in kinds:
+            for (running, capacity), numbers in self.kinds.get(kind, {}).items():
+                if capacity - running >= room and (best is None or running <= best[0]):
+                    first = self._first(numbers, but)
+                    if first >= 0 and (best is None or (running, first) < best):
+                        best = running, first
+        return self.replicas[best[1]] if best is not None else None
+
+    def _first(self, numbers: list[int], but: Collection[str]) -> int:
+        """The lowest of these, -1 for none; `but` names replicas that are not meant."""
+        if not but:
+            return numbers[0]
+        return next((n for n in numbers if self.replicas[n].name not in but), -1)
+
+    def empty(self, kinds: Collection[Kind]) -> Iterator[int]:
+        """Numbers of the replicas of these kinds that run nothing."""
+        for kind in kinds:
+            for (running, _), numbers in self.kinds[kind].items():
+                if not running:
+                    yield from numbers
+
+    def busy(self) -> set[int]:
+        """Versions with which some replica runs something."""
+        return {
+            kind.version
+            for kind, loads in self.kinds.items()
+            if any(running for running, _ in loads)
+        }
+
+    def numbers_of(self, kinds: Collection[Kind]) -> Iterator[int]:
+        """Numbers of all replicas of these kinds."""
+        for kind in kinds:
+            for numbers in self.kinds[kind].values():
+                yield from numbers
+
+    def with_room(self, kinds: Collection[Kind]) -> Iterator[int]:
+        """Numbers of the replicas of these kinds that can run more."""
+        for kind in kinds:
+            for (running, capacity), numbers in self.kinds[kind].items():
+                if running < capacity:
+                    yield from numbers

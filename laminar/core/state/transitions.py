@@ -1,0 +1,194 @@
+"""Every status and every legal move: of a trajectory, a group, the run, an actor, a weight version.
+
+Reads   a status and what happened
+Writes  trajectory.status, group.status, state.phase
+Gives   TABLES; docs/states.md is drawn from them (tools/make/states.py)
+
+Trajectories, groups and the run have their status in the state and move by these tables. What an
+actor and a version are follows from several fields; a test compares every change with its table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from laminar.core.state.state import Group, State, Trajectory
+from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
+
+DISPATCHED, RUNNING, GENERATED, REWARDED, RELEASING, LOST, ENDING = TrajectoryStatus
+
+
+Status = TypeVar("Status", bound=str)
+
+
+class Table(NamedTuple, Generic[Status]):
+    """The statuses of one kind of thing, the first one first, and its moves."""
+
+    of: str
+    meaning: dict[Status, str]
+    moves: dict[tuple[Status, str], Status]  #: (status, what happens) -> the next status
+
+
+TRAJECTORY_MOVES = {
+    (DISPATCHED, "started"): RUNNING,
+    (DISPATCHED, "finished"): GENERATED,  # before its replica died
+    (RUNNING, "finished"): GENERATED,
+    (GENERATED, "rewarded"): REWARDED,
+    (GENERATED, "continues"): LOST,
+    (DISPATCHED, "lose"): LOST,
+    (RUNNING, "lose"): LOST,
+    (DISPATCHED, "release"): RELEASING,
+    (RUNNING, "release"): RELEASING,
+    (RELEASING, "started"): RELEASING,  # said before the replica was told to release it
+    (RELEASING, "finished"): GENERATED,
+    (RELEASING, "hand over"): DISPATCHED,
+    (RELEASING, "lose"): LOST,
+    (LOST, "dispatch"): DISPATCHED,
+    (DISPATCHED, "end"): ENDING,
+    (RUNNING, "end"): ENDING,
+    (RELEASING, "end"): ENDING,
+    (GENERATED, "end"): ENDING,
+    (REWARDED, "end"): ENDING,
+    (LOST, "end"): ENDING,
+}
+TRAJECTORY = Table(
+    "trajectory",
+    {
+        DISPATCHED: "the command is on its way, nothing is known to be generated",
+        RUNNING: "the engine has it",
+        GENERATED: "every token is durable, the reward is missing",
+        REWARDED: "waits for the rest of its group and for a batch",
+        RELEASING: "its replica hands its tokens over; it goes on on another one",
+        LOST: "its replica is gone, or its environment has answered; it needs a new placement",
+        ENDING: "its end is decided and on its way to the store; once there, it is forgotten",
+    },
+    TRAJECTORY_MOVES,
+)
+GROUP = Table(
+    "group",
+    {
+        GroupStatus.OPEN: "some of its trajectories are unfinished",
+        GroupStatus.READY: "all have ended or are rewarded; it waits for a batch",
+        GroupStatus.CHOSEN: "in the batch that the trainer works on",
+        GroupStatus.ENDING: "trained, evaluated or dropped; it waits for the store",
+    },
+    {
+        (GroupStatus.OPEN, "complete"): GroupStatus.READY,
+        (GroupStatus.READY, "choose"): GroupStatus.CHOSEN,
+        (GroupStatus.OPEN, "end"): GroupStatus.ENDING,
+        (GroupStatus.READY, "end"): GroupStatus.ENDING,
+        (GroupStatus.CHOSEN, "end"): GroupStatus.ENDING,
+    },
+)
+RUN = Table(
+    "run",
+    {
+        Phase.STARTING: "waits for its processes and the first weights",
+        Phase.RUNNING: "generates and trains",
+        Phase.EXPORTING: "the steps are done, or it drains; the model is exported",
+        Phase.FINAL_EVALUATION: "the export is evaluated",
+        Phase.ENDING: "the store writes the last ends",
+        Phase.STOPPING: "every process is ordered to stop",
+        Phase.ENDED: "the log has its last event",
+    },
+    {
+        (Phase.STARTING, "publish"): Phase.RUNNING,
+        (Phase.RUNNING, "finish"): Phase.EXPORTING,
+        (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
+        (Phase.FINAL_EVALUATION, "export again"): Phase.EXPORTING,  # it is lost, and other bytes
+        (Phase.STARTING, "stop at once"): Phase.STOPPING,  # to be resumed; here only by a pause
+        (Phase.RUNNING, "stop at once"): Phase.STOPPING,
+        (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
+        (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,
+        (Phase.ENDING, "stop at once"): Phase.STOPPING,
+        (Phase.EXPORTING, "go on"): Phase.RUNNING,  # resumed: it was stopped, or has more steps now
+        (Phase.FINAL_EVALUATION, "go on"): Phase.RUNNING,
+        (Phase.ENDING, "go on"): Phase.RUNNING,
+        (Phase.STOPPING, "go on"): Phase.RUNNING,
+        (Phase.ENDED, "go on"): Phase.RUNNING,
+        (Phase.STOPPING, "start again"): Phase.STARTING,  # likewise, before the first weights
+        (Phase.ENDED, "start again"): Phase.STARTING,
+        (Phase.STARTING, "end"): Phase.ENDING,
+        (Phase.RUNNING, "end"): Phase.ENDING,
+        (Phase.EXPORTING, "end"): Phase.ENDING,
+        (Phase.FINAL_EVALUATION, "end"): Phase.ENDING,
+        (Phase.ENDING, "end"): Phase.ENDING,  # it fails while it ends
+        (Phase.ENDING, "stop"): Phase.STOPPING,
+        (Phase.STOPPING, "stopped"): Phase.ENDED,
+    },
+)
+ACTOR = Table(
+    "actor",
+    {
+        "unknown": "no process of this name has joined",
+        "joined": "a process has this name, with an incarnation of its own",
+        "ready": "it can do its work",
+        "silent": "a node of which nothing is heard, while the processes of its machine are",
+        "lost": "fenced: events of this incarnation are refused",
+    },
+    {
+        ("unknown", "join"): "joined",
+        ("joined", "ready"): "ready",
+        ("joined", "silence"): "silent",
+        ("silent", "hear"): "joined",
+        ("joined", "lose"): "lost",
+        ("ready", "lose"): "lost",
+        ("silent", "lose"): "lost",
+        ("lost", "join"): "joined",  # with the next incarnation
+    },
+)
+VERSION = Table(
+    "version",
+    {
+        "unused": "its number is free",
+        "ordered": "the trainer is ordered to make it, by a step or by the export",
+        "made": "the trainer has it and hands it to its relay",
+        "owed": "the relay of the trainer's machine lacks it; it is published again",
+        "newest": "published last",
+        "older": "a newer one is published; a relay or a checkpoint still has it",
+        "gone": "no replica can load it",
+    },
+    {
+        ("unused", "order"): "ordered",
+        ("unused", "load"): "made",  # version 0: the model as it was loaded
+        ("unused", "redo"): "owed",  # a step that was done again has come to other weights
+        ("ordered", "make"): "made",
+        ("ordered", "skip"): "owed",
+        ("ordered", "publish"): "newest",  # the relay's report comes before the trainer's
+        ("made", "publish"): "newest",
+        ("made", "skip"): "owed",
+        ("made", "supersede"): "older",
+        ("made", "evict"): "gone",
+        ("owed", "publish"): "newest",
+        ("owed", "supersede"): "older",
+        ("owed", "evict"): "gone",
+        ("newest", "lose"): "owed",
+        ("newest", "supersede"): "older",
+        ("newest", "evict"): "gone",  # superseded and evicted by one event
+        ("older", "evict"): "gone",
+        ("gone", "return"): "older",  # a relay reports it late, or its checkpoint is saved
+    },
+)
+TABLES: tuple[Table[Any], ...] = (TRAJECTORY, GROUP, RUN, ACTOR, VERSION)
+
+IN_ENGINE = (DISPATCHED, RUNNING, RELEASING)
+UNFINISHED = (DISPATCHED, RUNNING, GENERATED, RELEASING, LOST)
+
+
+def move(trajectory: Trajectory, trigger: str) -> bool:
+    """Make the move if the table has it; False (and no change) otherwise."""
+    target = TRAJECTORY_MOVES.get((trajectory.status, trigger))
+    if target is None:
+        return False
+    trajectory.status = target
+    return True
+
+
+def move_group(group: Group, trigger: str) -> None:
+    """Make the move; KeyError for one that no decision may make."""
+    group.status = GROUP.moves[group.status, trigger]
+
+
+def move_run(state: State, trigger: str) -> None:
+    """Enter the next phase; KeyError for a move that no decision may make."""
+    state.phase = RUN.moves[state.phase, trigger]

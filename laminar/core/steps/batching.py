@@ -1,0 +1,278 @@
+"""Buffering: finished groups become batches.
+
+Reads   state.ready, state.deadlines, settings
+Writes  state.batch, state.chosen, state.proposal
+Emits   TrainStep, ProposeBatch
+
+Batches are chosen by (deadline, dispatch order), never by order of completion: that would put short
+answers first. A user's strategy proposes; what it proposes is taken only if the staleness bound
+survives it.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.scheduling.admission import bound_holds, groups_wanted
+from laminar.core.scheduling.groups import drop_scored, end_group, remove_unchosen, scored_members
+from laminar.core.state import keys, versions
+from laminar.core.state.indexes import indexes_of, remove_ready, working_trainer
+from laminar.core.state.scores import float_of
+from laminar.core.state.state import Batch, Group, State
+from laminar.core.state.statuses import GroupStatus, Phase
+from laminar.core.state.transitions import move_group
+from laminar.core.validation import anything, is_allocated
+from laminar.core.versions import publishing
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import STRATEGY
+from laminar.events.reasons import DropReason, End
+from laminar.names import ids
+from laminar.names.ids import GroupId, Purpose, TrajectoryId
+
+PROPOSAL_TIMEOUT_MS = 5_000
+"""A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
+TRAIN_TIMEOUT_MS = 7_200_000
+"""Two hours for one batch: more than a large model takes, and a hang does not cost a night."""
+
+# --- batches ----------------------------------------------------------------------------------
+
+
+def trainer_idle(state: State) -> bool:
+    """No command to the trainer is outstanding."""
+    if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
+        return False
+    return working_trainer(state) is not None and state.newest >= 0
+
+
+def choose_batch(ctx: Context) -> bool:
+    """Give the trainer its next batch if there is one; True when the state changed."""
+    state = ctx.state
+    if (
+        state.phase != Phase.RUNNING
+        or state.draining
+        or not trainer_idle(state)
+        or steps_done(state)
+    ):
+        return False
+    count = batch_size(state)
+    chosen = _select(ctx, count) if count else None
+    if chosen is None:
+        _wait_for_batch(ctx)
+        return False
+    _train(ctx, chosen)
+    return True
+
+
+def steps_done(state: State) -> bool:
+    total = state.settings.total_steps
+    return bool(total) and state.chosen >= total
+
+
+def batch_size(state: State) -> int:
+    """Groups of the next batch: G, or what is left when the data has ended; 0: not yet."""
+    full = state.settings.groups_per_step
+    if len(state.ready) >= full:
+        return full
+    everything_ready = len(state.ready) == sum(state.deadlines.values())
+    no_more = groups_wanted(state) <= 0
+    if state.ready and everything_ready and no_more and not state.settings.drop_last:
+        return len(state.ready)
+    return 0
+
+
+def by_deadline(state: State) -> list[Group]:
+    """Finished groups in the order in which they must be trained."""
+    return [state.groups[GroupId(group_id)] for _, _, group_id in indexes_of(state).ready]
+
+
+def by_priority(state: State) -> list[Group]:
+    """Groups whose siblings disagree first (they carry the signal), each part by deadline."""
+
+    def agrees(group: Group) -> bool:
+        bits = [state.trajectories[m].score_bits for m in scored_members(state, group)]
+        return min(bits) == max(bits)
+
+    return sorted(by_deadline(state), key=agrees)
+
+
+STRATEGIES = {"deadline": by_deadline, "priority": by_priority}
+
+
+def _select(ctx: Context, count: int) -> list[Group] | None:
+    """The strategy's batch if it preserves the bound, else the earliest deadlines, else None."""
+    state = ctx.state
+    name = state.settings.batch_strategy
+    if name not in STRATEGIES and state.proposal is None and not state.proposal_failed:
+        _ask_strategy(ctx, count)
+        return None
+    if not _earliest_preserve_bound(state, count):
+        return None
+    if name in STRATEGIES:
+        batch = STRATEGIES[name](state)[:count]
+    else:
+        batch = [state.groups[g] for g in state.proposal or ()]
+    if len(batch) == count and preserves_bound(state, batch):
+        return batch
+    return by_deadline(state)[:count]
+
+
+def preserves_bound(state: State, batch: list[Group]) -> bool:
+    """Whether the inequality holds for what is left once this batch is chosen."""
+    rest = dict(state.deadlines)
+    for group in batch:
+        rest[group.deadline] -= 1
+    return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
+
+
+def _earliest_preserve_bound(state: State, count: int) -> bool:
+    """Whether any batch of this size preserves the bound: if one does, the earliest does.
+
+    Asked after every event while the trainer waits, so it counts and does not list.
+    """
+    rest = dict(state.deadlines)
+    for deadline in sorted(rest):
+        taken = min(count, indexes_of(state).num_ready(deadline))
+        rest[deadline] -= taken
+        count -= taken
+    return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
+
+
+def _ask_strategy(ctx: Context, count: int) -> None:
+    if keys.PROPOSE in ctx.state.commands:
+        return
+    candidates = tuple(_candidate(ctx.state, group) for group in by_deadline(ctx.state))
+    ctx.command(
+        cmd.ProposeBatch(
+            to=STRATEGY, step_index=ctx.state.chosen, count=count, candidates=candidates
+        ),
+        key=keys.PROPOSE,
+        timeout_ms=PROPOSAL_TIMEOUT_MS,
+    )
+
+
+def _candidate(state: State, group: Group) -> cmd.Candidate:
+    scored = [state.trajectories[m] for m in scored_members(state, group)]
+    return cmd.Candidate(
+        group=group.id,
+        row_index=group.row_index,
+        deadline=group.deadline,
+        step=group.step,
+        order=group.order,
+        num_tokens=sum(m.num_tokens for m in scored),
+        scores=tuple(float_of(m.score_bits) for m in scored),
+    )
+
+
+@handles(ev.BatchProposed, valid=anything)
+def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
+    """Keep a usable answer; anything else falls back to the default and is counted."""
+    state, groups = ctx.state, event.groups
+    if event.step_index != state.chosen or ctx.done(keys.PROPOSE) is None:
+        return ctx.ignore("late")
+    distinct = list(dict.fromkeys(groups))
+    if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
+        state.proposal = distinct
+    else:
+        state.proposal_failed = True
+        ctx.ignore("unusable-proposal")
+
+
+def _train(ctx: Context, groups: list[Group]) -> None:
+    state = ctx.state
+    step = state.chosen
+    shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
+    for group in shuffled:
+        move_group(group, "choose")
+        remove_ready(state, group)
+        remove_unchosen(state, group)
+    version = versions.new_version(state, step + 1)
+    state.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
+    state.chosen += 1
+    state.proposal, state.proposal_failed = None, False
+    ctx.clear_timer(keys.BATCH_WAIT)
+    order_batch(ctx, state.batch)
+    ctx.touch_all()
+
+
+def rows_of(state: State, batch: Batch) -> list[TrajectoryId]:
+    """What the trainer is given of it, in this order."""
+    return [m for g in batch.groups for m in scored_members(state, state.groups[g])]
+
+
+def order_batch(ctx: Context, batch: Batch) -> None:
+    """Have the trainer consume it."""
+    trainer = working_trainer(ctx.state)
+    assert trainer is not None
+    ctx.command(
+        cmd.TrainStep(
+            to=trainer.name,
+            step_index=batch.step_index,
+            version=batch.version,
+            trajectories=tuple(rows_of(ctx.state, batch)),
+        ),
+        key=keys.TRAIN,
+        timeout_ms=TRAIN_TIMEOUT_MS,
+    )
+
+
+def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
+    return is_allocated(state, event.version, event.step_index + 1)
+
+
+@handles(
+    ev.StepCompleted,
+    valid=_made_by_its_step,
+)
+def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
+    """The trainer's own book has the step; the batch ends as trained."""
+    state = ctx.state
+    if state.batch is None or state.batch.step_index != event.step_index:
+        return ctx.ignore("repeat")
+    ordered = ctx.done(keys.TRAIN)
+    if ordered is None:  # a trainer that came back has not been given it yet
+        return ctx.ignore("not-ordered")
+    versions.step_trained(state, state.batch, rows_of(state, state.batch))
+    _end_batch(ctx, state.batch, event.left_out)
+    publishing.expect_version(ctx, event.version, ordered.cause)
+    ctx.touch_all()
+
+
+def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.LeftOut, ...]) -> None:
+    """The batch is trained, but for what was left out: its groups end, staleness is counted."""
+    state = ctx.state
+    untrained = {member for part in left_out for member in part.trajectories}
+    for group_id in batch.groups:
+        group = state.groups[group_id]
+        scored = scored_members(state, group)
+        trained = [member for member in scored if member not in untrained]
+        for member in trained:
+            staleness = batch.step_index - state.trajectories[member].step
+            state.staleness_sum += staleness
+            state.staleness_max = max(state.staleness_max, staleness)
+        if not trained:
+            end_group(ctx, group, End.DROPPED, DropReason.MISMATCH, -1)
+            continue
+        drop_scored(ctx, group, [m for m in scored if m in untrained], DropReason.MISMATCH)
+        end_group(ctx, group, End.TRAINED, DropReason.NONE, batch.step_index)
+    state.batch = None
+    state.completed += 1
+
+
+# --- waiting ----------------------------------------------------------------------------------
+
+
+def awaited(state: State) -> Group | None:
+    """The unfinished group that the next batch needs most."""
+    training = [g for g in state.groups.values() if g.purpose == Purpose.TRAIN]
+    unfinished = [g for g in training if g.status == GroupStatus.OPEN]
+    return min(unfinished, key=lambda g: (g.deadline, g.order), default=None)
+
+
+def _wait_for_batch(ctx: Context) -> None:
+    """The trainer is idle: publish what is owed, and start the clock on the group it waits for."""
+    state = ctx.state
+    if publishing.republish_due(state):
+        return publishing.republish(ctx)
+    if keys.BATCH_WAIT not in state.timers:
+        ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)

@@ -1,0 +1,233 @@
+"""Redo: a trainer that was lost comes back, and does again what its checkpoint does not have.
+
+Reads   TrainerReady, CheckpointLoaded, StepRedone; losses of the trainer
+Writes  state.functions, state.redone, state.numbered, batch.deaths, batch.version, state.owed
+Emits   LoadCheckpoint, RedoStep, and TrainStep for the interrupted batch
+
+The log decides what was trained, and a checkpoint counts only if the log has its step, under its
+version, with the same trajectories: one that is ahead of the log is not loaded, and what it would
+have trained is trained again. The batches that the log has after it are done again in their order,
+published by nobody and counted once, as they were. Then the batch that was interrupted is ordered
+again, under a new number: the old one may be out already.
+
+A trainer with another file of the user's loss or estimator than the first one ends the run.
+Without checkpoints the loss of the trainer ends the run, unless the run ends anyway.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.members import lifecycle
+from laminar.core.registry import handles
+from laminar.core.state import keys, versions
+from laminar.core.state.failures import FailureKind
+from laminar.core.state.indexes import live_actor
+from laminar.core.state.state import Batch, State, Trained
+from laminar.core.steps import batching
+from laminar.core.validation import anything
+from laminar.core.versions import broadcast, publishing
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.names import ids
+from laminar.names.roles import Role
+
+LOAD_TIMEOUT_MS = 1_800_000
+"""Parameters and moments of a large model from a shared file system, as for an export."""
+DEATHS_MAX = 3
+"""A batch that has ended its trainer so often ends the run, as a prompt is given up that has ended
+so many replicas."""
+NAMED_MAX = 8
+"""Groups of such a batch that are named."""
+
+
+# --- it is lost, and comes back -----------------------------------------------------------------
+
+
+def may_be_lost(state: State, name: str) -> bool:
+    """Whether this is a trainer, and the run goes on without it: for a while, or to its end."""
+    actor = state.actors.get(name)
+    if actor is None or actor.role != Role.TRAINER:
+        return False
+    return broadcast.ending(state) or state.settings.keeps_checkpoints
+
+
+def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
+    """Nothing is given up but what it was doing; it has a time to come back.
+
+    What it had handed over may still arrive. Its commands are no longer outstanding after this.
+    `blame`: its batch may have ended it.
+    """
+    state = ctx.state
+    if broadcast.ending(state):
+        return  # all that it was needed for is done
+    state.redone = -1
+    ctx.clear_timer(keys.WEIGHTS)
+    ctx.clear_timer(keys.BATCH_WAIT)
+    if keys.EXPORT in state.commands:  # it is made again, under another number
+        publishing.export_again(ctx)
+    batch = state.batch
+    if blame and batch is not None and keys.TRAIN in state.commands:
+        batch.deaths += 1
+        if batch.deaths >= DEATHS_MAX:
+            deadly = _deadly(batch, name, reason)
+            lifecycle.fail(ctx, FailureKind.BATCH_DEADLY, name, deadly)
+            return
+    ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+
+
+def _deadly(batch: Batch, name: str, reason: str) -> str:
+    """Which batch it is, how it ended its trainer, and where to look."""
+    step, more = batch.step_index + 1, len(batch.groups) - NAMED_MAX
+    groups = ", ".join(batch.groups[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"the batch of step {step} (groups {groups}) has ended {name} {DEATHS_MAX} times, at last: "
+        f"{reason}; look at logs/latest/{name}.jsonl, and at `laminar log story` of these groups"
+    )
+
+
+@handles(
+    ev.TrainerReady,
+    valid=anything,
+)
+def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
+    """A trainer has the model of the configuration; one that comes back is told how to go on, and
+    so is the first one of a fork."""
+    state, name = ctx.state, ctx.stamped.peer
+    actor = state.actors[name]
+    if actor.ready:
+        return ctx.ignore("repeat")
+    actor.ready = True
+    ctx.clear_timer(keys.rejoin(name))
+    begins, functions = state.newest < 0, {f.setting: f.digest for f in event.functions}
+    if begins:
+        state.functions = functions
+    told = state.origin is not None if begins else may_be_lost(state, name)
+    if live_actor(state, Role.TRAINER) is not actor or not told:
+        return
+    other = other_function(state.functions, functions)
+    if other and not broadcast.ending(state):
+        lifecycle.fail(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
+        return
+    confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
+    known, state.saved = state.saved, {c.version: c.path for c in confirmed}
+    if state.saved.keys() - known.keys():  # whose lost work can be loaded for now
+        ctx.touch_all()
+    newest = max(confirmed, key=lambda c: c.step, default=None)
+    if newest is None and not _can_begin_anew(state):
+        lifecycle.fail(ctx, FailureKind.NO_CHECKPOINT, name)
+        return
+    state.redone = newest.step if newest is not None else 0
+    versions.checkpoints_kept(state)
+    if newest is not None:
+        ctx.command(
+            cmd.LoadCheckpoint(
+                to=name,
+                version=newest.version,
+                step=newest.step,
+                path=newest.path,
+                kept=tuple(state.saved),
+            ),
+            key=keys.LOAD,
+            timeout_ms=LOAD_TIMEOUT_MS,
+        )
+
+
+def other_function(then: dict[str, str], now: dict[str, str]) -> str:
+    """Which loss or estimator of the user has another file now; empty: none has.
+
+    A run is trained with one: no step could be done again after it, and none before it now.
+    """
+    for setting, digest in now.items():
+        if then.get(setting) != digest:
+            return (
+                f"{setting}: its file has digest {digest} now, and the run began with one of "
+                f"digest {then.get(setting)}: put that one back, or go on with this one in another "
+                "run, by laminar fork"
+            )
+    return ""
+
+
+def _can_begin_anew(state: State) -> bool:
+    """Whether training can begin again with the model of the configuration: every step can be
+    redone."""
+    return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
+
+
+def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
+    """The log has its step, under its version, made of the same trajectories."""
+    return any(
+        (t.step_index + 1, t.version, t.chain)
+        == (checkpoint.step, checkpoint.version, checkpoint.digest)
+        for t in state.trained
+    )
+
+
+@handles(ev.CheckpointLoaded, valid=anything)
+def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
+    outstanding = ctx.state.commands.get(keys.LOAD)
+    command = outstanding.command if outstanding is not None else None
+    if not isinstance(command, cmd.LoadCheckpoint) or command.version != event.version:
+        return ctx.ignore("not-loading")
+    ctx.done(keys.LOAD)
+
+
+@handles(ev.StepRedone, valid=anything)
+def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
+    """One more; where rounding has made other weights of it, those are what training goes on
+    from."""
+    state = ctx.state
+    if keys.REDO not in state.commands or event.step_index != state.redone:
+        return ctx.ignore("not-redoing")
+    ctx.done(keys.REDO)
+    trained = _trained(state, state.redone)
+    state.redone += 1
+    if trained.digest:
+        trained.digest = event.digest
+
+
+def _trained(state: State, step_index: int) -> Trained:
+    return state.trained[step_index - state.trained[0].step_index]
+
+
+# --- what it is told ----------------------------------------------------------------------------
+
+
+def plan(ctx: Context) -> bool:
+    """Lead a trainer that came back to where the log is; True when the state changed."""
+    state = ctx.state
+    if state.redone < 0 or keys.LOAD in state.commands or keys.REDO in state.commands:
+        return False
+    if broadcast.ending(state):
+        return False
+    trainer = live_actor(state, Role.TRAINER)
+    assert trainer is not None, "what a lost trainer has done again is forgotten with it"
+    if state.redone < state.completed:
+        trained = _trained(state, state.redone)
+        ctx.command(
+            cmd.RedoStep(
+                to=trainer.name,
+                step_index=trained.step_index,
+                version=trained.version,
+                trajectories=tuple(map(ids.TrajectoryId, trained.rows.split(" "))),
+                digest=trained.digest,
+            ),
+            key=keys.REDO,
+            timeout_ms=batching.TRAIN_TIMEOUT_MS,
+        )
+    else:
+        _go_on(ctx)
+    return True
+
+
+def _go_on(ctx: Context) -> None:
+    """The trainer has all that the log has: it goes on."""
+    state = ctx.state
+    state.redone = -1
+    if state.batch is not None:
+        state.batch.version = versions.new_version(state, state.batch.step_index + 1)
+        batching.order_batch(ctx, state.batch)
+    elif state.exported < 0 and publishing.has_other_bytes(state):
+        state.owed, state.owed_step = versions.new_version(state, state.completed), state.completed
+    else:
+        state.owed = state.owed_step = -1
+        publishing.owe_republish(ctx)

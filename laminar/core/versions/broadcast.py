@@ -1,0 +1,361 @@
+"""Relays: the chain in which weights pass from machine to machine.
+
+Reads   RelayReady, WeightsReceived, RelayLinked, TransferTrouble; losses of relays
+Writes  state.relays, state.chain, relay.held, relay.successor
+Emits   ForwardWeights, PinVersion, RestartActor
+
+The relay of the trainer's machine is the head, since every version begins there. The others follow
+in the order in which they became ready; one that repeatedly holds up a transfer goes to the end. A
+relay knows only its successor, so a loss costs one command: its predecessor feeds its successor,
+which names the chunks that it lacks. No other relay is concerned.
+
+Each relay has what its predecessor has, within a time; one that has not is restarted. The time is
+the one that its bytes take at the rate that the relay has measured, if that is longer. The head has
+what the trainer made, or it is owed (core/versions/publishing.py).
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.state import indexes, keys
+from laminar.core.state.indexes import indexes_of, master_relay
+from laminar.core.state.state import Actor, Relay, State
+from laminar.core.state.statuses import Phase
+from laminar.core.validation import anything, are_allocated, is_count, of_a_version
+from laminar.core.versions import load_sources, pinning
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.names import ids
+from laminar.names.roles import Role
+
+LINK_TIMEOUT_MS = 30_000
+"""One connection between two machines; its greeting is a few messages."""
+UNLINKED_MAX = 2
+"""A relay that reaches neither of two successors is at fault itself."""
+RECEIVE_TIMEOUT_MS = 300_000
+"""Of one hop, from when its version is there or bytes came, which a relay reports each minute."""
+SLOT_TIMEOUT_MS = RECEIVE_TIMEOUT_MS + 30_000
+"""Of an owed publish, from when bytes came: the slot that these hold is free when their time is
+over, and its relay has been restarted."""
+LAG_MS = 1_000
+"""A hop that holds up a transfer by less is not slow, whatever its share is."""
+LAG_SHARE = 4
+"""A hop is slow when it adds more than a quarter of its own duration."""
+LAGS_MAX = 3
+"""So many slow transfers in a row move a relay to the end: a passing cause has passed by then."""
+
+
+# --- the chain --------------------------------------------------------------------------------
+
+
+def join(ctx: Context, actor: Actor, bulk: str) -> Relay:
+    """A relay is ready: it takes its place and is fed."""
+    state = ctx.state
+    relay = Relay(
+        name=actor.name,
+        node=actor.node,
+        bulk=bulk,
+        incarnation=actor.incarnation,
+        ready_seq=ctx.stamped.seq,
+    )
+    state.relays[relay.name] = relay
+    _heard_of(ctx, relay)
+    state.chain.append(relay.name)
+    ctx.clear_timer(keys.rejoin(relay.name))
+    set_head(ctx)
+    await_newest(ctx, relay)
+    if state.evaluation is not None or state.unfinished:
+        pinning.tell_one(ctx, relay.name)
+    return relay
+
+
+def leave(ctx: Context, name: str) -> None:
+    """A relay is lost: the one before it feeds the one behind it; it has a time to come back."""
+    state = ctx.state
+    relay = state.relays.get(name)
+    if relay is not None:
+        if relay is master_relay(state):  # what was on its way through it never arrives
+            ctx.done(keys.PUBLISH)
+            ctx.clear_timer(keys.WEIGHTS)
+        indexes.remove_relay(state, relay)
+        state.chain.remove(name)
+        ctx.clear_timer(keys.receive(name))
+        relink(ctx)
+        touch_replicas(ctx, relay)  # nothing newer waits for them now: they may admit again
+    if not ending(state):
+        ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+
+
+def ending(state: State) -> bool:
+    """The run ends: no process waits for weights any more."""
+    return state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+
+
+def set_head(ctx: Context) -> None:
+    """The relay of the trainer's machine comes first, whenever the two became ready."""
+    state = ctx.state
+    trainer = indexes.trainer(state)
+    if trainer is not None:
+        state.chain.sort(key=lambda name: state.relays[name].node != trainer.node)
+    relink(ctx)
+
+
+def relink(ctx: Context) -> None:
+    """Send an order to every relay whose successor is another one now."""
+    state = ctx.state
+    if ending(state):
+        return
+    for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
+        relay = state.relays[name]
+        if relay.successor != following:
+            relay.successor = following
+            successor = state.relays.get(following)
+            _forward(ctx, relay, successor)
+            if successor is not None:
+                successor.lags = 0  # another hop, perhaps a quick one
+
+
+def _forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
+    ctx.command(
+        cmd.ForwardWeights(
+            to=relay.name,
+            successor=successor.name if successor else "",
+            address=successor.bulk if successor else "",
+            incarnation=successor.incarnation if successor else 0,
+        ),
+        key=keys.forward(relay.name),
+        timeout_ms=LINK_TIMEOUT_MS,
+    )
+
+
+@handles(ev.RelayLinked, valid=anything)
+def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
+    """The connection stands; an answer to an earlier order is late."""
+    key = keys.forward(ctx.stamped.peer)
+    outstanding = ctx.state.commands.get(key)
+    if outstanding is None or outstanding.command_id != event.command_id:
+        return ctx.ignore("repeat")
+    ctx.done(key)
+    ctx.state.relays[ctx.stamped.peer].unlinked = 0
+
+
+def link_expired(ctx: Context, name: str, successor: str) -> None:
+    """No connection in time: the successor is restarted, and comes back as the last one.
+
+    A relay that fails with one successor after the other is restarted itself.
+    """
+    relay = ctx.state.relays[name]
+    ctx.done(keys.forward(name))
+    relay.unlinked += 1
+    at_fault = successor if successor and relay.unlinked < UNLINKED_MAX else name
+    ctx.restart(at_fault, f"{name} could not be connected to {successor or 'nobody'} in time")
+
+
+# --- what they hold ---------------------------------------------------------------------------
+
+
+def _received(state: State, event: ev.WeightsReceived) -> bool:
+    counted = is_count(event.num_bytes) and is_count(event.duration_ms)
+    return counted and of_a_version(state, event) and are_allocated(state, event.held)
+
+
+@handles(
+    ev.WeightsReceived,
+    valid=_received,
+)
+def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
+    """A relay has a version from its predecessor, and the replicas of its machine can pull it.
+
+    With cut-through it may know of a version before the coordinator does.
+    """
+    state = ctx.state
+    relay = state.relays.get(ctx.stamped.peer)
+    if relay is None:
+        return ctx.ignore("not-ready")
+    news = event.version > relay.newest
+    if event.kind == "full":
+        load_sources.note_hop(state, relay.name, event.num_bytes, event.duration_ms)
+    if not hold(ctx, relay, event.version, event.digest, event.held):
+        return ctx.ignore("repeat")
+    if relay.newest == event.version and news:
+        _judge_speed(ctx, relay, event)
+        ctx.clear_timer(keys.receive(relay.name))
+        await_newest(ctx, relay)
+    _move_slow(ctx)
+
+
+def hold(ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int, ...]) -> bool:
+    """Enter what a relay says that it has; False if all of it was known.
+
+    Other bytes under the number of the newest version are nothing to pull: it starts afresh.
+    """
+    state = ctx.state
+    if version == state.newest and digest != state.newest_digest:
+        return restart_for_other_bytes(ctx, relay, digest)
+    _heard_of(ctx, relay)
+    changed = indexes.set_held(state, relay, list(held))
+    if version > relay.newest:
+        changed = True
+        relay.newest, relay.newest_digest = version, digest
+        relay.arrived[version] = ctx.stamped.time_ns
+        indexes.relay_changed(state, relay)
+        touch_replicas(ctx, relay)
+    relay.arrived = {v: at for v, at in relay.arrived.items() if v in held}
+    return changed
+
+
+def _heard_of(ctx: Context, relay: Relay) -> None:
+    """One that did not give a version may be asked again: lost work may wait for that."""
+    failed = ctx.state.failed_sources
+    if relay.name in failed:
+        del failed[relay.name]
+        ctx.touch_all()
+
+
+def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:
+    """False if that was decided before."""
+    newest, published = ctx.state.newest, ctx.state.newest_digest
+    reason = f"its version {newest} has digest {digest}, but {published} was published"
+    return ctx.restart(relay.name, reason)
+
+
+def touch_replicas(ctx: Context, relay: Relay) -> None:
+    """The replicas that pull from this relay have another choice now."""
+    for name in indexes_of(ctx.state).served_by(relay.name):
+        ctx.touch(name)
+
+
+def await_newest(ctx: Context, relay: Relay) -> None:
+    """What a relay lacks of the published versions it must have within a time."""
+    state, timer = ctx.state, keys.receive(relay.name)
+    if (
+        relay.newest < state.newest
+        and relay is not master_relay(state)
+        and timer not in state.timers
+    ):
+        ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
+
+
+def receive_expired(ctx: Context, name: str) -> None:
+    """The newest version did not come: a relay whose predecessor has it is restarted.
+
+    One that waits because its predecessor does goes on waiting; without one, the trainer's machine
+    has to get its relay back first.
+    """
+    state = ctx.state
+    relay = state.relays[name]
+    position = state.chain.index(name)
+    before = state.relays[state.chain[position - 1]] if position else None
+    if before is not None and before.newest >= state.newest:
+        ctx.restart(name, f"version {state.newest} has not come from {before.name} in time")
+    await_newest(ctx, relay)
+
+
+def _measured(state: State, event: ev.TransferTrouble) -> bool:
+    return all(map(is_count, (event.num_bytes, event.duration_ms, event.left_bytes)))
+
+
+@handles(ev.TransferTrouble, valid=_measured)
+def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
+    """Dealt with already by the relays: the log has it for those who look at these machines. A
+    version has its time from the last word that bytes of it came."""
+    name = ctx.stamped.peer
+    timer = keys.receive(name)
+    if name not in ctx.state.relays:
+        return ctx.ignore("not-ready")
+    publish = keys.deadline(keys.PUBLISH)
+    if event.num_bytes and publish in ctx.state.timers:  # what comes may hold its slot
+        ctx.set_timer(publish, SLOT_TIMEOUT_MS)
+    if 0 <= event.version < ctx.state.relays[name].newest:
+        _older_comes(ctx, event)
+    elif event.num_bytes and timer in ctx.state.timers:
+        ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
+        for replica in indexes_of(ctx.state).served_by(name):
+            if indexes.streams(ctx.state, replica):
+                ctx.set_timer(keys.deadline(keys.pull(replica)), RECEIVE_TIMEOUT_MS)
+
+
+def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
+    """What is fetched has its time from the last word that bytes of it came, too."""
+    for command in load_sources.fetches(ctx.state) if event.num_bytes else ():
+        here = ctx.state.replicas[command.to].relay == ctx.stamped.peer
+        if here and command.version == event.version:
+            ctx.set_timer(keys.deadline(keys.pull(command.to)), RECEIVE_TIMEOUT_MS)
+
+
+# --- slow ones --------------------------------------------------------------------------------
+
+
+def _judge_speed(ctx: Context, relay: Relay, event: ev.WeightsReceived) -> None:
+    """Count the transfers in a row that this relay has held up.
+
+    With cut-through a hop ends shortly after the one before it; what it adds, its predecessor was
+    quicker by, which may have got newer versions since. The first hop has only the trainer before
+    it, which receives nothing: a full version is compared with the quickest hop of the run instead.
+    """
+    state = ctx.state
+    position = state.chain.index(relay.name)
+    before = state.relays[state.chain[position - 1]] if position else None
+    if before is None or event.version not in before.arrived:
+        return
+    if before is not master_relay(state):
+        lag_ms = (ctx.stamped.time_ns - before.arrived[event.version]) // 1_000_000
+    elif event.kind == "full" and state.fastest >= 0:
+        lag_ms = event.duration_ms - state.fastest * event.num_bytes // 1_000_000_000
+    else:
+        lag_ms = 0
+    if event.kind == "full" and event.num_bytes:
+        pace = event.duration_ms * 1_000_000_000 // event.num_bytes
+        state.fastest = pace if state.fastest < 0 else min(pace, state.fastest)
+    slow = lag_ms > LAG_MS and lag_ms * LAG_SHARE > event.duration_ms
+    relay.lags = relay.lags + 1 if slow else 0
+
+
+def _move_slow(ctx: Context) -> None:
+    """A relay that has held up several transfers goes to the end.
+
+    Also while others are under way: a relay that is slower than versions are made would otherwise
+    hold up all behind it for the rest of the run, and one that gets another predecessor goes on
+    with what it has.
+    """
+    state = ctx.state
+    chain = [state.relays[name] for name in state.chain]
+    slow = next((relay for relay in chain[:-1] if relay.lags >= LAGS_MAX), None)
+    if slow is not None:
+        state.chain.remove(slow.name)
+        state.chain.append(slow.name)
+        relink(ctx)
+
+
+# --- machines ---------------------------------------------------------------------------------
+
+
+def name_of(node: str) -> str:
+    """The relay of a machine; empty for what is no name of one."""
+    try:
+        return ids.actor_name(Role.RELAY, node, 0)
+    except ValueError:
+        return ""
+
+
+def can_work(state: State) -> bool:
+    """Some replica lives whose machine has a relay or may get it back, or may itself come back."""
+    if state.phase == Phase.STARTING and any(
+        map(state.actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
+    ):
+        return True
+    if any(
+        replica.relay in state.relays or keys.rejoin(replica.relay) in state.timers
+        for replica in state.replicas.values()
+        if state.actor_alive(replica.name)
+    ):
+        return True
+    replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
+    return any(keys.rejoin(name) in state.timers for name in replicas)
+
+
+def indispensable(state: State, name: str) -> bool:
+    """The relay of the trainer's machine: without it no replica gets new weights."""
+    trainer = indexes.trainer(state)
+    return trainer is not None and name == ids.actor_name(Role.RELAY, trainer.node, 0)

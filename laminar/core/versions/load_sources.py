@@ -1,0 +1,160 @@
+"""Where an exact version comes from: the copy that is there soonest.
+
+Reads   state.relays, state.saved, outstanding loads
+Writes  state.version_bytes, state.paces, state.failed_sources
+Gives   Tier, Source, Choice; estimate_ms, nearest; offers and choose, what of it a replica can
+        take; fetches
+
+A version that work needs may be in the relay of the replica's machine, in the relay of another
+machine, or on disk as a checkpoint. Each takes its bytes at a measured rate, after what waits
+before it, and the least time wins. A time that nobody has measured is taken as the least time of
+its tier that is known, so that a source is tried once; if none is known either, the order of the
+tiers decides. All times are whole ms, since a log replays to them.
+
+An engine that has these bytes already loads nothing, which it sees by their digest. Sampling again
+is no source: the state does not know how many tokens a lost answer had, and a fresh draw in place
+of an answer that was long already makes the data shorter. It comes when recovery.resume_wait_ms is
+over (core/scheduling/recovery.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+from laminar.core.state import keys
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import Replica, State
+from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
+
+PS_PER_MS = 1_000_000_000
+"""Rates are in ps per byte: 1 is 1 TB/s, and a kB/s still fits into 64 bits."""
+UNKNOWN = -1
+"""A rate, or a time, that nobody has measured."""
+HOLDERS_MAX = 4
+LOAD, DISK = "load", "disk"
+"""Among the paces: of loads from the own relay, and from a checkpoint."""
+
+
+class Tier(IntEnum):
+    """Kinds of sources, the nearest first."""
+
+    OWN = 1  #: the relay of the replica's machine
+    PEER = 2  #: the relay of another machine
+    DISK = 3  #: a checkpoint
+
+
+class Source(NamedTuple):
+    """One copy of the version."""
+
+    tier: Tier
+    name: str  #: of the relay, or directory of the checkpoint
+    ps_per_byte: int = UNKNOWN
+    waiting_bytes: int = 0  #: that it has to move before
+
+
+class Choice(NamedTuple):
+    """The source that is taken."""
+
+    source: Source | None  #: None: there is none
+    ms: int  #: until the version is there; UNKNOWN without a measured rate
+
+
+def estimate_ms(source: Source, num_bytes: int) -> int:
+    """Until the version is loaded from there; UNKNOWN without a measured rate."""
+    if source.ps_per_byte < 0:
+        return UNKNOWN
+    return (num_bytes + source.waiting_bytes) * source.ps_per_byte // PS_PER_MS
+
+
+def nearest(sources: Iterable[Source], num_bytes: int, failed: Collection[str] = ()) -> Choice:
+    """The source that is there soonest.
+
+    `failed`: names of sources that have failed and were not heard of since; they are left out.
+    """
+    able = [source for source in sources if source.name not in failed]
+    times = {source: estimate_ms(source, num_bytes) for source in able}
+    best = min(able, key=lambda source: (_guess(source, times), source), default=None)
+    return Choice(best, UNKNOWN if best is None else times[best])
+
+
+def _guess(source: Source, times: dict[Source, int]) -> int:
+    """Its time; where that is unknown, the least one of its tier, else 0."""
+    if times[source] >= 0:
+        return times[source]
+    return min((ms for s, ms in times.items() if s.tier == source.tier and ms >= 0), default=0)
+
+
+# --- what a run has measured, and may choose from ---------------------------------------------
+
+
+def choose(state: State, replica: Replica, version: int) -> Choice:
+    """Where this replica gets this very version from."""
+    return nearest(offers(state, replica, version), state.version_bytes, state.failed_sources)
+
+
+def offers(state: State, replica: Replica, version: int) -> list[Source]:
+    """The copies that this replica can take, also of relays that have failed.
+
+    Another machine's relay is asked only where the size of a version is known and the own relay
+    has a newer one: else the chain is about to bring it.
+    """
+    relay, load = state.relays.get(replica.relay), state.paces.get(LOAD, UNKNOWN)
+    if relay is not None and version in relay.held:
+        return [Source(Tier.OWN, relay.name, load)]
+    found = []
+    if relay is not None and state.version_bytes and relay.newest > version:
+        waiting = _waiting_bytes(state, replica)
+        hop = state.paces.get(relay.name, UNKNOWN)
+        pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN  # over a hop, then into the engine
+        found = [
+            Source(Tier.PEER, name, pace, waiting.get(name, 0)) for name in holders(state, version)
+        ]
+    if version in state.saved:
+        found.append(Source(Tier.DISK, state.saved[version], state.paces.get(DISK, UNKNOWN)))
+    return found
+
+
+def holders(state: State, version: int) -> list[str]:
+    """Relays that have it; of many the first few, so that a decision costs no more in a larger
+    cluster."""
+    return list(islice(indexes_of(state).held.get(version, {}), HOLDERS_MAX))
+
+
+def _waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
+    """Bytes that holders were ordered to give to others before, by their names."""
+    own = state.commands.get(keys.pull(replica.name))  # of who asks once more what was chosen
+    waiting: dict[str, int] = {}
+    for order in fetches(state):
+        number = state.commands[keys.pull(order.to)].command_id
+        if own is None or number < own.command_id:
+            waiting[order.holder] = waiting.get(order.holder, 0) + state.version_bytes
+    return waiting
+
+
+def fetches(state: State) -> list[cmd.PullWeights]:
+    """Outstanding loads of a version that comes from another machine."""
+    orders = indexes_of(state).from_afar
+    return [orders[name] for name in sorted(orders)]
+
+
+def is_load_alone(command: cmd.PullWeights) -> bool:
+    """Whether the time of this load is that of a whole version which was here when it began."""
+    return not command.holder and command.purpose != PullPurpose.STREAM
+
+
+def note_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
+    """A whole version of so many bytes was loaded as ordered."""
+    if not is_load_alone(command) or num_bytes <= 0:
+        return
+    state.version_bytes = num_bytes
+    state.paces[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes
+
+
+def note_hop(state: State, relay: str, num_bytes: int, took_ms: int) -> None:
+    """A relay has got so many bytes of a full version."""
+    if state.version_bytes and num_bytes > 0:
+        state.paces[relay] = took_ms * PS_PER_MS // num_bytes

@@ -1,0 +1,40 @@
+"""Which versions relays are to keep: one is pinned for an evaluation, some are evicted last.
+
+Reads   state.evaluation, replicas that run something, lost work
+Writes  state.unfinished
+Emits   PinVersion
+
+A version with unfinished work is needed again when a replica that has it is lost. Relays are told
+when a version is published, and when a replica has loaded one: then its work with an older one has
+ended.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import State
+from laminar.events import commands as cmd
+
+
+def tell(ctx: Context) -> None:
+    """Tell every relay if other versions have unfinished work now. The newest is kept anyway."""
+    state = ctx.state
+    unfinished = sorted(v for v in _unfinished(state) if v < state.newest)
+    if unfinished != state.unfinished:
+        state.unfinished = unfinished
+        for name in state.relays:
+            tell_one(ctx, name)
+
+
+def tell_one(ctx: Context, relay: str) -> None:
+    """What this relay is to keep."""
+    state = ctx.state
+    pinned = state.evaluation.version if state.evaluation is not None else -1
+    ctx.command(cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished)))
+
+
+def _unfinished(state: State) -> set[int]:
+    if state.settings.in_flight:  # it goes on with any newer one
+        return set()
+    return {*indexes_of(state).replicas.busy(), *indexes_of(state).lost.versions()}

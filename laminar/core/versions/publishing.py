@@ -1,0 +1,142 @@
+"""Publishing: what the trainer has made, what of it the relay lacks, and when it is made good.
+
+Reads   PublishSkipped, state.batch, state.exported, state.newest, state.trained
+Writes  state.owed, state.exported, the timer "weights"
+Emits   PublishWeights (again)
+
+A version must be published again ("is owed") when the trainer skipped it for want of a slot, or
+when the relay that took it is gone. That is done when the trainer is idle, and in any case before
+it waits for a batch.
+
+A trainer that was lost after the export may have other bytes than were exported. It publishes
+nothing while the relay of its machine has the export, since that is what is evaluated last. When
+that copy is lost too, its present weights are published and exported instead.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.registry import handles
+from laminar.core.state import keys
+from laminar.core.state.indexes import master_relay, working_trainer
+from laminar.core.state.state import State
+from laminar.core.state.versions import new_version, step_of
+from laminar.core.validation import of_a_version
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+
+PUBLISH_TIMEOUT_MS = 300_000
+"""A copy and a digest, plus waiting for a slot; readers hold a slot only while they load."""
+
+
+def last_made(state: State) -> int:
+    """Number of the weights that the trainer has now, or will have when it comes back.
+
+    The number of a batch that was interrupted is not made, though it may have been published.
+    """
+    if state.batch is not None:
+        version = state.batch.version - 1
+    else:
+        version = (state.exported if keys.EXPORT in state.commands else state.next_version) - 1
+    while state.settings.keeps_checkpoints and step_of(state, version) > state.completed:
+        version -= 1
+    return version
+
+
+def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
+    """What was ordered then is made: its weights are published, owed, or due within a time.
+
+    They may have been handed to a process of the relay that is gone; then they are owed.
+    """
+    state = ctx.state
+    if state.owed >= version or _at_hand(state, version):
+        return
+    master = master_relay(state)
+    if master is None or master.ready_seq > ordered_seq:
+        owe_republish(ctx)
+    else:
+        ctx.set_timer(keys.WEIGHTS, PUBLISH_TIMEOUT_MS)
+
+
+def owe_republish(ctx: Context) -> None:
+    """The relay of the trainer's machine lacks what the trainer has: it is published again."""
+    state, made = ctx.state, last_made(ctx.state)
+    if state.newest < 0 or _at_hand(state, made):
+        return
+    if made == state.exported and working_trainer(state) is not None and has_other_bytes(state):
+        export_again(ctx)
+        made = new_version(state, state.completed)
+    state.owed, state.owed_step = made, state.completed
+    ctx.done(keys.PUBLISH)
+    ctx.clear_timer(keys.WEIGHTS)
+
+
+def _at_hand(state: State, version: int) -> bool:
+    """It was published, and the relay of the trainer's machine has it.
+
+    A relay that says it received what was never published does not end the wait for it.
+    """
+    master = master_relay(state)
+    return master is not None and min(master.newest, state.newest) >= version
+
+
+def has_other_bytes(state: State) -> bool:
+    """The trainer has come to other weights than those published of the last step."""
+    if not state.trained or state.newest_step != state.completed:
+        return False
+    return state.trained[-1].digest not in ("", state.newest_digest)
+
+
+def export_again(ctx: Context) -> None:
+    """Once what training has come to is published; what was due on the old export is not."""
+    if ctx.state.evaluation_due == ctx.state.exported:
+        ctx.state.evaluation_due = -1
+    forget_export(ctx)
+
+
+def forget_export(ctx: Context) -> None:
+    """What was exported, or was to be, is a version like others."""
+    state = ctx.state
+    if state.exported >= 0:
+        ctx.done(keys.EXPORT)
+        state.numbered[state.exported] = state.completed
+        state.exported = -1
+    if state.evaluation is not None:
+        state.evaluation.final = False
+
+
+@handles(ev.PublishSkipped, valid=of_a_version)
+def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
+    """The trainer went on; the newest skipped version is owed."""
+    state = ctx.state
+    if event.version <= state.newest or event.version <= state.owed:
+        return ctx.ignore("repeat")
+    state.owed, state.owed_step = event.version, event.step
+    ctx.clear_timer(keys.WEIGHTS)
+
+
+def end_republish(ctx: Context, version: int) -> bool:
+    """This version is published: the order to publish ends, unless a later version is owed."""
+    state = ctx.state
+    settled = 0 <= state.owed <= version
+    if settled:
+        state.owed = state.owed_step = -1
+    return (state.owed < 0 and ctx.done(keys.PUBLISH) is not None) or settled
+
+
+def republish_due(state: State) -> bool:
+    """A version must be published again: no later one is on its way, there is a relay, and a
+    trainer that has it."""
+    if state.owed < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
+        return False
+    return master_relay(state) is not None
+
+
+def republish(ctx: Context) -> None:
+    trainer = working_trainer(ctx.state)
+    assert trainer is not None
+    ctx.command(
+        cmd.PublishWeights(to=trainer.name, version=ctx.state.owed, step=ctx.state.owed_step),
+        key=keys.PUBLISH,
+        timeout_ms=PUBLISH_TIMEOUT_MS,
+    )

@@ -1,0 +1,169 @@
+"""A generation engine as a clock: who runs, how fast, and who is finished when.
+
+Reads   lengths of prompts and responses, the engine's timing, the time and slowness of its process
+Gives   finished responses, token counts so far
+
+Pure. What a batch does in time is in timed_batch.py; here is the Timer, that of a simulated process
+or of a real one: its time stands still and slows down with the process. One wake-up per change of
+the batch is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from laminar.engines.emulated.timed_batch import TimedBatch
+from laminar.engines.emulated.timing import EngineTiming
+
+
+class Timer(Protocol):
+    """The time of the process that an engine lives in."""
+
+    slow: float  #: factor on everything that takes time
+
+    def now_ns(self) -> int: ...
+
+    def after(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
+        """Call it then, from no other call of the engine."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One response."""
+
+    id: str
+    done: int  #: tokens that an earlier holder generated
+    total: int
+    hangs: bool = False  #: it is never sampled again, as an environment that does not return
+    prompt: int = 0  #: tokens
+
+
+class BatchClock:
+    """A batch, what waits for a place in it, and time."""
+
+    def __init__(
+        self,
+        timer: Timer,
+        timing: EngineTiming,
+        slots: int,
+        on_finished: Callable[[list[Sequence]], None],
+    ) -> None:
+        self.sequences: dict[str, Sequence] = {}
+        self.batch = TimedBatch(timing, slots)
+        self._timer = timer
+        self._on_finished = on_finished
+        self._clock = 0.0  #: nanoseconds of the batch
+        self._looked_ns = timer.now_ns()
+        self._hanging = 0
+        self._plan = 0
+        self._plan_due = False
+        self.held = False  #: nothing is sampled: weights are loaded
+
+    @property
+    def running(self) -> int:
+        return self.batch.running + self._hanging
+
+    @property
+    def waiting(self) -> int:
+        return self.batch.waiting
+
+    @property
+    def cached(self) -> int:
+        return self.batch.cached
+
+    @property
+    def preempted(self) -> int:
+        return self.batch.preempted
+
+    def add(self, sequence: Sequence) -> None:
+        """A response that hangs takes nothing from the others."""
+        self._look()
+        self.sequences[sequence.id] = sequence
+        if sequence.hangs:
+            self._hanging += 1
+        else:
+            self.batch.add(sequence.id, sequence.prompt, sequence.done, sequence.total, self._clock)
+        self._changed()
+
+    def abort(self, sequence_id: str) -> None:
+        sequence = self.sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        self.advance()
+        if sequence.hangs:
+            self._hanging -= 1
+        elif self.batch.has(sequence_id):
+            self.batch.remove(sequence_id, self._clock)
+        self._changed()
+
+    def tokens(self, sequence: Sequence) -> int:
+        """Tokens of the response so far, as of the last `advance`."""
+        if sequence.hangs:
+            return sequence.done
+        return self.batch.tokens(sequence.id) if self.batch.has(sequence.id) else sequence.total
+
+    def advance(self) -> None:
+        """Bring the batch to the present; who is finished is told when this instant is over."""
+        self._look()
+        self.batch.advance(self._clock)
+        if self.batch.finished:
+            self._changed()
+
+    def hold(self) -> None:
+        """Stop sampling until `go_on`, while the process goes on."""
+        self.advance()
+        self.held = True
+
+    def go_on(self, *, prefills: bool) -> None:
+        """Sample again; `prefills`: all that runs is prefilled first."""
+        self._look()
+        self.held = False
+        if prefills:
+            self.batch.prefill_again(self._clock)
+        self._changed()
+
+    def take_finished(self) -> list[Sequence]:
+        """Who is finished as of the last `advance`, and was not told yet."""
+        finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
+        self.batch.finished.clear()
+        return finished
+
+    def freeze(self) -> None:
+        """The process stands still."""
+        self.advance()
+
+    def thaw(self) -> None:
+        """Go on, or at another speed."""
+        self._looked_ns = self._timer.now_ns()
+        self._changed()
+
+    def _look(self) -> None:
+        now = self._timer.now_ns()
+        if not self.held:
+            self._clock += (now - self._looked_ns) / self._timer.slow
+        self._looked_ns = now
+
+    def _changed(self) -> None:
+        """Plan anew once everything that happens at this instant has happened."""
+        if not self._plan_due:
+            self._plan_due = True
+            self._timer.after(0, self._replan)
+
+    def _wake(self, plan: int) -> None:
+        if plan == self._plan:
+            self._replan()
+
+    def _replan(self) -> None:
+        self._plan_due = False
+        self._look()
+        self.batch.advance(self._clock)
+        finished = self.take_finished()
+        self._plan += 1
+        if self.batch.next_ns < math.inf and not self.held:
+            left = (self.batch.next_ns - self._clock) * self._timer.slow
+            self._timer.after(math.ceil(left), self._wake, self._plan)
+        if finished:
+            self._on_finished(finished)

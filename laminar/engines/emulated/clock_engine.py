@@ -1,0 +1,154 @@
+"""An engine without a model: responses of made-up tokens that take the time of a real engine's.
+
+Reads   GenerateRequest; how long each response is; a clock (batch_clock.py)
+Gives   TokenDelta, EngineStats, one by one as replicas ask for them (protocol.py)
+
+What the simulator's engine and the emulated one have in common. Tokens are handed over when
+somebody asks how far the engine is, and when a response ends, not step by step: hundreds of such
+engines share a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+from laminar.engines.emulated.batch_clock import BatchClock, Sequence, Timer
+from laminar.engines.emulated.fake_tokens import logprobs_of, tokens_of
+from laminar.engines.emulated.timing import EngineTiming
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    KvOnUpdate,
+    StepRecord,
+    TokenDelta,
+)
+
+OnDeltas = Callable[[list[TokenDelta]], None]
+
+
+class Response(Sequence):
+    """A sequence of the clock, and what it is of."""
+
+    __slots__ = ("limit", "seed", "sent", "spoiled")
+
+    def __init__(self, request: GenerateRequest, total: int, hangs: bool = False) -> None:
+        done, prompt = len(request.done_ids), len(request.prompt_ids)
+        self.limit = request.max_new_tokens
+        super().__init__(request.request_id, done, min(total, self.limit), hangs, prompt)
+        self.seed, self.sent, self.spoiled = request.seed, done, False
+
+
+class ClockEngine:
+    """The part of ReplicaEngine (protocol.py) that needs no weights."""
+
+    def __init__(
+        self,
+        timer: Timer,
+        timing: EngineTiming,
+        *,
+        slots: int,
+        kv_capacity: int,
+        on_deltas: OnDeltas,
+        on_ends: OnDeltas,
+    ) -> None:
+        """`kv_capacity`: what an engine whose cache has no limit says that it holds. `on_ends`
+        takes the deltas with which responses end."""
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._capacity = timing.cache_tokens or kv_capacity
+        self._on_deltas, self._on_ends = on_deltas, on_ends
+        self._loads = 0
+        self.clock = BatchClock(timer, timing, slots, self._on_finished)
+
+    def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = self._loop.create_future()
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+        return done
+
+    def _begin_load(self, on_update: KvOnUpdate | None) -> EngineError | None:
+        """Nothing is sampled from here on, until `_end_load`; EngineError: no load may begin."""
+        self._hand_over()
+        if finished := self.clock.take_finished():
+            self._on_deltas(self._ends(finished))
+        self._loads += 1
+        if on_update is None and self.clock.sequences:
+            return EngineError("weights cannot be loaded while a sequence runs")
+        self.clock.hold()
+        return None
+
+    def _forget_all(self) -> None:
+        """A load has failed: nothing can go on."""
+        for request_id in list(self.clock.sequences):
+            self.clock.abort(request_id)
+
+    def _end_load(self, on_update: KvOnUpdate | None) -> None:
+        self.clock.go_on(prefills=on_update == "recompute")
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        return self._done(self._begin_load(None))
+
+    def go_on(self) -> asyncio.Future[None]:
+        self._end_load(None)
+        return self._done()
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        """What was sampled so far is handed over before."""
+        self._hand_over()
+        found: asyncio.Future[bool] = self._loop.create_future()
+        found.set_result(request_id in self.clock.sequences)
+        self.clock.abort(request_id)
+        return found
+
+    def stats(self) -> EngineStats:
+        """What was sampled so far is handed over with it."""
+        self._hand_over()
+        clock = self.clock
+        return EngineStats(
+            clock.cached, self._capacity, clock.running, clock.waiting, clock.preempted
+        )
+
+    def drain_steps(self) -> list[StepRecord]:
+        return []
+
+    async def close(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    def _hand_over(self) -> int:
+        """The number of tokens that were."""
+        self.clock.advance()
+        deltas = []
+        for response in self.clock.sequences.values():
+            assert isinstance(response, Response)
+            tokens = min(self.clock.tokens(response), response.total - 1)  # the last one ends it
+            if tokens > response.sent:
+                deltas.append(self._delta(response, tokens, None))
+        if deltas:
+            self._on_deltas(deltas)
+        return sum(len(delta.token_ids) for delta in deltas)
+
+    def _on_finished(self, finished: list[Sequence]) -> None:
+        self._on_ends(self._ends(finished))
+
+    def _ends(self, finished: list[Sequence]) -> list[TokenDelta]:
+        deltas = []
+        for response in finished:
+            assert isinstance(response, Response)
+            reason = LENGTH if response.total >= response.limit else STOP
+            deltas.append(self._delta(response, response.total, reason))
+        return deltas
+
+    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+        start, response.sent = response.sent, end
+        tokens, logprobs = array("i"), array("f")
+        tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
+        logprobs.frombytes(logprobs_of(response.seed, start, end, spoiled=response.spoiled))
+        return TokenDelta(response.id, tokens, logprobs, reason, self._loads)

@@ -1,0 +1,158 @@
+"""The emulated engine: real time passes as on an engine with a model, and nothing is computed.
+
+Reads   emulation.*, rollout.max_num_seqs, data.max_response_length; the bytes of weight versions
+Gives   EmulatedEngine, a ReplicaEngine; made_up_scores
+
+Without torch. The weights are read as a real engine would read them, from the file of the relay,
+and what it says of a probe depends on every byte of them, so that a replica with other weights than
+it says is found as any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+
+from laminar.config import Config
+from laminar.engines.emulated.clock_engine import ClockEngine, OnDeltas, Response
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
+from laminar.engines.mapped_file import FileBytes, MappedFile
+from laminar.engines.protocol import (
+    EngineError,
+    GenerateRequest,
+    KvOnUpdate,
+    StepRecord,
+    TokenDelta,
+    WeightSource,
+)
+from laminar.names.ids import hash64
+
+SCORES = 4096  #: different log-probs that are made up
+
+
+class RealTimer:
+    """The time of this process."""
+
+    slow = 1.0
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def after(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
+        self._loop.call_later(delay_ns / 1e9, action, *args)
+
+
+class EmulatedEngine(ClockEngine):
+    """The engine of one emulated replica."""
+
+    def __init__(self, config: Config, on_deltas: OnDeltas) -> None:
+        emulation, limit = config.emulation, config.data.max_response_length
+        self._lengths = ResponseLengths(median=emulation.median_response, limit=limit)
+        self._file, self._fingerprint = MappedFile(), ""
+        self._steps: list[StepRecord] = []
+        self._tokens, self._from_ns = 0, time.monotonic_ns()
+        self._replica_on_deltas = on_deltas
+        self._timing = EngineTiming(
+            step_us=emulation.step_us,
+            sequence_us=emulation.sequence_us,
+            token_us=emulation.token_us,
+            prefill_tokens_per_s=emulation.prefill_tokens_per_s,
+            cache_tokens=emulation.kv_capacity_tokens,
+        )
+        super().__init__(
+            RealTimer(),
+            self._timing,
+            slots=config.rollout.max_num_seqs,
+            kv_capacity=emulation.kv_capacity_tokens,
+            on_deltas=self._counted,
+            on_ends=self._counted,
+        )
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        if not self._fingerprint and not self.clock.held:
+            return self._done(EngineError("the engine has no weights"))
+        if not self.clock.sequences:
+            self._from_ns = time.monotonic_ns()
+        total = max(self._lengths.of(request.seed), len(request.done_ids) + 1)
+        self.clock.add(Response(request, total))
+        return self._done()
+
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        refused, self._fingerprint = self._begin_load(on_update), ""
+        if refused is not None:
+            return self._done(refused)
+        return asyncio.ensure_future(self._load(source, on_update))
+
+    async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
+        try:
+            self._fingerprint = await asyncio.to_thread(self._read, source)
+        except EngineError:
+            self._forget_all()
+            raise
+        finally:
+            self._end_load(on_update)
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        self._fingerprint = ""
+        return super().expect_weights()
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        whole = num_bytes == source.nbytes
+        return asyncio.ensure_future(self._copy(source)) if whole else self._done()
+
+    async def _copy(self, source: WeightSource) -> None:
+        self._fingerprint = await asyncio.to_thread(self._read, source)
+
+    def _read(self, source: WeightSource) -> str:
+        return fingerprint(self._file.view(source)[source.offset : source.offset + source.nbytes])
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
+        scores.set_result(made_up_scores(self._fingerprint, sequences))
+        return scores
+
+    def drain_steps(self) -> list[StepRecord]:
+        """Records of the steps: of each time between two reports one step as it was, and all others
+        as one."""
+        self._keep_steps()
+        steps, self._steps = self._steps, []
+        return steps
+
+    def _counted(self, deltas: list[TokenDelta]) -> None:
+        self._tokens += sum(len(delta.token_ids) for delta in deltas)
+        if not self.clock.sequences:  # nothing runs from here on
+            self._keep_steps()
+        self._replica_on_deltas(deltas)
+
+    def _keep_steps(self) -> None:
+        now, tokens, running = time.monotonic_ns(), self._tokens, self.clock.running
+        begun, self._from_ns, self._tokens = self._from_ns, now, 0
+        if running and tokens > running:
+            step_ns = self._timing.step_ns(running, self.clock.cached)
+            end = min(begun + int(step_ns), now)
+            self._steps.append(StepRecord(begun, end, running, running))
+            begun, tokens = end, tokens - running
+        if tokens:
+            self._steps.append(StepRecord(begun, now, 0, tokens))
+
+
+def fingerprint(weights: FileBytes) -> str:
+    """The digest of all bytes of a version."""
+    return xxhash.xxh3_128_hexdigest(weights.data)
+
+
+def made_up_scores(weights: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probs of tokens 1..L-1 of each sequence, which belong to the weights of a fingerprint."""
+    return [
+        [-(1 + hash64(weights, token) % SCORES) / SCORES for token in sequence[1:]]
+        for sequence in sequences
+    ]

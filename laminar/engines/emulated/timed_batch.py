@@ -1,0 +1,272 @@
+"""A batch of sequences in time: continuous batching with a cache of limited size, without a model.
+
+Reads   EngineTiming, prompt and response lengths, the present time
+Gives   who runs and who waits, tokens so far, who is finished when
+
+Pure. The batch makes whole decode steps; each gives every running sequence one token. At the start
+of a step, while the cache has no room for the tokens of that step, the sequence that was admitted
+last loses its cache and waits again, before all others (preemption by recompute); if none had to,
+those that wait are admitted as long as there is room for them. What is admitted is prefilled, its
+earlier tokens included, and all others wait for that.
+
+Between two changes of the batch the length of a step grows by the same amount from one to the next,
+so many steps are one sum: nothing here takes time in proportion to the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from heapq import heappop, heappush
+
+from laminar.engines.emulated.timing import EngineTiming
+
+SPARE = 0.01
+"""The share of the cache that admission leaves free: else the next steps would preempt again."""
+
+NO_LIMIT = 1 << 62
+"""Tokens: more than any cache is asked to hold."""
+
+
+class _Sequence:
+    """What the batch knows of one response."""
+
+    __slots__ = ("end", "id", "prompt", "runs", "since", "tokens", "total", "wanted")
+
+    def __init__(self, sequence_id: str, prompt: int, tokens: int, total: int) -> None:
+        self.id, self.prompt, self.tokens, self.total = sequence_id, prompt, tokens, total
+        self.since = 0  #: step at which it had `tokens`
+        self.end = 0  #: step after which it is finished
+        self.runs = False
+        self.wanted = True  #: False once it was taken out
+
+    @property
+    def cached(self) -> int:
+        """Tokens of its cache at step `since`."""
+        return self.prompt + self.tokens
+
+
+class TimedBatch:
+    """One engine. Times are nanoseconds of its own clock, and never go back."""
+
+    def __init__(self, timing: EngineTiming, slots: int) -> None:
+        """`slots`: how many sequences run at most."""
+        self.finished: list[str] = []  #: in order, until somebody takes them
+        self.preempted = 0  #: times that a sequence lost its cache
+        self.prefilled = 0  #: tokens
+        self._timing, self._slots = timing, slots
+        self._capacity = timing.cache_tokens or NO_LIMIT
+        self._sequences: dict[str, _Sequence] = {}
+        self._running: dict[str, _Sequence] = {}  #: in the order of admission
+        self._waiting: deque[_Sequence] = deque()
+        self._ends: list[tuple[int, int, _Sequence]] = []
+        self._order = 0
+        # The stretch: steps with the same sequences, the first of which has begun.
+        self._start = 0.0  #: when
+        self._steps = 0  #: made before it
+        self._cached = 0  #: tokens in the cache at its start
+        self._length = 0  #: steps in it; 0: nothing runs
+        self._first_ns = 0.0  #: duration of its first step, prefill included
+        self._made = 0  #: steps of it that are over now
+        self._sampled = 0  #: tokens before it
+
+    # --- asked --------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache holds."""
+        return self._capacity
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache, as of the last `advance`."""
+        return self._cached + self._made * len(self._running)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of all responses so far."""
+        return self._sampled + self._made * len(self._running)
+
+    @property
+    def next_ns(self) -> float:
+        """When the batch changes of itself; infinity: never."""
+        return self._start + self._duration(self._length) if self._length else math.inf
+
+    def has(self, sequence_id: str) -> bool:
+        """Whether the sequence runs or waits."""
+        return sequence_id in self._sequences
+
+    def tokens(self, sequence_id: str) -> int:
+        """How many tokens this response has, as of the last `advance`."""
+        found = self._sequences[sequence_id]
+        if not found.runs:
+            return found.tokens
+        return found.tokens + self._steps + self._made - found.since
+
+    # --- changed ------------------------------------------------------------------------------
+
+    def add(self, sequence_id: str, prompt: int, done: int, total: int, now: float) -> None:
+        """A response of `total` tokens, of which `done` are there. What comes at the same time
+        begins together."""
+        if self._length or now > self._start:
+            self.advance(now)
+        self._end_stretch()
+        added = self._sequences[sequence_id] = _Sequence(sequence_id, prompt, done, total)
+        self._waiting.append(added)
+
+    def remove(self, sequence_id: str, now: float) -> None:
+        """Forget a sequence that is not wanted any more."""
+        self.advance(now)
+        self._end_stretch()
+        removed = self._sequences.pop(sequence_id)
+        removed.wanted = False
+        if removed.runs:
+            self._leave(removed)
+            if not self._running:
+                self._start, self._length = now, 0
+
+    def prefill_again(self, now: float) -> None:
+        """Give up the cache of all that runs: it is admitted again first, in the same order."""
+        self.advance(now)
+        self._end_stretch()
+        for sequence in reversed(list(self._running.values())):
+            self._leave(sequence)
+            self._waiting.appendleft(sequence)
+        self._start, self._length = now, 0
+
+    def advance(self, now: float) -> None:
+        """Bring the batch to the present."""
+        while True:
+            if not self._length and not self._begin_stretch():
+                self._start = max(self._start, now)
+                return
+            end = self._start + self._duration(self._length)
+            if end > now:
+                self._made = self._made_by(now)
+                return
+            self._make(self._length)
+            self._start, self._length = end, 0
+            self._finish()
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _duration(self, steps: int) -> float:
+        """How long the first so many steps of the stretch take."""
+        if steps <= 1:
+            return self._first_ns * steps
+        number, after = len(self._running), steps - 1
+        second = self._timing.step_ns(number, self._cached + number)
+        growth = self._timing.token_us * 1e3 * number
+        return self._first_ns + after * second + growth * (after * (after - 1) // 2)
+
+    def _made_by(self, now: float) -> int:
+        """Whole steps of the stretch until then, fewer than all."""
+        left = now - self._start - self._first_ns
+        if left < 0:
+            return 0
+        number = len(self._running)
+        second = self._timing.step_ns(number, self._cached + number)
+        growth = self._timing.token_us * 1e3 * number
+        # growth/2 x^2 + (second - growth/2) x = left, in the form that also takes growth = 0
+        linear = second - growth / 2
+        after = int(2 * left / (linear + math.sqrt(linear * linear + 2 * growth * left)))
+        steps = min(1 + after, self._length - 1)
+        while self._start + self._duration(steps) > now:
+            steps -= 1
+        while steps + 1 < self._length and self._start + self._duration(steps + 1) <= now:
+            steps += 1
+        return steps
+
+    def _make(self, steps: int) -> None:
+        number = len(self._running)
+        self._steps += steps
+        self._cached += steps * number
+        self._sampled += steps * number
+        self._made = 0
+
+    def _end_stretch(self) -> None:
+        """End the stretch after the step that has begun, whose duration stays what it is."""
+        if self._length <= 1:
+            return
+        made = self._made
+        step_ns = self._duration(made + 1) - self._duration(made)
+        self._start += self._duration(made)
+        self._make(made)
+        self._first_ns, self._length = step_ns, 1
+
+    def _begin_stretch(self) -> bool:
+        """The next steps with the same sequences; False when there are none."""
+        preempted = False
+        while len(self._running) > 1 and self._cached + len(self._running) > self._capacity:
+            self._preempt()
+            preempted = True
+        prefill = 0 if preempted else self._admit()
+        number = len(self._running)
+        if not number:
+            return False
+        while not self._ends[0][2].runs or self._ends[0][2].end != self._ends[0][0]:
+            heappop(self._ends)
+        self._length = self._ends[0][0] - self._steps
+        if number > 1:  # a single one goes on, however long it is
+            self._length = min(self._length, (self._capacity - self._cached) // number)
+        step_ns = self._timing.step_ns(number, self._cached)
+        self._first_ns = step_ns + self._timing.prefill_ns(prefill)
+        self._made = 0
+        return True
+
+    # --- sequences ----------------------------------------------------------------------------
+
+    def _preempt(self) -> None:
+        """Preempt the sequence that was admitted last: it is the first of those that wait."""
+        last = next(reversed(self._running.values()))
+        self._leave(last)
+        self._waiting.appendleft(last)
+        self.preempted += 1
+
+    def _admit(self) -> int:
+        """Admit the sequences that wait and have room; gives the tokens that this prefills."""
+        prefill, limit = 0, self._capacity - int(SPARE * self._capacity)
+        while self._waiting and len(self._running) < self._slots:
+            first = self._waiting[0]
+            if not first.wanted:
+                self._waiting.popleft()
+                continue
+            wanted = self._cached + first.cached + len(self._running) + 1
+            if self._running and wanted > limit:
+                break
+            self._waiting.popleft()
+            prefill += first.cached
+            self._enter(first)
+        self.prefilled += prefill
+        return prefill
+
+    def _enter(self, sequence: _Sequence) -> None:
+        sequence.runs, sequence.since = True, self._steps
+        sequence.end = self._steps + sequence.total - sequence.tokens
+        self._running[sequence.id] = sequence
+        self._cached += sequence.cached
+        self._order += 1
+        heappush(self._ends, (sequence.end, self._order, sequence))
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Out of the running batch, with the tokens that it has."""
+        sequence.tokens += self._steps - sequence.since
+        sequence.runs = False
+        del self._running[sequence.id]
+        self._cached -= sequence.cached
+
+    def _finish(self) -> None:
+        while self._ends and self._ends[0][0] <= self._steps:
+            end, _, sequence = heappop(self._ends)
+            if sequence.runs and sequence.end == end:
+                self._leave(sequence)
+                del self._sequences[sequence.id]
+                self.finished.append(sequence.id)

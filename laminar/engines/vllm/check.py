@@ -1,0 +1,37 @@
+"""Whether vLLM takes this configuration: python -m laminar.engines.vllm.check < config.toml.
+
+Reads   the resolved configuration as TOML, from standard input
+Writes  to standard output what is wrong, one sentence, or TAKEN; starts no engine
+
+A process of its own, since importing vLLM takes seconds, threads and variables of the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from laminar.config import ConfigError, load
+from laminar.engines.build import engine_dtype
+from laminar.engines.check import TAKEN
+
+STDIN = Path("/dev/stdin")
+
+
+def main() -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what vLLM prints is not our answer
+    config = load([], resolved=STDIN)
+    from laminar.engines.vllm.start import engine_config
+
+    try:
+        engine_config(config, engine_dtype(config), seed=0)
+    except ConfigError as error:
+        os.write(out, str(error).encode())
+    else:
+        os.write(out, TAKEN)
+    os._exit(0)  # threads of vLLM need not end
+
+
+if __name__ == "__main__":
+    main()

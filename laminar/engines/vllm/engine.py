@@ -1,0 +1,340 @@
+"""vLLM behind the seam: an AsyncLLM, whose engine core and workers are processes of their own.
+
+Reads   GenerateRequests, WeightSources, also while sequences run; what the core reports after each
+        of its steps
+Gives   deltas to `on_deltas` on the loop (laminar/engines/vllm/requests.py), StepRecords,
+        EngineStats; `failed`
+
+Ids in, ids out, with the processed log-probs of the sampled tokens. No request has a seed of its
+own: vLLM cannot go on with a seeded request elsewhere, so the engine has one seed and a sampled
+trajectory that moves goes on with other tokens of the same distribution.
+
+Nothing here waits without a deadline: a call to a core that dies meanwhile never returns, and one
+that stands still keeps vLLM's own health check green.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from vllm import SamplingParams
+from vllm.v1.engine import PauseMode
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from laminar.engines.protocol import (
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    KvOnUpdate,
+    StepRecord,
+    TokenDelta,
+    WeightSource,
+)
+from laminar.engines.requests import check_request, check_sequence
+from laminar.engines.vllm.output import Output
+from laminar.engines.vllm.requests import NOT_FINITE, Requests
+from laminar.names.process_end import how_it_ended
+
+T = TypeVar("T")
+
+RPC_S = 60.0
+"""A pause, a reset or a resume takes milliseconds, an abort as well."""
+LOAD_S = 600.0
+"""Copying and packing a version: a second for each gigabyte, on a slow machine ten."""
+STILL_S = 60.0
+"""With work to do, a core that ends no step for so long is taken for dead: a prefill is chunked."""
+WATCH_S = 1.0
+STEP_RECORDS_MAX = 65_536  #: kept between two drains; the oldest are dropped first
+
+
+class Gauges(StatLoggerBase):
+    """What the core said after its latest step; vLLM calls `record` on the event loop."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.kv_used = 0.0  #: share
+        self.running = self.waiting = self.preempted = 0
+        self.prefix_queries = self.prefix_hits = 0  #: tokens
+        self.steps: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
+        self.last_ns = time.monotonic_ns()  #: of a step's end, or of work for an idle engine
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.kv_used = scheduler_stats.kv_cache_usage
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs
+            self.prefix_queries += scheduler_stats.prefix_cache_stats.queries
+            self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        now = time.monotonic_ns()
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
+            tokens = iteration_stats.num_generation_tokens
+            if tokens:
+                self.steps.append(StepRecord(self.last_ns, now, tokens, tokens))
+        self.last_ns = now
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class VllmEngine:
+    """ReplicaEngine (protocol.py); start.py makes it."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        gauges: Gauges,
+        thread: Executor,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        printed: Output,
+        *,
+        max_model_len: int,
+        vocab_limit: int,
+    ) -> None:
+        """`thread` is the one that the core was started from; it ends with the engine."""
+        self._llm, self._gauges, self._thread = llm, gauges, thread
+        self._max_model_len, self._vocab_limit = max_model_len, vocab_limit
+        self._printed, self._loop = printed, asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._loaded = False
+        self._running = Requests(llm, on_deltas, self._given_up)
+        self._loads = 0  #: that have begun
+        self._proved = True  #: scores have come since the last load, or nothing ran then
+        self._broken = False  #: what was sampled or scored since then was not finite
+        self._scored = 0
+        cache = llm.vllm_config.cache_config
+        self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        self._core = llm.engine_core.resources.engine_manager.processes[0]
+        self._watcher = self._loop.create_task(self._watch())
+
+    async def begin(self) -> None:
+        """Once, before all else; EngineError when the core does not answer."""
+        call = self._llm.collective_rpc("laminar_begin", args=(self._vocab_limit,))
+        await self._within(RPC_S, "its first call", call)
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        accepted: asyncio.Future[None] = self._loop.create_future()
+        try:
+            self._check(request)
+        except EngineError as error:
+            accepted.set_exception(error)
+            return accepted
+        if not self._running:
+            self._gauges.last_ns = time.monotonic_ns()
+        self._running.add(request)
+        accepted.set_result(None)
+        return accepted
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        call = self._within(RPC_S, "an abort", self._running.abort(request_id))
+        return self._loop.create_task(call)
+
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        self._loads += 1
+        return self._loop.create_task(self._load(source, on_update))
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        raise EngineError("vLLM loads whole versions only; give rollout.load = whole")
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        return self.expect_weights()
+
+    def go_on(self) -> asyncio.Future[None]:
+        return self.expect_weights()
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        return self._loop.create_task(self._score(sequences))
+
+    def stats(self) -> EngineStats:
+        gauges = self._gauges
+        return EngineStats(
+            kv_used_tokens=round(gauges.kv_used * self._kv_capacity),
+            kv_capacity_tokens=self._kv_capacity,
+            running=gauges.running,
+            waiting=max(len(self._running) - gauges.running, 0),
+            preempted=gauges.preempted,
+            prefix_cache_queries=gauges.prefix_queries,
+            prefix_cache_hits=gauges.prefix_hits,
+        )
+
+    def drain_steps(self) -> list[StepRecord]:
+        records = list(self._gauges.steps)
+        self._gauges.steps.clear()
+        return records
+
+    async def close(self) -> None:
+        self._watcher.cancel()
+        self._running.drop()
+        await self._loop.run_in_executor(self._thread, self._llm.shutdown)
+        self._thread.shutdown(wait=False)
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._need_life()
+        self._need_weights()
+        if request.request_id in self._running:
+            raise EngineError(f"request {request.request_id} is already running; abort it first")
+        check_request(request, self._max_model_len, self._vocab_limit)
+
+    # --- weights ------------------------------------------------------------------------------
+
+    async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
+        self._need_life()
+        if on_update is None:
+            self._need_idle("load weights")
+            self._loaded = False
+        self._proved = on_update is None
+        label = str(self._loads)
+        self._running.hold()
+        try:
+            failure = await self._replace(source, on_update, label)
+            if failure:
+                raise EngineError(failure)
+            self._loaded = True
+        except EngineError:
+            self._loaded = False
+            self._running.drop()
+            raise
+        finally:
+            self._gauges.last_ns = time.monotonic_ns()
+            self._running.go_on()
+
+    async def _replace(self, source: WeightSource, on_update: KvOnUpdate | None, label: str) -> str:
+        """Between two steps of the core; why that failed, or nothing."""
+        llm, keeps = self._llm, on_update == "keep"
+        mode: PauseMode = "abort" if on_update is None else "keep"
+        pause = llm.pause_generation(mode=mode, clear_cache=not keeps)
+        await self._within(RPC_S, "a pause", pause)
+        if keeps:
+            await self._within(RPC_S, "an abort", self._running.salt(label))
+        table = [(t.name, t.dtype, list(t.shape), t.offset) for t in source.tensors]
+        where = (source.path, source.offset, source.nbytes, table, self._broken)
+        answers = await self._within(
+            LOAD_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
+        )
+        # Refused while a sequence holds blocks: so it also proves that the pause has cleared them.
+        cleared = keeps or await self._within(RPC_S, "a cache reset", llm.reset_prefix_cache())
+        self._broken = False
+        await self._within(RPC_S, "a label", llm.update_weight_version(label))
+        failures = [answer for answer in answers if answer]
+        if not cleared:
+            failures.append("vLLM kept cached keys and values of the weights before")
+        if failures:
+            self._running.drop()
+        await self._within(RPC_S, "a resume", llm.resume_generation())
+        return failures[0] if failures else ""
+
+    async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._need_life()
+        self._need_weights()
+        for index, ids in enumerate(sequences):
+            check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
+        rows = asyncio.gather(*(self._score_one(list(ids)) for ids in sequences))
+        scores: list[list[float]] = await self._within(LOAD_S, "a score", rows)
+        self._broken |= not all(math.isfinite(score) for row in scores for score in row)
+        if self._broken:
+            raise EngineError(f"{NOT_FINITE}; load other weights")
+        self._proved = True
+        return scores
+
+    async def _score_one(self, ids: list[int]) -> list[float]:
+        """Prompt log-probs, which vLLM computes without its prefix cache."""
+        self._scored += 1
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        found: Any = None
+        async for output in self._llm.generate(
+            {"prompt_token_ids": ids}, params, f"score-{self._scored}"
+        ):
+            found = output.prompt_logprobs or found
+        return [row[token].logprob for row, token in zip(found[1:], ids[1:], strict=True)]
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def _need_life(self) -> None:
+        if self.failed.done():
+            cause = self.failed.exception()
+            raise EngineError(f"the engine has stopped{f': {cause}' if cause else ''}")
+
+    def _need_weights(self) -> None:
+        if not self._loaded:
+            raise EngineError("the engine has no weights; load some first")
+
+    def _need_idle(self, what: str) -> None:
+        if self._running:
+            raise EngineError(
+                f"cannot {what} while {len(self._running)} sequences are running; "
+                "finish or abort them first"
+            )
+
+    async def _within(self, seconds: float, what: str, call: Awaitable[T]) -> T:
+        """A call of the core, which may be dead, stand still, or fail at it: EngineError."""
+        try:
+            return await asyncio.wait_for(_as_coroutine(call), seconds)
+        except TimeoutError:
+            self._fail(f"vLLM's engine core has not answered {what} for {seconds:.0f} s")
+        except EngineDeadError:
+            self._fail(self._death())
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM's engine core failed at {what}: {error}") from error
+        raise EngineError(str(self.failed.exception()))
+
+    async def _watch(self) -> None:
+        """Notice a core that dies while nothing is asked of it, and one that stands still."""
+        while not self.failed.done():
+            await asyncio.sleep(WATCH_S)
+            still_s = (time.monotonic_ns() - self._gauges.last_ns) / 1e9
+            if self._llm.errored:
+                self._fail(self._death())
+            elif self._running and not self._running.held and still_s > STILL_S:
+                self._fail(
+                    f"vLLM's engine core lives and has ended no step for {still_s:.0f} s with "
+                    f"{len(self._running)} requests to work on"
+                )
+
+    def _death(self) -> str:
+        """A sentence; the core's own words, where it had time for them."""
+        code = self._core.exitcode
+        if code is None or code >= 0:
+            return f"vLLM's engine core has died: {self._printed.failure()}"
+        memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"vLLM's engine core has died, {how_it_ended(code)}{memory}"
+
+    def _given_up(self, request_id: str, error: Exception | str) -> None:
+        if isinstance(error, EngineDeadError):
+            self._fail(self._death())
+        elif error == NOT_FINITE and not self._proved:
+            self._broken = True
+            self._running.drop()
+        elif isinstance(error, str):
+            self._fail(error)
+        else:
+            self._fail(f"vLLM gave up {request_id}: {type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        """Once: nothing goes on waiting for an answer that cannot come."""
+        if not self.failed.done():
+            self.failed.set_exception(EngineError(why))
+            self._running.drop()
+
+
+async def _as_coroutine(call: Awaitable[T]) -> T:
+    return await call

@@ -1,0 +1,213 @@
+"""The way from the configuration to a running vLLM.
+
+Reads   rollout.vllm.*, model.name, the devices of this machine
+Starts  vLLM's engine core (and its workers), which end with this process
+Gives   VllmEngine without our weights; ConfigError for what vLLM cannot run
+
+The model directory gives the shape and no weights: those come from the relay, like every version
+after them. The core is forked where vLLM allows it, since importing vLLM takes longer than all else
+of a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laminar.config import Config, ConfigError
+from laminar.engines.environment import VLLM, vllm_environment
+from laminar.engines.protocol import EngineError, TokenDelta
+from laminar.engines.vllm.output import Output, say_failures
+from laminar.run.parent_death import die_with_parent
+
+os.environ.update(VLLM | os.environ)  # before CUDA is asked for
+os.environ.update(vllm_environment(torch.cuda.is_available()) | os.environ)
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
+
+from pydantic import ValidationError
+from vllm import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from laminar.engines.vllm.engine import Gauges, VllmEngine
+
+say_failures()
+
+WORKER = "laminar.engines.vllm.worker.LaminarWorker"
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The executor by a name that vLLM's CPU platform does not replace by one with a process more."""
+CPU_BLOCK = 32  #: tokens; vLLM's attention on CPU takes multiples of 32
+
+
+async def start_vllm(
+    config: Config,
+    dtype: str,
+    vocab_limit: int,
+    seed: int,
+    on_deltas: Callable[[list[TokenDelta]], None],
+    output: Path | None = None,
+) -> VllmEngine:
+    """The engine of one replica. The core's parent is a thread that lives as long as the engine:
+    the kernel tells a child of the end of the thread that forked it."""
+    _cores_die_with_us()
+    thread = ThreadPoolExecutor(1, "vllm")
+    loop, printed = asyncio.get_running_loop(), Output(output)
+    made: list[Gauges] = []
+
+    def gauges(vllm_config: Any, engine_index: int = 0) -> Gauges:
+        made.append(Gauges(vllm_config, engine_index))
+        return made[-1]
+
+    llm = await loop.run_in_executor(thread, lambda: _start(config, dtype, seed, gauges, printed))
+    engine = VllmEngine(
+        llm,
+        made[0],
+        thread,
+        on_deltas,
+        printed,
+        max_model_len=config.max_model_len,
+        vocab_limit=vocab_limit,
+    )
+    await engine.begin()
+    return engine
+
+
+@functools.cache
+def _cores_die_with_us() -> None:
+    """Once, in the process of the replica: the one that it was forked from has ended already."""
+    os.register_at_fork(after_in_child=die_with_parent)
+
+
+def engine_config(config: Config, dtype: str, seed: int) -> Any:
+    """Ours as vLLM's own; ConfigError for what it cannot run. Starts nothing."""
+    arguments = _arguments(config, dtype, seed)
+    try:
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+    except Exception as error:  # vLLM refuses with errors of many types
+        raise ConfigError(_refusal(config, error)) from error
+    _check_kv(config, vllm_config)
+    return vllm_config
+
+
+def _start(config: Config, dtype: str, seed: int, gauges: Any, printed: Output) -> AsyncLLM:
+    vllm_config = engine_config(config, dtype, seed)
+    if current_platform.is_cpu():  # create_engine_config has set it to spawn
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauges])
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(f"vLLM's engine core did not start: {printed.failure()}") from error
+
+
+def _arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
+    """The arguments of vLLM that our settings come to; `extra` overrides them."""
+    rollout, vllm = config.rollout, config.rollout.vllm
+    arguments: dict[str, Any] = {
+        "model": config.model.name,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "seed": seed,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "max_model_len": config.max_model_len,
+        # While all of ours run, weights that have just been loaded are to be proved.
+        "max_num_seqs": rollout.max_num_seqs + rollout.in_flight,
+        "enforce_eager": vllm.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER,
+        "distributed_executor_backend": "mp" if vllm.tensor_parallel_size > 1 else IN_CORE,
+        "disable_log_stats": True,  # of vLLM's own loggers; ours is handed over
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+    }
+    if vllm.max_num_batched_tokens:
+        arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
+    if vllm.kv_cache_bytes:
+        arguments["kv_cache_memory_bytes"] = vllm.kv_cache_bytes
+    if current_platform.is_cpu():
+        arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK}
+        arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_BYTES)
+    if problem := unknown_extra(vllm.extra, arguments):
+        raise ConfigError(problem)
+    return arguments | dict(vllm.extra)
+
+
+_CPU_KV_BYTES = 1 << 30
+"""vLLM would take most of the machine's memory; a gigabyte is touched in three seconds."""
+
+
+def _check_kv(config: Config, vllm_config: Any) -> None:
+    """A cache that cannot hold one sequence ends the core, with the reason in its output only."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    size = cache.kv_cache_memory_bytes
+    if not size:
+        return
+    parallel = vllm_config.parallel_config
+    per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * model.get_head_size()
+        * model.dtype.itemsize
+    )
+    blocks = -(-config.max_model_len // cache.block_size) + 1
+    wanted = blocks * cache.block_size * per_token
+    if size < wanted:
+        raise ConfigError(
+            f"rollout.vllm.kv_cache_bytes = {size} cannot hold one sequence of "
+            f"{config.max_model_len} tokens, which takes {wanted}; raise it, or lower "
+            "data.max_response_length"
+        )
+
+
+def _refusal(config: Config, error: Exception) -> str:
+    """The sentence for an error of vLLM: it names the keys of `extra` that the error is about; what
+    it does not name may be."""
+    extra = config.rollout.vllm.extra
+    found = error.errors() if isinstance(error, ValidationError) else []
+    about = {str(part) for one in found for part in one["loc"]} | set(
+        re.findall(r"\w+", str(error))
+    )
+    if keys := [key for key in extra if key in about]:
+        said = " and ".join(f"rollout.vllm.extra.{key} = {extra[key]!r}" for key in keys)
+        return f"vLLM refuses {said}: {_first(error)}"
+    given = f" with rollout.vllm.extra = {extra!r}" if extra else ""
+    return (
+        f"vLLM cannot run model.name = {config.model.name!r} as configured{given}: {_first(error)}"
+    )
+
+
+def _first(error: BaseException) -> str:
+    """The sentence of an error that may be pages long, and may begin with how many it is about."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = (lines[0] if lines else type(error).__name__).removeprefix("Value error, ")
+    return line.partition(". ")[0][:400]
+
+
+def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
+    """What is wrong with rollout.vllm.extra, or nothing. It may have any argument of vLLM that no
+    setting of ours decides."""
+    if not extra:
+        return ""
+    from vllm import AsyncEngineArgs
+
+    fields = dataclasses.fields(AsyncEngineArgs)
+    known = [field.name for field in fields if not field.name.startswith("_")]
+    for key in extra:
+        if key in ours:
+            return f"rollout.vllm.extra.{key} is decided by the settings of rollout; leave it out"
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            return f"rollout.vllm.extra.{key} is not an argument of vLLM; the nearest is {near}"
+    return ""

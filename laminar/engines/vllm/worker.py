@@ -1,0 +1,112 @@
+"""What runs inside vLLM's worker processes: weights from the relay's shared memory, ids masked.
+
+Reads   a path, an offset and a table of tensors (every rank the same; each keeps its share)
+Writes  the live model of the worker, and its cache
+
+Named to vLLM as worker_extension_cls, so `self` is its worker. The order of a load matters: vLLM's
+layer-wise reload takes tensors of Hugging Face names, shards and fuses them, and packs them for the
+device again. A tied output head is packed, too, but not again by vLLM on CPU (0.32): without the
+last step the head would go on giving the logits of the former weights.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
+from laminar.engines.vllm.output import say_failures
+from laminar.engines.weight_file import MappedWeights
+from laminar.run.parent_death import die_with_parent
+
+SHARED_MEMORY = Path("/dev/shm")
+
+say_failures()
+die_with_parent()  # a core without its replica would never free its memory
+
+
+class LaminarWorker:
+    """Methods that vLLM adds to its worker; each may be called by name on all ranks at once."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def laminar_begin(self, vocab_limit: int) -> None:
+        """Once, when all ranks have come up: from now on ids at or above `vocab_limit` have no
+        mass, in sampling and in scores, and nothing of this engine outlives it."""
+        _remove_names()
+        model = self.model_runner.get_model()
+        compute_logits = model.compute_logits
+
+        def masked(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits: torch.Tensor | None = compute_logits(*args, **kwargs)
+            if logits is not None:  # only the first rank gathers them
+                logits[..., vocab_limit:] = -torch.inf
+            return logits
+
+        model.compute_logits = masked
+
+    def laminar_load(
+        self,
+        path: str,
+        offset: int,
+        nbytes: int,
+        tensors: list[tuple[str, str, list[int], int]],
+        broken: bool,
+    ) -> str:
+        """Replace all weights; why that failed, or nothing. Only while the core runs no step.
+
+        `broken`: those before gave what is not finite. In the cache it would outlive them: masked
+        positions are multiplied by 0, and 0 * NaN is NaN.
+        """
+        places = tuple(TensorPlace(n, d, tuple(shape), at) for n, d, shape, at in tensors)
+        source = WeightSource(path, offset, nbytes, places)
+        for cache in self.model_runner.kv_caches if broken else ():
+            cache.zero_()
+        try:
+            self._replace_weights(source)
+        except (EngineError, KeyError, ValueError, AssertionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _replace_weights(self, source: WeightSource) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self.model_runner.get_model()
+        if not hasattr(self, "_laminar_mapped"):
+            self._laminar_mapped = MappedWeights()
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(model)
+            names = {name for name, _ in model.named_parameters()}
+            loaded = model.load_weights(self._laminar_mapped.tensors(source))
+            finalize_layerwise_reload(model, self.model_config)
+            _pack_head_again(model)
+        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            names.discard("lm_head.weight")  # the embedding, by another name
+        missing = names - set(loaded) if loaded is not None else set()
+        if missing:
+            raise EngineError(f"the version has nothing for {', '.join(sorted(missing)[:5])}")
+
+
+def _remove_names() -> None:
+    """Remove the names of the memory that ranks on CPU share: all have it mapped, and vLLM (0.32)
+    never removes it, so every engine would leave 8 MB a rank, however it ends."""
+    name = os.environ.get("VLLM_DIST_IDENT")
+    for path in SHARED_MEMORY.glob(f"{name}-*") if name else ():
+        path.unlink(missing_ok=True)
+
+
+def _pack_head_again(model: Any) -> None:
+    head = getattr(model, "lm_head", None)
+    weight = getattr(head, "weight", None)
+    method = getattr(head, "quant_method", None)
+    if weight is not None and method is not None and weight.device.type == "cpu":
+        method.process_weights_after_loading(head)

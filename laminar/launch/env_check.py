@@ -1,0 +1,66 @@
+"""The environment is reset before a run starts, for the first rows.
+
+Reads   the first training rows, the user's file
+Writes  the terminal: what the policy is told behind each prompt
+Raises  ConfigError when reset works for none of them
+
+A reset that fails on everything would end the run once models are loaded and replicas are up; so
+it is tried first, in sessions as in the run, which end at once, and the run is refused unless
+reward.trial = false insists on it. What the file prints is dropped here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from laminar.config import ConfigError
+from laminar.config.tree import EnvConfig
+from laminar.launch.reward_check import short
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.session_pool import SessionDied, SessionPool
+from laminar.tasks.environments.session_process import Said
+from laminar.tasks.environments.user_class import RESET
+
+SEED = 0  #: of all rows
+
+
+def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> None:
+    """Reset the environment for each of the rows and show what it says."""
+    found = asyncio.run(_resets(env, rows))
+    lines = [f"reset      of {env.name or env.path}, tried on {len(rows)} rows, says"]
+    for row, said in zip(rows, found, strict=True):
+        lines.append(f"  row {row.index:<5}  {_outcome(said)}")
+    if all(said.failed for said in found):
+        raise ConfigError(
+            f"{RESET} of the environment in {env.path} worked for none of the {len(rows)} rows "
+            f"that it was tried on (row {rows[0].index}: {found[0].text}); correct it, or start "
+            "without the trial by reward.trial = false"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _outcome(said: Said) -> str:
+    if said.failed:
+        return f"FAILED: {said.text}"
+    return "nothing" if said.text is None else short(said.text)
+
+
+async def _resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[Said]:
+    """Side by side, each in a session of its own."""
+    pool = SessionPool.of(env)
+    try:
+        return await asyncio.gather(*(_reset(pool, row, env.tool_timeout_s) for row in rows))
+    finally:
+        await pool.close()
+
+
+async def _reset(pool: SessionPool, row: PromptRow, limit_s: float) -> Said:
+    try:
+        session = await pool.open()
+    except SessionDied as died:
+        return Said(str(died), failed=True)
+    return await session.reset(row, SEED, limit_s)

@@ -1,0 +1,42 @@
+"""The user's loss and estimator are tried before a run starts.
+
+Reads   [algorithm]; what training/function_check.py says in a process of its own
+Raises  ConfigError in one sentence: the function, what it did, the fix
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+import msgspec
+
+from laminar.config import AlgorithmConfig, ConfigError
+from laminar.config.algorithm_rules import users_functions
+from laminar.names.process_end import how_it_ended
+from laminar.run.apart import said_apart
+
+TRIAL_S = 120.0
+TRIED = b"tried"  #: as training/function_check.py, which needs torch, says it
+
+
+def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> None:
+    """Have the functions of the user called on made-up sequences, if there are any."""
+    named = users_functions(algorithm)
+    if not named:
+        return
+    names = " or ".join(f"{key} = {reference!r}" for key, reference in named.items())
+    try:
+        said, code = said_apart(
+            "laminar.training.function_check", [], msgspec.json.encode(algorithm), limit_s
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{names} takes longer than {limit_s:g} s for a few made-up sequences; correct it"
+        ) from None
+    if not said:
+        raise ConfigError(
+            f"{names} ends the process that calls it ({how_it_ended(code)}); a file of functions "
+            "must not end its process"
+        )
+    if said != TRIED:
+        raise ConfigError(said.decode())

@@ -1,0 +1,347 @@
+"""What a run holds in memory, beside what this machine has: before anything starts.
+
+Reads   the config; config.json and the headers of the weight files; the machine's memory, /dev/shm
+        and GPUs
+Gives   Place: the lines of the plan
+Raises  ConfigError with the figures and the fix, where it cannot fit
+
+Counted are the trainer (training/model/footprint.py: its state, a pass, the copies that checkpoints
+are made of), the relays' slots, each replica's weights, and with vLLM the share of a GPU that it
+takes. Other caches of keys and values, and processes, come on top, so what is refused would not
+run, and what is let through may still be too much.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from laminar.actors.system.processes import gpus_of
+from laminar.config import Config, ConfigError
+from laminar.engines.check import count_gpus, weight_shapes
+from laminar.engines.environment import gpus_per_replica, visible_gpus
+from laminar.engines.hf_config import read_hf_config
+from laminar.run.memory_limit import memory_limit
+from laminar.training.model.footprint import (
+    BYTES,
+    ModelSizes,
+    footprint,
+    longest_row,
+    pass_tokens,
+    sizes_of,
+    way_of,
+)
+from laminar.weights.arena.arena import SHARED_MEMORY
+from laminar.weights.arena.slots import MIN_SLOTS
+
+ASK_S = 20.0
+"""The time for nvidia-smi, which is slow on a machine whose GPUs sleep."""
+GPU = "GPU "
+VLLM_CPU_CACHE = 1 << 30
+"""What it takes on a CPU where nothing else is set (engines/vllm/start.py)."""
+ON_TOP = "caches of keys and values that are not listed, CUDA and processes come on top"
+TOKENS, CHECKPOINTING = "trainer.micro_batch_tokens", "trainer.activation_checkpointing"
+VLLM_SHARE = "rollout.vllm.gpu_memory_utilization"
+SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+CACHE = 0.2
+"""What vLLM has to have for its cache, at the least, beside the weights: a part of their bytes."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    memory: int  #: bytes that our processes may take together
+    shared: int  #: bytes of /dev/shm
+    gpus: dict[str, int]  #: bytes of each GPU, by its name for CUDA; 0: not known
+
+
+@dataclass(frozen=True)
+class Place:
+    """One memory, and what is to lie in it."""
+
+    name: str
+    have: int  #: bytes; 0: not known
+    parts: dict[str, int]  #: bytes by what they are
+
+    @property
+    def want(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return not self.have or self.want <= self.have
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{what} {_gb(size)}" for what, size in self.parts.items())
+        amount = f"{_gb(self.want)} of {_gb(self.have)}" if self.have else _gb(self.want)
+        return f"{amount} GB of {self.name} ({parts})"
+
+
+def this_machine() -> Machine:
+    gpus = visible_gpus()
+    gpus = gpus if gpus and count_gpus() else []
+    shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    return Machine(memory_limit(), shared, {gpu: _gpu_bytes(gpu) for gpu in gpus})
+
+
+def check_memory(config: Config, machines: int, machine: Machine | None = None) -> list[Place]:
+    """Every place has room; ConfigError. `machines`: how many of the run's are this one."""
+    if config.is_emulated:
+        return []
+    directory, machine = config.model.name, machine or this_machine()
+    run = Run(_sizes(directory), machines, machine)
+    if config.has_critic:
+        run = replace(run, critic=_sizes(config.critic_name))
+    model = run.model
+    places = run.places(config)
+    short = [place for place in places if not place.fits]
+    if not short:
+        run.check_slots(config)
+        return places
+    worst = max(short, key=lambda place: place.want / place.have)
+    raise ConfigError(
+        f"{directory} has {_count(model.parameters)} parameters, and the run would take more "
+        f"memory than there is: {worst}; {ON_TOP}; {_fix(config, run)}"
+    )
+
+
+def _sizes(directory: str) -> ModelSizes:
+    return sizes_of(read_hf_config(directory), weight_shapes(directory))
+
+
+def memory_lines(places: Sequence[Place]) -> list[str]:
+    """The table of the plan: what lies where."""
+    if not places:
+        return []
+    columns = _columns(places)
+    names = dict.fromkeys(chain.from_iterable(place.parts for place in columns.values()))
+    rows = [["memory, 10^9 bytes", *columns]]
+    for name in names:
+        sizes = [place.parts.get(name, 0) for place in columns.values()]
+        rows.append([f"  {name}", *(_gb(size) if size else "" for size in sizes)])
+    rows.append(["  all", *(_gb(place.want) for place in columns.values())])
+    rows.append(["  there is", *(_gb(p.have) if p.have else "?" for p in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+        for first, *rest in rows
+    ]
+    return [*lines, f"  {ON_TOP}"]
+
+
+def _columns(places: Iterable[Place]) -> dict[str, Place]:
+    """The places by their names; GPUs that have and take the same are one column."""
+    alike: dict[Any, list[Place]] = {}
+    for place in places:
+        on_gpu = place.name.startswith(GPU)
+        alike.setdefault((on_gpu, place.have, tuple(place.parts.items())), []).append(place)
+    return {
+        GPU + ",".join(p.name.removeprefix(GPU) for p in same) if on_gpu else same[0].name: same[0]
+        for (on_gpu, *_), same in alike.items()
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model on so many machines of a run, all of which are this one."""
+
+    model: ModelSizes
+    machines: int
+    machine: Machine
+    critic: ModelSizes | None = None  #: of the model that it begins as
+
+    def places(self, config: Config) -> list[Place]:
+        machine, trainer_gpus = self.machine, self._trainer_gpus(config)
+        way = way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
+        trained = footprint(self.model, way)
+        gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
+        host: dict[str, int] = {}
+        for name in trainer_gpus:
+            gpus[name] |= trained.device
+        if not trainer_gpus:
+            host |= {name: way.ranks * size for name, size in trained.device.items()}
+        host |= trained.host
+        self._add_replicas(config, host, gpus)
+        slots = self._slots(config)
+        relays = {
+            f"{slots} weight slots" + _times(self.machines): (
+                self.machines * slots * self._version(config)
+            )
+        }
+        return [
+            *(Place(GPU + name, machine.gpus[name], parts) for name, parts in gpus.items()),
+            Place("this machine", machine.memory, host | relays),
+            Place(str(SHARED_MEMORY), machine.shared, relays),
+        ]
+
+    def over(self, config: Config) -> int:
+        """Bytes for which there is no room."""
+        return sum(place.want - place.have for place in self.places(config) if not place.fits)
+
+    def check_slots(self, config: Config) -> None:
+        version = self._version(config)
+        limit, least = self._slot_limit(config), MIN_SLOTS * version
+        if limit < least:
+            what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
+            raise ConfigError(
+                f"weights.max_bytes = {config.weights.max_bytes} ({_gb(limit)} GB{what}) has no "
+                f"room for {MIN_SLOTS} versions of {_gb(version)} GB: set it to {least} or more, "
+                "or take a smaller model"
+            )
+
+    def _trainer_gpus(self, config: Config) -> list[str]:
+        if config.trainer.device == "cpu":
+            return []
+        return gpus_of("trainer", "", list(self.machine.gpus), ranks=config.trainer.ranks)
+
+    def _version(self, config: Config) -> int:
+        """The bytes of one version, as it is published."""
+        way = way_of(config, gpu=bool(self._trainer_gpus(config)))
+        return way.published * self.model.parameters
+
+    def _slots(self, config: Config) -> int:
+        """How many slots the relay makes; a limit that is too low for any does not count."""
+        most = self._slot_limit(config) // max(self._version(config), 1)
+        return max(MIN_SLOTS, min(config.weights.slots, most))
+
+    def _slot_limit(self, config: Config) -> int:
+        return config.weights.max_bytes or self.machine.memory // 2
+
+    def _add_replicas(
+        self, config: Config, host: dict[str, int], gpus: dict[str, dict[str, int]]
+    ) -> None:
+        """Each engine has a copy of the weights, over all its GPUs."""
+        names = list(gpus) if config.rollout.device != "cpu" else []
+        copies: dict[str, int] = {}
+        counts = [config.replicas_on(machine) for machine in range(self.machines)]
+        for index in chain.from_iterable(map(range, counts)):
+            per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
+            for name in gpus_of("rollout", f"rollout-{index}", names, per_replica, ranks):
+                copies[name] = copies.get(name, 0) + 1
+        for name, count in copies.items():
+            what, size = _replica(config, self.model, self.machine.gpus[name])
+            gpus[name][_times_of(count, what)] = count * size
+        if not names:
+            what, size = _replica(config, self.model, 0, on_gpu=False)
+            host[_times_of(sum(counts), what)] = sum(counts) * size
+
+
+def _replica(
+    config: Config, model: ModelSizes, gpu: int, *, on_gpu: bool = True
+) -> tuple[str, int]:
+    """What a replica takes of each of its GPUs, or of the host.
+
+    vLLM fills its share of a GPU with keys and values; a replica with `kv_cache_bytes` does not
+    measure.
+    """
+    vllm = config.rollout.vllm
+    dtype = next((t for t in (config.rollout.dtype, config.weights.dtype) if t != "auto"), "")
+    one = model.parameters * BYTES[dtype or ("bfloat16" if on_gpu else "float32")]
+    weights = one // gpus_per_replica(config)
+    if config.rollout.engine != "vllm":
+        return "replica's weights", weights
+    if vllm.kv_cache_bytes or not on_gpu:
+        return "vLLM replica", weights + (vllm.kv_cache_bytes or VLLM_CPU_CACHE)
+    return "vLLM replica", max(int(vllm.gpu_memory_utilization * gpu), weights)
+
+
+def _fix(config: Config, run: Run) -> str:
+    """The mildest settings that make it fit, and no more of them than it takes; or none do."""
+    ways = dict(_smaller(config, run))
+    chosen: dict[str, Any] = {}
+    over = run.over(config)
+    for key, values in ways.items():
+        left = run.over(_with(config, chosen | {key: values[-1]}))
+        if left < over:
+            chosen[key], over = values[-1], left
+    if over:
+        return "no setting makes it fit: take a smaller model, or a machine with more memory"
+    for key in list(chosen):
+        others = {name: value for name, value in chosen.items() if name != key}
+        milder = [others, *(others | {key: value} for value in ways[key])]
+        chosen = next(tried for tried in milder if not run.over(_with(config, tried)))
+    words = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
+    return f"set {words}, or take a smaller model"
+
+
+def _smaller(config: Config, run: Run) -> Iterator[tuple[str, list[Any]]]:
+    """Settings that are not at their smallest, with the values that take less, from the mildest."""
+    if config.trainer.activation_checkpointing != "on":
+        yield CHECKPOINTING, ["on"]
+    budget, row = pass_tokens(config), longest_row(config)
+    if budget > row:
+        halves = [budget >> n for n in range(1, budget.bit_length()) if budget >> n > row]
+        yield TOKENS, [*halves, row]
+    if config.rollout.engine == "vllm" and not config.rollout.vllm.kv_cache_bytes:
+        yield from _smaller_share(config, run)
+    if gpus := len(run.machine.gpus) if config.trainer.device != "cpu" else 0:
+        more = [n for n in (2, 4, 8, 16) if config.trainer.ranks < n <= gpus]
+        yield from [("trainer.ranks", more)] if more else []
+        yield from [("trainer.offload", ["all"])] if config.trainer.offload == "none" else []
+    if config.weights.slots > MIN_SLOTS:
+        yield "weights.slots", [MIN_SLOTS]
+    if config.rollout.replicas > 1:
+        yield "rollout.replicas", [1]
+    if config.weights.dtype != "bfloat16":
+        yield "weights.dtype", ["bfloat16"]
+    if config.rollout.dtype == "float32":
+        yield "rollout.dtype", ["bfloat16"]
+    if config.algorithm.use_kl_loss:
+        yield "algorithm.use_kl_loss", [False]
+    if config.trainer.save_freq:
+        yield "trainer.save_freq", [0]
+
+
+def _smaller_share(config: Config, run: Run) -> Iterator[tuple[str, list[float]]]:
+    """Shares of a GPU with which vLLM still has room for its weights, and for some cache."""
+    gpu = min((size for size in run.machine.gpus.values() if size), default=0)
+    one = run.model.parameters * BYTES["bfloat16"] // gpus_per_replica(config)
+    present = config.rollout.vllm.gpu_memory_utilization
+    if shares := [s for s in SHARES if s < present and s * gpu >= (1 + CACHE) * one]:
+        yield VLLM_SHARE, shares
+
+
+def _with(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The settings with others in their place, by dotted keys; no rule is checked."""
+    for key, value in changes.items():
+        config = _replaced(config, key.split("."), value)
+    return config
+
+
+def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+    first, *rest = path
+    new = _replaced(getattr(section, first), rest, value) if rest else value
+    return msgspec.structs.replace(section, **{first: new})
+
+
+def _gpu_bytes(name: str) -> int:
+    """0 where the driver does not say. PyTorch would take some of the GPU for the answer."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name]
+    try:
+        said = subprocess.run(query, capture_output=True, timeout=ASK_S, check=True).stdout
+        return int(said.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0
+
+
+def _times_of(count: int, what: str) -> str:
+    plural = what.replace("replica's", "replicas'") if "'" in what else f"{what}s"
+    return f"{count} {plural}" if count > 1 else f"a {what}"
+
+
+def _times(machines: int) -> str:
+    return f" on each of {machines} machines" if machines > 1 else ""
+
+
+def _gb(size: int) -> str:
+    """A size in 10^9 bytes."""
+    return f"{size / 1e9:.{1 if size >= 1e9 else 3}f}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

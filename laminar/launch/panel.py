@@ -1,0 +1,386 @@
+"""What `laminar train` and `laminar watch` show of a run: a live panel on a terminal, else lines.
+
+Reads   RUN/status.json; once, when the first step is done, the event log
+Writes  the terminal, by a thread: one that is gone or stands still holds nothing up
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from laminar.analysis.log.evaluations import held_out
+from laminar.analysis.log.run_log import WallClock, records, typed_event
+from laminar.config import ConfigError
+from laminar.eventlog.record import EventRecord
+from laminar.events import events as ev
+from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
+from laminar.run.directory import STATUS_FILE
+
+PACE_STEPS = 20
+"""The time that is left is estimated from the pace of so many steps."""
+REPLICAS_SHOWN = 16
+"""Of more, how many do the same is shown."""
+LINE_MAX = 120
+"""Characters of a plain line: a log is read in windows of this width."""
+BAR = 20
+"""Characters of the bar of the steps."""
+QUIET_S = 10.0
+"""Without a new step, a plain log gets a line this often, to show that the run goes on."""
+
+
+ORDINARY = ("training", "waiting")
+"""What a trainer does when nothing is said of it."""
+
+_START_PARTS: dict[type, str] = {
+    ev.CoordinatorStarted: "checks",
+    ev.ActorJoined: "processes",
+    ev.TrainerReady: "data and models",
+    ev.ReplicaReady: "data and models",
+    ev.DataLoaded: "data and models",
+    ev.WeightsLoaded: "weights",
+    ev.StepCompleted: "answers and training",
+}
+"""What the time from the command to the first step goes into: each part ends with the last of its
+events before the next part begins."""
+
+
+class Progress:
+    """Shows the newest status; `update` is called a few times a second."""
+
+    def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
+        """`attached`: this process did not start the run, so what that took is not its to say."""
+        self._path = run_dir / STATUS_FILE
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        telemetry = Telemetry()
+        self._drain = telemetry.drain
+        self._notes = telemetry.outlet("terminal", self._print)
+        self._notes.say = lambda name, lost, reason: self.note(
+            f"lines lost here: {lost} ({reason})"
+        )
+        self._due: Outlet[None] = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
+        self._end: Outlet[None] = telemetry.outlet(
+            "end of the panel", lambda _: self._stop(), kept=1
+        )
+        self._pace = Pace()
+        self._shown: tuple[int, int, str] = (-1, 0, "")
+        self._silent: list[str] = []  #: nodes of which that was said
+        self._awaited: list[str] = []  #: processes of which it was said that they are started again
+        self._resumed: set[str] = set()  #: of those the ones that a resumed run begins without
+        self._pids: dict[str, int] = {}  #: as they were said last
+        self._shown_at = time.monotonic()
+        self._told: set[str] = {"start"} if attached else set()
+        self._first_step: int | None = None  #: that a status had
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The last status, and the panel stays as it is."""
+        self.update()
+        self._drain(DRAIN_S)
+        self._end.put(None)
+        self._drain(DRAIN_S)
+
+    def note(self, text: str) -> None:
+        """One line above the panel."""
+        self._notes.put(text)
+
+    def update(self) -> None:
+        """Show the newest status soon."""
+        self._due.put(None)
+
+    def _print(self, notes: list[str]) -> None:
+        for done, text in enumerate(notes):
+            try:
+                self._print_line(text)
+            except OSError as error:
+                raise PartlyWritten(done, error) from error
+
+    def _print_line(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _draw(self) -> None:
+        status = self._read()
+        if status is None:
+            return
+        self._tell_trouble(status)
+        self._tell_silence(status["silent_nodes"])
+        if self._first_step is None:
+            self._first_step = status["step"]
+            self._awaited, self._resumed = status["awaited"], set(status["awaited"])
+        self._tell_restarts(status["awaited"], status["processes"], status["lost_by"])
+        if status["step"] > self._first_step:
+            self._tell_start()
+        if self._live is None:
+            return self._line(status)
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(self._panel(status), refresh=True)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            status: dict[str, Any] = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return status
+
+    def _tell_trouble(self, status: dict[str, Any]) -> None:
+        """Once each: the first failure of the reward, warnings, answers that were left out, and why
+        a run ends before its time."""
+        errors = status["reward_errors"]
+        if errors and errors["first"]:
+            self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
+        for text in status["warnings"]:
+            self._tell_once(text, f"WARNING: {text}")
+        for line in status["left_out"]:
+            self._tell_once(line, f"MISMATCH: {line}")
+        if status["failure"]:
+            self._tell_once("failure", f"the run ends: {status['failure']}")
+
+    def _tell_start(self) -> None:
+        """Once: after what time the first new step was done, and what that went into."""
+        if "start" in self._told:
+            return
+        self._told.add("start")
+        begun_ns = int(psutil.Process().create_time() * 1e9)
+        with contextlib.suppress(ConfigError):  # the log cannot be read; others will say so
+            parts = start_parts(self._path.parent, begun_ns)
+            text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
+            total = sum(seconds for _, seconds in parts)
+            if total > 0:  # else it is a run that was resumed
+                self._print_line(f"the first step is done after {total:.1f} s: {text}")
+
+    def _tell_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._print_line(text)
+
+    def _tell_silence(self, nodes: list[str]) -> None:
+        """A silent node ends nothing, but its machine is worth a look."""
+        for node in nodes:
+            if node not in self._silent:
+                self._print_line(
+                    f"nothing is heard from {node}: its processes go on, none is restarted"
+                )
+        for node in self._silent:
+            if node not in nodes:
+                self._print_line(f"{node} is no longer silent, or its machine is lost")
+        self._silent = nodes
+
+    def _tell_restarts(
+        self, awaited: list[str], pids: dict[str, int], lost_by: dict[str, str]
+    ) -> None:
+        """Tell which process is lost; the run goes on, as far as it does not need it. One that
+        comes back at once is seen by its process id only."""
+        for name, pid in pids.items():
+            known = self._awaited + awaited
+            if self._pids.get(name, pid) != pid and name not in known:
+                self._print_line(
+                    f"{name} was lost{_why(lost_by, name)}, and has been started again"
+                )
+        self._pids = pids
+        for name in awaited:
+            if name not in self._awaited:
+                self._print_line(f"{name} is lost{_why(lost_by, name)}: its node starts it again")
+        for name in self._awaited:
+            if name not in awaited and name not in self._resumed:
+                self._print_line(f"{name} is back, or is not waited for any more")
+        self._resumed &= set(awaited)
+        self._awaited = awaited
+
+    def _line(self, status: dict[str, Any]) -> None:
+        """One line per step, evaluation or phase; and one when it has been quiet for long."""
+        now = time.monotonic()
+        key = (status["step"], len(status["evaluations"]), _doing(status))
+        if key == self._shown and now - self._shown_at < QUIET_S:
+            return
+        if len(status["evaluations"]) > self._shown[1]:
+            facts = status["evaluations"][-1]
+            self._print_line(f"held-out after step {facts['step']}: {held_out(facts)}")
+        self._shown, self._shown_at = key, now
+        self._print_line(self._plain(status))
+
+    def _plain(self, status: dict[str, Any]) -> str:
+        """What is of little use elsewhere stands last, and is cut off first."""
+        errors = status["reward_errors"]
+        failed = sum(errors["by_reason"].values()) if errors else 0
+        parts = [
+            f"[{status['seconds']:5.0f} s]",
+            f"{_doing(status):<9}",
+            self._steps(status),
+            *_learning(status),
+            *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
+            *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
+            f"{status['tokens_per_s']:.0f} tok/s",
+            *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
+            *_replicas(status),
+        ]
+        line = "  ".join(parts)
+        return line if len(line) <= LINE_MAX else f"{line[: LINE_MAX - 3]}..."
+
+    def _steps(self, status: dict[str, Any]) -> str:
+        total = status["total_steps"]
+        left = self._pace.left(status["step"], total, time.monotonic())
+        step = f"step {status['step']}" + (f"/{total}" if total else "")
+        return f"{step}, {left}" if left else step
+
+    def _bar(self, status: dict[str, Any]) -> str:
+        """A bar of the steps, where their number is known."""
+        if not (total := status["total_steps"]):
+            return ""
+        done = BAR * min(status["step"], total) // total
+        full, empty = "━─" if self._console.encoding.startswith("utf") else "#-"
+        return f"[cyan]{full * done}[/cyan][bright_black]{empty * (BAR - done)}[/bright_black]  "
+
+    def _panel(self, status: dict[str, Any]) -> Table:
+        table = Table(show_header=False, box=None, padding=(0, 2))
+        steps = f"{self._bar(status)}{self._steps(status)}, {_span(status['seconds'])}"
+        table.add_row("[bold]laminar[/bold]", f"{_doing(status):<9}  {steps}")
+        errors, repack = status["reward_errors"], status["repack"]
+        failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
+        table.add_row("learning", "  ".join([*_learning(status), *failed]))
+        moved = f", {repack['moves']} moved" if repack else ""
+        ready = f"{status['groups_ready']} groups ready"
+        rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
+        table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
+        for name, replica in _shown(status["replicas"]):
+            waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
+            begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
+            running = f"{replica['running']} running{waiting}{begins}{_cache(replica['engine'])}"
+            table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
+        for facts in status["evaluations"][-3:]:
+            table.add_row("held-out", f"after step {facts['step']}: {held_out(facts)}")
+        return table
+
+
+class Pace:
+    """How long the steps that are left will take, at the pace of the last ones."""
+
+    def __init__(self) -> None:
+        self._done: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
+
+    def left(self, step: int, total: int, now: float) -> str:
+        """Words for it, or "" while it is unknown; `now` in seconds."""
+        if not step:  # what the start takes says nothing of the steps
+            return ""
+        if not self._done or step != self._done[-1][1]:
+            self._done.append((now, step))
+        (then, first), (last, _) = self._done[0], self._done[-1]
+        if step == first or step >= total:
+            return ""
+        per_step = (last - then) / (step - first)
+        return f"{_span(max((total - step) * per_step - (now - last), 0.0))} left"
+
+
+def _why(lost_by: dict[str, str], name: str) -> str:
+    """The reason of a loss, in brackets; none where the present coordinator has not seen it."""
+    return f" ({lost_by[name]})" if name in lost_by else ""
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{1 if seconds < 10 * size else 0}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def failed_share(errors: dict[str, Any]) -> str:
+    """On how many of how many answers the reward failed, and why."""
+    by_reason = errors["by_reason"]
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
+    return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
+
+
+def _cache(engine: dict[str, int] | None) -> str:
+    """How much of its room for keys and values is used, by its last gauge."""
+    if not engine or not engine["kv_capacity_tokens"]:
+        return ""
+    return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
+
+
+def _doing(status: dict[str, Any]) -> str:
+    """What the run does: its phase, unless it pauses or has paused."""
+    return str(status.get("pause") or status["phase"])
+
+
+def _learning(status: dict[str, Any]) -> list[str]:
+    reward = status["reward"]
+    return [
+        f"reward {reward:.3f}" if reward is not None else "reward -",
+        f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
+        f"v{status['newest_version']}",
+    ]
+
+
+def _replicas(status: dict[str, Any]) -> list[str]:
+    """How many do what; the panel and status.json have each of them."""
+    doing = Counter(replica["doing"] for replica in status["replicas"].values())
+    return [", ".join(f"{count} {what}" for what, count in doing.most_common())]
+
+
+def _shown(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Each of a few; of many, those together that do the same with the same weights."""
+    if len(replicas) <= REPLICAS_SHOWN:
+        return list(replicas.items())
+    alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for replica in replicas.values():
+        alike.setdefault((replica["version"], replica["doing"]), []).append(replica)
+    return [(f"{len(found)} replicas", _summed(found)) for _, found in sorted(alike.items())]
+
+
+def _summed(replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums over replicas that do the same."""
+    engines = [engine for replica in replicas if (engine := replica["engine"])]
+    cache = ("kv_used_tokens", "kv_capacity_tokens")
+    return {
+        **replicas[0],
+        **{what: sum(r[what] for r in replicas) for what in ("running", "waiting", "resetting")},
+        "engine": {what: sum(engine[what] for engine in engines) for what in cache},
+    }
+
+
+def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
+    """Parts of the start with their seconds, by the event log, in the order in which they end.
+
+    Empty as long as no step is completed. `begun_ns`: of the command, unix time; what a resumed
+    run has in its log from before that does not count.
+    """
+    ends: dict[str, int] = {}
+    clock = WallClock()
+    for record in records(run_dir):
+        if not isinstance(record, EventRecord):
+            continue
+        stamped = typed_event(record)
+        at_ns, part = clock.unix_ns(stamped), _START_PARTS.get(type(stamped.event))
+        if at_ns < begun_ns:
+            continue
+        if part is not None:
+            ends[part] = at_ns
+        if isinstance(stamped.event, ev.StepCompleted):
+            return _lengths(ends, begun_ns)
+    return []
+
+
+def _lengths(ends: dict[str, int], begun_ns: int) -> list[tuple[str, float]]:
+    """The lengths of the parts, in order; what had ended before the part before it took no time."""
+    lengths = []
+    for name in dict.fromkeys(_START_PARTS.values()):
+        end_ns = max(ends.get(name, begun_ns), begun_ns)
+        lengths.append((name, (end_ns - begun_ns) / 1e9))
+        begun_ns = end_ns
+    return lengths

@@ -1,0 +1,320 @@
+"""Pre-flight: every mistake that can be found without running is found before anything starts.
+
+Reads   the config; the model's directory, the data, the reward file; the hub, where a name is of it
+Gives   Plan: the config with paths for hub names and what was left to "auto" resolved, and what a
+        user wants to see first
+Raises  ConfigError with one sentence that names the thing, the value and the fix
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laminar.config import Config, ConfigError
+from laminar.coordinator.strategy import load_strategy
+from laminar.core.steps.batching import STRATEGIES
+from laminar.engines.check import (
+    EMBEDDING,
+    check_embedding,
+    check_engine,
+    count_gpus,
+    weight_shapes,
+)
+from laminar.engines.hf_config import read_hf_config
+from laminar.engines.protocol import EngineError
+from laminar.launch.emulated_note import EMULATED
+from laminar.launch.function_check import check_functions
+from laminar.launch.reward_check import ROWS, trial_calls
+from laminar.net.addresses import ip_of
+from laminar.net.descriptors import check_room
+from laminar.observe.wandb_run import check_wandb
+from laminar.tasks.data.chat import check_all, encode_prompt
+from laminar.tasks.data.hub import localize
+from laminar.tasks.data.prompts import PromptRow, load_prompts
+from laminar.tasks.data.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.environments.renderer import Renderer
+from laminar.tasks.environments.tool_calls import CallParser
+from laminar.tasks.environments.user_class import declared, tools_of
+from laminar.tasks.import_check import check_import
+from laminar.tasks.rewards.results import RewardCall, RewardSpec
+from laminar.tasks.rewards.reward_functions import check_rows, described, reward_spec
+from laminar.tasks.row_checks import row_warnings
+from laminar.training.model.lora_targets import check_lora
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LONGEST_PROMPTS = 64
+"""Only the longest texts are tokenised here; the store does all of them, and says the same."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do."""
+
+    config: Config
+    num_train: int
+    num_held_out: int
+    overlap: int
+    steps: int  #: 0: not known before the data is filtered
+    first_prompt: str
+    first_prompt_ids: list[int]
+    end_ids: list[int]
+    reward: RewardSpec
+    trial: list[RewardCall]  #: of the reward, before anything starts
+    resets: list[PromptRow]  #: of the environment, likewise
+    data_digest: str  #: empty: the data are emulated
+    warnings: dict[str, str]  #: by kind: what stops no run, and should be known of it
+
+
+def check_settings(config: Config, *, here: bool = True) -> Config:
+    """What can be seen without the data; hub names become paths, nothing else is written. `here`:
+    the run will be on this machine, and what it has is looked at, too."""
+    check_directory(config.run_dir)
+    _check_loggers(config)
+    if here:
+        check_machine(config)
+    if not config.is_emulated:
+        config = localize(config)
+        check_model(config, here=here)
+        check_critic(config)
+        check_import(
+            config.reward.custom_reward_function.path, "reward.custom_reward_function.path"
+        )
+        for path in dict.fromkeys(entry.path for entry in config.reward.functions):
+            check_import(path, "reward.functions.path")
+        check_functions(config.algorithm)
+    _check_strategy(config)
+    return config
+
+
+def check_machine(config: Config) -> None:
+    """What the run takes of this machine is there: ports, open files, devices."""
+    _check_port(config, "coordinator.port", config.coordinator.port)
+    if "prometheus" in config.trainer.logger:
+        _check_port(config, "coordinator.prometheus_port", config.coordinator.prometheus_port)
+    check_room(run_size(config))
+    if not config.is_emulated:
+        check_devices(config)
+
+
+def look_at_data(config: Config) -> Plan:
+    """All of the data, the tokenizer and the reward; nothing is written."""
+    if config.is_emulated:
+        return emulated_plan(config)
+    spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
+    config, scores_itself = look_at_environment(config, spec, tokenizer)
+    prompts, tools = load_prompts(config.data), tools_of(config.env)
+    if not scores_itself:
+        check_rows(spec, [*prompts.train, *prompts.held_out])
+    if not config.data.filter_overlong_prompts:
+        longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
+        check_all(tokenizer, longest, config.data, tools)
+    ids = encode_prompt(tokenizer, prompts.train[0], config.data, tools)
+    reward = msgspec.structs.replace(config.reward, scope=spec.scope)
+    config = msgspec.structs.replace(config, reward=reward)
+    return Plan(
+        config=config,
+        num_train=len(prompts.train),
+        num_held_out=len(prompts.held_out),
+        overlap=prompts.overlap,
+        steps=planned_steps(config, len(prompts.train)),
+        first_prompt=str(tokenizer.decode(ids)),
+        first_prompt_ids=ids,
+        end_ids=sorted(end_ids(config.model.name, tokenizer)),
+        reward=spec,
+        trial=trial_calls(
+            spec,
+            [] if scores_itself else prompts.train,
+            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            config.rollout.group_size,
+        ),
+        resets=prompts.train[:ROWS] if config.env.path else [],
+        data_digest=prompts.digest,
+        warnings=row_warnings(tokenizer, prompts, spec, config.data),
+    )
+
+
+def look_at_environment(
+    config: Config, spec: RewardSpec, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Config, bool]:
+    """The config with the tools that the environment declares; whether that gives the reward."""
+    if not config.env.path:
+        return config, False
+    if spec.scope == "group":
+        names = ", ".join(map(described, spec.functions))
+        raise ConfigError(
+            f"env.path = {config.env.path!r} with {names}, which scores all siblings in one call: "
+            "they end one by one; give a function that scores one response"
+        )
+    found = declared(config.env)
+    env = msgspec.structs.replace(config.env, tools=found.tools)
+    config, tools = msgspec.structs.replace(config, env=env), tools_of(env)
+    ends = end_ids(config.model.name, tokenizer)
+    Renderer(tokenizer, config.data, tools, ends).check(CallParser(tokenizer, tools))
+    return config, found.has_reward
+
+
+def emulated_plan(config: Config) -> Plan:
+    """There is nothing to look at."""
+    scope = "group" if config.reward.scope == "group" else "trajectory"
+    reward = msgspec.structs.replace(config.reward, scope=scope)
+    num_train = config.data.dataset_size - config.data.val_size
+    return Plan(
+        config=msgspec.structs.replace(config, reward=reward),
+        num_train=num_train,
+        num_held_out=config.data.val_size,
+        overlap=0,
+        steps=planned_steps(config, num_train),
+        first_prompt="emulated",
+        first_prompt_ids=[],
+        end_ids=[],
+        reward=RewardSpec(scope, []),
+        trial=[],
+        resets=[],
+        data_digest="",
+        warnings={"emulated": EMULATED},
+    )
+
+
+def planned_steps(config: Config, num_train: int) -> int:
+    """Steps of the run if no group is dropped."""
+    if config.trainer.total_training_steps:
+        return config.trainer.total_training_steps
+    groups = num_train * config.trainer.total_epochs
+    per_step = config.data.train_batch_size
+    return groups // per_step if config.data.drop_last else -(-groups // per_step)
+
+
+def check_directory(run_dir: Path) -> None:
+    """Check that it can be made: the nearest directory above it that exists takes new entries."""
+    above = next(path for path in run_dir.absolute().parents if os.path.lexists(path))
+    if not above.is_dir():
+        problem = f"{above} is not a directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        problem = f"{above} cannot be written"
+    else:
+        return
+    raise ConfigError(
+        f"run directory {run_dir} cannot be made: {problem}; choose another run.output_dir"
+    )
+
+
+def check_devices(config: Config) -> None:
+    """A CUDA that is asked for by name must be there; "auto" takes what there is."""
+    devices = {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}
+    asked = [key for key, device in devices.items() if device == "cuda"]
+    if asked:
+        _check_cuda(asked)
+    ranks = config.trainer.ranks
+    if config.trainer.device != "cpu" and ranks > 1 and 0 < (gpus := count_gpus()) < ranks:
+        raise ConfigError(
+            f"trainer.ranks = {ranks} is more than the {gpus} GPUs of this machine that we may "
+            "use, and each rank has one of its own: give at most as many"
+        )
+
+
+def _check_cuda(asked: list[str]) -> None:
+    import torch  # takes longer to load than all the rest
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{asked[0]} = 'cuda', but PyTorch {torch.__version__} finds no CUDA GPU on this "
+            "machine; use 'auto' or 'cpu', or install a PyTorch for its driver"
+        )
+
+
+def check_critic(config: Config) -> None:
+    """The model that the critic begins as reads the ids of the policy's tokenizer."""
+    if (name := config.critic.model.name) in ("", config.model.name):
+        return
+    key = f"critic.model.name = {name!r}"
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"{key} is not a directory; give the path of a Hugging Face model with the tokenizer "
+            "of model.name, its name on the hub, ORG/NAME, or leave it out"
+        )
+    from transformers import CONFIG_MAPPING  # seconds to import, as in load_tokenizer
+
+    of_policy = load_tokenizer(config.model.name)
+    try:
+        limits = read_hf_config(name)
+        shapes = weight_shapes(name)
+        check_embedding(limits, shapes)
+        same = load_tokenizer(name).get_vocab() == of_policy.get_vocab()
+    except (ConfigError, EngineError) as error:
+        raise ConfigError(f"{key} cannot be a critic: {error}") from None
+    if not same:
+        raise ConfigError(
+            f"{key} has another tokenizer than model.name = {config.model.name!r}: the critic "
+            "reads the policy's ids; give a model of the same family, or leave it out"
+        )
+    rows = next((s[0] for n, s in shapes.items() if n.endswith(EMBEDDING)), 0)
+    if not rows or limits.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{key} has the model_type {limits.get('model_type')!r}, and a critic is a decoder of "
+            f"transformers with {EMBEDDING}: give one such as Qwen3, or leave it out"
+        )
+    if rows < (ids := tokenizer_size(of_policy)):
+        raise ConfigError(
+            f"{key} has {rows} embeddings, and the tokenizer of model.name = "
+            f"{config.model.name!r} has ids up to {ids - 1}; give a model that knows them all"
+        )
+    if (most := limits.get("max_position_embeddings") or 0) < config.max_model_len:
+        raise ConfigError(
+            f"{key} reads {most} tokens at most, and data.max_prompt_length + "
+            f"data.max_response_length allow {config.max_model_len}; give a longer model"
+        )
+
+
+def check_model(config: Config, *, here: bool) -> None:
+    name = config.model.name
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"model.name = {name!r} is not a directory; give the path of a Hugging Face model "
+            "(config.json, model.safetensors, tokenizer.json), or its name on the hub, ORG/NAME"
+        )
+    check_engine(config, here=here)
+    if config.lora.rank:
+        check_lora(config.lora, weight_shapes(name))
+
+
+def run_size(config: Config) -> int:
+    """Processes that connect to the coordinator: on each machine a node daemon, a relay and its
+    replicas, on the first one also store and trainer."""
+    return config.total_replicas + 2 * config.run.nodes + 2
+
+
+def _check_strategy(config: Config) -> None:
+    if config.algorithm.batch_strategy not in STRATEGIES:
+        check_import(config.algorithm.batch_strategy.rpartition(":")[0], "algorithm.batch_strategy")
+        load_strategy(config.algorithm.batch_strategy)
+
+
+def _check_loggers(config: Config) -> None:
+    if "wandb" in config.trainer.logger:
+        check_wandb()
+
+
+def _check_port(config: Config, key: str, port: int) -> None:
+    host = ip_of(config.coordinator.host, "coordinator.host")
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return  # the address of the machine where the coordinator will be started
+            raise ConfigError(
+                f"{key} = {port} cannot be used on {host} ({error.strerror}); choose "
+                "another, or 0 for any free one"
+            ) from None

@@ -1,0 +1,221 @@
+"""laminar train --resume RUN: whether that run can be taken up again, and with which settings.
+
+Reads   the event log, the configuration and the locks of a run
+Gives   resumed_config, or ConfigError with one sentence; take_up: this process's share of the run
+Writes  (take_up only) the configuration, a secret where there is none, the directory of the new
+        logs; removes what is said of processes that are gone
+
+Nothing is written before all has been looked at. What decides is the log: it says how far the run
+was, whether it has ended, and which checkpoints it confirms.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar.config import Config, ConfigError, dumps, load
+from laminar.config.algorithm_rules import users_functions
+from laminar.coordinator.log_behind import check_log
+from laminar.coordinator.system import RealDisk
+from laminar.coordinator.taking_up import check_resumable
+from laminar.core.state.state import State
+from laminar.core.steps.step_replay import other_function
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord, LogRefused
+from laminar.eventlog.restore import restore
+from laminar.events import events as ev
+from laminar.events.codec import decode_event
+from laminar.observe.logs import new_attempt
+from laminar.run.directory import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    COORDINATOR_FILE,
+    EVENTS_DIR,
+    FIRST_LOOK_FILE,
+    ORIGIN_DIR,
+    RESUME_FILE,
+    SECRET_FILE,
+    STATUS_FILE,
+    run_config,
+)
+from laminar.run.lock import RunLock, holders, in_use
+from laminar.run.renames import write_whole
+from laminar.run.secret import make_missing_secret, read_secret
+from laminar.run.user_file import file_digests
+from laminar.training.trainer_state import CheckpointError, decode
+
+CHANGEABLE = (
+    "coordinator.host",
+    "run.nodes",
+    "rollout.replicas",
+    "rollout.replicas_beside_trainer",
+    "trainer.total_training_steps",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "store.payload_gb",
+    "reward.trial",
+)
+"""Settings that may be others for the rest of a run, besides all of [slurm]."""
+HEADER_MAX = 100 << 20
+"""Bytes of the header of a safetensors file, as its readers limit it."""
+_PLACE = ("run.name", "run.output_dir")
+_BEGIN_AGAIN = "so there is nothing to resume: begin it again, with --move-old or another run.name"
+
+
+def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
+    """The settings with which the run goes on: its own, with what may be changed."""
+    own = run_config(run_dir)
+    if holders(run_dir):
+        raise ConfigError(in_use(run_dir))
+    if (run_dir / SECRET_FILE).exists():
+        read_secret(run_dir)
+    state = state_of(run_dir)
+    check_log(run_dir, state)
+    check_resumable(run_dir, state)
+    place = _place_of(run_dir, own)
+    if files:  # what they leave to be worked out is compared when that is done
+        config = load(files, [*overrides, *place])
+    else:
+        config = load([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
+        check_unchanged(own, config)
+    steps = config.trainer.total_training_steps
+    if steps and steps < state.completed:
+        raise ConfigError(
+            f"trainer.total_training_steps = {steps}, but {run_dir} has completed "
+            f"{state.completed} steps already: give as many at least"
+        )
+    check_checkpoints(run_dir, state)
+    now = file_digests(users_functions(own.algorithm))
+    if state.newest >= 0 and (other := other_function(state.functions, now)):
+        raise ConfigError(f"{run_dir} cannot be resumed: {other}")
+    return config
+
+
+def _place_of(run_dir: Path, own: Config) -> list[str]:
+    """The run is where RUN says, whatever it was called and wherever it was when it began."""
+    there, known = run_dir.resolve(), own.run
+    if own.run_dir.resolve() != there:
+        known = msgspec.structs.replace(known, name=there.name, output_dir=str(there.parent))
+    return [f"{key}={getattr(known, key.partition('.')[2])}" for key in _PLACE]
+
+
+def check_checkpoints(run_dir: Path, state: State) -> None:
+    """ConfigError for a checkpoint that is damaged or another run's, and for want of any."""
+    chains = {trained.step_index + 1: trained.chain for trained in state.trained}
+    found = []
+    there = set((run_dir / CHECKPOINTS_DIR).glob("step_*"))
+    if state.origin is not None and (run_dir / ORIGIN_DIR).is_dir():
+        there.add(run_dir / ORIGIN_DIR)
+    for directory in sorted(there):
+        try:
+            resume = decode((directory / RESUME_FILE).read_bytes())
+            sizes = (safetensors_size(path) for path in directory.glob("*.safetensors"))
+            short = [path for path, size in sizes if path.stat().st_size != size]
+        except (OSError, CheckpointError, ValueError) as error:
+            raise ConfigError(_unusable(directory, f"is damaged ({error})")) from None
+        if short:
+            raise ConfigError(_unusable(directory, f"is damaged ({short[0].name} is cut off)"))
+        if chains.get(resume.step, resume.digest) != resume.digest:
+            what = "is another run's: the log has other trajectories in its steps"
+            raise ConfigError(_unusable(directory, what))
+        found.append(resume.step)
+    first = state.trained[0].step_index if state.trained else 0
+    if first and not any(step in chains for step in found):
+        origin = f", nor {run_dir / ORIGIN_DIR}" if state.origin is not None else ""
+        raise ConfigError(
+            f"no checkpoint from step {first + 1} on is in {run_dir / CHECKPOINTS_DIR}{origin}, "
+            "and the run can go on from no other: put back those that were there"
+        )
+
+
+def _unusable(directory: Path, why: str) -> str:
+    return f"checkpoint {directory} {why}; put back what was there, or move it out of the way"
+
+
+def safetensors_size(path: Path) -> tuple[Path, int]:
+    """How many bytes the file must have, by its header; ValueError if that cannot be read."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8))
+        header = json.loads(file.read(min(length, HEADER_MAX)))
+    ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    return path, 8 + length + max(ends, default=0)
+
+
+def check_data(run_dir: Path, digest: str) -> None:
+    """ConfigError for data that are not those with which the run began."""
+    for _, record in read_log(RealDisk(run_dir / EVENTS_DIR)):
+        event = decode_event(record.event) if isinstance(record, EventRecord) else None
+        if isinstance(event, ev.DataLoaded):
+            if digest and event.digest != digest:
+                raise ConfigError(
+                    f"the data have digest {digest}, but the run {run_dir} began with data of "
+                    f"digest {event.digest}: put back the files that data.* names"
+                )
+            return
+
+
+def state_of(run_dir: Path) -> State:
+    """What the log of a run leads to; ConfigError where there is none, or it is damaged."""
+    events = run_dir / EVENTS_DIR
+    if not events.is_dir():
+        raise ConfigError(f"{run_dir} has no event log ({events}), {_BEGIN_AGAIN}")
+    try:
+        restored = restore(RealDisk(events))
+    except LogRefused as error:
+        raise ConfigError(f"{run_dir} cannot be resumed: {error}") from None
+    machine = restored.replay.machine
+    if restored.replay.difference is not None:
+        raise ConfigError(f"{run_dir} cannot be resumed: {restored.replay.difference}")
+    if not machine.started:
+        raise ConfigError(f"{run_dir} has an empty event log, {_BEGIN_AGAIN}")
+    return machine.state
+
+
+def check_unchanged(own: Config, now: Config) -> None:
+    """ConfigError for the first setting that is not what the run began with and may not change."""
+    before, after = values_of(own), values_of(now)
+    for key in sorted(before.keys() | after.keys()):
+        may = key in (*CHANGEABLE, *_PLACE) or key.startswith("slurm.")
+        if before.get(key) != after.get(key) and not may:
+            raise ConfigError(
+                f"{key} = {after.get(key)!r}, but the run began with {before.get(key)!r}: when a "
+                f"run is resumed, only {', '.join(CHANGEABLE)} and slurm may be changed"
+            )
+    if not now.trainer.save_freq:
+        raise ConfigError(
+            "trainer.save_freq = 0 cannot be set when a run is resumed: give a number above 0"
+        )
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """Every setting, by its dotted key."""
+    return _flat(msgspec.to_builtins(config))
+
+
+def _flat(tree: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {key: tree}
+    parts = [_flat(value, f"{key}.{name}" if key else name) for name, value in tree.items()]
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def take_up(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
+    """Our share of the directory, which no other process has; the settings as they are now."""
+    lock = RunLock.alone(run_dir, "train")
+    try:
+        make_missing_secret(run_dir)
+        write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
+        (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
+        for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over
+            (run_dir / name).unlink(missing_ok=True)
+        new_attempt(run_dir)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
+    return lock

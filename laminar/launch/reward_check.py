@@ -1,0 +1,226 @@
+"""The reward is called before a run starts: on three rows, with the right answer and an empty one.
+
+Reads   the first training rows, the resolved scorer
+Writes  the terminal: what each call returned
+Gives   a warning, when right answers score as empty ones do, or less
+Raises  ConfigError when the scorer cannot be loaded, or no call of it gives a score
+
+A reward that fails on everything, or gives every answer the same, is a mistake of an hour's run; so
+the user sees its scores first, and a run without any is refused unless reward.trial = false insists
+on it. A user's function runs in a worker process with its time-out, as in
+the run; what it prints is dropped here. The scorers of this project need neither. How a user's
+function wants its answers is not known, so it gets them in the usual forms; the one is shown that
+makes a difference to an empty answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rich.console import Console
+
+from laminar.config import ConfigError, RewardConfig
+from laminar.tasks.data.prompts import PromptRow, columns_of, restore
+from laminar.tasks.rewards.results import (
+    FAILURES,
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    RewardWorkerLost,
+)
+from laminar.tasks.rewards.reward_functions import described, open_scorer
+from laminar.tasks.rewards.worker_pool import RewardPool
+
+ROWS = 3
+SHOWN_CHARS = 60
+FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
+"""The forms in which an answer is written for a function of the user."""
+NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
+Encode = Callable[[str], list[int]]
+
+
+def trial_calls(
+    spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode, group_size: int
+) -> list[RewardCall]:
+    """The trial calls: for each row the answer in the data, if any, in one form or several; last an
+    empty answer. A function of whole groups gets `group_size` siblings, as in the run: it may count
+    on that."""
+    return [
+        RewardCall(
+            row, [(text, encode(text) if text else []) for text in _texts(spec, row, group_size)]
+        )
+        for row in rows[:ROWS]
+    ]
+
+
+def _texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[str]:
+    truth = restore(row.ground_truth)
+    only_custom = all(function.kind == "custom" for function in spec.functions)
+    forms = FORMS if only_custom else FORMS[1:2]
+    texts = [form.format(truth) for form in forms] if truth is not None else []
+    if spec.scope != "group":
+        return [*texts, ""]
+    texts = texts[: group_size - 1]
+    return [*texts, *[""] * (group_size - len(texts))]
+
+
+def show_trial(
+    spec: RewardSpec, reward: RewardConfig, calls: Sequence[RewardCall], console: Console
+) -> dict[str, str]:
+    """Call the reward and show what it returns; a warning by its kind, if there is reason."""
+
+    def show(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    show(
+        f"reward     {_name(spec)}; called on {len(calls)} rows, with the answer in the data and "
+        "with an empty one, it gives"
+    )
+    results: list[RewardResult] = []
+    pairs: list[tuple[float | None, float | None]] = []
+    for call, found in zip(calls, _results(spec, reward, calls), strict=True):
+        results += found
+        for index in sorted({_telling(found), len(found) - 1}):
+            text, _ = call.completions[index]
+            show(f"  row {call.row.index:<5}  {short(text)}: {_outcome(found[index])}")
+        if found[1:]:  # else the data has no answer
+            pairs.append((_score(found[_telling(found)]), _score(found[-1])))
+    if results and all(_score(result) is None for result in results):
+        raise ConfigError(_no_score(spec, calls, results[0]))
+    return _flat(pairs, calls) or _backward(pairs)
+
+
+def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
+    """Why a run is refused whose reward has scored nothing."""
+    row, said = (
+        calls[0].row,
+        f"gave no score for any answer that it was tried on ({_outcome(first)})",
+    )
+    insist = "or start without the trial by reward.trial = false"
+    if row.ground_truth is not None:
+        return f"{_name(spec)} {said}; correct it, {insist}"
+    return (
+        f"row {row.index} of {row.data_source} has no answer column ({columns_of(row)}), and "
+        f"{_name(spec)} {said}; set data.answer_key, correct the function, {insist}"
+    )
+
+
+def _flat(
+    pairs: Sequence[tuple[float | None, float | None]], calls: Sequence[RewardCall]
+) -> dict[str, str]:
+    """The warning where the right answer earns what the empty one does, on every row."""
+    if not pairs or any(right is None or right != empty for right, empty in pairs):
+        return {}
+    row = next(call.row for call in calls if call.row.ground_truth is not None)
+    return {
+        "reward-flat": f"the reward gives {pairs[0][0]:g} to the answer in the data and the same "
+        f"to an empty one, and so on each of the {len(pairs)} rows tried; where every answer gets "
+        "the same, nothing is learned: look at what the function compares the response with (row "
+        f"{row.index} has the answer {_short_repr(restore(row.ground_truth))}), and whether it "
+        "takes the response as text or as messages"
+    }
+
+
+def _telling(found: Sequence[RewardResult]) -> int:
+    """Which call shows what a right answer is worth: the best score that an empty one has not."""
+    scores = [_score(result) for result in found]
+    scored = [(score, -i) for i, score in enumerate(scores) if score not in (None, scores[-1])]
+    return -max(scored)[1] if scored else 0
+
+
+def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, str]:
+    """The warning where every right answer earns less than the empty one."""
+    known = [(right, empty) for right, empty in pairs if right is not None and empty is not None]
+    if not known or not all(right < empty for right, empty in known):
+        return {}
+    right, empty = known[0]
+    return {
+        "reward-order": f"the reward gives {right:g} to the answer in the data and {empty:g} to an "
+        f"empty one, and so on each of the {len(known)} rows tried, so the model learns to avoid "
+        "right answers: look at the sign of the reward and at the answer column"
+    }
+
+
+def failed(result: RewardResult) -> bool:
+    return result.reason in (*FAILURES, "worker-lost", NOT_TRIED.reason)
+
+
+def _score(result: RewardResult) -> float | None:
+    """What the function gave; a response on which it failed has reward.error_score there."""
+    return None if failed(result) else result.score
+
+
+def _results(
+    spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
+) -> Iterator[list[RewardResult]]:
+    if not spec.custom:
+        scorer = open_scorer(spec)
+        yield from (scorer(call) for call in calls)
+    else:
+        yield from asyncio.run(_in_worker(spec, reward, calls))
+
+
+async def _in_worker(
+    spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
+) -> list[list[RewardResult]]:
+    """Results of the calls until one takes too long: the start of a run does not wait for six of
+    them."""
+    pool = RewardPool(spec, timeout_s=reward.timeout_s, max_retries=0)
+    try:
+        await pool.start()
+    except RewardWorkerLost as error:
+        raise ConfigError(f"{_name(spec)} cannot be loaded: {error}; correct it") from None
+    found: list[list[RewardResult]] = []
+    late = False
+    try:
+        for call in calls:
+            results = []
+            for part in _parts(spec, call):
+                results += [NOT_TRIED] * len(part.completions) if late else await _one(pool, part)
+                late = late or any(result.reason == "timeout" for result in results)
+            found.append(results)
+    finally:
+        await pool.close()
+    return found
+
+
+def _parts(spec: RewardSpec, call: RewardCall) -> list[RewardCall]:
+    """The calls of the function that this means."""
+    if spec.scope == "group":
+        return [call]
+    return [RewardCall(call.row, [one]) for one in call.completions]
+
+
+async def _one(pool: RewardPool, call: RewardCall) -> list[RewardResult]:
+    try:
+        return await pool.score(call)
+    except RewardWorkerLost as error:
+        return [RewardResult(None, "worker-lost", str(error))] * len(call.completions)
+
+
+def _name(spec: RewardSpec) -> str:
+    whole = ", all siblings in one call" if spec.scope == "group" else ""
+    if len(spec.functions) == 1:
+        return described(spec.functions[0]) + whole
+    return " + ".join(f"{f.weight:g} * {described(f)}" for f in spec.functions) + whole
+
+
+def short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
+
+
+def _short_repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+
+
+def _outcome(result: RewardResult) -> str:
+    if failed(result):
+        return f"FAILED, {result.reason}: {result.detail}"
+    extras = "".join(f", {name} {_short_value(value)}" for name, value in result.extras.items())
+    return ("None (it does not apply)" if result.score is None else f"{result.score:g}") + extras
+
+
+def _short_value(value: float | str) -> str:
+    return short(value) if isinstance(value, str) else f"{value:g}"

@@ -1,0 +1,365 @@
+"""The supervisor: what `laminar train` and `laminar serve` do while a run works.
+
+Reads   coordinator.json of the run, exit codes of its processes, signals; a byte from the
+        coordinator for each second in which it makes turns
+Writes  requests to the standard input of the coordinator; shows progress
+Starts  laminar-coord, and a laminar-node for each machine that is ours (machines.py); starts one
+        that died again, and kills a coordinator that stands still
+
+Ctrl-C, SIGTERM or SIGHUP end the run gracefully (the step in training is completed, the model
+exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. SIGUSR1, and in a
+batch job SIGTERM, pause it. If this process is killed, its daemons see that their standard input is
+closed, and end the run gracefully, or pause it in a batch job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from laminar.config import Config
+from laminar.coordinator.restarts import Over, Restarts
+from laminar.coordinator.taking_up import Asking
+from laminar.launch.node_restarts import Machines
+from laminar.launch.panel import Progress
+from laminar.launch.prefork import EarlyNode
+from laminar.names import exit_codes
+from laminar.net.addresses import ip_of
+from laminar.run.directory import COORDINATOR_FILE
+from laminar.run.lock import RunLock
+from laminar.run.stop_requests import DRAIN, NOW, PAUSE, pause_signals, stop_signals
+from laminar.weights.arena.arena import sweep_arenas
+
+POLL_S = 0.25
+NODE_EXIT_S = 30.0
+"""How long the nodes may take to leave once the coordinator has ended."""
+AT_ONCE_S = 20.0
+"""How long the coordinator may take to tell all processes that the run has ended."""
+NOTICE_S = 5.0
+"""How long it may take all processes to notice that the run directory is gone."""
+TERM_S = 15.0
+"""How long they may take once they are ordered to: their children have ten seconds of it."""
+
+STILL_S = 30.0
+"""How long the coordinator may make no turn. A disk that hangs is mostly back sooner."""
+
+TURNS_MAX = 4096
+"""Bytes: more than a coordinator writes between two polls."""
+
+Process = subprocess.Popen[bytes]
+
+
+def roles_of(machine: int) -> list[str]:
+    """The first machine has the store and the trainer, all have a relay and replicas."""
+    return [*(("store", "trainer") if machine == 0 else ()), "relay", "rollout"]
+
+
+def words_of(config: Config, machine: int) -> list[str]:
+    """The options of its laminar-node."""
+    roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.replicas_on(machine)}"])
+    words = ["--name", f"node-{machine}", "--roles", roles]
+    if ip_of(config.coordinator.host, "coordinator.host").startswith("127."):
+        return [*words, "--host", f"127.0.0.{machine + 1}"]
+    return words  # it listens on its address on the way to the coordinator
+
+
+def start(lock: RunLock, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
+    """Start a daemon of the run in a session of its own: Ctrl-C is ours to hand on. It sees our end
+    by its stdin's. It gets these descriptors, too."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(lock.run_dir), *options, "--lock-fd", str(lock.fd)],
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=(lock.fd, *fds),
+        start_new_session=True,
+    )
+
+
+class Supervisor:
+    """The daemons of a run on one machine: a coordinator, and a node for each machine of ours."""
+
+    def __init__(
+        self,
+        config: Config,
+        lock: RunLock,
+        console: Console,
+        asked: Asked,
+        early: Sequence[EarlyNode] = (),
+        *,
+        asking: Asking = Asking.NOTHING,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        """`early`: the nodes, where they have been started already. `asking`: whether a run that
+        was stopped is to go on. `nodes`: the machines that are ours, where others have the rest;
+        None: all, and nobody else has a share of the run."""
+        self.config, self.run_dir, self._lock = config, lock.run_dir, lock
+        self._alone = nodes is None
+        self.progress = Progress(lock.run_dir, console)
+        self._asked, self._early, self._asking = asked, early, asking
+        self._told = Asked.NOTHING  #: what the present coordinator knows of it
+        indexes = range(config.run.nodes) if nodes is None else nodes
+        self._nodes = Machines(config, indexes, self._start_node, self.progress.note)
+        self._restarts = Restarts(
+            config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
+        )
+
+    def run(self) -> Over:
+        """Watch until the coordinator has ended finally, and all other processes have left."""
+        self._start_coordinator()
+        if self._alone:
+            self._nodes.begin(self._start_first)
+        with self.progress:
+            over = self._watch()
+            if over.reason and not self._lock.lost():  # that is printed last
+                self.progress.note(f"the run cannot go on: {over.reason}")
+            self._end_processes(self._leave_s(over))
+        sweep_arenas()  # of a relay that was killed together with its node
+        return over
+
+    def _leave_s(self, over: Over) -> float:
+        """How long the others may take to end by themselves."""
+        if self._lock.lost():
+            return NOTICE_S
+        told = over.code != exit_codes.USER_ERROR and over.code in exit_codes.FINAL
+        return NODE_EXIT_S if told and not over.reason else 0.0
+
+    def _watch(self) -> Over:
+        again_s: float | None = None  #: when the next coordinator is to be started
+        while True:
+            time.sleep(POLL_S)
+            self.progress.update()
+            if over := self._given_up(again_s is not None):
+                return over
+            now = time.monotonic()
+            if again_s is not None and now >= again_s:
+                self._start_coordinator()
+                again_s = None
+            self._hand_on()
+            if self._asked.level < Asked.NOW:
+                self._nodes.look(now)
+            code = self._coordinator.poll(now)
+            if self._coordinator.killed_if_still():
+                self.progress.note(f"the coordinator has made no turn for {STILL_S:g} s: killed")
+            if self._coordinator.has_served:
+                self._asking = Asking.NOTHING
+            if code is None or again_s is not None:
+                self._begin_late()
+                continue
+            verdict = self._restarts.ended(code, self._coordinator.served_s(now), now)
+            if isinstance(verdict, Over):
+                return verdict
+            again_s = now + verdict.pause_s
+            self._tell_restart(code, verdict.pause_s)
+
+    def _begin_late(self) -> None:
+        """Start nodes beside those of others. One takes the name of a node that lives, so it waits
+        until our coordinator serves: then nobody else serves the run."""
+        if self._coordinator.has_served and not self._nodes.begun:
+            self._nodes.begin(self._start_first)
+
+    def _given_up(self, no_coordinator: bool) -> Over | None:
+        """What ends a run without its coordinator."""
+        if reason := self._lock.lost():
+            return Over(exit_codes.USER_ERROR, reason)
+        if self._asked.level < Asked.NOW:
+            return None
+        overdue = self._asked.since_now_s() > AT_ONCE_S
+        if no_coordinator or overdue or self._asked.level == Asked.BY_FORCE:
+            return Over(exit_codes.STOPPED_EARLY, f"stopped at once: {self._asked.reason}")
+        return None
+
+    def _start_coordinator(self) -> None:
+        options = (self._asking,) if self._asking else ()
+
+        def start(turns: int) -> Process:
+            words = (*options, "--turns-fd", str(turns))
+            return self._start("laminar.cli.coord", *words, fds=(turns,))
+
+        self._coordinator = Served(start, self.run_dir / COORDINATOR_FILE)
+        self._told = Asked.NOTHING
+
+    def _start_first(self, index: int) -> Process:
+        """The node that imports already, if there is one."""
+        if not self._early:
+            return self._start_node(index)
+        words = [str(self.run_dir), *words_of(self.config, index)]
+        return self._early[index].go(words, self._lock.fd)
+
+    def _start_node(self, index: int) -> Process:
+        return self._start("laminar.cli.node", *words_of(self.config, index))
+
+    def _start(self, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
+        return start(self._lock, module, *options, fds=fds)
+
+    def _tell_restart(self, code: int, pause_s: float) -> None:
+        what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
+        self.progress.note(
+            f"the coordinator {what} (exit code {code}); starting it again in {pause_s:.1f} s, "
+            "everything else goes on"
+        )
+
+    def _hand_on(self) -> None:
+        """Tell the coordinator what was asked for; one that still starts reads it then."""
+        level, reason = self._asked.level, self._asked.reason
+        if level <= self._told:
+            return
+        first, self._told = self._told == Asked.NOTHING, level
+        if level == Asked.PAUSE:
+            self.progress.note(
+                f"pausing ({reason}): the step in training is completed and saved; "
+                "Ctrl-C to end the run instead"
+            )
+        elif level == Asked.DRAIN:
+            self.progress.note(
+                f"stopping ({reason}): the step in training is completed and the model exported; "
+                "Ctrl-C again to stop at once"
+            )
+        elif not first or level == Asked.NOW:
+            self.progress.note(f"stopping at once ({reason}); Ctrl-C again to kill what is left")
+        stdin = self._coordinator.process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets it
+            word = {Asked.PAUSE: PAUSE, Asked.DRAIN: DRAIN}.get(level, NOW)
+            stdin.write(f"{word} {reason}\n".encode())
+
+    def _end_processes(self, leave_s: float) -> None:
+        """End the processes: they leave within `leave_s`, else when ordered to, else they are
+        killed."""
+        for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
+            if number == signal.SIGKILL:  # one that ends gracefully takes as long as it likes
+                self._coordinator.process.kill()
+            for name, node in self._nodes:
+                if number and node.poll() is None:
+                    self.progress.note(f"ending {name} ({signal.Signals(number).name}) ...")
+                    os.killpg(node.pid, number)
+            self._wait_for_processes(wait_s, killed=number == signal.SIGKILL)
+
+    def _wait_for_processes(self, wait_s: float, *, killed: bool) -> None:
+        deadline = time.monotonic() + wait_s
+        for process in (*(node for _, node in self._nodes), self._coordinator.process):
+            while process.poll() is None and time.monotonic() < deadline:
+                if self._asked.level == Asked.BY_FORCE and not killed:
+                    return
+                time.sleep(POLL_S / 5)
+
+
+class Asked:
+    """What was asked for by signals: the highest of five levels, and by which signal.
+
+    SIGTERM and SIGHUP ask for a graceful end, as often as they come; SIGUSR1, and in a batch job
+    SIGTERM, for a pause. Ctrl-C asks for an end, and for one level more each time, SIGQUIT for an
+    end at once.
+    """
+
+    NOTHING, PAUSE, DRAIN, NOW, BY_FORCE = range(5)
+
+    def __init__(self) -> None:
+        self.level, self.reason = self.NOTHING, ""
+        self._now_s = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Asked:
+        """Have signals ask from here on; afterwards they do what they did before. Only the main
+        thread of a program may say what signals do: in another one they do what they did."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (*stop_signals(), *pause_signals(), signal.SIGINT, signal.SIGQUIT):
+            self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def since_now_s(self) -> float:
+        """How long ago an end at once was asked for."""
+        return time.monotonic() - self._now_s
+
+    def _signalled(self, number: int, frame: object) -> None:
+        more = min(max(self.level + 1, self.DRAIN), self.BY_FORCE)
+        wanted = {
+            **dict.fromkeys(pause_signals(), self.PAUSE),
+            signal.SIGINT: more,
+            signal.SIGQUIT: self.NOW,
+        }.get(signal.Signals(number), self.DRAIN)
+        if wanted > self.level:
+            self.level, self.reason = wanted, signal.Signals(number).name
+            if wanted == self.NOW:
+                self._now_s = time.monotonic()
+
+
+class Served:
+    """A coordinator process, and since when it serves: it has written the address file then."""
+
+    def __init__(self, start: Callable[[int], Process], address: Path) -> None:
+        """`start` gives it a descriptor, to which it writes while it makes turns. What `address`
+        says before the start is an earlier coordinator's, which may have had the same process id on
+        another machine."""
+        self._address, self._before = address, _version(address)
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._turns = open(reading, "rb", buffering=0)  # noqa: SIM115
+        try:
+            self.process = start(writing)
+        finally:
+            os.close(writing)
+        self._since_s: float | None = None
+        self._still = 0  #: polls since its last turn; once it has made one
+        self._turned = False
+
+    def poll(self, now_s: float) -> int | None:
+        """The coordinator's exit code, if it has ended."""
+        if self._since_s is None and self._named():
+            self._since_s = now_s
+        code = self.process.poll()
+        if code is None:
+            turned = bool(self._turns.read(TURNS_MAX))
+            self._turned = self._turned or turned
+            self._still = 0 if turned else self._still + 1
+        else:
+            self._still = 0
+            self._turns.close()
+        return code
+
+    def killed_if_still(self) -> bool:
+        """Kill it if it makes no turns any more, which is counted in polls: where all processes
+        were paused together, by their machine say, it has stood still no longer than we have."""
+        if not self._turned or self._still * POLL_S <= STILL_S:
+            return False
+        self._still = 0  # it may take a while to go, in a call that no signal ends
+        self.process.kill()
+        return True
+
+    def served_s(self, now_s: float) -> float:
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
+    @property
+    def has_served(self) -> bool:
+        return self._since_s is not None
+
+    def _named(self) -> bool:
+        try:
+            ours = bool(json.loads(self._address.read_text())["pid"] == self.process.pid)
+        except (OSError, ValueError, KeyError):
+            return False
+        return ours and _version(self._address) != self._before
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Another one for each file that was renamed to this path; None without any."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns

@@ -1,0 +1,192 @@
+"""The way from a prompt row to the token ids that the engine starts from.
+
+Reads   PromptRow, the tokenizer, DataConfig (system prompt, chat template, length limit)
+Gives   lists of token ids, made when they are first needed; raises ConfigError; whether a row has
+        gone through the chat template already
+
+What is wrong with a row is found before a run begins (`check_all`), as far as possible without
+encoding it: a text with fewer bytes than the limit has tokens has fewer tokens (`token_bound`).
+
+This is the only place where a prompt's text becomes ids: the engine, the store and the trainer pass
+the ids on and never tokenise text again, so no two of them can disagree about a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from laminar.config import ConfigError, DataConfig
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.data.token_bytes import token_bound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Tools = Sequence[Mapping[str, Any]]
+
+LATER_MAX = 2**17
+"""Tokens of a prompt that is encoded later: with its response it fits one message of the store."""
+
+
+@dataclass(frozen=True)
+class CheckedPrompts:
+    rows: list[PromptRow]
+    ids: list[list[int] | None]  #: ids[i] belongs to rows[i]; None: to be encoded when needed
+    left_out: int  #: rows longer than data.max_prompt_length, with data.filter_overlong_prompts
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools = ()
+) -> list[int]:
+    """Token ids of one prompt, ready for the first sampled token; raises ConfigError.
+
+    `tools`: the JSON schemas of an environment's tools, which the chat template writes.
+    """
+    if _has_template(tokenizer, data):
+        found = _with_template(tokenizer, row, data, tools, tokenize=True)
+    else:
+        found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
+    ids = [int(i) for i in found]
+    if not ids:
+        raise ConfigError(f"the prompt of row {row.index} has no tokens; drop the row")
+    return ids
+
+
+def check_all(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    data: DataConfig,
+    tools: Tools = (),
+) -> CheckedPrompts:
+    """Every prompt can be encoded, under the length limit; raises ConfigError unless rows may be
+    left out. A prompt whose text shows that is not encoded."""
+    kept: list[PromptRow] = []
+    kept_ids: list[list[int] | None] = []
+    most, limit = token_bound(tokenizer), min(data.max_prompt_length, LATER_MAX)
+    for row in rows:
+        text = _text(tokenizer, row, data, tools) if most else ""
+        short = most and text and most(text) <= limit
+        ids = None if short else encode_prompt(tokenizer, row, data, tools)
+        if ids is None or len(ids) <= data.max_prompt_length:
+            kept.append(row)
+            kept_ids.append(ids)
+        elif not data.filter_overlong_prompts:
+            raise ConfigError(
+                f"the prompt of row {row.index} has {len(ids)} tokens, more than "
+                f"data.max_prompt_length = {data.max_prompt_length}; raise the limit or set "
+                "data.filter_overlong_prompts = true to leave such rows out"
+            )
+    if rows and not kept:
+        raise ConfigError(
+            f"all {len(rows)} prompts are longer than data.max_prompt_length = "
+            f"{data.max_prompt_length}; raise the limit"
+        )
+    return CheckedPrompts(kept, kept_ids, len(rows) - len(kept))
+
+
+def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> bool:
+    """Whether the row's text has what the chat template puts around it, and is to get it again.
+
+    Such text has one of the template's special tokens, or all that stands around a message; white
+    space is no sign of it.
+    """
+    if not _has_template(tokenizer, data):
+        return False
+    before, after = _around(tokenizer, data)
+    marks = [mark for mark in tokenizer.all_special_tokens if mark in before + after]
+    messages = [{"content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    texts = [m["content"] for m in messages if isinstance(m.get("content"), str)]
+    if any(mark in text for text in texts for mark in marks):
+        return True
+    wrapped = bool((before + after).strip())
+    return wrapped and any(text.startswith(before) and text.endswith(after) for text in texts)
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, str]:
+    """What the template puts before and after what a user says; nothing where it refuses that."""
+    said = "0d9c1f"  # found again in what comes out
+    try:
+        whole = tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **data.apply_chat_template_kwargs,
+        )
+    except (TemplateError, TypeError):
+        return "", ""
+    before, _, after = str(whole).partition(said)
+    return before, after
+
+
+def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+    return bool(data.apply_chat_template and tokenizer.chat_template)
+
+
+def _text(
+    tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools
+) -> str:
+    """What is encoded of a row."""
+    if not _has_template(tokenizer, data):
+        return _own_text(row, data)
+    return str(_with_template(tokenizer, row, data, tools, tokenize=False))
+
+
+def _with_template(
+    tokenizer: PreTrainedTokenizerBase,
+    row: PromptRow,
+    data: DataConfig,
+    tools: Tools,
+    *,
+    tokenize: bool,
+) -> Any:
+    """The text that the template makes, or its ids."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages_of(row, data),
+            tokenize=tokenize,
+            add_generation_prompt=True,
+            return_dict=False,
+            tools=[dict(tool) for tool in tools] or None,
+            **data.apply_chat_template_kwargs,
+        )
+    except (TemplateError, TypeError) as error:
+        raise ConfigError(
+            f"the chat template of the model refuses the prompt of row {row.index}: {error}; "
+            "change the messages or data.apply_chat_template_kwargs"
+        ) from None
+
+
+def messages_of(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
+    """The row as messages; data.system_prompt goes in front unless the row brings its own."""
+    if isinstance(row.prompt, str):
+        messages = [{"role": "user", "content": row.prompt}]
+    else:
+        messages = row.prompt
+    if data.system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": data.system_prompt}, *messages]
+    return messages
+
+
+def _own_text(row: PromptRow, data: DataConfig) -> str:
+    """The prompt as it is, where no template is applied."""
+    reason = (
+        "the tokenizer has no chat template"
+        if data.apply_chat_template
+        else "data.apply_chat_template = false"
+    )
+    if not isinstance(row.prompt, str):
+        raise ConfigError(
+            f"the prompt of row {row.index} is a list of messages, but {reason}; give prompts as "
+            "strings, or use a chat template"
+        )
+    if data.system_prompt or data.apply_chat_template_kwargs:
+        raise ConfigError(
+            "data.system_prompt and data.apply_chat_template_kwargs have no effect because "
+            f"{reason}; remove them, or use a chat template"
+        )
+    return row.prompt

@@ -1,0 +1,360 @@
+"""Environments of one replica: what follows a turn of a trajectory.
+
+Reads   the turn's ids; the user's class, in a process for each trajectory (session_pool.py)
+Gives   GoesOn, the ids of what the tools answered, or Done, with the environment's own reward
+Raises  SessionLost, where nobody can say what a call did; EnvironmentFailed, where the environment
+        has lost it by itself
+
+What the policy can cause is text for it: a call that cannot be read, a tool that raises. A call
+that runs too long is killed, which ends its session and so the trajectory; that is scored. What the
+policy cannot cause is no score: a session whose process is gone is made anew where calls may be
+repeated (env.effects = "pure") or none has been made, and is lost otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from laminar.config import Config
+from laminar.config.tree import EnvConfig
+from laminar.events.reasons import EndedBy
+from laminar.tasks.environments.renderer import Answer, Renderer
+from laminar.tasks.environments.session_pool import AllDied, SessionDied, SessionPool
+from laminar.tasks.environments.session_pool import Session as Process
+from laminar.tasks.environments.session_process import Rate, Rated, Request, Said, Use
+from laminar.tasks.environments.tool_calls import TEXT_CHARS_MAX, Call, CallParser
+from laminar.tasks.environments.turns import (
+    Done,
+    Effect,
+    EnvironmentFailed,
+    GoesOn,
+    Session,
+    SessionLost,
+    TurnCall,
+)
+from laminar.tasks.rewards.results import RewardResult, scored
+
+CUT = "length"  #: the finish reason of a turn that ended at its limit
+ANSWERED_KEPT = 1024
+"""Trajectories that are done whose answers are kept, for an order that comes again."""
+
+Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
+
+
+class _Killed(Exception):
+    """A request ran too long, and its session was ended."""
+
+
+class _Left:
+    """What the calls of one turn may still take."""
+
+    def __init__(self, env: EnvConfig, spent_s: float) -> None:
+        """`spent_s`: what the calls of the turns before took."""
+        self._limits = {
+            EndedBy.TRAJECTORY_TIMEOUT: env.trajectory_timeout_s - spent_s,
+            EndedBy.TURN_TIMEOUT: env.turn_timeout_s,
+        }
+        self._tool_timeout_s = env.tool_timeout_s
+
+    def of_a_call(self) -> tuple[float, EndedBy]:
+        """Seconds of the next call, and what it means that they are over."""
+        reason = min(self._limits, key=lambda known: self._limits[known])
+        if self._limits[reason] < self._tool_timeout_s:
+            return self._limits[reason], reason
+        return self._tool_timeout_s, EndedBy.TOOL_TIMEOUT
+
+    def spend(self, seconds: float) -> None:
+        for reason in self._limits:
+            self._limits[reason] -= seconds
+
+
+class _TimeOver(Exception):
+    """A call had no more time, or there was none for it."""
+
+    def __init__(self, reason: EndedBy) -> None:
+        self.reason = reason
+
+
+class _Conversation:
+    """A trajectory here: its session, and what was answered."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.busy = asyncio.Lock()  #: one thing at a time; who asks again finds the answer
+        self.process: Process | None = None
+        self.prompt_ids: tuple[int, ...] | None = None  #: of the prompt with what reset said
+        self.answers: dict[int, GoesOn | Done] = {}  #: by turn
+        self.killed_after_s = 0.0  #: a call that ran so long; 0: none has
+        self.has_room = False  #: it has one of env.max_sessions
+        self.forgotten = False
+
+
+class Environments:
+    """The sessions of one replica."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: SessionPool,
+        renderer: Renderer,
+        parser: CallParser,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        """`decode`: the text of token ids, without special tokens."""
+        self.sessions_lost = 0  #: that ended by themselves
+        self.sessions_killed = 0  #: because a call ran too long
+        self._env, self._reward = config.env, config.reward
+        self._pool, self._renderer, self._parser = pool, renderer, parser
+        self._decode = decode
+        self._room = asyncio.Semaphore(config.max_sessions)
+        self._conversations: dict[str, _Conversation] = {}
+
+    async def start(self) -> None:
+        """Import the user's file; ConfigError, SessionLost."""
+        try:
+            await self._pool.start()
+        except SessionDied as died:
+            raise SessionLost(f"the environment could not start: {died}") from None
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def reset(self, session: Session) -> tuple[int, ...] | None:
+        """Open the session of a trajectory: the ids of its whole prompt, where reset said something
+        that belongs to it; SessionLost."""
+        conversation = self._of(session)
+        async with conversation.busy:
+            if conversation.process is None and not conversation.answers:
+                await self._take_room(conversation)
+                try:
+                    await self._begin(conversation)
+                except SessionLost:
+                    self._end(conversation)
+                    raise
+            return conversation.prompt_ids
+
+    async def turn(self, call: TurnCall, intend: Intend) -> GoesOn | Done:
+        """What follows a turn; the same answer when it is asked again; SessionLost.
+
+        `intend` makes calls durable before they are made; it is awaited where none may be repeated.
+        """
+        conversation = self._of(call.session)
+        async with conversation.busy:
+            if call.turn not in conversation.answers:
+                try:
+                    answer = await self._answer(conversation, call, intend)
+                except BaseException:
+                    self._end(conversation)
+                    raise
+                conversation.answers[call.turn] = answer
+                if isinstance(answer, Done):
+                    self._end(conversation)
+            return conversation.answers[call.turn]
+
+    def forget(self, trajectory_id: str) -> None:
+        """Nobody asks for this trajectory any more: end its session."""
+        if (conversation := self._conversations.pop(trajectory_id, None)) is not None:
+            conversation.forgotten = True
+            self._end(conversation)
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def _of(self, session: Session) -> _Conversation:
+        """The conversation of this attempt; one of an earlier attempt is over."""
+        found = self._conversations.get(session.trajectory_id)
+        if found is not None and found.session.attempt == session.attempt:
+            return found
+        self.forget(session.trajectory_id)
+        found = self._conversations[session.trajectory_id] = _Conversation(session)
+        over = [i for i, c in self._conversations.items() if c.process is None and c.answers]
+        for trajectory_id in over[: max(0, len(over) - ANSWERED_KEPT)]:
+            del self._conversations[trajectory_id]
+        return found
+
+    async def _take_room(self, conversation: _Conversation) -> None:
+        """Wait for one of env.max_sessions. A session that is made again does not: its trajectory
+        is one of those that the coordinator has counted for this replica."""
+        limit_s = self._env.tool_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._room.acquire()
+        except TimeoutError:
+            raise SessionLost(
+                f"none of env.max_sessions sessions was free within {limit_s:g} s"
+            ) from None
+        conversation.has_room = True
+
+    async def _begin(self, conversation: _Conversation) -> None:
+        """A session, reset; SessionLost."""
+        reason = ""
+        for _ in range(1 + self._reward.max_retries):
+            try:
+                process = await self._pool.open()
+            except SessionDied as died:
+                reason = str(died)
+                continue
+            row, seed = conversation.session.row, conversation.session.seed
+            said = await process.reset(row, seed, self._env.tool_timeout_s)
+            if not said.failed and not conversation.forgotten:
+                return self._begun(conversation, process, said)
+            process.kill()
+            if conversation.forgotten:
+                raise SessionLost("its trajectory is wanted no longer")
+            self.sessions_lost += 1
+            reason = said.text or ""
+        raise EnvironmentFailed(f"reset failed, the last time: {reason}")
+
+    def _begun(self, conversation: _Conversation, process: Process, said: Said) -> None:
+        conversation.process = process
+        if said.text:
+            ids = self._renderer.prompt(conversation.session.row, said.text)
+            conversation.prompt_ids = tuple(ids)
+
+    def _end(self, conversation: _Conversation) -> None:
+        process, conversation.process = conversation.process, None
+        if process is not None:
+            process.kill()
+        if conversation.has_room:
+            conversation.has_room = False
+            self._room.release()
+
+    async def _process(self, conversation: _Conversation, call: TurnCall) -> Process:
+        """The session of a turn, made where that repeats nothing or may; SessionLost."""
+        if conversation.process is not None and conversation.process.ended.done():
+            self._end(conversation)  # before this turn
+        if conversation.process is None:
+            if self._env.effects == "once" and (call.turn or call.stored):
+                raise SessionLost("its session is gone, and what its calls have done with it")
+            await self._begin(conversation)
+        assert conversation.process is not None
+        return conversation.process
+
+    async def _ask(
+        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
+    ) -> tuple[Said | Rated, float]:
+        """The reply to a request and the seconds it took; again in a new session where it may be;
+        _Killed, SessionLost."""
+        attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
+        for _ in range(attempts):
+            process = await self._process(conversation, call)
+            began = asyncio.get_running_loop().time()
+            try:
+                reply = await process.ask(request, limit_s)
+                return reply, asyncio.get_running_loop().time() - began
+            except TimeoutError:
+                self.sessions_killed += 1
+                conversation.killed_after_s = limit_s
+                self._end(conversation)
+                raise _Killed from None
+            except SessionDied as error:
+                self.sessions_lost += 1
+                self._end(conversation)
+                died = error
+        lost = SessionLost if isinstance(died, AllDied) else EnvironmentFailed
+        raise lost(f"the process of its session ended in a call: {died}")
+
+    # --- what follows a turn --------------------------------------------------------------------
+
+    async def _answer(
+        self, conversation: _Conversation, call: TurnCall, intend: Intend
+    ) -> GoesOn | Done:
+        ids = list(call.parts[-1][1])
+        before = [*call.prompt_ids, *(i for _, part in call.parts[:-1] for i in part)]
+        calls = [] if call.finish_reason == CUT else self._parser.calls(ids, before)
+        text = self._decode(ids)
+        if not calls or call.turn + 1 >= self._env.max_turns:
+            reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
+            return await self._done(conversation, call, text, reason, [])
+        if self._env.effects == "once":
+            if any(effect.status == "intended" for effect in call.stored):
+                raise SessionLost("nobody knows what its last call has done")
+            await self._process(conversation, call)
+            await intend(tuple(_effect(i, c, "intended") for i, c in enumerate(calls) if _runs(c)))
+        effects: list[Effect] = []
+        try:
+            answers = await self._run(conversation, call, calls, effects)
+        except _TimeOver as over:
+            return await self._done(conversation, call, text, over.reason, effects)
+        context = tuple(self._renderer.answers(answers))
+        if len(context) > call.room:
+            return await self._done(conversation, call, text, EndedBy.CONTEXT_FULL, effects)
+        return GoesOn(context, tuple(effects))
+
+    async def _run(
+        self,
+        conversation: _Conversation,
+        call: TurnCall,
+        calls: list[Call],
+        effects: list[Effect],
+    ) -> list[Answer]:
+        """The answers to the calls of a turn; `effects` has the end of each that was begun."""
+        answers, left = list[Answer](), _Left(self._env, call.seconds)
+        for i, one in enumerate(calls):
+            if not _runs(one):
+                answers.append((one, f"error: {one.refused}"))
+                continue
+            limit_s, over = left.of_a_call()
+            if limit_s <= 0:
+                raise _TimeOver(over)
+            use = Use(one.tool, json.dumps(one.arguments))
+            try:
+                said, seconds = await self._ask(conversation, call, use, limit_s)
+            except _Killed:
+                effects.append(_effect(i, one, "timed-out", _late(limit_s), limit_s))
+                raise _TimeOver(over) from None
+            assert isinstance(said, Said)
+            left.spend(seconds)
+            text = _shortened(f"error: {said.text}" if said.failed else said.text or "")
+            effects.append(_effect(i, one, "failed" if said.failed else "done", text, seconds))
+            answers.append((one, text))
+        return answers
+
+    async def _done(
+        self,
+        conversation: _Conversation,
+        call: TurnCall,
+        text: str,
+        reason: EndedBy,
+        effects: list[Effect],
+    ) -> Done:
+        """The end of a trajectory, with the reward of its environment, if that has one."""
+        result = None
+        if self._pool.has_reward:
+            result = await self._reward_of(conversation, call)
+        return Done(result, text, reason, tuple(effects))
+
+    async def _reward_of(self, conversation: _Conversation, call: TurnCall) -> RewardResult:
+        """What get_reward says. A session that was killed says nothing any more."""
+        limit_s = self._env.tool_timeout_s
+        if conversation.killed_after_s:
+            return self._unanswered(conversation.killed_after_s)
+        try:
+            rated, _ = await self._ask(conversation, call, Rate(), limit_s)
+        except _Killed:
+            return self._unanswered(limit_s)
+        assert isinstance(rated, Rated)
+        return scored(rated.result, self._reward.error_score)
+
+    def _unanswered(self, limit_s: float) -> RewardResult:
+        return RewardResult(self._reward.error_score, "timeout", _late(limit_s))
+
+
+def _late(limit_s: float) -> str:
+    return f"no answer within {limit_s:.3g} s"
+
+
+def _runs(call: Call) -> bool:
+    return not call.refused
+
+
+def _effect(index: int, call: Call, status: str, result: str = "", seconds: float = 0.0) -> Effect:
+    return Effect(index, call.tool, json.dumps(call.arguments), status, result, seconds)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= TEXT_CHARS_MAX:
+        return text
+    end = f" ... ({len(text)} characters in all)"
+    return text[: TEXT_CHARS_MAX - len(end)] + end

@@ -1,0 +1,204 @@
+"""What an environment says, as token ids behind those of its trajectory.
+
+Reads   the tokenizer, DataConfig, the tools' schemas
+Gives   Renderer: the ids of a prompt with what `reset` said; those of tools' answers
+Raises  ConfigError for a chat template that cannot be continued
+
+A history is never tokenised again: what was sampled comes back from text as other ids, and a
+template may write an old message in another way than a new one. The next ids are the ids so far and
+those that the template puts behind a turn, which are taken from a made-up conversation that ends in
+the same messages. That this gives what the template gives for whole conversations is tried on
+random ones before a run (`check`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from laminar.config import ConfigError, DataConfig
+from laminar.tasks.data.chat import encode_prompt, messages_of
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.tool_calls import Call, CallParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from laminar.tasks.environments.user_class import Schemas
+
+CONVERSATIONS = 200
+"""Random conversations on which a template is tried; about a second."""
+TURNS_MAX, CALLS_TRIED, WORDS_MAX = 3, 2, 6
+_WORDS = (
+    "sum",
+    "485",
+    "-7",
+    "a b",
+    "x\ny",
+    '{"k": 1}',
+    "é",
+    "<b>",
+    "end.",
+    "\tT",
+    "二",
+    "  ",
+    "0.5",
+)
+_MADE_UP = Call("made_up", {"a": 1})
+_IDS = "call{:05}"
+"""Ids of calls, nine letters and digits, as some templates want them."""
+
+Answer = tuple[Call, str]
+
+
+class Renderer:
+    """The chat template of a run, continued turn by turn."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        tools: Schemas,
+        end_ids: frozenset[int],
+    ) -> None:
+        """`end_ids`: those that end a turn when sampled."""
+        self._tokenizer, self._data, self._tools = tokenizer, data, tools
+        self._end_ids = end_ids
+
+    def prompt(self, row: PromptRow, said: str) -> list[int]:
+        """The ids of a prompt whose last message has what `reset` said behind it; ConfigError."""
+        messages = [dict(message) for message in messages_of(row, self._data)]
+        messages[-1]["content"] = f"{messages[-1]['content']}{said}"
+        return encode_prompt(
+            self._tokenizer, replace(row, prompt=messages), self._data, self._tools
+        )
+
+    def answers(self, answers: Sequence[Answer]) -> list[int]:
+        """The ids behind a turn that calls: its answers, and the beginning of the next turn."""
+        before = [{"role": "user", "content": "?"}, _turn("?", [call for call, _ in answers])]
+        whole = self._ids([*before, *_told(answers)], begin=True)
+        return whole[len(self._ended(before, whole)) :]
+
+    def check(self, parser: CallParser) -> None:
+        """Try the template on random conversations; raises ConfigError."""
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                "env.path needs a model with a chat template, and its tokenizer has none; give "
+                "another model.name"
+            )
+        draws = random.Random(0)
+        for _ in range(CONVERSATIONS):
+            self._check_conversation(draws, parser)
+
+    def _check_conversation(self, draws: random.Random, parser: CallParser) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": _text(draws)}]
+        so_far = self._ids(messages, begin=True)
+        for _ in range(draws.randint(1, TURNS_MAX)):
+            calls = [self._call(draws) for _ in range(draws.randint(1, CALLS_TRIED))]
+            answers = [(call, _text(draws)) for call in calls]
+            messages.append(_turn(_text(draws), calls))
+            told = [*messages, *_told(answers)]
+            wanted = self._ids(told, begin=True)
+            ended = self._ended(messages, wanted)
+            if ended[: len(so_far)] != so_far or ended + self.answers(answers) != wanted:
+                raise ConfigError(_NOT_APPENDED)
+            self._check_calls(parser, calls, so_far, ended)
+            messages, so_far = told, wanted
+
+    def _check_calls(
+        self, parser: CallParser, calls: list[Call], before: list[int], ended: list[int]
+    ) -> None:
+        if (found := parser.calls(ended[len(before) :], before)) != calls:
+            shown = found[0].refused if found and found[0].refused else "it is read as no call"
+            form = json.dumps({"name": calls[0].tool, "arguments": calls[0].arguments})
+            raise ConfigError(
+                f"env.path needs a model whose calls of tools can be read, and a call {form} as "
+                f"the chat template of model.name writes it cannot ({shown}): give a model whose "
+                "tokenizer has a response_template, or that writes JSON in <tool_call> tags"
+            )
+
+    def _call(self, draws: random.Random) -> Call:
+        """A call of one of the tools, with arguments for the parameters that it has to have."""
+        function = draws.choice(self._tools)["function"]
+        properties = function["parameters"].get("properties", {})
+        values = {name: _value(draws, kind.get("type")) for name, kind in properties.items()}
+        return Call(function["name"], values)
+
+    def _ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
+        """The ids of messages up to the end of the last turn; `whole` begins with them."""
+        ids = self._ids(messages, begin=False)
+        at = next((i for i in reversed(range(len(ids))) if ids[i] in self._end_ids), None)
+        if at is None:
+            raise ConfigError(
+                "the chat template of model.name ends a turn with none of the model's end tokens, "
+                "so a turn that was sampled cannot be continued; give another model, or a template "
+                "that ends turns with one of them"
+            )
+        if whole[: at + 1] != ids[: at + 1]:
+            raise ConfigError(_NOT_APPENDED)
+        return ids[: at + 1]
+
+    def _ids(self, messages: list[dict[str, Any]], *, begin: bool) -> list[int]:
+        """The ids of whole messages; `begin`: with the beginning of the next turn."""
+        try:
+            found: Any = self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(self._tools),
+                tokenize=True,
+                add_generation_prompt=begin,
+                return_dict=False,
+                **self._data.apply_chat_template_kwargs,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ConfigError(
+                f"the chat template of model.name refuses a conversation with tools: {error}; give "
+                "another model, or a template that writes tool_calls and the role tool"
+            ) from None
+        return [int(i) for i in found]
+
+
+_NOT_APPENDED = (
+    "the chat template of model.name writes a conversation in another way once it goes on, so that "
+    "its ids are not those that the model has sampled and read; give a model, or a template, that "
+    "only appends"
+)
+
+
+def _turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """A turn of the policy. It has thoughts, because templates leave out empty ones."""
+    made = [
+        {
+            "id": _IDS.format(i),
+            "type": "function",
+            "function": {"name": call.tool or _MADE_UP.tool, "arguments": call.arguments},
+        }
+        for i, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text, "reasoning_content": "?", "tool_calls": made}
+
+
+def _told(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": "tool",
+            "name": call.tool or _MADE_UP.tool,
+            "tool_call_id": _IDS.format(i),
+            "content": text,
+        }
+        for i, (call, text) in enumerate(answers)
+    ]
+
+
+def _text(draws: random.Random) -> str:
+    return " ".join(draws.choices(_WORDS, k=draws.randint(1, WORDS_MAX)))
+
+
+def _value(draws: random.Random, kind: Any) -> Any:
+    numbers = {"integer": draws.randrange(1000), "number": draws.randrange(1000) / 8}
+    others = {"boolean": draws.random() < 0.5, "array": [], "object": {}}
+    return (numbers | others).get(kind, _text(draws))

@@ -1,0 +1,102 @@
+"""Calls of tools in what the policy wrote.
+
+Reads   the ids of a turn; the tokenizer's `parse_response`, where it has a template for it
+Gives   Call, in order; one that cannot be run has the reason, as text for the policy
+
+Without such a template a call is read as Qwen writes it: JSON with name and arguments in
+<tool_call> tags. Whether a model's own form is read is tried before a run (renderer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from laminar.tasks.environments.user_class import Schemas
+
+CALLS_MAX = 16
+"""Calls of one turn that are run; each may take env.tool_timeout_s."""
+TEXT_CHARS_MAX = 16_384
+"""Of a call's arguments, and of its answer, which the store keeps."""
+_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+
+
+class Call(NamedTuple):
+    """One call; `refused`: why it is not run."""
+
+    tool: str
+    arguments: dict[str, Any]
+    refused: str = ""
+
+
+class CallParser:
+    """Reads the calls of a turn."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> None:
+        self._tokenizer, self._tools = tokenizer, tools
+        self._names = [tool["function"]["name"] for tool in tools]
+        self._has_own = getattr(tokenizer, "response_template", None) is not None
+
+    def calls(self, ids: Sequence[int], before: Sequence[int]) -> list[Call]:
+        """The calls in the turn `ids`, which followed the ids `before`."""
+        found = self._by_tokenizer(ids, before) if self._has_own else self._tagged(ids)
+        return [self._checked(call, i) for i, call in enumerate(found)]
+
+    def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[Call]:
+        try:
+            message = self._tokenizer.parse_response(
+                list(ids), prefix=list(before), tools=list(self._tools)
+            )
+        except Exception as error:  # of the template's own kinds, by what the policy wrote
+            return [Call("", {}, f"the response cannot be read: {_first_line(error)}")]
+        return [_call(call.get("function", call)) for call in message.get("tool_calls") or []]
+
+    def _tagged(self, ids: Sequence[int]) -> list[Call]:
+        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return [_tagged_call(*found.groups()) for found in _TAGGED.finditer(text)]
+
+    def _checked(self, call: Call, index: int) -> Call:
+        if call.refused:
+            return call
+        if call.tool not in self._names:
+            return call._replace(
+                refused=f"there is no tool {call.tool!r}; there are {', '.join(self._names)}"
+            )
+        if len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
+            return call._replace(refused=f"more than {TEXT_CHARS_MAX} characters of arguments")
+        if index >= CALLS_MAX:
+            return call._replace(refused=f"more than {CALLS_MAX} calls in one turn")
+        return call
+
+
+def _tagged_call(body: str, end: str) -> Call:
+    if not end:
+        return Call("", {}, "the call has no end </tool_call>")
+    try:
+        return _call(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        return Call("", {}, f"the call is not valid JSON: {_first_line(error)}")
+
+
+def _call(value: Any) -> Call:
+    """A call from its parts, whatever these are."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call("", {}, "the call is no object with a name and arguments")
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        return Call(value["name"], {}, "the arguments of the call are no JSON object")
+    return Call(value["name"], arguments)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,158 @@
+"""The user's environment: a class whose public methods are the tools of the policy.
+
+Reads   the user's Python file
+Gives   the class; the JSON schemas of its tools, made in a process of their own:
+        python -m laminar.tasks.environments.user_class FILE CLASS
+Raises  ConfigError at start for what cannot work
+
+The class is one that TRL takes as `environment_factory`: it is made without arguments, it has
+`reset(**row) -> str | None` and tools with a docstring and types, and it may have
+`get_reward() -> float`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.config.tree import EnvConfig
+from laminar.names.process_end import how_it_ended
+from laminar.run.apart import said_apart
+from laminar.tasks.rewards.results import listed
+from laminar.tasks.rewards.user_function import LOAD_S, import_file
+from laminar.tasks.sandbox.sandbox import permit_unsafe
+
+RESET, REWARD = "reset", "get_reward"
+NOT_TOOLS = (RESET, REWARD)
+Schemas = Sequence[dict[str, Any]]
+
+
+class Declared(msgspec.Struct):
+    """What the class declares."""
+
+    tools: str = ""  #: the JSON schemas
+    has_reward: bool = False  #: it has get_reward
+    refused: str = ""  #: why it cannot be an environment
+
+
+def load_class(path: str, name: str) -> type:
+    """The class `name` of the file, or its only public one; raises ConfigError."""
+    module = import_file(Path(path), what="environment", keys="env.path")
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__ and key[0] != "_"
+    }
+    if not name and len(own) != 1:
+        raise ConfigError(
+            f"env.path = {path!r} has the public classes {listed(own)}; name the environment by "
+            "env.name"
+        )
+    found = getattr(module, name, None) if name else next(iter(own.values()))
+    if not inspect.isclass(found):
+        raise ConfigError(f"env.name = {name!r} is no class of {path}; it has {listed(own)}")
+    _check_class(found, path)
+    return found
+
+
+def _check_class(found: type, path: str) -> None:
+    where = f"{found.__name__} of {path}"
+    if not callable(getattr(found, RESET, None)):
+        raise ConfigError(f"{where} has no method reset; write reset(self, **row) -> str | None")
+    if not tool_names(found):
+        raise ConfigError(
+            f"{where} has no tool; write a public method with a docstring and types, which the "
+            "policy may call"
+        )
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} cannot be made without arguments: {error}; give them defaults"
+        ) from None
+
+
+def has_reward(found: type) -> bool:
+    return callable(getattr(found, REWARD, None))
+
+
+def tool_names(found: type) -> list[str]:
+    """The public methods that are neither reset nor get_reward, in the order of the class."""
+    names = dict.fromkeys(key for base in reversed(found.__mro__) for key in vars(base))
+    return [
+        name
+        for name in names
+        if name[0] != "_" and name not in NOT_TOOLS and inspect.isfunction(getattr(found, name))
+    ]
+
+
+def declared(env: EnvConfig, limit_s: float = LOAD_S) -> Declared:
+    """What the class declares, from a process that the user's file may hang or end; ConfigError."""
+    words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
+    try:
+        said, code = said_apart("laminar.tasks.environments.user_class", words, b"", limit_s)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"env.path = {env.path!r} is not imported within {limit_s:g} s; move what takes long, "
+            "or waits, into reset"
+        ) from None
+    if not said:
+        raise ConfigError(
+            f"env.path = {env.path!r} ends the process that imports it ({how_it_ended(code)}); "
+            "a file with an environment must not end its process"
+        )
+    found = msgspec.json.decode(said, type=Declared)
+    if found.refused:
+        raise ConfigError(found.refused)
+    return found
+
+
+def tools_of(env: EnvConfig) -> Schemas:
+    """The schemas that were made when the run started; none without an environment."""
+    schemas: Schemas = msgspec.json.decode(env.tools) if env.tools else []
+    return schemas
+
+
+def schemas_of(found: type, path: str) -> Schemas:
+    """One JSON schema for each tool, from its docstring and types; raises ConfigError."""
+    from transformers.utils.chat_template_utils import get_json_schema  # seconds to import
+
+    schemas = []
+    for name in tool_names(found):
+        try:  # bound to no instance of it: to make one may take a server
+            schemas.append(get_json_schema(MethodType(getattr(found, name), object())))
+        except Exception as error:  # of several kinds, which no module exports
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"the tool {name} of {found.__name__} in {path} cannot be described to the policy: "
+                f"{reason.rstrip('.')}; give each parameter a type and a line in a section Args of "
+                "the docstring"
+            ) from None
+    return schemas
+
+
+def main(path: str, name: str, *permission: str) -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the file prints is not our answer
+    permit_unsafe(bool(permission))
+    try:
+        found = load_class(path, name)
+        tools = msgspec.json.encode(schemas_of(found, path)).decode()
+        said = Declared(tools, has_reward(found))
+    except ConfigError as error:
+        said = Declared(refused=str(error))
+    os.write(out, msgspec.json.encode(said))
+    os._exit(0)  # threads of the file need not end
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+"""A user's file is imported in a process of its own first: python -m laminar.tasks.import_check.
+
+Reads   the user's Python file, which may hang, end its process or crash it
+Raises  ConfigError when its import does not come to an end
+
+A file that raises has come to an end too: the next import says what it raised.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from laminar.config import ConfigError
+from laminar.names.process_end import how_it_ended
+from laminar.run.apart import said_apart
+from laminar.tasks.rewards.user_function import LOAD_S, load_in_silence
+
+ENDED = b"ended"
+"""What the child says when the import has come to an end: an exit code could be the file's own."""
+
+
+def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
+    """Import the file that the setting `key` names, if there is one, for at most `limit_s`."""
+    if not Path(path).is_file():
+        return
+    try:
+        said, code = said_apart("laminar.tasks.import_check", [path], b"", limit_s)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{key} = {path!r} is not imported within {limit_s:g} s; move what takes long, or "
+            "waits, into the function"
+        ) from None
+    if said != ENDED:
+        raise ConfigError(
+            f"{key} = {path!r} ends the process that imports it "
+            f"({how_it_ended(code)}); a file of functions must not end its process"
+        )
+
+
+def main(path: str) -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the file prints is not our answer
+    with suppress(ConfigError):
+        load_in_silence(path, "")
+    os.write(out, ENDED)
+    os._exit(0)  # threads of the file need not end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,190 @@
+"""What scores a response: which functions a config means, and how a worker opens them.
+
+Reads   Config at start (`reward_spec`)
+Gives   RewardSpec, JSON-able, from which a worker opens its scorer
+
+What cannot work is an error at start. What goes wrong on a response is a result with its reason,
+never a score: only the code that holds `reward.error_score` turns it into one. `reward.functions`
+lists several functions with their weights; without it there is a list of one, which the other keys
+name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar.config import Config, ConfigError, WeightedFunctionConfig
+from laminar.tasks.data.prompts import ANSWER_KEYS, PromptRow, columns_of, restore
+from laminar.tasks.rewards.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
+from laminar.tasks.rewards.results import (
+    FunctionSpec,
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    Scorer,
+    combined,
+    guarded,
+)
+from laminar.tasks.rewards.user_function import (
+    check_arguments,
+    custom_spec,
+    load_in_silence,
+    open_function,
+)
+
+BUILT_IN = {"dataset": dataset_scorer, "math": math_scorer, "exact": exact_scorer}
+
+
+def reward_spec(config: Config) -> RewardSpec:
+    """Resolve the reward section; imports the user's files; raises ConfigError."""
+    listed = config.reward.functions or [_the_only(config)]
+    functions = _labelled([_function(config, entry) for entry in listed])
+    return RewardSpec(scope=_scope(config.reward.scope, functions), functions=functions)
+
+
+def _the_only(config: Config) -> WeightedFunctionConfig:
+    """What reward.kind and reward.custom_reward_function mean."""
+    kind, custom = config.reward.kind, config.reward.custom_reward_function
+    if kind == "auto":
+        kind = "custom" if custom.path else "dataset" if config.data.dataset else "math"
+    if kind == "custom":
+        return WeightedFunctionConfig(path=custom.path, name=custom.name)
+    if custom.path:
+        raise ConfigError(
+            f"reward.kind = {kind!r} leaves reward.custom_reward_function.path = "
+            f"{custom.path!r} unused; remove one of them"
+        )
+    return WeightedFunctionConfig(name=kind)
+
+
+def _function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
+    """One function; without a path it is a scorer that comes with it."""
+    if entry.path:
+        return msgspec.structs.replace(custom_spec(entry.path, entry.name), weight=entry.weight)
+    if entry.name not in BUILT_IN:
+        raise ConfigError(
+            f"reward.functions has an entry with the name {entry.name!r} and no path; give the "
+            f"path of a Python file, or one of the names {', '.join(BUILT_IN)}"
+        )
+    if entry.name != "dataset":
+        return FunctionSpec(kind=entry.name, name=entry.name, weight=entry.weight)
+    if not config.data.dataset:
+        raise ConfigError("reward.kind = 'dataset' needs data.dataset; set it, or kind = 'math'")
+    return FunctionSpec(
+        kind=entry.name,
+        name=entry.name,
+        dataset=config.data.dataset,
+        dataset_config=config.data.dataset_config,
+        weight=entry.weight,
+    )
+
+
+def _labelled(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
+    """Each with its name; where two files have functions of one name, with the file's before it."""
+    names = Counter(function.name for function in functions)
+    found = [
+        msgspec.structs.replace(
+            f, label=f.name if names[f.name] == 1 else f"{Path(f.path).stem}.{f.name}"
+        )
+        for f in functions
+    ]
+    labels = [function.label for function in found]
+    if twice := next((label for label in labels if labels.count(label) > 1), ""):
+        raise ConfigError(
+            f"reward.functions has {twice} twice; list each function once, and name files that "
+            "hold functions of one name differently"
+        )
+    return found
+
+
+def _scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
+    """The scope of one call: a function for whole groups makes all of them get a group."""
+    takes_groups = any(function.style == "group" for function in functions)
+    if asked == "group" and not takes_groups:
+        names = ", ".join(map(described, functions))
+        raise ConfigError(
+            f"reward.scope = 'group' needs a function that takes completions, but {names} scores "
+            "one response at a time; set reward.scope = 'auto'"
+        )
+    return asked if asked != "auto" else "group" if takes_groups else "trajectory"
+
+
+def described(function: FunctionSpec) -> str:
+    """The function as a user knows it."""
+    if function.kind == "custom":
+        return f"{function.name} of {function.path}"
+    if function.kind == "dataset":
+        return f"the scorer of {function.dataset}"
+    return f"the {function.kind} scorer"
+
+
+def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
+    """Raise ConfigError for a row that one of the functions could never score."""
+    loaded = [
+        load_in_silence(f.path, f.name)[1] if f.kind == "custom" else None for f in spec.functions
+    ]
+    for row in rows:
+        for function, custom in zip(spec.functions, loaded, strict=True):
+            if custom is not None:
+                check_arguments(function, custom, _restored(row))
+            else:
+                _check_row(function, row)
+
+
+def _check_row(function: FunctionSpec, row: PromptRow) -> None:
+    if function.kind == "dataset" and not {"answer", "metadata"} <= row.columns.keys():
+        raise ConfigError(
+            f"row {row.index} of {row.data_source} is no item of the dataset "
+            f"{function.dataset}, so its scorer cannot score it; set reward.kind"
+        )
+    if function.kind not in ("math", "exact"):
+        return
+    if row.ground_truth is None:
+        raise ConfigError(
+            f"row {row.index} of {row.data_source} has no answer ({columns_of(row)}), and "
+            f"{described(function)} compares with one: name its column by data.answer_key; without "
+            f"it {', '.join(ANSWER_KEYS)} are looked for"
+        )
+    if not _is_answer(row.ground_truth):
+        raise ConfigError(
+            f"row {row.index} of {row.data_source} has the answer {row.ground_truth!r}, but "
+            f"reward.kind = {function.kind!r} needs text or a number; set data.answer_key"
+        )
+
+
+def _is_answer(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def open_scorer(spec: RewardSpec) -> Scorer:
+    """Import what the functions need and return their scorer; raises ConfigError.
+
+    The scorer runs in the main thread of its process: math-verify ends a long parse by SIGALRM.
+    """
+    scorers = [_opened(function) for function in spec.functions]
+
+    def score(call: RewardCall) -> list[RewardResult]:
+        call = RewardCall(_restored(call.row), call.completions, call.step)
+        return combined(spec.functions, [scorer(call) for scorer in scorers])
+
+    return score
+
+
+def _opened(function: FunctionSpec) -> Scorer:
+    if function.kind == "custom":
+        return open_function(function)
+    score_text = BUILT_IN[function.kind](function)
+    return lambda call: [
+        guarded(partial(score_text, call.row, text), "") for text, _ in call.completions
+    ]
+
+
+def _restored(row: PromptRow) -> PromptRow:
+    return replace(row, ground_truth=restore(row.ground_truth), columns=restore(row.columns))

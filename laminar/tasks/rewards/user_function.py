@@ -1,0 +1,314 @@
+"""The user's reward function: found in its file, called in the style that it is written in.
+
+Reads   the user's Python file, a RewardCall per score
+Gives   FunctionSpec of it, its scorer; ConfigError at start for what cannot work
+
+Users bring functions written for verl (`solution_str`), TRL (lists, one call for all siblings) or a
+Rubric of verifiers, its old style (`completion`). The names of the parameters say which, so such a
+file runs unchanged. A function may also be an object with `__call__` or a functools.partial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import io
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from laminar.config import ConfigError
+from laminar.run.user_file import describe
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.rewards.results import (
+    Extras,
+    FunctionSpec,
+    RewardCall,
+    RewardResult,
+    Scorer,
+    extras_in,
+    guarded,
+    listed,
+    result_of,
+)
+
+Function = Callable[..., Any]
+
+LOAD_S = 120.0
+"""How long the import of a user's file may take."""
+
+#: The style that a parameter name shows; the first of these that a function has decides.
+MARKERS = {
+    "solution_str": "verl",
+    "completions": "group",
+    "completion": "single",
+    "states": "group",
+    "state": "single",
+}
+
+
+# --- at start -----------------------------------------------------------------------------------
+
+
+def custom_spec(path: str, name: str) -> FunctionSpec:
+    """The spec of the function `name` in the file, or of its only one; raises ConfigError."""
+    name, function = load_in_silence(path, name)
+    style = _style(function, f"{name} of {path}")
+    return FunctionSpec(kind="custom", style=style, path=str(Path(path).resolve()), name=name)
+
+
+def load_in_silence(path: str, name: str) -> tuple[str, Function]:
+    """load_function outside of a worker: what the file prints, it prints there again, for a log."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return load_function(path, name)
+
+
+def load_function(path: str, name: str) -> tuple[str, Function]:
+    """Import a Python file and find the function in it (and its name); raises ConfigError."""
+    module = import_file(Path(path))
+    public = _public(module)
+    if not name:
+        name = _the_function(path, public)
+    function = getattr(module, name, None)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{name} in {path} is a class; name a function, or an object that the file makes of it"
+        )
+    if not callable(function):
+        raise ConfigError(f"{path} has no function {name!r}; it has {listed(public)}")
+    return name, function
+
+
+def _the_function(path: str, public: dict[str, Function]) -> str:
+    """The name of the function that is meant where none is given."""
+    if "compute_score" in public:
+        return "compute_score"
+    if len(public) == 1:
+        return next(iter(public))
+    if not public:
+        raise ConfigError(
+            f"{path} has no public function; write one, such as "
+            "compute_score(data_source, solution_str, ground_truth, extra_info)"
+        )
+    raise ConfigError(
+        f"{path} has the public functions {listed(public)}; name one of them in "
+        "reward.custom_reward_function.name, or in its entry of reward.functions"
+    )
+
+
+def _style(function: Function, where: str) -> str:
+    names = inspect.signature(function).parameters
+    for marker, style in MARKERS.items():
+        if marker in names:
+            return style
+    trace = "; the trace of a verifiers Task is not supported" if "trace" in names else ""
+    raise ConfigError(
+        f"the parameters of {where} are {listed(names)}; it needs solution_str (verl), "
+        "completions (TRL, all siblings in one call) or completion (a Rubric of verifiers, its old "
+        f"style){trace}"
+    )
+
+
+def import_file(
+    path: Path,
+    *,
+    what: str = "reward",
+    keys: str = "reward.custom_reward_function or reward.functions",
+) -> ModuleType:
+    """Import the user's file of a `what`, which one of the settings `keys` names; ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"the {what}'s {str(path)!r} is not a file; correct the path in {keys}")
+    name = f"laminar_user_{what}_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise ConfigError(f"{path} is not a Python file; its name must end in .py")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that a helper beside the file shadows no library
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except ConfigError:  # a sandbox that the file asks for
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} does not import: {describe(error, str(path))}") from None
+    return module
+
+
+def _public(module: ModuleType) -> dict[str, Function]:
+    """The functions that the file itself defines, in its order; without one, its objects that can
+    be called."""
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if callable(value) and not inspect.isclass(value) and not name.startswith("_")
+    }
+    own = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, partial) or getattr(value, "__module__", "") == module.__name__
+    }
+    return {name: value for name, value in own.items() if inspect.isfunction(value)} or own
+
+
+def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> None:
+    """Raise ConfigError if the function cannot be called with what a row has."""
+    call = RewardCall(row, [("", [])])
+    offered = _group_values(call, _Log(1)) if spec.style == "group" else _values(spec.style, call)
+    try:
+        inspect.signature(function).bind(**_accepted(function, offered))
+    except TypeError as error:
+        raise ConfigError(
+            f"{spec.name} of {spec.path} cannot be called for row {row.index} of "
+            f"{row.data_source}: {error}; it can have {listed(offered)}"
+        ) from None
+
+
+# --- in the worker ------------------------------------------------------------------------------
+
+
+def open_function(spec: FunctionSpec) -> Scorer:
+    """The scorer of a user's function; raises ConfigError."""
+    _, function = load_function(spec.path, spec.name)
+    score = _score_group if spec.style == "group" else _score_one
+    settle = _Settle()
+    return lambda call: score(spec, function, settle, call)
+
+
+class _Settle:
+    """Waits for the result of an async function, always on the same event loop.
+
+    One loop for the worker's life, because clients (HTTP sessions) belong to the loop they met.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def __call__(self, value: Any) -> Any:
+        async def wait(awaitable: Awaitable[Any]) -> Any:
+            return await awaitable
+
+        return self._runner.run(wait(value)) if inspect.isawaitable(value) else value
+
+
+def _score_one(
+    spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
+) -> list[RewardResult]:
+    def score(completion: tuple[str, list[int]]) -> Any:
+        alone = RewardCall(call.row, [completion], call.step)
+        return settle(function(**_accepted(function, _values(spec.style, alone))))
+
+    return [guarded(partial(score, one), spec.path) for one in call.completions]
+
+
+def _score_group(
+    spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
+) -> list[RewardResult]:
+    count, log = len(call.completions), _Log(len(call.completions))
+    offered = _accepted(function, _group_values(call, log))
+    try:
+        scores = _unpacked(settle(function(**offered)))
+    except BaseException as error:  # SystemExit too is the function's own failure
+        return [RewardResult(None, "error", describe(error, spec.path))] * count
+    if not isinstance(scores, list | tuple) or len(scores) != count:
+        detail = f"returned {_shape(scores)} for {count} completions, not a list of {count} scores"
+        return [RewardResult(None, "wrong-length", detail)] * count
+    results = [guarded(partial(result_of, score), spec.path) for score in scores]
+    return [
+        RewardResult(r.score, r.reason, r.detail, extras_in({**r.extras, **extras}))
+        for r, extras in zip(results, log.extras, strict=True)
+    ]
+
+
+def _unpacked(scores: Any) -> Any:
+    """An array or a tensor with an entry for each sibling, in one row or one column, as a list."""
+    shape = tuple(getattr(scores, "shape", ()))
+    if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
+        return scores.reshape(-1).tolist()
+    return scores
+
+
+def _shape(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+class _Log:
+    """TRL's log_metric(name, value) and log_extra(column, values) of one call."""
+
+    def __init__(self, count: int) -> None:
+        self.extras: list[Extras] = [{} for _ in range(count)]
+
+    def metric(self, name: str, value: float) -> None:
+        for extras in self.extras:
+            extras.update(extras_in({name: value}))
+
+    def extra(self, column: str, values: list[Any]) -> None:
+        for extras, value in zip(self.extras, values, strict=True):
+            extras.update(extras_in({column: value}))
+
+
+def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
+    """What the function declares, everything when it has **kwargs; what a partial has, it keeps."""
+    if isinstance(function, partial):
+        offered = {n: value for n, value in offered.items() if n not in function.keywords}
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _values(style: str, call: RewardCall) -> dict[str, Any]:
+    """What a function for one response can ask for by name."""
+    row, (text, ids) = call.row, call.completions[0]
+    if style == "verl":
+        return {
+            "data_source": row.data_source,
+            "solution_str": text,
+            "ground_truth": row.ground_truth,
+            "extra_info": row.columns.get("extra_info", row.columns),
+        }
+    common = {**_row_values(row), "prompt": row.prompt, "completion": _message(row, text)}
+    names = ("prompt", "completion", "answer", "info", "task")
+    return {**common, "completion_ids": ids, "state": {name: common[name] for name in names}}
+
+
+def _group_values(call: RewardCall, log: _Log) -> dict[str, Any]:
+    """What a function for all siblings can ask for: lists with one entry per sibling."""
+    row, count = call.row, len(call.completions)
+    alone = [RewardCall(row, [completion], call.step) for completion in call.completions]
+    states = [_values("single", one)["state"] for one in alone]
+    return {
+        "states": states,
+        **{f"{name}s": [state[name] for state in states] for name in ("answer", "info", "task")},
+        **{name: [value] * count for name, value in _row_values(row).items()},
+        "prompts": [row.prompt] * count,
+        "completions": [_message(row, text) for text, _ in call.completions],
+        "completion_ids": [ids for _, ids in call.completions],
+        "trainer_state": SimpleNamespace(global_step=call.step),
+        "log_extra": log.extra,
+        "log_metric": log.metric,
+    }
+
+
+def _row_values(row: PromptRow) -> dict[str, Any]:
+    """The columns, and the names that every row answers to where no column has them."""
+    return {
+        "answer": row.ground_truth,
+        "ground_truth": row.ground_truth,
+        "data_source": row.data_source,
+        "task": row.data_source,
+        "info": row.columns,
+        **row.columns,
+    }
+
+
+def _message(row: PromptRow, text: str) -> str | list[dict[str, str]]:
+    """A completion in the form of its prompt: messages for messages, text for text."""
+    return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]

@@ -1,0 +1,309 @@
+"""Rewards for an asyncio process: a pool of worker processes behind one `score` coroutine.
+
+Reads   RewardCall
+Gives   RewardResult per response; raises RewardWorkerLost when the workers fail, ConfigError when
+        the reward function does not load
+
+Two failures look alike and must not be mixed up. A function that raises or runs too long on a
+response is the user's business: that response gets `error_score` with its reason. A worker that
+dies (out of memory, a crash, os._exit) says nothing about the response: it is replaced and the call
+made again, and after `max_retries` the caller learns that no score exists. The time limit is kept
+from outside by SIGKILL to the worker's process group, because nothing less ends user code for sure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
+
+import msgspec
+
+from laminar.config import ConfigError
+from laminar.tasks.pipe_frames import LENGTH, frame
+from laminar.tasks.rewards.results import (
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    RewardWorkerLost,
+    scored,
+)
+from laminar.tasks.rewards.user_function import LOAD_S
+from laminar.tasks.rewards.worker import (
+    STACK_SIGNAL,
+    Ready,
+    Refused,
+    Scored,
+    Start,
+)
+
+LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
+STACK_S = 2.0  #: for the stack of a call whose time is up
+REAP_S = 5.0  #: for the end of a process that was ordered to end
+
+
+Output = Callable[[bytes], object]  #: takes what workers print
+
+
+class RewardPool:
+    """`workers` processes that score in the order of asking; start, score, close.
+
+    Nothing is queued here: callers wait in line for a free worker, and a caller that is cancelled
+    while its call runs takes the worker down with it, so no worker runs without need.
+    """
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        *,
+        workers: int = 1,
+        timeout_s: float = 30.0,
+        error_score: float = 0.0,
+        max_retries: int = 2,
+        start_timeout_s: float = LOAD_S,
+        env: Mapping[str, str] | None = None,
+        on_output: Output = len,
+    ) -> None:
+        """`env` is added to this process's environment for the workers; times in seconds.
+
+        `on_output` gets what user code prints, in the order of each worker; by default nothing
+        does.
+        """
+        self.workers_lost = 0  #: died by themselves
+        self.workers_killed = 0  #: killed because a call ran too long
+        self._spec, self._timeout_s, self._error_score = spec, timeout_s, error_score
+        self._attempts, self._start_timeout_s = 1 + max_retries, start_timeout_s
+        self._env = {**os.environ, **(env or {})}
+        self._on_output = on_output
+        self._start = frame(Start(spec, limit_s=2 * timeout_s + REAP_S))
+        self._open = False
+        self._workers: list[_Worker | None] = [None] * workers
+        self._free = list(range(workers))  # slots
+        self._turn = asyncio.Semaphore(workers)  # first come, first served; Queue.get is not
+
+    async def start(self) -> None:
+        """Start all workers and wait until each has its scorer open.
+
+        Raises ConfigError when the scorer does not load, RewardWorkerLost when a worker dies first.
+        """
+        found = await asyncio.gather(*map(self._ready, self._free), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                await self.close()
+                if isinstance(error, _Died):
+                    raise RewardWorkerLost(f"a reward worker could not start: {error}")
+                raise error
+        self._open = True
+
+    async def score(self, call: RewardCall) -> list[RewardResult]:
+        """One result per completion, in order; raises RewardWorkerLost.
+
+        With scope trajectory each completion is a call of its own, with its own time limit.
+        """
+        calls = [call]
+        if self._spec.scope == "trajectory":
+            calls = [RewardCall(call.row, [one], call.step) for one in call.completions]
+        parts = await asyncio.gather(*map(self._score, calls))
+        return [result for part in parts for result in part]
+
+    async def close(self) -> None:
+        """End all workers; calls that wait or do not finish at once raise RewardWorkerLost."""
+        self._open = False
+        await asyncio.gather(*(worker.close() for worker in self._workers if worker))
+        await asyncio.gather(*(self._turn.acquire() for _ in self._workers))  # the last to come
+        await asyncio.gather(*map(self._drop, self._free))
+        for _ in self._workers:
+            self._turn.release()
+
+    async def _score(self, call: RewardCall) -> list[RewardResult]:
+        self._check_open()
+        async with self._turn:
+            slot = self._free.pop()
+            try:
+                return await self._run(slot, call)
+            except BaseException:
+                await self._drop(slot)  # what it answers later must not reach the next call
+                raise
+            finally:
+                self._free.append(slot)
+
+    async def _run(self, slot: int, call: RewardCall) -> list[RewardResult]:
+        request, reason = frame(call), ""
+        for attempt in range(1, self._attempts + 1):
+            self._check_open()
+            try:
+                worker = await self._ready(slot)
+                self._check_open()
+                body = await worker.exchange(request, self._timeout_s)
+                if body is None:
+                    body = await worker.last_words()
+            except (_Died, ConfigError) as error:  # ConfigError: the file has changed since start
+                self.workers_lost += 1
+                await self._drop(slot)
+                reason = f"the reward worker was lost {attempt} times, the last time: {error}"
+                continue
+            if body is None:
+                self.workers_killed += 1
+                await self._drop(slot)
+                detail = f"no result within {self._timeout_s:g} s"
+                return [RewardResult(self._error_score, "timeout", detail)] * len(call.completions)
+            reply = msgspec.msgpack.decode(body, type=Scored)
+            return [scored(result, self._error_score) for result in reply.results]
+        self._check_open()
+        raise RewardWorkerLost(reason)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RewardWorkerLost("the reward pool is not running")
+
+    async def _ready(self, slot: int) -> _Worker:
+        """The worker of a slot, started if it is not there; raises _Died or ConfigError."""
+        worker = self._workers[slot]
+        if worker is not None and not worker.ended:
+            return worker
+        await self._drop(slot)
+        worker = self._workers[slot] = await _Worker.spawn(self._env, self._on_output)
+        body = await worker.exchange(self._start, self._start_timeout_s)
+        if body is None:
+            raise _Died(f"its scorer did not load within {self._start_timeout_s:g} s")
+        reply: Ready | Refused = msgspec.msgpack.decode(body, type=Ready | Refused)
+        if isinstance(reply, Refused):
+            raise ConfigError(reply.reason)
+        return worker
+
+    async def _drop(self, slot: int) -> None:
+        worker, self._workers[slot] = self._workers[slot], None
+        if worker is not None:
+            await worker.kill()
+
+
+class _Died(Exception):
+    """A worker ended before it answered."""
+
+
+class _Worker(asyncio.SubprocessProtocol):
+    """One child process: a frame in, a frame out, and the news of its end.
+
+    A protocol and not asyncio's streams: Process.wait() returns only when the pipes are closed too,
+    which a process forked by the user's function can put off without end.
+    """
+
+    def __init__(self, on_output: Output) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended = False
+        self._on_output = on_output
+        self._printed = 0  #: bytes
+        self._buffer = bytearray()
+        self._reply: asyncio.Future[bytes | None] = loop.create_future()
+        self._exited: asyncio.Future[None] = loop.create_future()
+
+    @classmethod
+    async def spawn(cls, env: Mapping[str, str], on_output: Output) -> _Worker:
+        command = (sys.executable, "-P", "-m", "laminar.tasks.rewards.worker")
+        _, worker = await asyncio.get_running_loop().subprocess_exec(
+            partial(cls, on_output), *command, env=env, start_new_session=True
+        )
+        return worker
+
+    async def exchange(self, request: bytes, timeout_s: float) -> bytes | None:
+        """Send a frame, wait for the reply; None when the time is up; raises _Died."""
+        if self.ended:
+            raise _Died(await self._cause())
+        self._reply = asyncio.get_running_loop().create_future()
+        self._stdin.write(request)
+        return await self._answer(timeout_s)
+
+    async def last_words(self) -> bytes | None:
+        """The time is up: have it print where it is, and take a reply that was under way."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._exited.done():
+                os.kill(self._pid, STACK_SIGNAL)
+        before, deadline = self._printed, time.monotonic() + STACK_S
+        body = None
+        while body is None and time.monotonic() < deadline:
+            printed = self._printed
+            body = await self._answer(LATE_S)
+            if before < self._printed == printed:
+                break  # it printed something, and nothing more
+        return body
+
+    async def _answer(self, timeout_s: float) -> bytes | None:
+        await asyncio.wait({self._reply}, timeout=timeout_s)
+        if not self._reply.done():
+            return None
+        body = self._reply.result()
+        if body is None:
+            raise _Died(await self._cause())
+        return body
+
+    async def kill(self) -> None:
+        """SIGKILL to the whole process group, and reap."""
+        if not self._exited.done():
+            self._kill_group()
+        try:
+            await asyncio.wait({self._exited}, timeout=REAP_S)
+        finally:
+            self._transport.close()
+
+    async def close(self) -> None:
+        """Let an idle worker end by itself, then make sure."""
+        self._stdin.close()
+        await asyncio.wait({self._exited}, timeout=REAP_S)
+        await self.kill()
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self._pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    async def _cause(self) -> str:
+        await self.kill()
+        code = self._transport.get_returncode()
+        if code is None:
+            return "it closed its channel"
+        if code < 0:
+            return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
+        return f"it ended with exit code {code}"
+
+    # asyncio calls these
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+        self._pid = self._transport.get_pid()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._printed += len(data)
+            self._on_output(data)
+            return
+        self._buffer += data
+        if len(self._buffer) < LENGTH.size:
+            return
+        end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
+        if len(self._buffer) >= end:
+            body = bytes(self._buffer[LENGTH.size : end])
+            del self._buffer[:end]
+            if not self._reply.done():
+                self._reply.set_result(body)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:  # every byte before the end has been delivered
+            self._end()
+
+    def process_exited(self) -> None:
+        self._kill_group()  # what user code has left behind; later the id may be another's
+        self._exited.set_result(None)
+        asyncio.get_running_loop().call_later(LATE_S, self._end)
+
+    def _end(self) -> None:
+        self.ended = True
+        if not self._reply.done():
+            self._reply.set_result(None)

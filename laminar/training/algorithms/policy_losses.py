@@ -1,0 +1,210 @@
+"""The policy losses by name, and the user's own: a function of LossInputs gives one loss per token.
+
+Reads   [algorithm]; log-probs and advantages of a micro-batch, flat over its trained tokens
+Gives   LossInputs; PolicyLoss, which the objective calls; losses [tokens] with the gradient
+
+A loss says nothing of the micro-batch that it is given: coefficients, importance weights, KL and
+entropy are the objective's. So it has to treat each sequence alone, and any split of a batch gives
+the same gradient. At log_probs == old_log_probs every loss here has the gradient of
+-advantages * log_probs.
+
+    ratio       r = exp(log_probs - old_log_probs)
+    vanilla     max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (Ye et al. 2020)
+    gspo        the same with the geometric mean of r over the sequence (2507.18071)
+    cispo       -clip(r) A log_probs, clip(r) a constant (2506.13585)
+    sapo        -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A (2511.20347)
+    gpg         -A log_probs
+    geo_mean    -A times the geometric mean of r, clipped on the side of A's sign (2507.20673)
+    dppo_tv     -min(r, clip_ratio_c) A log_probs, the weight a constant, and 0 where the
+                probability of the token has moved too far in A's direction (2602.04879)
+    dro         -(A log_probs - beta / 2 (log r)^2) (2405.19107)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laminar.config import AlgorithmConfig, ConfigError
+from laminar.config.algorithm_rules import LOSS_OPTIONS, OWN_AGGREGATION
+from laminar.run.user_file import UserFunction, users_function
+from laminar.training.algorithms.loss_terms import clamped_log_ratio, segment_sums
+
+MAX_LOG_SEQUENCE_RATIO = 10.0  #: verl's bound for gspo
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss is made of; tensors are [tokens] where nothing else is said."""
+
+    log_probs: Tensor  #: has the gradient
+    old_log_probs: Tensor  #: at the start of the step; with bypass_mode those of the engine
+    rollout_log_probs: Tensor  #: as the engine recorded them
+    advantages: Tensor
+    lengths: Tensor  #: [sequences] int64: tokens of each sequence, in the order of the tokens
+    options: Mapping[str, Any]  #: clip_ratio_low, _high, _c, and algorithm.policy_loss.options
+    figures: dict[str, Tensor] = field(default_factory=dict)  #: for the metrics, by name
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """log(current / old), within +-20."""
+        return clamped_log_ratio(self.log_probs, self.old_log_probs)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sum of `values` over each sequence, at each of its tokens."""
+        return segment_sums(values, self.lengths)
+
+    def means(self, values: Tensor) -> Tensor:
+        """The mean of `values` over each sequence, at each of its tokens."""
+        return self.sums(values) / self.lengths.repeat_interleave(self.lengths)
+
+    def clipped(self, ratio: Tensor) -> Tensor:
+        """The ratio within 1 - clip_ratio_low and 1 + clip_ratio_high."""
+        low, high = self.options["clip_ratio_low"], self.options["clip_ratio_high"]
+        return ratio.clamp(1.0 - low, 1.0 + high)
+
+
+Loss = Callable[[LossInputs], Tensor]
+
+
+def vanilla(batch: LossInputs) -> Tensor:
+    """PPO's clipped surrogate with verl's dual clip."""
+    surrogate = _surrogate(batch, batch.log_ratio.exp())
+    ceiling = -batch.advantages * batch.options["clip_ratio_c"]
+    negative = batch.advantages < 0
+    batch.figures["clipped_lower"] = (surrogate > ceiling) & negative
+    return torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
+
+
+def gspo(batch: LossInputs) -> Tensor:
+    """The value of the ratio is the sequence's; its gradient is that of each token's own."""
+    own = batch.log_probs - batch.log_probs.detach()
+    mean = batch.means(batch.log_probs - batch.old_log_probs).detach()
+    return _surrogate(batch, (own + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp())
+
+
+def cispo(batch: LossInputs) -> Tensor:
+    """REINFORCE with a clipped weight: no token loses its gradient."""
+    ratio = batch.log_ratio.exp().detach()
+    weight = batch.clipped(ratio)
+    batch.figures["clipped"] = ratio != weight
+    return -weight * batch.advantages * batch.log_probs
+
+
+def sapo(batch: LossInputs) -> Tensor:
+    """A gate that closes smoothly, more quickly for negative advantages."""
+    positive = torch.full_like(batch.advantages, batch.options["tau_pos"])
+    tau = positive.where(batch.advantages > 0, batch.options["tau_neg"])
+    gate = torch.sigmoid(tau * (batch.log_ratio.exp() - 1.0)) * (4.0 / tau)
+    return -batch.advantages * gate
+
+
+def gpg(batch: LossInputs) -> Tensor:
+    return -batch.advantages * batch.log_probs
+
+
+def geo_mean(batch: LossInputs) -> Tensor:
+    """The advantage of a token is taken for that of its sequence, as all estimators give it."""
+    log_ratio, sign = batch.log_probs - batch.old_log_probs, batch.advantages.sign()
+    low, high = batch.options["clip_ratio_low"], batch.options["clip_ratio_high"]
+    bounded = log_ratio.clamp(-low, high)
+    batch.figures["clipped"] = log_ratio != bounded
+    chosen = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    return -batch.advantages * batch.means(chosen).exp()
+
+
+def dppo_tv(batch: LossInputs) -> Tensor:
+    """What is bounded is the difference of probabilities, not their ratio."""
+    moved = (batch.log_probs.exp() - batch.old_log_probs.exp()).detach()
+    within = torch.where(
+        batch.advantages > 0,
+        moved <= batch.options["clip_ratio_high"],
+        moved >= -batch.options["clip_ratio_low"],
+    )
+    ratio, most = batch.log_ratio.exp().detach(), batch.options["clip_ratio_c"]
+    batch.figures["clipped"] = ~within
+    batch.figures["clipped_lower"] = (ratio > most) & within
+    return -batch.advantages * ratio.clamp(max=most) * batch.log_probs * within
+
+
+def dro(batch: LossInputs) -> Tensor:
+    """REINFORCE with a quadratic price for leaving the old policy: of a sequence without advantage,
+    too."""
+    moved = batch.log_probs - batch.old_log_probs
+    price: Tensor = 0.5 * batch.options["dro_beta"] * moved.square()
+    return price - batch.advantages * batch.log_probs
+
+
+def _surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
+    """The larger of the plain and the clipped loss."""
+    plain = -batch.advantages * ratio
+    bounded = -batch.advantages * batch.clipped(ratio)
+    batch.figures["clipped"] = bounded > plain
+    return torch.maximum(plain, bounded)
+
+
+POLICY_LOSSES: dict[str, Loss] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "geo_mean": geo_mean,
+    "dppo_tv": dppo_tv,
+    "dro": dro,
+}
+NEED_ADVANTAGE = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv"})
+"""Those that are 0, and have the gradient 0, wherever the advantage is 0."""
+
+
+class PolicyLoss:
+    """The loss that a configuration names."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        """Raises ConfigError for a function of the user that cannot be had."""
+        name = algorithm.policy_loss.loss_mode
+        self.users: UserFunction | None = None
+        if name not in POLICY_LOSSES:
+            self.users = users_function("algorithm.policy_loss.loss_mode", name)
+        self.aggregation = OWN_AGGREGATION.get(name, algorithm.loss_agg_mode)
+        self.needs_advantage = name in NEED_ADVANTAGE
+        self._function: Loss = self.users or POLICY_LOSSES[name]
+        self._options = {
+            "clip_ratio_low": algorithm.clip_ratio_low,
+            "clip_ratio_high": algorithm.clip_ratio_high,
+            "clip_ratio_c": algorithm.clip_ratio_c,
+            **LOSS_OPTIONS.get(name, {}),
+            **algorithm.policy_loss.options,
+        }
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        advantages: Tensor,
+        lengths: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses and figures [tokens]; ConfigError where a function of the user fails."""
+        batch = LossInputs(
+            log_probs, old_log_probs, rollout_log_probs, advantages, lengths, self._options
+        )
+        losses = self._function(batch)
+        if self.users is not None:
+            self._check(losses, log_probs)
+        return losses, {"ppo_kl": -batch.log_ratio.detach(), **batch.figures}
+
+    def _check(self, losses: object, log_probs: Tensor) -> None:
+        if isinstance(losses, Tensor) and losses.shape == log_probs.shape:
+            return
+        shape = f" of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else ""
+        raise ConfigError(
+            f"{self.users} returned a {type(losses).__name__}{shape}; it has to return one loss "
+            f"for each token, here a tensor of shape {tuple(log_probs.shape)}: neither their mean "
+            "nor their sum, which the trainer takes"
+        )

@@ -1,0 +1,186 @@
+"""A checkpoint beside its model: the optimizer, the critic, trainer.json, a digest of each file.
+
+Reads   a directory that `save` completed
+Writes  optimizer.safetensors, critic/ and digests.json into a directory that has a model and
+        trainer.json; parameters and optimizer of a learner: with adapters, those of the adapters
+        alone
+Gives   `save`, `load`; CheckpointError for what is damaged, ConfigError for what is another
+        model's, one sentence each
+
+The published version in the directory has a digest of its own, but engines may take a shorter
+type than the parameters have, so every byte that training goes on from is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from laminar.config import ConfigError
+from laminar.run.directory import RESUME_FILE
+from laminar.training import shared_safetensors, trainer_state
+from laminar.training.checkpoints.file_digests import (
+    CRITIC_MODEL_FILE,
+    CRITIC_OPTIMIZER_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    check_digests,
+    write_digests,
+)
+from laminar.training.critic import Critic
+from laminar.training.learner import Learner
+from laminar.training.model import lora
+from laminar.training.model.fsdp import copy_rows
+from laminar.training.model.lora_targets import ADAPTER_FILE
+from laminar.training.model.policy import base_weights, named_weights
+from laminar.training.shared_safetensors import Rows, rows_of
+from laminar.training.trainer_state import CheckpointError, ForeignError, Resume
+
+KINDS = ("exp_avg", "exp_avg_sq", "step")
+"""Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
+them: a step after a restart gives the bytes that it would have given."""
+
+
+def save(
+    directory: Path, moments: Mapping[str, Tensor], critic: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Complete a directory that has all but the optimizer and the critic, by file; OSError from the
+    disk."""
+    save_tensors(directory / OPTIMIZER_FILE, moments)
+    for name, tensors in critic.items():
+        save_tensors(directory / name, tensors)
+    write_digests(directory)
+
+
+def load(directory: Path, learner: Learner) -> Resume:
+    """Have the learner as it was."""
+    check(directory)
+    return take(directory, learner)
+
+
+def check(directory: Path) -> None:
+    """Every byte that training goes on from is as it was written."""
+    try:
+        check_digests(directory)
+    except (OSError, CheckpointError) as error:
+        raise _damaged(directory, error) from error
+
+
+def take(directory: Path, learner: Learner) -> Resume:
+    """Have the learner, or this rank of it, as it was; of the files, only its rows are read."""
+    try:
+        found = trainer_state.decode((directory / RESUME_FILE).read_bytes())
+        learner.restore(found.learner)
+        _load_policy(directory, learner)
+        with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
+            restore_moments(learner.policy.model, learner.optimizer, file)
+        if learner.critic is not None and found.learner.critic:
+            _load_critic(directory, learner.critic)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        raise _damaged(directory, error) from error
+    except ForeignError as error:
+        raise ConfigError(
+            f"checkpoint {directory} cannot be trained on: {error}; give what the run began with"
+        ) from error
+    return found
+
+
+def _damaged(directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {directory} cannot be trained on: {error}")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Whole tensors of one process; OSError from the disk."""
+    rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
+    forms = shared_safetensors.forms_of(rows)
+    shared_safetensors.create(path, forms)
+    shared_safetensors.write(path, forms, rows.items())
+
+
+def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:
+    """By file: what a checkpoint has of a critic, as it is now and not copied."""
+    model = critic.model.model
+    return {
+        CRITIC_MODEL_FILE: named_weights(model),
+        CRITIC_OPTIMIZER_FILE: named_moments(model, critic.optimizer),
+    }
+
+
+def _load_critic(directory: Path, critic: Critic) -> None:
+    _load_tensors(directory, CRITIC_MODEL_FILE, dict(named_weights(critic.model.model)))
+    with safe_open(directory / CRITIC_OPTIMIZER_FILE, framework="pt") as file:
+        restore_moments(critic.model.model, critic.optimizer, file)
+
+
+def _load_policy(directory: Path, learner: Learner) -> None:
+    model, name = learner.policy.model, MODEL_FILE
+    weights = dict(base_weights(model))
+    if learner.policy.base:  # of a base of that digest: the model's file has it with the adapters
+        name, weights = ADAPTER_FILE, dict(lora.file_tensors(model))
+    _load_tensors(directory, name, weights)
+
+
+@torch.no_grad()
+def _load_tensors(directory: Path, name: str, weights: Mapping[str, Tensor]) -> None:
+    with safe_open(directory / name, framework="pt") as file:
+        other = sorted(set(file.keys()) ^ weights.keys())
+        if other:
+            raise ForeignError(f"its {name} is of another model: {other[0]!r} differs")
+        for key, tensor in weights.items():
+            _take_rows(name, key, tensor, file)
+
+
+def read_back(directory: Path, learner: Learner) -> None:
+    """What was written of a model with adapters is what it is, to the last bit; CheckpointError."""
+    with safe_open(directory / MODEL_FILE, framework="pt") as file:
+        for name, tensor in named_weights(learner.policy.model):
+            rows = rows_of(tensor)
+            end = rows.first + len(rows.data)
+            if not torch.equal(file.get_slice(name)[rows.first : end], rows.data.cpu()):
+                raise CheckpointError(f"{directory} has another {name!r} than was written")
+
+
+def _take_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
+    try:
+        copy_rows(name, tensor, file.get_slice(name))
+    except ValueError as error:
+        raise ForeignError(f"its {of} is of another model: {error}") from error
+
+
+def named_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's state by the names of the file, as it is now and not copied."""
+    for name, parameter in model.named_parameters():
+        if state := optimizer.state.get(parameter):
+            for kind in KINDS:
+                yield f"{kind}.{name}", state[kind]
+
+
+@torch.no_grad()
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: Any) -> None:
+    """Give the optimizer the state of the file; a parameter that is not in it has had no update."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, dict[str, Tensor]] = {}
+    for key in file.keys():  # noqa: SIM118
+        kind, _, name = key.partition(".")
+        parameter = parameters.get(name)
+        if kind not in KINDS or parameter is None:
+            raise ForeignError(f"its optimizer has {key!r}, which this model does not")
+        state = found.setdefault(name, {})
+        if kind == "step":
+            state[kind] = file.get_tensor(key).to(parameter.device)
+            continue
+        state[kind] = torch.empty_like(parameter)
+        _take_rows(OPTIMIZER_FILE, key, state[kind], file)
+    torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
+    if torn:
+        raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")
+    optimizer.state.clear()
+    for name, state in found.items():
+        optimizer.state[parameters[name]] = state

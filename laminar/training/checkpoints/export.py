@@ -1,0 +1,79 @@
+"""A policy as a directory that from_pretrained loads: the export, and every checkpoint.
+
+Reads   the model, and the tokenizer of the model it started from
+Writes  safetensors, config, generation config, tokenizer files and chat template; of a model with
+        adapters, which is merged there, also adapter/, as peft reads it
+
+The files are written one by one because save_pretrained of a model refuses generation configs that
+published models do ship (a temperature without do_sample), and a run must not fail at its end.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from laminar.training import shared_safetensors
+from laminar.training.checkpoints.checkpoint import save_tensors
+from laminar.training.checkpoints.file_digests import MODEL_FILE
+from laminar.training.model import lora
+from laminar.training.model.lora_targets import ADAPTER_FILE
+from laminar.training.model.policy import named_weights, weight_forms
+from laminar.training.shared_safetensors import rows_of
+
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer_source: str,
+    directory: Path,
+    tensors: Mapping[str, Tensor] | None = None,
+    extra: Mapping[str, bytes] | None = None,
+    adapters: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write `model` into `directory`, float32; OSError from the disk.
+
+    `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` and
+    `adapters` take the place of the model's own, by the same names; `extra` are further files.
+    """
+    write_all_but_weights(model, tokenizer_source, directory, extra or {})
+    forms, path = weight_forms(model), directory / MODEL_FILE
+    shared_safetensors.create(path, forms)
+    weights = named_weights(model) if tensors is None else tensors.items()
+    shared_safetensors.write(path, forms, ((name, rows_of(tensor)) for name, tensor in weights))
+    found = dict(lora.file_tensors(model)) if adapters is None else adapters
+    if found:
+        save_tensors(directory / ADAPTER_FILE, found)
+
+
+def write_all_but_weights(
+    model: PreTrainedModel, tokenizer_source: str, directory: Path, extra: Mapping[str, bytes]
+) -> None:
+    _copy_tokenizer(Path(tokenizer_source), directory)
+    if lora.layers(model):
+        lora.write_config(model, tokenizer_source, directory)
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.to_json_file(directory / "generation_config.json")
+    for name, content in extra.items():
+        (directory / name).write_bytes(content)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    """The files as they are: saving a loaded tokenizer may rewrite its rules."""
+    for pattern in TOKENIZER_FILES:
+        for path in sorted(source.glob(pattern)):
+            shutil.copyfile(path, directory / path.name)

@@ -1,0 +1,61 @@
+"""Digests of the files of a checkpoint: what was written is what is there.
+
+Reads   a directory with digests.json, and the files that it names
+Writes  digests.json
+Gives   `write_digests`, `check_digests`; CheckpointError for what is damaged
+
+Without torch: a fork is refused before anything is started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from laminar.run.directory import RESUME_FILE
+from laminar.training.model.lora_targets import ADAPTER_FILE
+from laminar.training.trainer_state import CheckpointError
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+CRITIC_MODEL_FILE = f"critic/{MODEL_FILE}"
+CRITIC_OPTIMIZER_FILE = f"critic/{OPTIMIZER_FILE}"
+DIGESTS_FILE = "digests.json"
+DIGESTED = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
+"""Of every checkpoint."""
+OF_SOME = (ADAPTER_FILE, CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
+BLOCK = 1 << 24
+"""Bytes that are read at a time."""
+
+
+def write_digests(directory: Path) -> None:
+    """Write the digests of all that training goes on from; OSError from the disk."""
+    names = [*DIGESTED, *(name for name in OF_SOME if (directory / name).exists())]
+    digests = {name: _digest(directory / name) for name in names}
+    (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
+
+
+def check_digests(directory: Path) -> None:
+    """Every file is as it was written; CheckpointError, OSError."""
+    try:
+        digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
+    for name in [*DIGESTED, *(name for name in OF_SOME if name in digests)]:
+        digest = _digest(directory / name)
+        if digest != digests.get(name):
+            raise CheckpointError(
+                f"its {name} is damaged: it has digest {digest}, and was written with "
+                f"{digests.get(name, 'none')}"
+            )
+
+
+def _digest(path: Path) -> str:
+    """xxh3_128 of a file."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found.update(block)
+    return found.hexdigest()

@@ -1,0 +1,135 @@
+"""The user's loss and estimator on made-up sequences: python -m laminar.training.function_check.
+
+Reads   standard input: the section [algorithm], as JSON
+Writes  standard output: TRIED, or the sentence for the first mistake
+Raises  ConfigError for a function that cannot train
+
+In a process of its own, because a file may hang, or end its process. A loss has to give a sequence
+the same alone, among others, and in any order: else its gradient would depend on how the memory
+budget happens to split a batch into micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from laminar.config import AlgorithmConfig, ConfigError
+from laminar.training.algorithms.advantages import AdvantageInputs, Estimator
+from laminar.training.algorithms.policy_losses import PolicyLoss
+
+TRIED = "tried"
+"""What is said when all has come to an end: an exit code could be the file's own."""
+LENGTHS = (5, 1, 9, 3, 7, 2)
+ADVANTAGES = (0.9, -1.3, 0.4, -0.2, 1.7, -0.6)
+Figures = tuple[Tensor, Tensor]  #: losses and gradients of one sequence
+
+
+def try_functions(algorithm: AlgorithmConfig) -> None:
+    """Raises ConfigError."""
+    loss, estimator = PolicyLoss(algorithm), Estimator(algorithm)
+    if loss.users is not None:
+        _try_loss(loss)
+    if estimator.users is not None:
+        _try_estimator(estimator)
+
+
+def _try_loss(loss: PolicyLoss) -> None:
+    order = list(range(len(LENGTHS)))
+    together = _losses(loss, order)
+    if not any(gradient.any() for _, gradient in together):
+        raise ConfigError(
+            f"{loss.users} returned losses whose gradient in batch.log_probs is zero; what is "
+            "trained are the log-probs, so the loss has to grow or fall with them"
+        )
+    alone = [_losses(loss, [row])[0] for row in order]
+    _same(loss, "alone", alone, together)
+    _same(loss, "in another order", _losses(loss, order[::-1])[::-1], together)
+
+
+def _same(loss: PolicyLoss, how: str, found: list[Figures], together: list[Figures]) -> None:
+    for here, there in zip(found, together, strict=True):
+        for figure, mine, others in zip(("losses", "gradients"), here, there, strict=True):
+            if not torch.allclose(mine, others, rtol=1e-4, atol=1e-5):  # float32 sums
+                raise ConfigError(
+                    f"{loss.users} gives a sequence other {figure} {how} ({_short(mine)}) than "
+                    f"among others ({_short(others)}); it may look at one sequence at a time only "
+                    "(batch.sums, batch.means), or training would depend on how a batch is split "
+                    "into micro-batches"
+                )
+
+
+def _losses(loss: PolicyLoss, rows: list[int]) -> list[Figures]:
+    """Losses and gradients of each of these sequences, given as one micro-batch."""
+    drawn = [_drawn(row) for row in rows]
+    old, moved, engine, weights = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    log_probs = (old + moved).clamp(max=-1e-3).requires_grad_()
+    counts = [LENGTHS[row] for row in rows]
+    lengths = torch.tensor(counts)
+    advantages = torch.tensor([ADVANTAGES[row] for row in rows]).repeat_interleave(lengths)
+    found, _ = loss(log_probs, old, engine, advantages, lengths)
+    if not torch.isfinite(found.detach()).all():
+        bad = found.detach()[~torch.isfinite(found.detach())][0]
+        raise ConfigError(f"{loss.users} returned {bad:g} among its losses; they must be finite")
+    if not found.requires_grad:
+        raise ConfigError(
+            f"{loss.users} returned losses without a gradient; make them of batch.log_probs, and "
+            "without .detach(), .item() or numpy"
+        )
+    (gradient,) = torch.autograd.grad((weights * found).sum(), log_probs, allow_unused=True)
+    gradient = torch.zeros_like(old) if gradient is None else gradient
+    if not torch.isfinite(gradient).all():
+        raise ConfigError(f"{loss.users} returned losses with a gradient that is not finite")
+    parts = zip(found.detach().split(counts), gradient.split(counts), strict=True)
+    return list(parts)
+
+
+def _drawn(row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs at the start of the step, what they have moved by, those of the engine; weights of
+    the losses."""
+    generator = torch.Generator().manual_seed(row)
+    old = -3.0 * torch.rand(LENGTHS[row], generator=generator) - 0.01
+    moved, engine = 0.3 * torch.randn(2, LENGTHS[row], generator=generator)
+    weights = torch.rand(LENGTHS[row], generator=generator)
+    return old, moved, (old + 0.1 * engine).clamp(max=-1e-3), weights
+
+
+def _try_estimator(estimator: Estimator) -> None:
+    """Three groups: of different rewards, of equal ones, and of one sequence."""
+    lengths = np.array([*LENGTHS, 4])
+    batch = AdvantageInputs(
+        rewards=np.array([1.0, 0.0, 0.3, 1.0, 1.0, 1.0, 0.5]),
+        groups=np.array([0, 0, 0, 1, 1, 1, 2]),
+        lengths=lengths,
+        extras=defaultdict(lambda: np.linspace(0.0, 1.0, len(lengths))),  # whatever its name
+        options=estimator.options,
+    )
+    estimator.estimate(batch)
+
+
+def _short(values: Tensor) -> str:
+    return ", ".join(f"{value:.4g}" for value in values[:3].tolist())
+
+
+def main() -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the file prints is not our answer
+    said = TRIED
+    try:
+        try_functions(msgspec.json.decode(sys.stdin.buffer.read(), type=AlgorithmConfig))
+    except ConfigError as error:
+        said = str(error)
+    with suppress(BrokenPipeError):
+        os.write(out, said.encode())
+    os._exit(0)  # threads of the file need not end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Bytes that training takes of its device and of the host, from shapes alone.
+
+Reads   config.json and the shapes of the weights, the settings
+Gives   Footprint: bytes by what they are, those of the device where a pass takes the most
+
+Pure, and without torch: it is asked before anything starts, by the command and by the trainer,
+which reports it beside what was measured. State is exact. The bytes of a pass are sums over the
+tensors that transformers' decoder layers keep for the backward pass and that the head works with;
+tests hold them against those of real layers. Not counted are CUDA's own memory, fragmentation and
+what kernels take while they run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from laminar.config import Config
+from laminar.training.model.lora_targets import ALL_LINEAR, LAYER
+from laminar.training.model.lora_targets import matrices as matrices_of
+
+FLOAT32 = 4  #: bytes of each parameter, gradient and moment
+BYTES = {"float32": 4, "bfloat16": 2}
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+NORMS = 2  #: of a layer, over the hidden size
+UNITS, UNITS_WITH_BONUS = 4, 5
+"""Tensors [tokens of a chunk, vocabulary] float32 that are there at a time, at the most; with an
+entropy bonus the entropy is differentiated, too."""
+HEAD_SUMS = 3
+"""Gradients of a head that are there while two of them are added: both, and their sum."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+Offload = Literal["none", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What decides the bytes of a model; 0 for what config.json does not say."""
+
+    parameters: int  #: a head that is the embedding counts once
+    layers: int
+    hidden: int
+    inner: int  #: of the MLP
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool  #: the head is the embedding
+    qk_norm: bool
+    products: int  #: parameters of the matrices of all layers
+    biases: int  #: of those matrices
+    largest_layer: int  #: its parameters
+    largest_matrix: int  #: of a layer
+    matrices: Mapping[str, int]  #: by name, such as q_proj: inputs and outputs, of all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a model is trained."""
+
+    tokens: int  #: of the largest pass, padding included
+    chunk_tokens: int
+    compute: int  #: bytes of a number in matrix products
+    recomputes: bool  #: activation checkpointing
+    entropy_bonus: bool
+    reference: bool
+    copies: bool  #: for checkpoints
+    published: int  #: bytes of a number in the published weights
+    critic: ModelSizes | None = None  #: has a head of one number in the place of its own
+    ranks: int = 1
+    offload: Offload = "none"
+    rank: int = 0  #: of adapters; 0: the model itself is trained
+    modules: tuple[str, ...] = ()  #: that have them
+
+    @property
+    def base(self) -> int:
+        """Bytes of a number in the matrices of a base that is not trained: of the compute type,
+        unless what is published has room for more. FSDP2 takes one type in a layer."""
+        return FLOAT32 if self.sharded else max(self.compute, self.published)
+
+    @property
+    def sharded(self) -> bool:
+        return self.ranks > 1 or self.offload != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    device: dict[str, int] = field(default_factory=dict)  #: of each rank's GPU, or of its process
+    host: dict[str, int] = field(default_factory=dict)  #: of all ranks together
+
+
+def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
+    """`shapes`: of all tensors, by the names of the weight files."""
+    tied = bool(hf_config.get("tie_word_embeddings")) or HEAD not in shapes
+    own = {name: shape for name, shape in shapes.items() if not (tied and name == HEAD)}
+    layers: dict[str, int] = {}
+    matrices = []
+    for name, shape in own.items():
+        if found := LAYER.search(name):
+            layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
+            matrices += [math.prod(shape)] if len(shape) > 1 else []
+    embedding = next((s for name, s in own.items() if name.endswith(EMBEDDING)), (0, 0))
+    heads = hf_config.get("num_attention_heads") or 0
+    return ModelSizes(
+        parameters=sum(map(math.prod, own.values())),
+        layers=len(layers),
+        hidden=embedding[1],
+        inner=hf_config.get("intermediate_size") or 0,
+        heads=heads,
+        kv_heads=hf_config.get("num_key_value_heads") or heads,
+        head_dim=hf_config.get("head_dim") or (embedding[1] // heads if heads else 0),
+        vocabulary=embedding[0],
+        tied=tied,
+        qk_norm=any(name.endswith("q_norm.weight") for name in own),
+        products=sum(matrices),
+        biases=sum(math.prod(s) for name, s in own.items() if name.endswith(".bias")),
+        largest_layer=max(layers.values(), default=0),
+        largest_matrix=max(matrices, default=0),
+        matrices=matrices_of(own),
+    )
+
+
+def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Way:
+    """How the settings have a model trained, on a GPU or a CPU; `critic`: of the model that it
+    begins as."""
+    trainer, algorithm = config.trainer, config.algorithm
+    automatic = "bfloat16" if gpu else "float32"
+    types = (trainer.dtype, config.weights.dtype)
+    compute, published = (automatic if name == "auto" else name for name in types)
+    recomputes = {"auto": gpu, "on": True, "off": False}[trainer.activation_checkpointing]
+    return Way(
+        tokens=pass_tokens(config),
+        chunk_tokens=trainer.logit_chunk_tokens,
+        compute=BYTES[compute],
+        recomputes=recomputes,
+        entropy_bonus=bool(algorithm.entropy_coeff),
+        reference=algorithm.use_kl_loss,
+        copies=bool(trainer.save_freq),
+        published=BYTES[published],
+        critic=critic,
+        ranks=trainer.ranks,
+        offload=trainer.offload,
+        rank=config.lora.rank,
+        modules=tuple(config.lora.target_modules),
+    )
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of the longest sequence, which is never split."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def pass_tokens(config: Config) -> int:
+    """Tokens of the largest pass of a rank: the budget, but one whole row, and no more than there
+    are."""
+    row = longest_row(config)
+    rows = -(-config.mini_batch_groups * config.rollout.group_size // config.trainer.ranks)
+    return min(max(config.trainer.micro_batch_tokens, row), rows * row)
+
+
+def footprint(model: ModelSizes, way: Way) -> Footprint:
+    """What is there when a pass takes the most."""
+    trained = _adapters(model, way) if way.rank else model.parameters
+    critic = _without_head(way.critic) if way.critic is not None else None
+    state = _state_bytes(model, critic, way, trained)
+    device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
+    if way.offload == "all":
+        device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
+    if way.sharded:
+        gathered = _gathered_bytes(model, way)
+        if way.critic is not None:  # in turn with the policy; its head is one row
+            of_critic = replace(way.critic, tied=True)
+            gathered = max(gathered, _gathered_bytes(of_critic, replace(way, rank=0)))
+        device["layers gathered whole"] = gathered
+    if way.copies:
+        copied = model.parameters + 2 * trained + (trained if way.rank else 0)
+        copied += 3 * critic.parameters if critic is not None else 0
+        host["checkpoint copies"] = FLOAT32 * copied
+        host["a version for its digest"] = way.published * model.parameters
+    taken = _pass_bytes(model, way)
+    if critic is not None:  # it has no adapters
+        taken = max(taken, _pass_bytes(critic, replace(way, rank=0)), key=total)
+    return Footprint(_there(device | taken), _there(host))
+
+
+def _state_bytes(
+    model: ModelSizes, critic: ModelSizes | None, way: Way, trained: int
+) -> dict[str, int]:
+    """What is there between two passes; `trained`: parameters of the policy that are."""
+    state = {
+        "gradients": FLOAT32 * trained,
+        "Adam's moments": 2 * FLOAT32 * trained,
+    }
+    if way.rank:  # the reference is the base
+        state = {"base": _held_bytes(model, way), "adapters": FLOAT32 * trained} | state
+    else:
+        state = {"parameters": FLOAT32 * model.parameters} | state
+        if way.reference:
+            state["reference model"] = _held_bytes(model, way)
+    if critic is not None:  # its gradients are there when the policy's are not
+        state["critic and its moments"] = 3 * FLOAT32 * critic.parameters
+        state["gradients"] = FLOAT32 * max(trained, critic.parameters)
+    return state
+
+
+def _without_head(model: ModelSizes) -> ModelSizes:
+    """As a critic: its head is one row, of which a pass has one number for each token."""
+    head = 0 if model.tied else model.vocabulary * model.hidden
+    parameters = model.parameters - head + model.hidden + 1
+    return replace(model, parameters=parameters, vocabulary=1, tied=False)
+
+
+def _adapters(model: ModelSizes, way: Way) -> int:
+    """Their parameters, of all layers."""
+    return way.rank * sum(model.matrices.get(name, 0) for name in _chosen(model, way))
+
+
+def _chosen(model: ModelSizes, way: Way) -> Collection[str]:
+    return model.matrices if ALL_LINEAR in way.modules else way.modules
+
+
+def total(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _there(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
+
+
+def _held_bytes(model: ModelSizes, way: Way) -> int:
+    """Of a model that is not trained. Linear layers are of the compute type; embedding and norms,
+    and a head that is the embedding, stay float32. In rows of ranks all is float32."""
+    linear = model.products + model.biases
+    linear += 0 if model.tied else model.vocabulary * model.hidden
+    size = way.base if way.rank else FLOAT32 if way.sharded else way.compute
+    return size * linear + FLOAT32 * (model.parameters - linear)
+
+
+def _gathered_bytes(model: ModelSizes, way: Way) -> int:
+    """What no rank holds in parts while it is used: a layer with its gradients and the layer
+    fetched next; embedding, head and last norm, which are of no layer, with theirs. A base has no
+    gradients."""
+    outside = (1 if model.tied else 2) * model.vocabulary * model.hidden + model.hidden
+    layers, ends = (2, 1) if way.rank else (3, 2)
+    adapters = 3 * _adapters(model, way) // max(model.layers, 1)
+    return FLOAT32 * (layers * model.largest_layer + ends * outside + adapters)
+
+
+def _pass_bytes(model: ModelSizes, way: Way) -> dict[str, int]:
+    """The larger of two moments: the first backward step, through the head, when the activations
+    of all layers are there; and the backward step through a layer, which may compute its own
+    again."""
+    casts = way.compute if way.compute < FLOAT32 else 0
+    of_layer = activation_bytes(model, way.compute) + _adapter_activations(model, way)
+    kept = model.layers * (FLOAT32 * model.hidden if way.recomputes else of_layer)
+    kept = way.tokens * (kept + _end_bytes(model))
+    again = way.tokens * of_layer if way.recomputes else 0
+    gradients = way.compute * way.tokens * model.inner
+    gradients += 0 if way.rank else FLOAT32 * model.largest_matrix
+    names = ("activations", "casts of the weights", "head and logits")
+    products = model.products
+    if way.rank:
+        products = _adapters(model, way) + (products if way.base > way.compute else 0)
+    in_use = products // max(model.layers, 1) if way.recomputes else products
+    of_embedding = model.tied and not way.rank
+    moments = (
+        (kept, 0 if way.recomputes else casts * products, _head_bytes(model, way)),
+        (
+            kept + again + gradients,
+            casts * in_use,
+            FLOAT32 * model.vocabulary * model.hidden if of_embedding else 0,
+        ),
+    )
+    return dict(zip(names, max(moments, key=sum), strict=True))
+
+
+def activation_bytes(model: ModelSizes, compute: int) -> int:
+    """Bytes that a layer keeps of a token for its backward pass, without activation checkpointing.
+
+    Of a norm its input and the normalised input, float32. Of products their inputs in the compute
+    type: those of q, k, v and of gate and up are one tensor each in float32, and one cast for
+    each product in bfloat16. Of attention q, k, v, its output and a float32 for each head. Of the
+    MLP gate, its activation, up and the product of both.
+    """
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    inputs = 2 if compute == FLOAT32 else 5
+    numbers = inputs * model.hidden + 2 * (q + kv) + 4 * model.inner
+    size = compute * numbers + FLOAT32 * (NORMS * (2 * model.hidden + 1) + model.heads)
+    if model.qk_norm:
+        size += (FLOAT32 + compute) * (q + kv) + FLOAT32 * (model.heads + model.kv_heads)
+    return size
+
+
+def _adapter_activations(model: ModelSizes, way: Way) -> int:
+    """What a layer with adapters keeps of a token, less what it keeps without: what comes out of
+    each A, and in bfloat16 another cast of what attention gives. Norms, whose weights are not
+    trained, do not keep what they have normalised."""
+    if not way.rank:
+        return 0
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    size = way.compute * way.rank * len(_chosen(model, way)) - FLOAT32 * NORMS * model.hidden
+    size += way.compute * q if way.compute < FLOAT32 else 0
+    return size - (way.compute * (q + kv) if model.qk_norm else 0)
+
+
+def _end_bytes(model: ModelSizes) -> int:
+    """Of a token outside of all layers: last norm, the hidden states that are scored, rotary
+    embedding."""
+    return FLOAT32 * (4 * model.hidden + 2 * model.head_dim + 3)
+
+
+def _head_bytes(model: ModelSizes, way: Way) -> int:
+    """Of one chunk; gradients of the head are added up over the chunks, and where it is the
+    embedding with the embedding's."""
+    head = model.vocabulary * model.hidden
+    tokens = min(way.chunk_tokens, way.tokens)
+    chunks = -(-way.tokens // tokens)
+    units = UNITS_WITH_BONUS if way.entropy_bonus else UNITS
+    logits = FLOAT32 * units * tokens * model.vocabulary
+    if way.rank:  # a base has no gradients, and a head of its own is of the compute type
+        cast = way.compute * head if way.compute < (FLOAT32 if model.tied else way.base) else 0
+        return logits + cast
+    cast = way.compute * head if way.compute < FLOAT32 else 0
+    added = FLOAT32 * head * (HEAD_SUMS if chunks > 1 or model.tied else 1)
+    return max(logits + cast + (FLOAT32 * head if chunks > 1 else 0), added)

@@ -1,0 +1,281 @@
+"""A policy whose parameters lie in rows over the ranks of a trainer (FSDP2), or in host memory.
+
+Reads   a model directory, by slices
+Gives   ShardedPolicy, `load_sharded`, `load_sharded_critic`, `shard`; ConfigError as model.py
+
+Each rank has rows of every tensor (torch.chunk along the first dimension), and the whole of one
+layer while the layer computes. Nothing here ever holds a whole model: it is made without memory,
+cut, and filled from slices of the files. Gradients are summed over the ranks, not averaged:
+coefficients are those of the whole mini-batch already, and a sum is exact for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from laminar.config import Config, ConfigError
+from laminar.training.model import lora
+from laminar.training.model.micro_batches import TokenRows
+from laminar.training.model.policy import (
+    HEAD,
+    VALUE_HEAD,
+    Compute,
+    Entropy,
+    LoadedPolicy,
+    TokenScores,
+    by_identity,
+    check_head,
+    check_loaded,
+    check_value_head,
+    digest,
+    not_loadable,
+)
+from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
+from laminar.training.ranks import Ranks
+from laminar.training.shared_safetensors import DTYPES, rows_of
+
+CPU = torch.device("cpu")
+Named = TypeVar("Named")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPolicy(LoadedPolicy):
+    """A policy whose passes all ranks make together."""
+
+    compute_device: torch.device = CPU  #: its parameters may be in host memory
+
+    @property
+    def device(self) -> torch.device:
+        return self.compute_device
+
+    def log_probs(
+        self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
+    ) -> TokenScores:
+        model: Any = self.model
+        scores: TokenScores = model.with_parameters(
+            LoadedPolicy.log_probs, self, rows, temperature, compute, entropy
+        )
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return scores
+
+    def values(self, rows: TokenRows, compute: Compute) -> Tensor:
+        model: Any = self.model
+        values: Tensor = model.with_parameters(LoadedPolicy.values, self, rows, compute)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return values
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """From all ranks, which ask together."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Nothing: FSDP2 takes one type in a layer, and norms keep theirs."""
+
+    def reshard(self) -> None:
+        """Give back the tensors of the root, which stay whole after a pass for the backward pass
+        that usually follows: what is published or saved are rows."""
+        model: Any = self.model
+        model.reshard()
+
+
+def shard(
+    model: PreTrainedModel, vocab_limit: int, ranks: Ranks, device: torch.device, *, offload: bool
+) -> ShardedPolicy:
+    """Cut a model, with parameters in memory or on the meta device, into rows of the ranks.
+
+    `offload`: parameters are in host memory, and so are gradients and the optimizer's state.
+    """
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    mesh = ranks.mesh(device)
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    found: Any = model
+    found.with_parameters = MethodType(_call, model)
+    register_fsdp_forward_method(model, "with_parameters")
+    if once := not why_padded(model, device):
+        read_prompts_once(model)
+    return ShardedPolicy(model, vocab_limit, once, compute_device=device)
+
+
+def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Scores or values, of what runs while the root's parameters are whole: the head is not in the
+    `forward` of a model. Not views, of which FSDP2 warns."""
+    found = function(*args)
+    if isinstance(found, Tensor):
+        return found.clone()
+    return TokenScores(*(tensor.clone() for tensor in found))
+
+
+def load_sharded(
+    name: str,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    tokenizer_size: int,
+    offload: bool,
+    adapt: Config | None = None,
+) -> ShardedPolicy:
+    """What `load_policy` loads, in rows of the ranks; raises ConfigError.
+
+    A base that is not trained stays float32: FSDP2 takes one type in a layer.
+    """
+    model = _without_memory(name)
+    if adapt is not None:
+        lora.inject(model, adapt.lora)
+    limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
+    policy = _filled(name, model, limit, ranks, device, offload=offload)
+    if adapt is not None:
+        lora.start(model, adapt.seed)
+        policy = replace(policy, base=digest(policy))
+    check_head(name, policy)
+    policy.reshard()
+    return policy
+
+
+def load_sharded_critic(
+    name: str, ranks: Ranks, device: torch.device, *, tokenizer_size: int, offload: bool
+) -> ShardedPolicy:
+    """What `load_critic` loads, in rows of the ranks; raises ConfigError. Its head is one row,
+    which the first rank has."""
+    model = _without_memory(name, AutoModelForTokenClassification, num_labels=1)
+    check_value_head(name, model)
+    heads = (HEAD, VALUE_HEAD)
+    critic = _filled(name, model, tokenizer_size, ranks, device, offload=offload, but=heads)
+    for key, parameter in model.named_parameters():
+        if key.startswith(VALUE_HEAD):
+            rows_of(parameter).data.zero_()
+    return critic
+
+
+def _filled(
+    name: str,
+    model: PreTrainedModel,
+    vocab_limit: int,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    offload: bool,
+    but: tuple[str, ...] = (),
+) -> ShardedPolicy:
+    """A model without memory, cut and filled; `but`: how the names begin of what is not."""
+    policy = shard(model, vocab_limit, ranks, device, offload=offload)
+    model.to_empty(device="cpu" if offload else device)
+    _make_buffers(name, model, device)
+    try:
+        _fill(name, model, but)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise not_loadable(name, error) from error
+    return policy
+
+
+def _without_memory(name: str, kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise not_loadable(name, error) from error
+    with suppress(OSError):  # a model need not have one
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
+    """Tensors that are in no file are made again by their module: memory without a model has
+    anything in it."""
+    saved = model.state_dict().keys()
+    for path, module in list(model.named_modules()):
+        lost = [key for key, _ in module.named_buffers(path, recurse=False) if key not in saved]
+        if not lost:
+            continue
+        try:
+            made = type(module)(model.config)
+        except TypeError as error:
+            raise ConfigError(
+                f"model {name!r} is a {type(model).__name__}, whose {lost[0]} cannot be made "
+                "again in parts; set trainer.ranks to 1 and trainer.offload to none"
+            ) from error
+        for key, buffer in made.named_buffers(recurse=False):
+            module.register_buffer(key, buffer.to(device), persistent=False)
+
+
+@torch.no_grad()
+def _fill(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
+    """Every tensor of the model from the files, and none left over, `but` some."""
+    with ExitStack() as files:
+        saved = _without(_slices(Path(name), files), but)
+        lacking = []
+        tensors = lora.base_tensors(model.state_dict(keep_vars=True))
+        for names, tensor in by_identity(_without(tensors, but)).values():
+            found = next((saved[n] for n in names if n in saved), None)
+            for key in names:
+                saved.pop(key, None)  # a tied tensor may be there under each of its names
+            if found is None:
+                lacking.append(names[0])
+            else:
+                copy_rows(names[0], tensor, found, cast=True)
+    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
+
+
+def _without(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
+
+
+def _slices(directory: Path, files: ExitStack) -> dict[str, Any]:
+    """By name: what gives rows of a tensor without reading the others."""
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(directory / name, framework="pt"))
+        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def copy_rows(name: str, tensor: Tensor, saved: Any, *, cast: bool = False) -> None:
+    """Take this rank's rows of a tensor from a slice of a file, of which no others are read.
+
+    ValueError for another shape and, unless `cast`, for elements of another type.
+    """
+    rows, dtype = rows_of(tensor), DTYPES[tensor.dtype]
+    shape, its = tuple(saved.get_shape()), saved.get_dtype()
+    if shape != rows.shape or (its != dtype and not cast):
+        raise ValueError(f"{name!r} is {its} {shape}, and not {dtype} {rows.shape}")
+    if rows.data.numel():
+        rows.data.copy_(saved[rows.first : rows.first + len(rows.data)])

@@ -1,0 +1,416 @@
+"""The policy: a Hugging Face causal LM in float32, its log-probs, its weights by name.
+
+Reads   a model directory (safetensors only)
+Gives   LoadedPolicy; BasePolicy, the same without its adapters (lora.py); ConfigError for a
+        checkpoint that does not fill the model exactly, and for a model whose logits are not its
+        head's
+
+Logits of a whole micro-batch would be the largest tensors of a step: 16,384 tokens of a vocabulary
+of 151,936 are 10 GB, four times over. So head and softmax run over chunks of tokens. Where there
+are several, a chunk keeps its hidden states only, and the backward pass computes its logits again.
+
+transformers warns about a tensor it did not find and goes on with random numbers; a training run
+that starts from those looks healthy for hours. So missing and unexpected tensors refuse to load.
+What is trained is always float32: an update of 1e-6 is lost in a bfloat16 weight. What is not
+trained, beside adapters, may be of the compute type. The model stays
+in evaluation mode, also in training, because dropout would make the trainer's log-probs differ from
+the engine's; gradients do not depend on that mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from laminar.config import Config, ConfigError
+from laminar.training.algorithms.loss_terms import entropy_of, gather_targets, log_softmax_at
+from laminar.training.model import lora
+from laminar.training.model.footprint import FLOAT32, way_of
+from laminar.training.model.micro_batches import TokenRows, token_rows
+from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
+from laminar.training.shared_safetensors import Form, Forms
+from laminar.training.steps import ModelLayout
+
+Entropy = Literal["none", "value", "gradient"]
+HEAD, VALUE_HEAD = "lm_head.", "score."
+"""What the heads of a policy and of a critic are called in transformers."""
+CHECKED_TOKENS = 16
+HEAD_TOLERANCE = 1e-3
+"""Nats. Rounding of float32 is 1e-5; a scale or a cap that acts is tenths and more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How rows are run through a model."""
+
+    dtype: torch.dtype  #: of the matrix products
+    chunk_tokens: int  #: scored tokens whose logits are there at a time
+
+
+class TokenScores(NamedTuple):
+    log_probs: Tensor  #: [tokens] float32
+    entropy: Tensor  #: [tokens] float32; [0] where none was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    model: PreTrainedModel
+    vocab_limit: int  #: ids from here on are in the logits but not in the tokenizer: never sampled
+    prompts_once: bool = False  #: its attention is that of shared_prefix_attention.py
+    base: str = ""  #: digest of the weights that are not trained; empty: all are
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def reads_prompts_once(self, compute: Compute) -> bool:
+        return self.prompts_once and not why_padded(self.model, self.device, compute.dtype)
+
+    def layout(self, published: Forms, compute: Compute) -> ModelLayout:
+        """Of what it publishes, and how it reads the sequences of a step."""
+        shapes = tuple((name, form.shape) for name, form in published.items())
+        dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        padded = why_padded(self.model, self.device, compute.dtype)
+        return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of one of its tensors."""
+        return tensor
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Hold what autocast would cast in each pass; for a model that is not trained."""
+        cast_linear(self.model, dtype)
+
+    def log_probs(
+        self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
+    ) -> TokenScores:
+        """Log-probs of the rows' targets, and entropies, at `temperature` [tokens].
+
+        The entropy of a whole vocabulary has a gradient only where one is asked for.
+        """
+        hidden = self._hidden(rows, compute)
+        head = partial(
+            _head_scores,
+            head=self.model.get_output_embeddings(),
+            limit=self.vocab_limit,
+            dtype=compute.dtype,
+            entropy=entropy,
+        )
+        tensors = (hidden, rows.targets, temperature)
+        if len(rows.targets) <= compute.chunk_tokens:
+            return TokenScores(*head(*tensors))
+        chunks = zip(*(tensor.split(compute.chunk_tokens) for tensor in tensors), strict=True)
+        parts = [
+            checkpoint(head, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ]
+        return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
+
+    def values(self, rows: TokenRows, compute: Compute) -> Tensor:
+        """Of a critic: what each of the rows' targets is predicted from is worth, [tokens] float32.
+
+        The head is so small that it computes in the type of its weights.
+        """
+        model: Any = self.model
+        hidden = self._hidden(rows, compute).to(model.score.weight.dtype)
+        values: Tensor = model.score(hidden)[:, 0]
+        return values
+
+    def _hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
+        """[tokens, width]: of the positions that predict the targets."""
+        with _autocast(self.device, compute.dtype):
+            output = self.model.base_model(
+                input_ids=rows.input_ids, use_cache=False, **self._layout(rows)
+            )
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+        return hidden.index_select(0, rows.index)
+
+    def _layout(self, rows: TokenRows) -> dict[str, Any]:
+        """What the model has to know of rows that are not padded."""
+        if not rows.prompts:
+            return {}
+        if not self.prompts_once:  # its attention would take the row for one sequence
+            raise ValueError("this model cannot read rows that hold a prompt once")
+        return {"position_ids": rows.positions, "prompts": rows.prompts}
+
+
+@dataclass(frozen=True, slots=True)
+class BasePolicy:
+    """What a policy with adapters would be without them, without a second model."""
+
+    policy: LoadedPolicy
+
+    @property
+    def base(self) -> str:
+        return self.policy.base
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Nothing: its weights are those of the policy."""
+
+    def log_probs(
+        self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
+    ) -> TokenScores:
+        with lora.adapters_off(self.policy.model):
+            return self.policy.log_probs(rows, temperature, compute, entropy)
+
+
+def _head_scores(
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    head: nn.Module,
+    limit: int,
+    dtype: torch.dtype,
+    entropy: Entropy,
+) -> tuple[Tensor, Tensor]:
+    """log_probs of one chunk from its hidden states [tokens, width].
+
+    Dropping the ids from `limit` on is what an engine does that masks them to -inf. Each chunk
+    casts the weight for itself: the gradients of one cast would be summed in the compute type.
+    """
+    with _autocast(hidden.device, dtype):
+        logits = head(hidden)[:, :limit]
+    vocabulary = log_softmax_at(logits, temperature)
+    log_probs = gather_targets(vocabulary, targets)
+    if entropy == "none":
+        return log_probs, log_probs.new_empty(0)
+    return log_probs, entropy_of(vocabulary if entropy == "gradient" else vocabulary.detach())
+
+
+def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Without its cache, which would hold the casts of all layers to the end of the pass."""
+    enabled = dtype != torch.float32
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def cast_linear(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model that is not trained hold what autocast would cast in each pass.
+
+    Scores stay the same to the last bit: embeddings and norms, which autocast leaves alone, stay as
+    they are, and so does a head that is the embedding.
+    """
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in embedded:
+            module.to(dtype)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Have each layer keep its input only, and compute all else again in the backward pass.
+
+    transformers' own checkpointing does nothing in evaluation mode, and torch's wrapper around a
+    layer changes the names of its parameters, under which checkpoints have the moments.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"trainer.activation_checkpointing: a {type(model).__name__} has no layers that "
+            "transformers names as such (GradientCheckpointingLayer); set it to off"
+        )
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
+    """Load the layers of `name` in float32, with a head of one number that begins at zero; raises
+    ConfigError. A head of its own is left out."""
+    with _quiet():  # that the head is new
+        model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
+    check_value_head(name, model)
+    check_loaded(name, critic_info(info))
+    model.to(device)  # type: ignore[arg-type]
+    return as_critic(model, tokenizer_size, device=model.device)
+
+
+def check_value_head(name: str, model: PreTrainedModel) -> None:
+    if not hasattr(model, "score"):
+        raise ConfigError(
+            f"model {name!r} cannot be a critic: a {type(model).__name__} has no head named "
+            "score, as decoders have; give a model such as Qwen2, Qwen3 or Llama"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says nothing that is no error."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model lacks or has too much to become a critic, besides a head."""
+    missing = {key for key in info["missing_keys"] if not key.startswith(VALUE_HEAD)}
+    unexpected = {key for key in info["unexpected_keys"] if not key.startswith(HEAD)}
+    return {"missing_keys": missing, "unexpected_keys": unexpected}
+
+
+@torch.no_grad()
+def as_critic(model: Any, vocab_limit: int, *, device: torch.device) -> LoadedPolicy:
+    """A model for token classification of one label, whose values are 0."""
+    for parameter in model.score.parameters():
+        parameter.zero_()
+    if once := not why_padded(model, device):
+        read_prompts_once(model)
+    return LoadedPolicy(model.eval(), vocab_limit, once)
+
+
+def load_policy(
+    name: str, device: torch.device | str, *, tokenizer_size: int, adapt: Config | None = None
+) -> LoadedPolicy:
+    """Load `name` in float32 for scoring and training; raises ConfigError.
+
+    `tokenizer_size` is one more than the tokenizer's largest id; models pad their vocabulary.
+    `adapt`: the run whose adapters it is given, before it is on the device, where there may be no
+    room for its weights in float32.
+    """
+    model, info = _from_pretrained(name)
+    check_loaded(name, info)
+    limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
+    device, base = torch.device(device), ""
+    if adapt is not None:
+        before = LoadedPolicy(model.eval(), limit)
+        check_head(name, before)
+        base = digest(before)
+        _adapt(model, adapt, device)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
+    once = not why_padded(model, model.device)
+    if once:
+        read_prompts_once(model)
+    policy = LoadedPolicy(model.eval(), limit, once, base)
+    if adapt is None:
+        check_head(name, policy)
+    return policy
+
+
+def _adapt(model: PreTrainedModel, config: Config, device: torch.device) -> None:
+    if way_of(config, gpu=device.type == "cuda").base < FLOAT32:
+        cast_linear(model, torch.bfloat16)
+    lora.inject(model, config.lora)
+    lora.start(model, config.seed)
+
+
+def _from_pretrained(
+    name: str, kind: Any = AutoModelForCausalLM, **options: Any
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The model and what its loading left out or over."""
+    try:
+        loaded: Any = kind.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise not_loadable(name, error) from error
+    model, info = loaded
+    return model, info
+
+
+def not_loadable(name: str, error: Exception) -> ConfigError:
+    """What to say of a directory from which no model comes."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ConfigError(
+        f"model {name!r} cannot be loaded: {reason}; give the directory of a causal LM with "
+        "safetensors weights"
+    )
+
+
+def check_loaded(name: str, info: Mapping[str, Any]) -> None:
+    """Every tensor of the model from the checkpoint, and none left over."""
+    for kind, what in (
+        ("missing_keys", "lacks tensors of the model"),
+        ("unexpected_keys", "has tensors that the model does not use"),
+    ):
+        found = sorted(map(str, info[kind]))
+        if found:
+            raise ConfigError(
+                f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
+                " its weights and config.json must belong together"
+            )
+
+
+@torch.no_grad()
+def check_head(name: str, policy: LoadedPolicy) -> None:
+    """One row in chunks against the model's own logits: it may scale them, cap them or more."""
+    ids = np.arange(CHECKED_TOKENS, dtype=np.int32) % policy.vocab_limit
+    rows = token_rows([ids], [1], policy.device)
+    temperature = torch.ones(len(rows.targets), device=policy.device)
+    found = policy.log_probs(rows, temperature, Compute(torch.float32, CHECKED_TOKENS // 3))
+    logits = policy.model(input_ids=rows.input_ids, use_cache=False).logits
+    own = log_softmax_at(logits[0, :-1, : policy.vocab_limit], temperature)
+    apart = float((gather_targets(own, rows.targets) - found.log_probs).abs().max())
+    if not apart <= HEAD_TOLERANCE:
+        raise ConfigError(
+            f"model {name!r} is a {type(policy.model).__name__}, whose logits are not its head's "
+            f"(log-probs differ by {apart:.1g}: it scales or caps them); use a causal LM that "
+            "gives the output of its head, such as Qwen2, Qwen3 or Llama"
+        )
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint under its Hugging Face name, without gradients.
+
+    Tied tensors come once, under the first name: a model with a tied head has no lm_head.weight.
+    Those of a model without adapters are its own; with adapters, each is made when it is asked
+    for, float32 and merged, and in rows of ranks all ask together.
+    """
+    layers = lora.layers(model)
+    for name, tensor in base_weights(model).items():
+        layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        if layer is not None:
+            yield name, lora.merged(layer)
+        else:
+            yield name, tensor.to(lora.trained_type(tensor.dtype)) if layers else tensor
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The same tensors, not merged: those that were loaded. Nothing is worked out for it."""
+    tensors = lora.base_tensors(model.state_dict(keep_vars=True))
+    return {names[0]: tensor.detach() for names, tensor in by_identity(tensors).values()}
+
+
+def weight_forms(model: PreTrainedModel) -> Forms:
+    """What `named_weights` gives: shapes and types."""
+    adapted = bool(lora.layers(model))
+    return {
+        name: Form(tuple(t.shape), lora.trained_type(t.dtype) if adapted else t.dtype)
+        for name, t in base_weights(model).items()
+    }
+
+
+def digest(policy: LoadedPolicy) -> str:
+    """Of all weights without adapters: names, types, shapes and bytes."""
+    found = xxhash.xxh3_128()
+    for name, tensor in base_weights(policy.model).items():
+        tensor = policy.whole(tensor)
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def by_identity(tensors: Mapping[str, Tensor]) -> dict[int, tuple[list[str], Tensor]]:
+    """Each tensor once, with all its names. What is sharded has no address to tell it by."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return found

@@ -1,0 +1,142 @@
+"""Attention over rows that hold a prompt once, with all responses to it behind it.
+
+Reads   queries, keys and values of a flat row, and where its prompts and responses are
+Gives   `attend`, which transformers calls in every layer; `why_padded`, `read_prompts_once`
+
+A response attends to its prompt and to itself: two kinds of calls of the flash kernel, of all
+responses to a prompt against the prompt, and of each response, causal, against itself. Each gives
+an output and the log-sum-exp of its scores; with the log-sum-exp of both, the outputs are weighted
+to what one softmax over all keys gives. The backward kernel needs an output and a log-sum-exp only
+to make the probabilities again: given those of the whole softmax, each call gives its exact share
+of the gradient (as in ring attention, Liu et al. 2023). Nothing is masked or padded. How the kernel
+of a CPU and that of a GPU are called is in shared_prefix_attention_cpu.py and
+shared_prefix_attention_cuda.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from laminar.training.model import (
+    shared_prefix_attention_cpu,
+    shared_prefix_attention_cuda,
+)
+from laminar.training.model.micro_batches import SharedPrompt
+
+Places = slice | Tensor
+"""Of tokens in a row."""
+
+NAME = "laminar_prompts_once"
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+GPU_HEAD_SIZES = range(8, 257, 8)  #: that the flash kernel takes as they are
+
+
+def why_padded(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Why the model does not read a prompt once for all its responses; empty: it does.
+
+    `device`: where it computes, which need not be where its parameters are; `dtype`: in what.
+    """
+    config = model.config
+    if device.type not in ("cpu", "cuda"):
+        return f"the trainer computes on {device.type}"
+    if config.model_type not in MODEL_TYPES:
+        return f"the model is of type {config.model_type}, not {', '.join(MODEL_TYPES)}"
+    if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return f"the model has layers of {', '.join(sorted(other))}"
+    return _why_not_on_gpu(config, dtype) if device.type == "cuda" else ""
+
+
+def _why_not_on_gpu(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+    if dtype != torch.bfloat16:
+        return f"the flash kernel of a GPU takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in GPU_HEAD_SIZES:
+        return f"the flash kernel of a GPU takes heads of a multiple of 8 up to 256, not of {size}"
+    return ""
+
+
+def read_prompts_once(model: PreTrainedModel) -> None:
+    """Have all layers call `attend`; rows without shared prompts are computed as before."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    prompts: Sequence[SharedPrompt] = (),
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [rows, heads, width, size] -> [rows, width, heads, size]; keys may have fewer heads.
+
+    Without `prompts` rows are padded; with them there is one row.
+    """
+    if not prompts:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    tensors = [query[0], key[0], value[0]]
+    if torch.is_autocast_enabled(query.device.type):  # as for torch's own attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        tensors = [tensor.to(dtype) for tensor in tensors]
+    output: Tensor = _Cascade.apply(*tensors, prompts, scaling)  # type: ignore[no-untyped-call]
+    return output.transpose(0, 1)[None].contiguous(), None
+
+
+class _Cascade(torch.autograd.Function):
+    """query [heads, width, size], key and value [heads of keys, width, size]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompts: Sequence[SharedPrompt],
+        scale: float,
+    ) -> Tensor:
+        kernel: Any = shared_prefix_attention_cuda if query.is_cuda else shared_prefix_attention_cpu
+        output: Tensor
+        output, sums = kernel.to_themselves(query, key, value, prompts, scale)
+        for at, *found in kernel.to_prompts(query, key, value, prompts, scale):
+            _merge(output, sums, at, *found)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.kernel, ctx.prompts, ctx.scale = kernel, prompts, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        arguments = (gradient, *ctx.saved_tensors, ctx.prompts, ctx.scale)
+        of_query, of_key, of_value = ctx.kernel.to_themselves_backward(*arguments)
+        for at, of, *more in ctx.kernel.to_prompts_backward(*arguments):
+            of_query[:, at] += more[0]
+            of_key[:, of] += more[1]
+            of_value[:, of] += more[2]
+        return of_query, of_key, of_value, None, None
+
+
+def _merge(
+    output: Tensor, sums: Tensor, at: Places, of_prompt: Tensor, sums_of_prompt: Tensor
+) -> None:
+    """Add the attention to the prompt to the attention of responses to themselves, in place."""
+    own, own_sums = output[:, at], sums[:, at]
+    both = torch.logaddexp(own_sums, sums_of_prompt)
+    of_prompt = of_prompt * (sums_of_prompt - both).exp()[..., None]
+    output[:, at] = (own * (own_sums - both).exp()[..., None] + of_prompt).to(output.dtype)
+    sums[:, at] = both

@@ -1,0 +1,420 @@
+"""The ranks of a trainer as processes: rank 0 starts the others, and each ends with all.
+
+Reads   replies of the other ranks, their beats, their ends; trainer.lock
+Writes  orders to them; trainer.lock: their process ids, as long as one of them lives
+Starts  ranks 1, 2, ..., as children of rank 0, which alone takes part in the run
+Gives   Gang, for rank 0; serve, for the others; Order, Done and Failed, what goes between them
+Raises  RankError, which names the rank
+
+Orders go over socket pairs that the children inherit, as MessagePack: no name anywhere that another
+process could find, and nothing to be removed after a kill. They never go through a collective,
+whose time limit an idle rank would run into. The end of a socket tells a rank that rank 0 is gone.
+
+A rank that has ended is noticed at once, one that stands still by its beats, which a thread of it
+sends so that no training step can delay them. The lock is held by every process of the gang,
+by one descriptor that all inherit: the ranks of the next trainer begin when it is free, so that no
+former rank can write beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from laminar.config import Config, ConfigError
+from laminar.names.process_end import how_it_ended
+from laminar.run.lock import try_lock
+from laminar.training.trainer_state import CheckpointError
+
+BEAT_S = 1.0
+CLOSE_S = 5.0
+"""How long ranks may take to end by themselves."""
+SETTLE_S = 0.5
+"""How long to wait for the end of a rank when another one fails, for which that may be the cause: a
+collective fails on all other ranks at once."""
+LOCK_POLL_S = 0.05
+LOCK_QUIET_S = 1.0
+"""A wait for former ranks that is longer than this is said: mostly they end within milliseconds."""
+Result = TypeVar("Result")
+_LENGTH = struct.Struct("<Q")
+DISK = "disk"
+"""The kind of an OSError, after which the ranks go on: a full disk may have room later."""
+_KINDS: dict[str, type[Exception]] = {"config": ConfigError, "checkpoint": CheckpointError}
+
+
+class RankError(RuntimeError):
+    """A rank has failed or is gone, and the others with it."""
+
+
+class Order(msgspec.Struct, tag="order", frozen=True, kw_only=True):
+    """From rank 0."""
+
+    number: int
+    body: bytes
+
+
+class Done(msgspec.Struct, tag="done", frozen=True, kw_only=True):
+    """To rank 0: what came of an order."""
+
+    number: int
+    body: bytes
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
+    """To rank 0: the rank cannot do it."""
+
+    number: int
+    kind: str  #: one of _KINDS, or DISK; empty: RankError
+    reason: str
+    errno: int  #: with DISK
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """To rank 0, once: the rank takes orders."""
+
+
+Reply = Done | Failed | Ready
+
+
+class Inherited(NamedTuple):
+    """What rank 0 hands down to another one: descriptors, by their numbers."""
+
+    orders: int  #: a socket
+    beats: int  #: the end of a pipe that is written to
+    meeting: int  #: the file where torch.distributed meets
+    lock: int  #: -1: none
+
+    @property
+    def meeting_file(self) -> Path:
+        return _open_file(self.meeting)
+
+
+class Gang:
+    """The other ranks of the trainer, on rank 0."""
+
+    def __init__(
+        self,
+        config: Config,
+        program: Sequence[str],
+        *,
+        lock: Path | None,
+        lost: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """`program`: the command that starts a rank; its number, the process id of this process and
+        the numbers of the inherited descriptors follow. `lock`: a file of the run. `lost` is told
+        once why the ranks are gone, `say` what is waited for."""
+        self.size = config.trainer.ranks
+        self._start_s = config.coordinator.start_timeout_s
+        self._lease_s = config.coordinator.node_lease_ms / 1000
+        self._program, self._lock_path = program, lock
+        self._tell_lost, self._say = lost, say
+        self._ranks: list[_Rank] = []
+        self._error: Exception | None = None
+        self._gone = asyncio.Event()  #: there is an error, after which no rank lives
+        self._tasks: list[asyncio.Task[None]] = []
+        self._number = 0
+        self._closing = False
+        self._lock = -1
+        self._meeting = os.memfd_create("laminar-ranks")
+
+    @property
+    def meeting(self) -> Path:
+        """The file where torch.distributed meets, under the same name on every rank."""
+        return _open_file(self._meeting)
+
+    async def start(self) -> None:
+        """All ranks take orders on return; RankError: one does not, or former ones do not end."""
+        deadline = time.monotonic() + self._start_s
+        if self._lock_path is not None:
+            await self._take_lock(self._lock_path, deadline)
+        for number in range(1, self.size):
+            self._ranks.append(rank := await self._launch(number))
+            self._tasks += map(asyncio.ensure_future, (self._read(rank), self._wait(rank)))
+        self._enter_processes()
+        self._tasks.append(asyncio.ensure_future(self._watch_beats()))
+        if ready := [rank.ready for rank in self._ranks]:
+            await asyncio.wait(ready, timeout=max(0.0, deadline - time.monotonic()))
+        late = [rank.number for rank in self._ranks if not rank.ready.done()]
+        if late and self._error is None:
+            numbers = ", ".join(map(str, late))
+            self._lose(
+                RankError(
+                    f"rank {numbers} of the trainer has not begun within {self._start_s:g} s "
+                    "(coordinator.start_timeout_s)"
+                )
+            )
+        self._check()
+
+    async def ask(self, body: bytes) -> list[bytes]:
+        """Give all ranks an order, which they begin in the order of asking; their replies, by rank,
+        once all have answered. Raises RankError, and what else a rank has raised of _KINDS or
+        OSError."""
+        self._check()
+        self._number += 1
+        data = frame(Order(number=self._number, body=body))
+        loop = asyncio.get_running_loop()
+        for rank in self._ranks:
+            rank.waiting[self._number] = loop.create_future()
+            rank.writer.write(data)
+        waiting = [rank.waiting[self._number] for rank in self._ranks]
+        replies = await asyncio.gather(*waiting, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return [reply for reply in replies if isinstance(reply, bytes)]
+
+    async def together(self, body: bytes, own: Awaitable[Result]) -> tuple[Result, list[bytes]]:
+        """Have all ranks carry out an order while `own` does the same here: what came of it here,
+        and the replies. Raises what `ask` raises; the loss of a rank, if the failure of `own` came
+        of it, else that, as `ask` tells it of another rank."""
+        asked, here = asyncio.ensure_future(self.ask(body)), asyncio.ensure_future(own)
+        await asyncio.wait((asked, here), return_when=asyncio.FIRST_EXCEPTION)
+        if here.done() and here.exception() is not None:
+            await self._settled()
+        if self._error is not None:
+            here.add_done_callback(_ignore)  # in a collective, maybe, until that notices
+            asked.add_done_callback(_ignore)
+            raise self._error
+        if here.done() and (error := here.exception()) is not None:
+            asked.add_done_callback(_ignore)
+            if isinstance(error, (OSError, *_KINDS.values())):
+                raise error
+            reason = f"rank 0 of the trainer failed: {type(error).__name__}: {error}"
+            raise RankError(reason) from error
+        return await here, await asked
+
+    async def close(self) -> None:
+        """The ranks have ended on return.
+
+        The file where they met stays open as long as this process: torch opens it once more when
+        it collects its group, and its number would name another file by then."""
+        self._closing = True
+        for rank in self._ranks:
+            rank.writer.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                for rank in self._ranks:
+                    await rank.process.wait()
+        self._kill()
+        for rank in self._ranks:
+            await rank.process.wait()
+            os.close(rank.beats)
+        for task in self._tasks:
+            task.cancel()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    # --- starting -----------------------------------------------------------------------------
+
+    async def _take_lock(self, path: Path, deadline: float) -> None:
+        """Wait until every process of a former gang is gone."""
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        say_at: float = time.monotonic() + LOCK_QUIET_S
+        while not try_lock(self._lock, fcntl.LOCK_EX):
+            now, who = time.monotonic(), path.read_text() or "unknown"
+            if now > deadline:
+                raise RankError(
+                    f"ranks of the former trainer (process ids {who}) have {path} locked and did "
+                    f"not end within {self._start_s:g} s (coordinator.start_timeout_s)"
+                )
+            if now > say_at:
+                say_at = deadline + 1.0  # once
+                self._say(f"waits until ranks of the former trainer have ended (pids {who})")
+            await asyncio.sleep(LOCK_POLL_S)
+
+    def _enter_processes(self) -> None:
+        """Say in the lock file who is waited for."""
+        if self._lock >= 0:
+            pids = (os.getpid(), *(rank.process.pid for rank in self._ranks))
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, ", ".join(map(str, pids)).encode(), 0)
+
+    async def _launch(self, number: int) -> _Rank:
+        ours, theirs = socket.socketpair()
+        beats, their_beats = os.pipe()
+        os.set_blocking(beats, False)
+        given = Inherited(theirs.fileno(), their_beats, self._meeting, self._lock)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._program,
+                *map(str, (number, os.getpid(), *given)),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[fd for fd in given if fd >= 0],
+            )
+        finally:
+            theirs.close()
+            os.close(their_beats)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return _Rank(number, process, reader, writer, beats)
+
+    # --- watching -----------------------------------------------------------------------------
+
+    async def _read(self, rank: _Rank) -> None:
+        """Replies, until the rank has closed its socket, with which its process ends."""
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                reply: Reply = await receive(rank.reader, Reply)
+                if isinstance(reply, Ready):
+                    rank.ready.set_result(None)
+                elif isinstance(reply, Failed):
+                    await self._failed(rank, reply)
+                elif not (future := rank.waiting.pop(reply.number)).done():
+                    future.set_result(reply.body)
+
+    async def _failed(self, rank: _Rank, reply: Failed) -> None:
+        if reply.kind == DISK:
+            rank.waiting.pop(reply.number).set_exception(OSError(reply.errno, reply.reason))
+        elif error := _KINDS.get(reply.kind):
+            self._lose(error(reply.reason))
+        else:
+            await self._settled()  # another rank may be the cause
+            self._lose(RankError(f"rank {rank.number} of the trainer failed: {reply.reason}"))
+
+    async def _settled(self) -> None:
+        """Wait a little for the end of a rank to be known."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._gone.wait()
+
+    async def _wait(self, rank: _Rank) -> None:
+        how = how_it_ended(await rank.process.wait())
+        self._lose(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
+
+    async def _watch_beats(self) -> None:
+        """Silence is counted in looks of ours: a pause of this process is none of another."""
+        while self._error is None:
+            await asyncio.sleep(BEAT_S)
+            for rank in self._ranks:
+                heard = _drain(rank.beats) or not rank.ready.done()  # its imports take long
+                rank.silent_s = 0.0 if heard else rank.silent_s + BEAT_S
+                if rank.silent_s > self._lease_s:
+                    self._lose(
+                        RankError(
+                            f"rank {rank.number} of the trainer has been silent for "
+                            f"{self._lease_s:g} s (coordinator.node_lease_ms)"
+                        )
+                    )
+
+    def _lose(self, error: Exception) -> None:
+        """One rank is gone: end the others, and have nobody wait for them."""
+        if self._error is not None or self._closing:
+            return
+        self._error = error
+        self._gone.set()
+        self._kill()
+        for rank in self._ranks:
+            futures: list[asyncio.Future[Any]] = [rank.ready, *rank.waiting.values()]
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # it is no news to whoever waits for nothing
+        if isinstance(error, RankError):
+            self._tell_lost(str(error))
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            with suppress(ProcessLookupError):
+                rank.process.kill()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Rank:
+    """Another rank, as rank 0 sees it."""
+
+    def __init__(
+        self,
+        number: int,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        beats: int,
+    ) -> None:
+        self.number, self.process = number, process
+        self.reader, self.writer, self.beats = reader, writer, beats
+        self.silent_s = 0.0
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting: dict[int, asyncio.Future[bytes]] = {}  #: by the number of the order
+
+
+async def serve(given: Inherited, handle: Callable[[bytes], Awaitable[bytes]]) -> None:
+    """Carry out the orders of rank 0, until it has closed its end or is gone. Each order is a task,
+    begun in the order of arrival."""
+    threading.Thread(target=_beat, args=(given.beats,), name="beats", daemon=True).start()
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=given.orders))
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def carry_out(order: Order) -> None:
+        reply: Done | Failed
+        try:
+            reply = Done(number=order.number, body=await handle(order.body))
+        except Exception as error:
+            reply = _failure(order.number, error)
+        writer.write(frame(reply))
+
+    writer.write(frame(Ready()))
+    with suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            task = asyncio.ensure_future(carry_out(await receive(reader, Order)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+def _failure(number: int, error: Exception) -> Failed:
+    """What rank 0 is to raise in the place of this."""
+    if isinstance(error, OSError) and error.errno:
+        reason = error.strerror or str(error)
+        return Failed(number=number, kind=DISK, reason=reason, errno=error.errno)
+    kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
+    text = str(error) if kind else f"{type(error).__name__}: {error}"
+    return Failed(number=number, kind=kind, reason=text, errno=0)
+
+
+def _ignore(task: asyncio.Future[Any]) -> None:
+    """Take the exception of a task that nobody waits for."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _open_file(fd: int) -> Path:
+    """A path to an open file, in this process and in those that have inherited it."""
+    return Path(f"/proc/self/fd/{fd}")
+
+
+def _beat(fd: int) -> None:
+    with suppress(OSError):  # rank 0 is gone
+        while True:
+            os.write(fd, b".")
+            time.sleep(BEAT_S / 2)
+
+
+def _drain(fd: int) -> bytes:
+    """What has come through a pipe since the last look."""
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return b""
+
+
+def frame(message: Order | Reply) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def receive(reader: asyncio.StreamReader, kind: Any) -> Any:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)

@@ -1,0 +1,68 @@
+"""Why repack left a replica as it was: a story for each reason that a plan can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laminar.analysis.log.trajectory_history import Moments
+from laminar.analysis.why.repack_decisions import REASONS, Looks
+from laminar.core.machine import Machine
+from tests.analysis.told_bench import ToldBench
+from tests.core.repack.test_migration import DESTINATION, OTHER, SOURCE, Tail
+
+
+class ToldTail(Tail, ToldBench):
+    """Its story is kept."""
+
+
+def looked(bench: ToldBench) -> dict[str, list[tuple[str, str]]]:
+    """By replica, the reason each time and its figures."""
+    machine, moments, looks = Machine(), Moments(), Looks()
+    for stamped, _ in bench.log:
+        commands = machine.handle(stamped)
+        names = set(machine.state.replicas)
+        looks.take(moments.at(stamped), stamped, commands, machine.state, names)
+    return {
+        name: [(look.reason, look.detail) for look in found] for name, found in looks.of.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason", "detail"),
+    [
+        ({}, SOURCE, "emptied", ""),
+        ({}, DESTINATION, "receives", "1 were to come"),
+        ({}, OTHER, "changed", ""),
+        ({"repack_policy": "best-fit"}, DESTINATION, "full", "4 ran, or were to come, of 4"),
+        ({"repack_prefill_tokens": 1}, SOURCE, "no-gain", "it would have been empty in 5 steps"),
+        ({"total_steps": 3}, SOURCE, "data", ""),
+        (
+            {"groups_per_version": 3, "max_staleness": 3},
+            SOURCE,
+            "bound",
+            "for 2 of the newest weights, where 3",
+        ),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_it_found_when_a_version_was_published(
+    changes: dict[str, Any], name: str, reason: str, detail: str
+) -> None:
+    bench = ToldTail(**changes)
+    bench.publish(1, 1)
+    found, figures = looked(bench)[name][0]
+    assert found == reason and figures.startswith(detail)
+    assert reason in REASONS
+
+
+def test_what_it_found_later() -> None:
+    bench = ToldTail()
+    bench.publish(1, 1)
+    bench.wait(6_000)
+    found = {name: [reason for reason, _ in looks] for name, looks in looked(bench).items()}
+    assert found[OTHER][-1] == "others-first"  # the one that was emptied loads
+    assert (
+        found[DESTINATION][-1] == "not-heard"
+    )  # its engine has not said that it knows of the move

@@ -1,0 +1,124 @@
+"""Two machines that look at each other, played by two threads: what each fault is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from laminar.cluster import doctor_two_nodes
+from laminar.cluster.doctor_two_nodes import Facts, Found, heard, on_this_machine, said
+from laminar.config import dumps, load
+from laminar.run.directory import CONFIG_FILE
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    config = load([], ["model.name=m", "data.dataset=gcd"])
+    (tmp_path / CONFIG_FILE).write_text(dumps(config))
+    return tmp_path
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def set_(**values: object) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(doctor_two_nodes, name, value)
+
+    set_(SEEN_S=5.0, CONNECT_S=5.0)
+    return set_
+
+
+def both(directory: Path) -> list[Found]:
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(on_this_machine, directory, rank) for rank in (0, 1)]
+        return [found for task in tasks for found in task.result(60)]
+
+
+def faults(found: list[Found]) -> list[tuple[str, str]]:
+    return [(each.subject.split()[1], each.text) for each in found if not each.sound]
+
+
+def test_two_sound_machines(directory: Path) -> None:
+    found = both(directory)
+    assert faults(found) == []
+    subjects = [each.subject.split()[1] for each in found]
+    shared = ["directory", "program", "address"]
+    assert subjects == [*shared, *shared, "clock", "renames", "locks"]
+
+
+def test_a_lock_that_the_other_machine_does_not_see(
+    directory: Path, patch: Callable[..., None]
+) -> None:
+    patch(try_lock=lambda fd, kind: True)
+    ((subject, text),) = faults(both(directory))
+    assert subject == "locks" and "resumed beside itself" in text and "nolock" in text
+
+
+def test_a_file_that_is_replaced_and_seen_too_late(
+    directory: Path, patch: Callable[..., None]
+) -> None:
+    write = doctor_two_nodes.write_whole
+
+    def late(path: Path, data: bytes, *, durable: bool) -> None:
+        if data != b"new":
+            write(path, data, durable=durable)
+
+    patch(SEEN_S=1.0, write_whole=late)
+    ((subject, text),) = faults(both(directory))
+    assert subject == "renames" and "within 1 s" in text and "actimeo" in text
+
+
+def test_a_clock_that_is_wrong(directory: Path, patch: Callable[..., None]) -> None:
+    patch(CLOCK_S=-1.0)
+    ((subject, text),) = faults(both(directory))
+    assert subject == "clock" and "NTP" in text
+
+
+def test_a_port_that_is_not_reached(directory: Path, patch: Callable[..., None]) -> None:
+    def refused(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    patch(CONNECT_S=0.5)
+    monkey = doctor_two_nodes.socket.create_connection
+    try:
+        doctor_two_nodes.socket.create_connection = refused  # type: ignore[assignment]
+        found = faults(both(directory))
+    finally:
+        doctor_two_nodes.socket.create_connection = monkey
+    assert {subject for subject, _ in found} == {"address"}
+    assert all("firewall" in text for _, text in found)
+
+
+def test_a_directory_that_the_other_machine_does_not_see(
+    directory: Path, patch: Callable[..., None]
+) -> None:
+    patch(SEEN_S=0.3)
+    ((subject, text),) = faults(on_this_machine(directory, 0))
+    assert subject == "directory" and "all machines share" in text
+    ((subject, text),) = faults(on_this_machine(directory / "none", 1))
+    assert subject == "directory" and "does not see" in text
+
+
+def test_another_version_and_a_name_that_only_its_machine_reaches() -> None:
+    own, other = Facts("a", "1", "x", "10.0.0.1", 1), Facts("b", "2", "y", "127.0.1.1", 1)
+    found = doctor_two_nodes.looked("a program", lambda: doctor_two_nodes._same_version(own, other))
+    assert not found.sound and "1 here and 2 on b" in found.text
+    with doctor_two_nodes.socket.create_server(("127.0.0.1", 0)) as listening:
+        link = doctor_two_nodes._Link(listening, own, other)
+        found = doctor_two_nodes.looked("a address", lambda: link.open(first=True))
+    assert not found.sound and "coordinator.host" in found.text
+
+
+def test_what_two_tasks_say_at_once_is_told_apart() -> None:
+    """srun cuts lines of more than 1,024 bytes, and puts those of another task between."""
+    long = Found("n1 memory", True, "gr\u00f6\u00dfer " * 400)
+    both = [[long, Found("n1 data", False, "no\nrow")], [long]]
+    first, second = ([*said(rank, found)] for rank, found in enumerate(both))
+    assert max(len(line.encode()) for line in first + second) < 1024
+    mixed = [line for pair in zip(first, second, strict=False) for line in reversed(pair)]
+    rest = first[len(second) :] + second[len(first) :]
+    assert heard("\n".join(["a module says [0]", *mixed, *rest])) == both
+    assert heard("\n".join([*first, second[0]])) == both[:1]

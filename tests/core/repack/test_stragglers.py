@@ -1,0 +1,111 @@
+"""Why a replica is not in its tail, and why one that is stays as it is: a reason each."""
+
+from __future__ import annotations
+
+from laminar.core.repack.packing import why_not
+from laminar.core.repack.stragglers import MOVES_MAX, tails, why_not_emptied, why_not_in_tail
+from laminar.core.state.state import Evaluation
+from laminar.names.ids import Purpose, TrajectoryId
+from tests.core.repack.test_migration import (
+    DESTINATION,
+    MOVED,
+    OTHER,
+    SOURCE,
+    Tail,
+    moving,
+    releases,
+)
+from tests.core.repack.test_packing import CAPACITY, standing
+
+
+def work(bench: Tail, name: str = SOURCE) -> str:
+    return why_not_in_tail(bench.state, bench.replica(name))
+
+
+def stay(bench: Tail, name: str = SOURCE) -> str:
+    return why_not_emptied(bench.state, bench.replica(name))
+
+
+def test_what_keeps_a_replica_out_of_its_tail() -> None:
+    bench = Tail()
+    assert not work(bench)  # by the staleness bound
+    bound, bench.state.deadlines = bench.state.deadlines, {}
+    assert work(bench) == "admits"
+    bench.state.deadlines = bound
+    bench.publish(1, 1)
+    replica = bench.replica(OTHER)
+    assert not work(bench, OTHER)
+    bench.gauge(OTHER, waiting=1)
+    assert work(bench, OTHER) == "waiting"
+    bench.gauge(OTHER, max_batch=1)
+    assert work(bench, OTHER) == "full"
+    bench.gauge(OTHER)
+    assert replica.packing is not None
+    replica.packing.asked += 1
+    assert work(bench, OTHER) == "not-heard"
+    replica.packing.asked -= 1
+    running, replica.running = replica.running, {}
+    assert work(bench, OTHER) == "empty"
+    replica.running = running
+    replica.packing = None
+    assert work(bench, OTHER) == "not-heard"
+
+
+def test_what_keeps_its_work_on_a_replica() -> None:
+    bench = moving()
+    assert stay(bench, DESTINATION) == "receives"
+    state, other = bench.state, bench.replica(OTHER)
+    assert not stay(bench, OTHER)
+    trajectory = state.trajectories[next(iter(other.running))]
+    trajectory.waits = 1
+    assert stay(bench, OTHER) == "waited-for"
+    trajectory.waits, trajectory.deaths = 0, 1
+    assert stay(bench, OTHER) == "seen-deaths"
+    trajectory.deaths, state.progress[trajectory.id].moves = 0, MOVES_MAX
+    assert stay(bench, OTHER) == "moved-often"
+    state.relays[other.relay].newest = 0
+    assert stay(bench, OTHER) == "weights-not-here"
+    state.newest = 0
+    assert stay(bench, OTHER) == "no-newer-weights"
+
+
+def test_what_has_not_begun_where_it_was_handed_to_stays() -> None:
+    """The replica has taken the order, and the store has not opened the trajectory yet; the one
+    that gave it away waits for it."""
+    bench = moving()
+    bench.say(SOURCE, bench.released())
+    bench.tell()
+    assert bench.trajectory(MOVED).replica == DESTINATION
+    assert stay(bench, DESTINATION) == "receives"
+    bench.say(DESTINATION, bench.begun(MOVED))
+    assert stay(bench, DESTINATION) == ""
+
+
+def test_held_out_answers_stay_and_an_evaluation_goes_first() -> None:
+    bench = moving()
+    state = bench.state
+    trajectory = state.trajectories[next(iter(bench.replica(OTHER).running))]
+    state.groups[trajectory.group].purpose = Purpose.EVAL
+    assert stay(bench, OTHER) == "held-out"
+    state.evaluation = Evaluation(index=0, version=0, step=0, final=False, queue=[0], total=1)
+    assert stay(bench, OTHER) == "evaluation"
+
+
+def test_what_a_plan_leaves_where_it_is() -> None:
+    source = standing("s", 100, 2)
+    assert why_not(source, [], 0) == "alone"
+    full = standing("f", CAPACITY, 2)
+    assert why_not(source, [full], 0) == "no-room"
+    half = standing("h", 100, 60)
+    assert not why_not(source, [full, half], 0)
+    assert why_not(source._replace(longest=1), [half], 1) == "no-gain"
+
+
+def test_the_reasons_are_those_of_the_plan() -> None:
+    """Whoever has none may be emptied, and is."""
+    bench = Tail(repack_policy="best-fit")
+    emptied = {name for name, _ in releases(bench.publish(1, 1))}
+    assert emptied == {SOURCE, OTHER} or emptied == {SOURCE}
+    assert TrajectoryId(MOVED) in bench.replica(SOURCE).given
+    left = [s.name for found in tails(bench.state).values() for s in found if s.movable]
+    assert not left

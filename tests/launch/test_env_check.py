@@ -1,0 +1,54 @@
+"""What is shown of an environment's reset before a run starts, and what ends the start."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from laminar.config import ConfigError
+from laminar.config.tree import EnvConfig
+from laminar.launch.env_check import show_resets
+from laminar.tasks.data.prompts import PromptRow
+
+pytestmark = pytest.mark.process
+
+ROWS = [PromptRow(i, "Go.", None, {"where": f"room {i}"}, "rooms") for i in range(3)]
+
+
+def shown(tmp_path: Path, reset: str, **env: float) -> list[str]:
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"import os, time\nclass Own:\n    def reset(self, {reset}\n"
+        "    def go(self):\n        'Go.'\n"
+    )
+    out = io.StringIO()
+    show_resets(EnvConfig(path=str(path), **env), ROWS, Console(file=out, soft_wrap=True))
+    return out.getvalue().splitlines()
+
+
+def test_what_reset_says_for_three_rows(tmp_path: Path) -> None:
+    """One that fails does not end the start."""
+    says = "where): return {'room 0': None, 'room 2': where}[where]"
+    first, *lines = shown(tmp_path, says)
+    assert "own.py" in first and "3 rows" in first
+    assert lines[0].split() == ["row", "0", "nothing"] and "'room 2'" in lines[2]
+    assert "FAILED" in lines[1] and "KeyError" in lines[1] and "own.py:3" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("reset", "word"),
+    [
+        ("number): pass", "missing 1 required positional argument: 'number'"),
+        ("**row): raise OSError('no database')", "no database"),
+        ("**row): os._exit(3)", "exit code 3"),
+        ("**row): time.sleep(60)", "longer than env.tool_timeout_s = 0.5 s"),
+    ],
+)
+def test_reset_that_works_for_no_row_is_refused(tmp_path: Path, reset: str, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shown(tmp_path, reset, tool_timeout_s=0.5)
+    said = str(caught.value)
+    assert word in said and "reward.trial = false" in said and "\n" not in said

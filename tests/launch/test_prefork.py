@@ -1,0 +1,65 @@
+"""The node that is started before a run: it becomes one of the run, or nothing is left of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from laminar.actors.system.roles import Needs
+from laminar.config import load
+from laminar.launch import prefork as early_module
+from laminar.launch.prefork import EarlyNode
+from laminar.names import exit_codes
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[EarlyNode]:
+    """Its warm process imports nothing, since that is not what is looked at here."""
+    monkeypatch.setattr(early_module, "needs", lambda *roles, **gpus: {"torch": Needs([], {})})
+    made = EarlyNode(load([], ["model.name=m", "data.dataset=gcd"]), ["relay"])
+    yield made
+    made.close()
+
+
+def warm_process(node: int) -> psutil.Process:
+    """That of the node, once it has begun."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for child in psutil.Process(node).children():
+            if child.name() == "laminar-warm":
+                return child
+        time.sleep(0.02)
+    raise TimeoutError("no warm process")
+
+
+def until_gone(process: psutil.Process) -> None:
+    process.wait(DEADLINE_S)
+
+
+def test_a_mistake_leaves_nothing_of_it(early: EarlyNode) -> None:
+    warm = warm_process(early._process.pid)
+    early.close()
+    assert early._process.returncode == -signal.SIGKILL
+    until_gone(warm)
+
+
+def test_it_ends_with_its_starter(early: EarlyNode) -> None:
+    """Which may be killed while it still checks."""
+    warm = warm_process(early._process.pid)
+    early._socket.close()
+    assert early._process.wait(DEADLINE_S) == exit_codes.COMPLETE
+    until_gone(warm)
+
+
+def test_it_becomes_a_node_of_the_run_that_it_is_told(early: EarlyNode, tmp_path: Path) -> None:
+    """A mistake in the words is a sentence of laminar-node, as by its own command line."""
+    with open(tmp_path / "run.lock", "w") as lock:
+        process = early.go([str(tmp_path / "no-such-run")], lock.fileno())
+        assert process.wait(DEADLINE_S) == exit_codes.USER_ERROR

@@ -1,0 +1,280 @@
+"""Which runs `laminar train --resume` refuses: each in one sentence, with nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar.config import ConfigError, dumps, load
+from laminar.coordinator.loop import settings_of
+from laminar.coordinator.system import RealDisk
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord
+from laminar.events import events as ev
+from laminar.events.codec import decode_event
+from laminar.launch import resume_check
+from laminar.names import exit_codes, ids
+from laminar.run.directory import RESUME_FILE, run_config
+from laminar.run.lock import RunLock
+from laminar.run.user_file import file_digests
+from laminar.training.trainer_state import LearnerFacts, Resume, decode, encode
+from tests.run.conftest import laminar
+from tools.kit.logs import write_log
+from tools.kit.world import World
+from tools.kit.world_parts import Faults
+
+FACTS = LearnerFacts(torch="2", threads=1, micro_batch_tokens=1, reference="", moved={})
+BASE = (
+    "data.dataset=spell_backward",
+    "model.name=org/model",
+    "data.train_batch_size=2",
+    "rollout.group_size=2",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+)
+
+
+def run_of(tmp_path: Path, *overrides: str, step: int = 3) -> Path:
+    """The directory of a run that was cut off when it had completed so many steps, with a
+    checkpoint of step 2; 0: one that has come to its end."""
+    run = tmp_path / "run"
+    place = (f"run.output_dir={tmp_path}", "run.name=run")
+    config = load([], [*place, *BASE, *overrides])
+    settings = msgspec.structs.replace(settings_of(config), start_timeout_ms=60_000)
+    log = World(settings, num_train=30, faults=Faults(save=1.0), seed=3).run().log
+    done = [at for at, (s, _) in enumerate(log, 1) if isinstance(s.event, ev.StepCompleted)]
+    run.mkdir()
+    (run / "config.toml").write_text(dumps(config))
+    write_log(run, log[: done[step - 1] if step else None])
+    if step and config.trainer.save_freq:
+        chain = {t.step_index: t.chain for t in resume_check.state_of(run).trained}[1]
+        checkpoint(run, chain)
+    return run
+
+
+def checkpoint(run: Path, chain: str) -> Path:
+    directory = run / "checkpoints" / "step_2"
+    directory.mkdir(parents=True)
+    made = Resume(version=2, step=2, before=chain, batches=(), learner=FACTS)
+    (directory / RESUME_FILE).write_bytes(encode(made))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(8)
+    (directory / "model.safetensors").write_bytes(data)
+    return directory
+
+
+def content(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def refused(run: Path, *overrides: str) -> str:
+    """Why; nothing in the directory has changed."""
+    before = content(run)
+    with pytest.raises(ConfigError) as error:
+        resume_check.resumed_config(run, [], overrides)
+    assert content(run) == before
+    return str(error.value)
+
+
+def test_a_run_that_was_cut_off_goes_on_with_what_may_be_changed(tmp_path: Path) -> None:
+    """What its checkpoints are ahead of the log by is not looked at."""
+    run = run_of(tmp_path)
+    before = content(run)
+    changed = ["trainer.total_training_steps=9", "rollout.replicas=3", "trainer.test_freq=7"]
+    changed += ["trainer.save_freq=5", "store.payload_gb=0.5", "reward.trial=false"]
+    config = resume_check.resumed_config(run, [], changed)
+    trainer = config.trainer
+    assert (trainer.total_training_steps, trainer.test_freq, trainer.save_freq) == (9, 7, 5)
+    assert config.rollout.replicas == 3 and config.store.payload_gb == 0.5
+    assert not config.reward.trial
+    assert config.run_dir == run and content(run) == before
+    same = resume_check.resumed_config(run, [str(run / "config.toml")], ["seed=5"])
+    with pytest.raises(ConfigError, match="seed = 5, but the run began with 0"):
+        resume_check.check_unchanged(run_config(run), same)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("seed=3", "seed = 3, but the run began with 0: when a run is resumed, only"),
+        ("model.name=other", "model.name = 'other', but the run began with"),
+        ("data.dataset=gsm8k", "data.dataset = 'gsm8k', but the run began with"),
+        ("rollout.group_size=4", "rollout.group_size = 4, but the run began with 2"),
+        ("trainer.save_freq=0", "trainer.save_freq = 0 cannot be set when a run is resumed"),
+        ("trainer.total_training_steps=2", "has completed 3 steps already"),
+    ],
+)
+def test_a_setting_that_may_not_be_changed_is_named(
+    tmp_path: Path, setting: str, said: str
+) -> None:
+    assert said in refused(run_of(tmp_path), setting)
+
+
+def test_a_run_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "is no run directory: it has no config.toml" in refused(tmp_path / "empty")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.toml").write_text(dumps(load([], BASE)))
+    assert "has no event log" in refused(bare)
+    (bare / "events").mkdir()
+    said = refused(bare)
+    assert "has an empty event log" in said and "begin it again, with --move-old" in said
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "trainer.save_freq=0")
+    assert "keeps no checkpoints (trainer.save_freq = 0)" in refused(run)
+
+
+def fork_of(tmp_path: Path) -> Path:
+    """The directory of a fork that was cut off before its trainer was ready."""
+    run = tmp_path / "run"
+    place = (f"run.output_dir={tmp_path}", "run.name=run")
+    config = load([], [*place, *BASE])
+    (stamped, commands), *_ = World(settings_of(config), num_train=30, seed=3).run().log
+    assert isinstance(stamped.event, ev.CoordinatorStarted)
+    origin = ev.Origin(
+        run="runs/other",
+        step=2,
+        version=2,
+        digest="chain",
+        data="d",
+        num_train=30,
+        cursor=4,
+        seed=0,
+        shuffle=True,
+        unfinished=(),
+    )
+    first = msgspec.structs.replace(stamped.event, origin=origin)
+    run.mkdir()
+    (run / "config.toml").write_text(dumps(config))
+    write_log(run, [(msgspec.structs.replace(stamped, event=first), commands)])
+    checkpoint(run, "chain").rename(run / "origin")
+    (run / "checkpoints").rmdir()
+    return run
+
+
+def test_a_fork_without_a_checkpoint_of_its_own_goes_on_with_what_it_began_with(
+    tmp_path: Path,
+) -> None:
+    run = fork_of(tmp_path)
+    assert resume_check.resumed_config(run, [], []).run_dir == run
+    (run / "origin" / RESUME_FILE).write_bytes(b"{")
+    assert f"checkpoint {run / 'origin'} is damaged" in refused(run)
+    shutil.rmtree(run / "origin")
+    said = refused(run)
+    assert f"no checkpoint from step 2 on is in {run / 'checkpoints'}, nor {run / 'origin'}" in said
+
+
+def test_a_run_that_is_complete_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    said = refused(run_of(tmp_path, step=0))
+    assert "is finished after step 4 and cannot be resumed" in said and "--at-step 4" in said
+
+
+def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    lock = RunLock.join(run, "node-0")
+    assert f"is in use by node-0 (pid {os.getpid()})" in refused(run)
+    with pytest.raises(ConfigError, match="is in use by node-0"):
+        RunLock.alone(run, "train")
+    lock.close()
+    RunLock.alone(run, "train").close()
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    with pytest.raises(ConfigError, match="the data have digest other, but the run"):
+        resume_check.check_data(run, "other")
+    (loaded,) = {e.digest for e in map(_event, read_log(RealDisk(run / "events"))) if e}
+    resume_check.check_data(run, loaded)
+
+
+def test_another_file_of_the_users_loss_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def loss(batch): ...")
+    key = "algorithm.policy_loss.loss_mode"
+    run = run_of(tmp_path, f"{key}={mine}:loss")
+    said = refused(run)
+    now = file_digests({key: f"{mine}:loss"})[key]
+    assert f"{key}: its file has digest {now} now, and the run began with one of digest" in said
+    assert "put that one back" in said
+    mine.unlink()
+    assert f"{key} = '{mine}:loss' cannot be read" in refused(run)
+
+
+def _event(item: tuple[object, object]) -> ev.DataLoaded | None:
+    record = item[1]
+    event = decode_event(record.event) if isinstance(record, EventRecord) else None
+    return event if isinstance(event, ev.DataLoaded) else None
+
+
+def _cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _header(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"no")
+
+
+def _words(directory: Path) -> None:
+    (directory / RESUME_FILE).write_text("{}")
+
+
+def _foreign(directory: Path) -> None:
+    found = decode((directory / RESUME_FILE).read_bytes())
+    changed = msgspec.structs.replace(found, before=ids.chained("", ("0.0.0",)))
+    (directory / RESUME_FILE).write_bytes(encode(changed))
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (_cut, "is damaged (model.safetensors is cut off)"),
+        (_header, "is damaged ("),
+        (_words, "is damaged (its trainer.json is damaged"),
+        (_foreign, "is another run's"),
+    ],
+)
+def test_a_checkpoint_that_is_no_good_is_named(
+    tmp_path: Path, harm: Callable[[Path], None], said: str
+) -> None:
+    run = run_of(tmp_path)
+    harm(run / "checkpoints" / "step_2")
+    assert f"checkpoint {run}/checkpoints/step_2 {said}" in refused(run)
+
+
+def test_it_ends_with_the_code_of_a_mistake(tmp_path: Path) -> None:
+    done = laminar("train", "--resume", str(tmp_path))
+    assert (done.returncode, done.stdout) == (exit_codes.USER_ERROR, "")
+    assert done.stderr == (f"laminar: {tmp_path} is no run directory: it has no config.toml\n")
+
+
+def test_a_run_that_was_moved_is_where_it_is_now(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    there = tmp_path / "elsewhere" / "renamed"
+    there.parent.mkdir()
+    run.rename(there)
+    config = resume_check.resumed_config(there, [], [])
+    assert config.run_dir == there and config.run.name == "renamed"
+    resume_check.take_up(config, there, {}).close()
+    assert run_config(there).run_dir == there
+
+
+def test_a_run_without_a_secret_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
+    """And keeps the one that it has; one that others can read is refused before anything else."""
+    run = run_of(tmp_path)
+    config = resume_check.resumed_config(run, [], [])
+    resume_check.take_up(config, run, {}).close()
+    secret = (run / "secret").read_bytes()
+    resume_check.take_up(config, run, {}).close()
+    assert (run / "secret").read_bytes() == secret
+    (run / "secret").chmod(0o644)
+    assert "open to other users (mode 0644)" in refused(run)

@@ -1,0 +1,110 @@
+"""Simulated links: good weather keeps everything in order, bad weather does what it says."""
+
+from __future__ import annotations
+
+import random
+
+from laminar.events.base import COORDINATOR
+from laminar.net.frames import Ack, encode
+from tools.simulator.runtime.network import Garbage, Network, Weather
+from tools.simulator.scheduler import MS, Scheduler
+
+FRAME = encode(Ack("boot", 7))
+
+
+class Wire:
+    """One link and what came over it."""
+
+    def __init__(self, **weather: float) -> None:
+        self.scheduler = Scheduler()
+        self.network = Network(self.scheduler, random.Random(1), delay_ms=1.0)
+        self.network.weather = Weather(**weather, extra_delay_ns=50 * MS)
+        self.link = self.network.link("rollout-0", COORDINATOR)
+        self.came: list[object] = []
+
+    def send(self, *messages: object) -> None:
+        for message in messages:
+            self.network.send(self.link, self.came.append, message)
+
+    def settle(self) -> list[object]:
+        while self.scheduler.step():
+            pass
+        return self.came
+
+
+def test_fair_weather_keeps_order_and_loses_nothing() -> None:
+    wire = Wire()
+    wire.send(*range(100))
+    assert wire.settle() == list(range(100))
+    assert wire.scheduler.now > 0
+
+
+def test_loss_takes_its_share() -> None:
+    wire = Wire(loss=0.3)
+    wire.send(*range(1000))
+    came = wire.settle()
+    assert 600 < len(came) < 800 and came == sorted(came)  # type: ignore[type-var]
+    assert wire.network.lost == 1000 - len(came)
+
+
+def test_duplicates_come_twice() -> None:
+    wire = Wire(duplicate=0.5)
+    wire.send(*range(1000))
+    came = wire.settle()
+    assert 1400 < len(came) < 1600 and set(came) == set(range(1000))
+
+
+def test_reorder_lets_messages_overtake() -> None:
+    wire = Wire(reorder=0.5)
+    wire.send(*range(100))
+    came = wire.settle()
+    assert sorted(came) == list(range(100)) != came  # type: ignore[type-var]
+
+
+def test_flipped_bit_makes_a_frame_unreadable_or_loses_it() -> None:
+    """What could still be read is lost: a checksum would have caught it."""
+    wire = Wire(flip=1.0)
+    wire.send(*[FRAME] * 200)
+    came = wire.settle()
+    assert 0 < len(came) < 200
+    assert all(isinstance(frame, Garbage) and frame != FRAME for frame in came)
+
+
+def test_flipped_bit_loses_what_is_no_frame() -> None:
+    wire = Wire(flip=1.0)
+    wire.send(("a", "request"))
+    assert wire.settle() == [] and wire.network.lost == 1
+
+
+def test_partition_is_one_way_and_counted() -> None:
+    """Two partitions cut a link: it is whole when both are over."""
+    wire = Wire()
+    wire.network.cut("rollout-0", COORDINATOR, +1)
+    wire.network.cut("rollout-0", COORDINATOR, +1)
+    wire.send(1)
+    back = wire.network.link(COORDINATOR, "rollout-0")
+    wire.network.send(back, wire.came.append, "back")
+    wire.network.cut("rollout-0", COORDINATOR, -1)
+    wire.send(2)
+    wire.network.cut("rollout-0", COORDINATOR, -1)
+    wire.send(3)
+    assert wire.settle() == ["back", 3]
+
+
+def test_clogged_link_holds_what_is_sent() -> None:
+    wire = Wire()
+    wire.network.clog("rollout-0", COORDINATOR)
+    wire.send(1, 2)
+    assert wire.settle() == []
+    wire.network.unclog("rollout-0", COORDINATOR)
+    assert wire.settle() == [1, 2]
+
+
+def test_healing_ends_weather_partitions_and_clogs() -> None:
+    wire = Wire(loss=1.0)
+    wire.network.clog("rollout-0", COORDINATOR)
+    wire.send(1)
+    wire.network.cut("rollout-0", COORDINATOR, +1)
+    wire.network.heal()
+    wire.send(2)
+    assert wire.settle() == [1, 2]

@@ -1,0 +1,241 @@
+"""The parts of the simulator by themselves: time, requests, engines, lengths, configs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar.config import ConfigError
+from laminar.engines.emulated.batch_clock import BatchClock, Sequence
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
+from tools.kit.sim_worlds import calm, config
+from tools.simulator.config import SimConfig, load
+from tools.simulator.faults.faults import KINDS
+from tools.simulator.scenario import BOUNDARIES, draw, stream
+from tools.simulator.scheduler import SECOND, Scheduler
+from tools.simulator.world import World
+
+ROOT = Path(__file__).parents[2]
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def test_things_happen_in_order_of_time_then_of_planning() -> None:
+    scheduler, seen = Scheduler(), []
+    for when, name in ((5, "c"), (1, "a"), (5, "d"), (1, "b")):
+        scheduler.at(when, seen.append, name)
+    while scheduler.step():
+        seen.append(str(scheduler.now))
+    assert seen == ["a", "1", "b", "1", "c", "5", "d", "5"]
+
+
+def test_streams_of_other_concerns_are_other_streams() -> None:
+    assert stream(1, "a").random() == stream(1, "a").random() != stream(1, "b").random()
+    assert stream(1, "a").random() != stream(2, "a").random()
+
+
+@pytest.mark.parametrize(("group_size", "waits"), [(4, {1_000, 5_000}), (11, {5_000})])
+def test_a_batch_waits_long_for_large_groups(group_size: int, waits: set[int]) -> None:
+    swarm = config(group_size=group_size, batch_wait_ms=(1_000, 5_000))
+    assert {draw(swarm, seed).settings.batch_wait_ms for seed in range(20)} == waits
+
+
+# --- timing -------------------------------------------------------------------------------------
+
+
+def test_response_lengths_have_a_long_tail() -> None:
+    """p99 is ten times the median, and the same seed has the same length."""
+    lengths = ResponseLengths(median=100, limit=10_000)
+    drawn = sorted(lengths.of(seed) for seed in range(20_000))
+    assert drawn[0] >= 1 and lengths.of(7) == lengths.of(7)
+    assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
+    assert drawn[19_800] == pytest.approx(1_000, rel=0.15)
+
+
+def test_response_lengths_end_at_the_limit() -> None:
+    assert max(ResponseLengths(median=100, limit=150).of(seed) for seed in range(1_000)) == 150
+
+
+def test_larger_batches_decode_more_tokens_a_little_slower() -> None:
+    timing = EngineTiming(step_us=8_000, sequence_us=60, prefill_tokens_per_s=10_000)
+    assert timing.step_ns(1) == 8_060_000
+    assert timing.step_ns(1) < timing.step_ns(64) < 2 * timing.step_ns(1)
+    assert timing.prefill_ns(5_000) == 0.5e9
+
+
+# --- the engine ---------------------------------------------------------------------------------
+
+
+class Bench:
+    """An engine alone in a world."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.world = World(calm(), 1)
+        self.process = self.world.processes["rollout-0"]
+        self.process.boot, self.process.alive = 1, True
+        self.process.model = self  # type: ignore[assignment]
+        self.finished: list[str] = []
+        timing = EngineTiming(step_us=1e6, sequence_us=0)  # a token a second
+        self.engine = BatchClock(self.process, timing, slots, self._on_finished)
+
+    def _on_finished(self, finished: list[Sequence]) -> None:
+        self.finished += [sequence.id for sequence in finished]
+
+    def add(self, name: str, total: int, done: int = 0, hangs: bool = False) -> Sequence:
+        sequence = Sequence(name, done, total, hangs)
+        self.engine.add(sequence)
+        return sequence
+
+    def pause(self) -> None:
+        self.engine.freeze()
+
+    def resume(self) -> None:
+        self.engine.thaw()
+
+    def until(self, second: float) -> None:
+        marks: list[int] = []
+        self.world.scheduler.at(int(second * SECOND), marks.append, 1)
+        while not marks:
+            self.world.scheduler.step()
+        if not self.process.paused:
+            self.engine.advance()
+
+
+def test_sequences_advance_together_and_end_in_order() -> None:
+    bench = Bench()
+    long, short = bench.add("long", 10), bench.add("short", 4)
+    bench.until(3.5)
+    assert (bench.engine.tokens(long), bench.engine.tokens(short)) == (3, 3)
+    assert bench.finished == []
+    bench.until(4.5)
+    assert bench.finished == ["short"]
+    bench.until(10.5)
+    assert bench.finished == ["short", "long"]
+
+
+def test_a_full_engine_lets_others_wait() -> None:
+    bench = Bench(slots=1)
+    bench.add("a", 3)
+    waiting = bench.add("b", 2)
+    bench.until(2.5)
+    assert (bench.engine.running, bench.engine.waiting) == (1, 1)
+    assert bench.engine.tokens(waiting) == 0
+    bench.until(5.5)
+    assert bench.finished == ["a", "b"]
+
+
+def test_resumed_sequence_generates_only_the_rest() -> None:
+    bench = Bench()
+    bench.add("r", total=10, done=8)
+    bench.until(1.5)
+    assert bench.finished == []
+    bench.until(2.5)
+    assert bench.finished == ["r"]
+
+
+def test_aborted_and_hanging_sequences_never_end() -> None:
+    bench = Bench()
+    bench.add("hung", 3, hangs=True)
+    bench.add("gone", 3)
+    bench.until(1.5)
+    bench.engine.abort("gone")
+    bench.until(20)
+    assert bench.finished == [] and bench.engine.running == 1
+
+
+def test_slow_and_paused_engines_take_longer() -> None:
+    bench = Bench()
+    bench.add("s", 4)
+    bench.until(2)
+    bench.process.pause()
+    bench.until(10)
+    assert bench.finished == []
+    bench.process.slow = 3.0
+    bench.process.resume()
+    bench.until(15.9)
+    assert bench.finished == []
+    bench.until(16.1)
+    assert bench.finished == ["s"]
+
+
+# --- configs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["small", "1024", "repack", "agents", "sources"])
+def test_shipped_configs_are_legal(name: str) -> None:
+    config = load(ROOT / "configs" / f"sim_{name}.toml", KINDS)
+    for seed in range(20):
+        draw(config, seed)
+
+
+def test_small_config_is_the_default_swarm() -> None:
+    """But for [repack]: its worlds hand more over."""
+    small = load(ROOT / "configs" / "sim_small.toml", KINDS)
+    assert msgspec.structs.replace(small, repack=SimConfig().repack) == SimConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[work]\nreplica = 3\n", "unknown key work.replica; did you mean 'replicas'?"),
+        ("[wrok]\n", "unknown section [wrok]; did you mean 'work'?"),
+        ("[work]\nreplicas = 'two'\n", "Expected `int | array`, got `str` - at `$.work.replicas`"),
+        ("[faults]\nmenu = ['fire']\n", "faults.menu names 'fire'; there are replica-dies"),
+        ("work = [\n", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_config_are_named(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "sim.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(file, KINDS)
+    assert told in str(error.value) and str(file) in str(error.value)
+
+
+def test_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(tmp_path / "none.toml", KINDS)
+
+
+def test_every_choice_is_drawn_at_its_boundaries_too_and_what_is_none_is_not() -> None:
+    often = SimConfig(work=msgspec.structs.replace(SimConfig().work, boundary_share=0.3))
+    drawn = [draw(often, seed) for seed in range(300)]
+    for key, values in BOUNDARIES.items():
+        if key in (
+            "slots",
+            "fork_step",
+        ):  # a group fits in an engine; a fork has more than its step
+            continue
+        found = {getattr(d, key, getattr(d.settings, key, None)) for d in drawn}
+        assert found >= set(values), key
+    forks = {d.origin.step for d in drawn if d.origin is not None}
+    assert forks >= {1, 10} and min(d.slots for d in drawn) == 2
+    exact = [d for d in drawn if d.num_train == d.settings.groups_per_step * d.settings.total_steps]
+    assert len(exact) > 30
+    made = msgspec.structs.replace(often.work, replicas=4, num_train=40, total_steps=3)
+    drawn = [draw(SimConfig(work=made), seed) for seed in range(50)]
+    assert {(d.replicas, d.num_train) for d in drawn} == {(4, 40)}
+
+
+def test_a_world_with_a_policy_has_tails_and_is_the_same_otherwise() -> None:
+    """The draw of everything else does not change with what [repack] has of its own."""
+    small = load(ROOT / "configs" / "sim_small.toml", KINDS)
+    keys = {"max_staleness": None, "median_tokens": None, "progress_ms": None}
+    plain = msgspec.structs.replace(small, repack=msgspec.structs.replace(small.repack, **keys))
+    packed = 0
+    for seed in range(1, 41):
+        drawn, other = draw(small, seed), draw(plain, seed)
+        if drawn.settings.repack_policy:
+            packed += 1
+            assert drawn.settings.max_staleness > 0 and drawn.lengths.median == 200
+            settings = msgspec.structs.replace(
+                drawn.settings, max_staleness=other.settings.max_staleness
+            )
+            drawn = msgspec.structs.replace(
+                drawn, settings=settings, lengths=other.lengths, progress_ns=other.progress_ns
+            )
+        assert drawn == other
+    assert 20 < packed < 40

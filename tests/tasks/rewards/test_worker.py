@@ -1,0 +1,86 @@
+"""The worker process alone: its channel, and that it never outlives its use."""
+
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.pipe_frames import LENGTH, frame
+from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardResult, RewardSpec
+from laminar.tasks.rewards.worker import Ready, Refused, Scored, Start
+
+pytestmark = pytest.mark.process
+
+
+def start(tmp_path, body, limit_s=1000.0):
+    path = tmp_path / "reward.py"
+    path.write_text(f"import os, re, time\ndef f(completion): {body}")
+    spec = RewardSpec(
+        "trajectory", [FunctionSpec("custom", style="single", path=str(path), name="f")]
+    )
+    return Start(spec, limit_s)
+
+
+CALL = RewardCall(PromptRow(0, "q", "a", {}, "test"), [("x", [1])])
+
+
+def talk(worker, message):
+    worker.stdin.write(frame(message))
+    worker.stdin.flush()
+
+
+def hear(worker):
+    body = worker.stdout.read(LENGTH.unpack(worker.stdout.read(LENGTH.size))[0])
+    return msgspec.msgpack.decode(body, type=Ready | Refused | Scored)
+
+
+@pytest.fixture
+def worker():
+    command = [sys.executable, "-m", "laminar.tasks.rewards.worker"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_busy_worker_dies_when_stdin_closes(worker, tmp_path):
+    talk(worker, start(tmp_path, "time.sleep(1000)"))
+    assert hear(worker) == Ready()
+    talk(worker, CALL)
+    worker.stdin.close()
+    assert worker.wait(timeout=20) == -signal.SIGKILL
+
+
+def test_an_idle_worker_ends_by_itself_when_stdin_closes(worker, tmp_path):
+    talk(worker, start(tmp_path, "return 1.0"))
+    assert hear(worker) == Ready()
+    talk(worker, CALL)
+    assert hear(worker) == Scored([RewardResult(1.0)])
+    worker.stdin.close()
+    assert worker.wait(timeout=20) == 0
+
+
+def test_a_worker_that_its_parent_forgot_ends_at_its_limit(worker, tmp_path):
+    """A long match holds the interpreter, so that no thread of the worker can run."""
+    talk(worker, start(tmp_path, "return float(bool(re.match('(a+)+$', 'a' * 64 + 'b')))", 0.3))
+    assert hear(worker) == Ready()
+    talk(worker, CALL)
+    assert worker.wait(timeout=20) == 1
+
+
+def test_a_refusal_says_why(worker, tmp_path):
+    talk(worker, start(tmp_path, "return 1.0\nraise ValueError('boom')"))
+    reply = hear(worker)
+    assert isinstance(reply, Refused)
+    assert "reward.py does not import: ValueError: boom (reward.py:3)" in reply.reason
+
+
+def test_a_worker_loads_no_heavy_library():
+    code = "import sys, laminar.tasks.rewards.worker as w; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    heavy = {"torch", "transformers", "numpy", "reasoning_gym", "math_verify", "pyarrow", "sympy"}
+    assert not heavy & loaded

@@ -1,0 +1,268 @@
+"""What several ranks publish and save is, byte for byte, what one process does."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from laminar.actors.trainer import NO_PROBE
+from laminar.run.directory import RESUME_FILE
+from laminar.training.checkpoints import checkpoint
+from laminar.training.checkpoints.file_digests import CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE
+from laminar.training.distributed_learner import Row, row_of, sample_of
+from laminar.training.learner import Learner
+from laminar.training.model.lora_targets import ADAPTER_FILE
+from laminar.training.model.policy import load_critic, load_policy, named_weights
+from laminar.training.steps import TrainSample
+from laminar.training.threaded import ThreadedFiles
+from laminar.training.trainer_state import CheckpointError, Resume, decode, encode
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.checkpoint import describe
+from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.tensors import write_tensors
+from tools.kit import rank_cases
+from tools.kit.extras import needs_peft
+from tools.kit.rank_cases import PROBE, VOCAB, make_config, make_samples
+from tools.kit.rank_group import RankGroup
+
+FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "generation_config.json")
+CRITIC_FILES = (CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
+PPO = {"algorithm.adv_estimator": "gae", "critic.lr": 0.01}
+SETTINGS = {"optim.lr": 0.01, "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
+
+
+class OneProcess:
+    """A learner that is not sharded, and what it saves."""
+
+    def __init__(self, source: Path, settings: dict[str, Any], *, double: bool = False) -> None:
+        self.source, self.config = source, make_config(settings)
+        adapt = self.config if self.config.lora.rank else None
+        policy = load_policy(str(source), "cpu", tokenizer_size=VOCAB, adapt=adapt)
+        critic = None
+        if self.config.has_critic:
+            critic = load_critic(str(source), "cpu", tokenizer_size=VOCAB)
+        for each in (policy, critic) if double else ():
+            each.model.double()
+        self.learner = Learner(self.config, policy, critic=critic)
+        shapes = [(name, tuple(t.shape)) for name, t in self.weights()]
+        self.specs = mf.layout(shapes, "float32")
+
+    def train(self, *steps: int) -> None:
+        """The first gradient of a critic is its head's alone."""
+        for step in steps:
+            self.learner.train_step(make_samples(), step)
+
+    def weights(self) -> Any:
+        return named_weights(self.learner.policy.model)
+
+    def version(self) -> bytes:
+        view = np.empty(mf.check_tensors(self.specs), dtype=np.uint8)
+        write_tensors(view, self.specs, self.weights())
+        return view.tobytes()
+
+    def digest(self) -> str:
+        facts = {"version": 2, "step": 1, "specs": self.specs, "probe": NO_PROBE}
+        return describe(tensors=self.weights(), **facts).digest
+
+    async def save(self, directory: Path) -> Path:
+        files = ThreadedFiles(lambda: self.learner, str(self.source), describe)
+        facts = self.learner.facts()
+        found = Resume(version=2, step=1, before="", batches=(), learner=facts)
+        directory.mkdir()
+        await files.write(directory, await files.copy(), {RESUME_FILE: encode(found)})
+        return directory
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    rank_cases.make_model(3).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def settings_of(source: Path) -> dict[str, Any]:
+    return {**SETTINGS, "model.name": str(source)}
+
+
+def run(ranks: RankGroup, size: int, script: str, *args: Any, **options: Any) -> Any:
+    """What rank 0 says."""
+    return ranks.call(size, "on_ranks", script, *args, **options)[0]
+
+
+def flat(scores: list[list[float]]) -> list[float]:
+    return [score for row in scores for score in row]
+
+
+@pytest.mark.parametrize(("offload", "size", "more"), [("none", 3, PPO), ("all", 1, {})])
+def test_ranks_load_score_train_and_publish_as_one_process(
+    offload: str,
+    size: int,
+    more: dict[str, Any],
+    source: Path,
+    tmp_path: Path,
+    ranks: RankGroup,
+) -> None:
+    """A critic is not among what is published."""
+    settings = settings_of(source) | more
+    one, samples = OneProcess(source, settings), make_samples()
+    before = one.learner.score(PROBE)
+    expected = one.learner.train_step(samples, 3)
+    slot = tmp_path / "slot"
+    result, *scores, digest = run(
+        ranks,
+        size,
+        "publish",
+        settings | {"trainer.offload": offload},
+        str(slot),
+        samples,
+    )
+    assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
+    assert flat(scores[1]) == pytest.approx(flat(one.learner.score(PROBE)), abs=1e-3)
+    memory = {name for name in result.metrics if name.endswith("_gb")}
+    assert memory == {"perf/max_resident_gb", "perf/estimated_memory_gb"}
+    metrics = {name: result.metrics[name] for name in result.metrics.keys() - memory}
+    assert metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
+    published = np.frombuffer(slot.read_bytes(), np.float32)
+    assert published == pytest.approx(np.frombuffer(one.version(), np.float32), abs=1e-3)
+    view = np.fromfile(slot, dtype=np.uint8)
+    facts = {"version": 2, "step": 1, "tensors": one.specs, "probe": NO_PROBE}
+    assert digest == manifest_of(view, **facts).digest
+
+
+async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    settings = settings_of(source) | PPO
+    one = OneProcess(source, settings)
+    one.train(2, 3)
+    saved = await one.save(tmp_path / "one")
+    for size in (1, 2, 3, 4):
+        target = tmp_path / f"by {size}"
+        digest = run(ranks, size, "save_again", settings, str(saved), str(target))
+        assert digest == one.digest()
+        assert files_of(target) == files_of(saved)
+        assert decode((target / RESUME_FILE).read_bytes()).learner.ranks == size
+    checkpoint.load(target, one.learner)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in FILES + CRITIC_FILES}
+
+
+@needs_peft
+async def test_ranks_publish_save_and_export_adapters_as_one_process(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    settings = settings_of(source) | {"lora.rank": 3, "algorithm.use_kl_loss": True}
+    one = OneProcess(source, settings | {"algorithm.use_kl_loss": False})
+    begun = one.digest()
+    one.learner.train_step(make_samples(), 3)
+    saved = await one.save(tmp_path / "one")
+    for size in (2, 3):
+        target = tmp_path / f"by {size}"
+        run(ranks, size, "save_again", settings, str(saved), str(target))
+        for name in ("optimizer.safetensors", ADAPTER_FILE):
+            assert (target / name).read_bytes() == (saved / name).read_bytes()
+        assert apart(saved, target) <= 1e-6
+        checkpoint.load(target, one.learner)
+    exported = tmp_path / "export"
+    run(ranks, 2, "export", settings, str(exported))
+    same = OneProcess(exported, settings_of(exported))
+    assert same.digest() == begun == OneProcess(source, settings_of(source)).digest()
+    assert (exported / ADAPTER_FILE).is_file()
+
+
+async def test_training_goes_on_with_other_ranks(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    """From one checkpoint, by 2, 1 and 3 ranks in turn, in float64."""
+    settings, samples = settings_of(source) | PPO, make_samples(seed=1)
+    with rank_cases.in_double():
+        one = OneProcess(source, settings, double=True)
+        one.train(2, 3)
+        saved = before = await one.save(tmp_path / "one")
+        expected = one.learner.train_step(samples, 4)
+        after = await one.save(tmp_path / "one and a step")
+    for turn, size in enumerate((2, 1, 3)):
+        target = tmp_path / f"turn {turn}"
+        args = (settings, str(before), str(target), samples)
+        _, result = run(ranks, size, "go_on", *args, double=True)
+        assert files_of(target) == files_of(saved)
+        norms = [u.grad_norm for u in expected.updates]
+        assert [u.grad_norm for u in result.updates] == pytest.approx(norms, rel=1e-12)
+        assert apart(after, Path(f"{target} and a step")) <= 1e-9
+        before = target
+    target = tmp_path / "planted"
+    args = (settings, str(saved), str(target), samples)
+    run(ranks, 2, "go_on", *args, double=True, planted="not resharded")
+    assert apart(after, Path(f"{target} and a step")) > 1e-3
+
+
+def apart(one: Path, other: Path) -> float:
+    """Largest distance of a tensor of two checkpoints, relative to its largest element."""
+    found = []
+    for path in one.rglob("*.safetensors"):
+        tensors, others = load_file(path), load_file(other / path.relative_to(one))
+        assert tensors.keys() == others.keys()
+        found += [
+            (t - others[key]).abs().max() / t.abs().max().clamp(min=1e-30)
+            for key, t in tensors.items()
+        ]
+    return float(max(found))
+
+
+async def test_bugs_of_what_is_saved_and_published_are_seen(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    settings = settings_of(source) | PPO
+    one = OneProcess(source, settings)
+    one.train(2, 3)
+    saved = await one.save(tmp_path / "one")
+
+    def differs(planted: str) -> set[str]:
+        """What of a checkpoint, and whether its digest, is not as it was."""
+        target = tmp_path / f"by {planted}"
+        args = (settings, str(saved), str(target))
+        digest = run(ranks, 2, "save_again", *args, planted=planted)
+        found, expected = files_of(target), files_of(saved)
+        names = {name for name in expected if found[name] != expected[name]}
+        try:
+            checkpoint.check(target)
+        except CheckpointError:
+            names.add("damaged")
+        return names | ({"digest"} if digest != one.digest() else set())
+
+    assert differs("") == set()
+    both = {"model.safetensors", "digest"}
+    assert differs("tied by address") == both
+    assert differs("rows elsewhere") == {*both, "optimizer.safetensors", *CRITIC_FILES}
+    assert differs("others write late") == {"digest", "damaged"}
+
+
+def test_buffers_that_are_in_no_file_are_made(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    args = ("export", settings_of(source), str(tmp_path / "export"))
+    expected = flat(OneProcess(source, settings_of(source)).learner.score(PROBE))
+    assert flat(run(ranks, 2, *args)) == pytest.approx(expected, abs=1e-5)
+    shutil.rmtree(tmp_path / "export")
+    wrong = flat(run(ranks, 2, *args, planted="buffers as they are"))
+    assert wrong != pytest.approx(expected, abs=1e-2)
+
+
+def test_a_rank_is_sent_all_of_a_sample_but_what_ranks_work_out() -> None:
+    """Each works out advantages from the whole batch, which may give one to each token."""
+    assert {f.name for f in fields(TrainSample)} - set(Row.__struct_fields__) == {
+        "advantage",
+        "penalty",
+        "values",
+    }
+    sample = make_samples()[0]
+    again = sample_of(row_of(replace(sample, advantage=3.0, penalty=-1.0, values=np.ones(9))))
+    for field in fields(TrainSample):
+        np.testing.assert_array_equal(getattr(again, field.name), getattr(sample, field.name))

@@ -1,0 +1,216 @@
+"""The processes of a trainer's ranks: orders, the end of one, silence, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from laminar.config import ConfigError, load
+from laminar.training.rank_processes import Gang, RankError
+from laminar.training.trainer_state import CheckpointError
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[2]
+WORDS = [
+    "model.name=m",
+    "data.dataset=spell_backward",
+    "coordinator.heartbeat_ms=100",
+    "coordinator.lease_ms=300",
+    "coordinator.node_lease_ms=2000",
+]
+
+
+def rank_program(mode: str = "") -> list[str]:
+    return [sys.executable, "-m", "tests.training.rank_program", mode]
+
+
+class Told:
+    """A gang, and what it says."""
+
+    def __init__(
+        self, ranks: int, *settings: str, lock: Path | None = None, mode: str = ""
+    ) -> None:
+        self.lost: list[str] = []
+        self.said: list[str] = []
+        config = load([], [*WORDS, f"trainer.ranks={ranks}", *settings])
+        self.gang = Gang(
+            config, rank_program(mode), lock=lock, lost=self.lost.append, say=self.said.append
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        found = [p for p in psutil.Process().children() if "rank_program" in " ".join(p.cmdline())]
+        return sorted(found, key=lambda process: int(process.cmdline()[4]))
+
+
+@asynccontextmanager
+async def started(ranks: int, *settings: str, lock: Path | None = None) -> AsyncIterator[Told]:
+    told = Told(ranks, *settings, lock=lock)
+    try:
+        await told.gang.start()
+        yield told
+    finally:
+        await told.gang.close()
+    assert not told.processes()
+
+
+async def test_orders_are_begun_in_their_order_and_answered_by_rank() -> None:
+    async with started(3) as told:
+        waits = asyncio.ensure_future(told.gang.ask(b"wait"))
+        beside = asyncio.ensure_future(told.gang.ask(b"beside"))
+        assert await beside == [b"1: wait beside", b"2: wait beside"]
+        assert not waits.done()
+        large = b"x" * (1 << 20)
+        assert await told.gang.ask(large) == [b"%d: wait beside %b" % (r, large) for r in (1, 2)]
+        await told.gang.ask(b"go")
+        assert [reply[:8] for reply in await waits] == [b"1: wait ", b"2: wait "]
+        assert Path(told.gang.meeting).exists()
+    assert told.lost == []
+
+
+async def test_what_a_rank_raises_comes_back_as_it_is() -> None:
+    async with started(3) as told:
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            await told.gang.ask(b"disk 2")
+        assert raised.value.errno == 28
+        assert len(await told.gang.ask(b"again")) == 2, "a full disk may have room later"
+        with pytest.raises(CheckpointError, match=r"^the file is cut off$"):
+            await told.gang.ask(b"checkpoint 1")
+    assert told.lost == [], "who asked knows it"
+    async with started(2) as told:
+        with pytest.raises(ConfigError, match=r"^the model is another$"):
+            await told.gang.ask(b"config")
+    async with started(3) as told:
+        waits = asyncio.ensure_future(told.gang.ask(b"wait 1"))
+        with pytest.raises(RankError, match=r"^rank 2 of the trainer failed: ValueError: a bug$"):
+            await told.gang.ask(b"bug 2")
+        with pytest.raises(RankError, match="rank 2"):
+            await waits
+        assert told.lost == ["rank 2 of the trainer failed: ValueError: a bug"]
+
+
+async def test_the_end_of_one_is_the_end_of_all() -> None:
+    async with started(3) as told:
+        waits = asyncio.ensure_future(told.gang.ask(b"wait"))
+        one, two = told.processes()
+        one.kill()
+        with pytest.raises(
+            RankError, match=r"^rank 1 of the trainer has ended \(killed by SIGKILL"
+        ):
+            await waits
+        with pytest.raises(RankError, match="rank 1"):
+            await told.gang.ask(b"more")
+        two.wait(60)
+        assert len(told.lost) == 1
+    async with started(2) as told:
+        with pytest.raises(RankError, match=r"^rank 1 of the trainer has ended \(exit code 7\)$"):
+            await told.gang.ask(b"end")
+
+
+async def test_a_rank_that_stands_still_is_named_and_ended() -> None:
+    async with started(3) as told:
+        waits = asyncio.ensure_future(told.gang.ask(b"wait"))
+        _, two = told.processes()
+        two.suspend()
+        with pytest.raises(RankError, match=r"^rank 2 of the trainer has been silent for 2 s"):
+            await waits
+        two.wait(60)
+
+
+async def test_the_failure_of_rank_0_is_told_as_its_cause() -> None:
+    """A collective fails on rank 0 as soon as another rank is gone."""
+    async with started(2) as told:
+        (one,) = told.processes()
+
+        async def collective(kill: bool) -> str:
+            if kill:
+                one.kill()
+            raise RuntimeError("Connection closed by peer")
+
+        async def good() -> str:
+            return "good"
+
+        assert await told.gang.together(b"a", good()) == ("good", [b"1: a"])
+        with pytest.raises(OSError, match="No space"):
+            await told.gang.together(b"disk", good())
+        with pytest.raises(RankError, match=r"^rank 0 of the trainer failed: .*Connection closed"):
+            await told.gang.together(b"b", collective(kill=False))
+        with pytest.raises(RankError, match="rank 1 of the trainer has ended"):
+            await told.gang.together(b"c", collective(kill=True))
+
+
+async def test_the_file_where_ranks_met_is_the_same_after_their_end() -> None:
+    """A group of torch opens it when it is collected; what it finds there then it writes to."""
+    async with started(2) as told:
+        meeting = told.gang.meeting
+    assert meeting.readlink().name.startswith("memfd:laminar-ranks")
+
+
+async def test_who_does_not_begin_is_named() -> None:
+    told = Told(3, "coordinator.start_timeout_s=1", mode="late")
+    with pytest.raises(RankError, match=r"^rank 1, 2 of the trainer has not begun within 1 s"):
+        await told.gang.start()
+    await told.gang.close()
+    assert not told.processes()
+
+
+async def test_ranks_wait_until_those_of_the_former_trainer_are_gone(tmp_path: Path) -> None:
+    lock = tmp_path / "trainer.lock"
+    with lock.open("w") as former:
+        former.write("11, 12")
+        former.flush()
+        fcntl.flock(former, fcntl.LOCK_EX)
+        told = Told(2, "coordinator.start_timeout_s=1.5", lock=lock)
+        with pytest.raises(
+            RankError, match=r"former trainer \(process ids 11, 12\) have .* locked"
+        ):
+            await told.gang.start()
+        assert told.processes() == [] and "pids 11, 12" in told.said[0]
+        await told.gang.close()
+        told = Told(2, lock=lock)
+        starting = asyncio.ensure_future(told.gang.start())
+        while not told.said:
+            await asyncio.sleep(0.01)
+        assert told.processes() == []
+    await starting
+    assert lock.read_text() == f"{os.getpid()}, {told.processes()[0].pid}"
+    await told.gang.close()
+
+
+OF_ITS_OWN = """
+import asyncio, sys
+from tests.training.test_rank_processes import Told
+from pathlib import Path
+async def main():
+    told = Told(2, lock=Path(sys.argv[1]))
+    await told.gang.start()
+    print(*(p.pid for p in told.processes()), flush=True)
+    await told.gang.ask(b"wait")
+asyncio.run(main())
+"""
+
+
+def test_ranks_end_with_rank_0_and_give_the_lock_back(tmp_path: Path) -> None:
+    """However it ended, and also while they stand still."""
+    lock = tmp_path / "trainer.lock"
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", OF_ITS_OWN, str(lock)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert rank_0.stdout is not None
+    other = psutil.Process(int(rank_0.stdout.readline()))
+    other.send_signal(signal.SIGSTOP)
+    rank_0.kill()
+    rank_0.wait()
+    with lock.open() as free:
+        fcntl.flock(free, fcntl.LOCK_EX)  # waits for the rank
+    psutil.wait_procs([other], timeout=60)
+    assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,51 @@
+"""Who imports whom, in the package, the tools and the tests.
+
+Reads   laminar/, tools/, tests/
+Gives   Imports: `distances`, how many imports lie between a module and each file that uses it
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict, deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Imports:
+    """The imports of all files, backwards."""
+
+    def __init__(
+        self, root: Path = ROOT, folders: tuple[str, ...] = ("laminar", "tools", "tests")
+    ) -> None:
+        self._known = {}
+        for folder in folders:
+            for file in sorted((root / folder).rglob("*.py")):
+                path = str(file.relative_to(root))
+                self._known[path.removesuffix(".py").removesuffix("/__init__")] = path
+        self._users = defaultdict[str, set[str]](set)  #: of a file, by path
+        for path in self._known.values():
+            for used in self._used(path, (root / path).read_text()):
+                self._users[used].add(path)
+
+    def _used(self, path: str, source: str) -> set[str]:
+        names = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        places = {name.replace(".", "/") for name in names}
+        return {self._known[place] for place in places & self._known.keys()} - {path}
+
+    def distances(self, path: str) -> dict[str, int]:
+        """Every file that uses this one, by the number of imports from there to here."""
+        found, waiting = {path: 0}, deque([path])
+        while waiting:
+            used = waiting.popleft()
+            for user in sorted(self._users[used]):
+                if user not in found:
+                    found[user] = found[used] + 1
+                    waiting.append(user)
+        return found

@@ -1,0 +1,171 @@
+"""Row 4: kept logs still lead to the decisions that are in them.
+
+Reads   tests/golden: MANIFEST.json and a file for each log
+Gives   ROWS; Golden, `manifest`, `follow`, `problem` for the test and for tools/make/golden.py
+
+A log is followed as a coordinator would: from its first event, from every snapshot, and one step
+beyond its end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from laminar.core.rules import LOGIC_VERSION, LogicError
+from laminar.core.state.state import digest
+from laminar.eventlog.reader import NotInHistory
+from laminar.eventlog.record import LogRefused
+from laminar.eventlog.replay import Replay, replay
+from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.snapshot import Snapshot, snapshots
+from laminar.events.base import COORDINATOR, Stamped
+from laminar.names.ports import Disk
+from tools.check.rows.base import Figure, Gate, Row
+from tools.kit.world_parts import coordinator_started
+from tools.simulator.runtime.disk import SimDisk
+
+GOLDEN = Path(__file__).resolve().parents[3] / "tests" / "golden"
+MANIFEST = "MANIFEST.json"
+LOGS_MIN = 12
+
+
+class Refused(Exception):
+    """A coordinator does not go on from a log; the text says why."""
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a replay of a whole log comes to."""
+
+    events: int
+    decisions: int  #: in the log, all of them made again
+    unlogged: int  #: made by the replay, and not in the log: a coordinator died before
+    hashes: int  #: of the state, in the log
+    snapshots: int  #: beside it, each of which leads to the same state
+    digest: str  #: of the last state
+
+
+class Golden(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the manifest."""
+
+    name: str  #: of its file, without the suffix
+    what: str
+    seed: int  #: of the simulated run that wrote it
+    facts: Facts
+
+    @property
+    def file(self) -> str:
+        """Below tests/golden."""
+        return f"{self.name}.zst"
+
+
+def manifest(folder: Path = GOLDEN) -> list[Golden]:
+    """Every log that must be there."""
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=list[Golden])
+
+
+def packed(files: dict[str, bytes]) -> bytes:
+    """The files of a log as one."""
+    data = msgspec.msgpack.encode(files, order="deterministic")
+    return zstandard.ZstdCompressor(level=19, write_checksum=True).compress(data)
+
+
+def disk_of(log: Path) -> SimDisk:
+    """The files of a log, where nothing that is done with them can change them."""
+    data = zstandard.ZstdDecompressor().decompress(log.read_bytes())
+    return SimDisk(msgspec.msgpack.decode(data, type=dict[str, bytes]))
+
+
+def disk_of_golden(golden: Golden) -> SimDisk:
+    return disk_of(GOLDEN / golden.file)
+
+
+def problem(golden: Golden, disk: Disk) -> str:
+    """How a log is not what the manifest says; empty: it is."""
+    try:
+        facts = follow(disk)
+    except Refused as error:
+        return f"{golden.name}: refused: {error}"
+    return "" if facts == golden.facts else f"{golden.name}: {facts} instead of {golden.facts}"
+
+
+def follow(disk: Disk) -> Facts:
+    """Replay a log in every way, then take it over; raises Refused where that cannot be."""
+    try:
+        decided: list[int] = []
+        whole = _identical(replay(disk, observer=lambda _, made, state: decided.append(len(made))))
+        found = snapshots(disk)
+        for name, why in found.unusable.items():
+            raise Refused(f"{name}: {why}")
+        for snapshot in found.usable:
+            _same_state(whole, disk, snapshot)
+        facts = Facts(
+            whole.events,
+            whole.decisions,
+            sum(decided) - whole.decisions,
+            whole.hashes,
+            len(found.usable),
+            digest(whole.machine.state),
+        )
+        _go_on(disk)
+    except (LogRefused, LogicError, NotInHistory) as error:
+        raise Refused(str(error)) from error
+    return facts
+
+
+def _identical(found: Replay) -> Replay:
+    if found.difference is not None:
+        raise Refused(str(found.difference))
+    return found
+
+
+def _same_state(whole: Replay, disk: Disk, snapshot: Snapshot) -> None:
+    rest = _identical(replay(disk, snapshot=snapshot))
+    if digest(rest.machine.state) != digest(whole.machine.state):
+        raise Refused(f"from {snapshot.name} on it leads to another state")
+
+
+def _go_on(disk: Disk) -> None:
+    """What the next coordinator does first."""
+    restored = restore(disk)
+    machine = _identical(restored.replay).machine
+    state = machine.state
+    take_over(disk, restored, logic=LOGIC_VERSION, run="golden", seed=0, config_hash="")
+    started = coordinator_started(state.settings, restored.incarnation)
+    machine.handle(
+        Stamped(
+            seq=state.seq + 1,
+            time_ns=state.time_ns,
+            peer=COORDINATOR,
+            incarnation=restored.incarnation,
+            peer_seq=0,
+            event=started,
+        )
+    )
+    _identical(replay(disk))
+
+
+def replay_all(gate: Gate) -> Figure:
+    """The same at both gates."""
+    goldens = manifest()
+    problems = [said for golden in goldens if (said := problem(golden, disk_of_golden(golden)))]
+    facts = [golden.facts for golden in goldens]
+    reached = (
+        f"{len(goldens)} logs, "
+        f"{sum(f.events for f in facts):,} events, {sum(f.decisions for f in facts):,} decisions, "
+        f"{sum(f.snapshots for f in facts)} snapshots; {len(problems)} problems"
+    )
+    return Figure(reached, len(goldens) >= LOGS_MIN and not problems, "\n".join(problems))
+
+
+ROWS = (
+    Row(
+        4,
+        "kept logs replay to the decisions that are in them",
+        "all goldens (12 or more)",
+        "the same",
+        replay_all,
+    ),
+)

@@ -1,0 +1,328 @@
+"""Row 23: who is not of a run is refused by its real processes, in a sentence and within seconds.
+
+Reads   a run with real processes and connections, in which only engine and trainer are emulated
+Gives   ROWS
+
+A stranger is refused where he tries it: at the coordinator, the store and the relay of a run that
+works, which goes on, and ends well. Its sentence is on the terminal of the stranger, where it is a
+process of ours, or in what the server answers or logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import zmq
+
+from laminar.net.auth import RunKeys
+from laminar.net.transport import ClientSocket
+from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, SECRET_FILE, run_config
+from laminar.run.lock import holders
+from laminar.run.secret import SECRET_BYTES, Secret, make_secret, read_secret
+from laminar.weights.chain import wire
+from tools.bench import kills
+from tools.check.rows.base import Figure, Gate, Row
+from tools.kit.greetings import ended, greet, hello, received
+
+CONFIG = "configs/emulated_256.toml"
+SMALL = (
+    "rollout.replicas=2",
+    "data.dataset_size=2000",
+    "data.val_size=0",
+    "trainer.test_freq=0",
+    "data.train_batch_size=4",
+    "data.max_response_length=200",
+    "emulation.median_response=20",
+    "emulation.step_us=2000",
+    "emulation.train_s=0.3",
+    "emulation.weights_mb=2",
+    "trainer.total_training_steps=2000",  # it is ended when the last stranger was refused
+)
+WITHIN_S = 5.0
+GIVEN_UP_S = 30.0  #: a stranger that is not refused
+POLL_S = 0.02
+AGAIN_S = 0.5  #: of a client that gave up before it was refused
+ANOTHER_USER = 65534
+
+NO_HANDLER = """
+import sys
+from laminar.net import auth
+from laminar.net.auth import RunKeys
+from laminar.net.transport import ServerSocket
+from laminar.run.secret import read_secret
+from pathlib import Path
+
+class NoHandler:
+    def admit(self, domain, client):
+        pass
+
+auth._gate = NoHandler
+server = ServerSocket("127.0.0.1", 0, RunKeys(read_secret(Path(sys.argv[1]))))
+print(server.address, flush=True)
+sys.stdin.read()
+print(server.drain(), flush=True)
+"""
+"""A server of the run whose process has no ZAP handler; last it prints who came in: nobody."""
+NOT_ITS_OWNER = """
+import os
+import sys
+from laminar.cli import coord
+own = os.geteuid()
+os.geteuid = lambda: own + 1
+sys.argv[0] = "laminar-coord"
+coord.main()
+"""
+"""A coordinator of another user, where this one may not give a file away."""
+
+
+class NotRefused(RuntimeError):
+    """A stranger was let in, or waits in silence."""
+
+
+class Refused(NamedTuple):
+    """One stranger."""
+
+    who: str
+    said: str
+    seconds: float
+
+
+class Place:
+    """A run that works, and room for strangers beside it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.secret = run_dir, read_secret(run_dir)
+        self.run = f"{run_config(run_dir).run.name}-{self.secret.run_id}"
+
+    def address(self, server: str) -> str:
+        return str(json.loads((self.run_dir / f"{server}.json").read_text())["address"])
+
+    def bulk(self) -> tuple[str, int]:
+        """Where relay-0 listens beside its own address."""
+        (pid,) = [each.pid for each in holders(self.run_dir) if each.name == "relay-0"]
+        known = int(self.address("relay-0").rpartition(":")[2])
+        found = [c.laddr for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
+        ((host, port),) = [address for address in found if address[1] != known]
+        return host, port
+
+    def beside(self, name: str, mode: int = 0o600) -> Path:
+        """A directory with the configuration of the run and a secret of its own."""
+        other = self.run_dir.with_name(name)
+        other.mkdir()
+        shutil.copy(self.run_dir / CONFIG_FILE, other)
+        make_secret(other)
+        (other / SECRET_FILE).chmod(mode)
+        return other
+
+
+# --- strangers: each gives the sentence with which it was refused -----------------------------
+
+
+def plain_client(place: Place) -> str:
+    """ZeroMQ without any key, at the coordinator, which says it in its log.
+
+    Whichever end has read the other's mechanism first hangs up. Where that is the client, it looks
+    to the server like a process that died while it connected, which is no stranger; so it is tried
+    again, as ZeroMQ does not do by itself."""
+    log = place.run_dir / LOGS_DIR / "latest" / "coordinator.jsonl"
+
+    def told_at_last() -> str:
+        with zmq.Context.instance().socket(zmq.DEALER) as client:
+            client.set(zmq.LINGER, 0)
+            client.connect(place.address("coordinator"))
+            client.send(b"hello")
+            return _within(AGAIN_S, lambda: _logged(log, "stranger-refused"))
+
+    return _until(told_at_last)
+
+
+def unknown_key(place: Place) -> str:
+    """The server's public key is known, the clients' is not: at the store."""
+    keys = RunKeys(Secret(secrets.token_bytes(SECRET_BYTES)))
+    keys._server_public = RunKeys(place.secret)._server_public
+    return _client_of(keys, place.address("store-0"))
+
+
+def no_handler(place: Place) -> str:
+    """A server that has nobody to ask lets nobody in, of the run or not."""
+    command = [sys.executable, "-c", NO_HANDLER, str(place.run_dir)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=kills.ROOT) as server:
+        assert server.stdout is not None
+        said = _client_of(RunKeys(place.secret), server.stdout.readline().strip())
+        came, _ = server.communicate("")
+    if came != "[]\n":
+        raise NotRefused(f"the server was given {came}")
+    return said
+
+
+def secret_of_others(place: Place) -> str:
+    """One that others can read, and one that another user has made: laminar-coord refuses both."""
+    opened = _ended_by_mistake("laminar.cli.coord", place.beside("open", 0o644))
+    if "is open to other users" not in opened:
+        raise NotRefused(opened)
+    directory = place.beside("foreign")
+    if os.geteuid():
+        return _ended_by_mistake("", directory)
+    os.chown(directory / SECRET_FILE, ANOTHER_USER, ANOTHER_USER)
+    return _ended_by_mistake("laminar.cli.coord", directory)
+
+
+def replayed_greeting(place: Place) -> str:
+    """All that a predecessor has said to the relay, said to it once more."""
+    with socket.create_connection(place.bulk()) as sock:
+        said = greet(sock, place.run, place.secret.key("bulk"))
+        if not isinstance(received(sock, wire.successor_decoder), wire.Welcome):
+            raise NotRefused("the greeting that is to be replayed was none")
+    with socket.create_connection(place.bulk()) as sock:
+        sock.sendall(said)
+        return ended(sock).decode(errors="replace")
+
+
+def reflected_greeting(place: Place) -> str:
+    """What the relay itself has just proved, sent back to it."""
+    with socket.create_connection(place.bulk()) as sock:
+        sock.sendall(hello(run=place.run))
+        challenge = received(sock, wire.successor_decoder)
+        sock.sendall(wire.encode(wire.Proof(proof=challenge.proof)))
+        return ended(sock).decode(errors="replace")
+
+
+def other_run(place: Place) -> str:
+    """A node of another run, whose coordinator had the port before."""
+    other = place.beside("other")
+    shutil.copy(place.run_dir / COORDINATOR_FILE, other)
+    words = [str(other), "--name", "node-1", "--roles", "relay", "--host", "127.0.0.2"]
+    command = [sys.executable, "-m", "laminar.cli.node", *words]
+    output = other / "output"
+    with (
+        output.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=kills.ROOT) as node,
+    ):
+        try:
+            return _until(output.read_text)
+        finally:
+            node.terminate()
+
+
+STRANGERS: dict[Callable[[Place], str], str] = {
+    plain_client: "did not show the secret of this run",
+    unknown_key: "refused this process, whose secret is not that of its run",
+    no_handler: "does not have the secret of this run",
+    secret_of_others: "start all processes of a run as the user who made its directory",
+    replayed_greeting: "relay-9 has not the secret of run",
+    reflected_greeting: "relay-9 has not the secret of run",
+    other_run: "does not have the secret of this run: it is a process of another run",
+}
+"""With a part of the sentence that it must be told."""
+
+
+def refusal(stranger: Callable[[Place], str], place: Place) -> Refused:
+    """NotRefused, or how it was refused."""
+    who = stranger.__name__.replace("_", " ")
+    began = time.monotonic()
+    try:
+        said = stranger(place)
+    except (NotRefused, OSError) as error:
+        raise NotRefused(f"{who}: {error}") from error
+    seconds = time.monotonic() - began
+    if STRANGERS[stranger] not in said:
+        raise NotRefused(f"{who}: {said!r}")
+    return Refused(who, said, seconds)
+
+
+# --- how it is seen ---------------------------------------------------------------------------
+
+
+def _until(look: Callable[[], str]) -> str:
+    """What it says at last; NotRefused."""
+    if said := _within(GIVEN_UP_S, look):
+        return said
+    raise NotRefused(f"nothing was said within {GIVEN_UP_S:.0f} s")
+
+
+def _within(seconds: float, look: Callable[[], str]) -> str:
+    """What it says, or nothing."""
+    deadline = time.monotonic() + seconds
+    while not (said := look()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return said
+
+
+def _logged(file: Path, event: str) -> str:
+    lines = [
+        json.loads(line) for line in file.read_text().splitlines(keepends=True) if "\n" in line
+    ]
+    return next((str(line["what"]) for line in lines if line["event"] == event), "")
+
+
+def _client_of(keys: RunKeys, address: str) -> str:
+    client = ClientSocket(keys)
+    try:
+        client.connect(address)
+        client.send(b"hello")
+        return _until(client.refusal)
+    finally:
+        client.close()
+
+
+def _ended_by_mistake(module: str, run_dir: Path) -> str:
+    """What a daemon says that ends with code 2; without a module: laminar-coord of another user."""
+    what = ["-m", module] if module else ["-c", NOT_ITS_OWNER]
+    command = [sys.executable, *what, str(run_dir)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=kills.ROOT, timeout=GIVEN_UP_S
+    )
+    if done.returncode != 2 or len(done.stderr.splitlines()) != 1:
+        raise NotRefused(f"code {done.returncode}: {done.stdout}{done.stderr}")
+    return done.stderr
+
+
+# --- the row ----------------------------------------------------------------------------------
+
+
+def run(gate: Gate) -> Figure:
+    found: list[Refused] = []
+    with tempfile.TemporaryDirectory() as directory:
+        training = kills.Run(Path(directory) / "run", CONFIG, SMALL)
+        try:
+            training.until_step(1)
+            place = Place(training.run_dir)
+            for stranger in STRANGERS:
+                found.append(refusal(stranger, place))
+            training.drain()
+            if code := training.end():
+                raise NotRefused(f"the run ended with code {code}: {training.said()}")
+        except (NotRefused, kills.BadRun) as error:
+            return Figure(f"{len(found)} of {len(STRANGERS)} refused", False, str(error))
+        finally:
+            training.close()
+    slowest = max(found, key=lambda each: each.seconds)
+    reached = (
+        f"{len(found)} of {len(STRANGERS)} refused in a sentence, after at most "
+        f"{slowest.seconds:.1f} s ({slowest.who}); the run went on"
+    )
+    return Figure(reached, slowest.seconds <= WITHIN_S, "\n".join(map(str, found)))
+
+
+ROWS = (
+    Row(
+        23,
+        "who is not of a run is refused, in a sentence and within 5 s",
+        "7 of 7 refused",
+        "7 of 7 refused",
+        run,
+    ),
+)

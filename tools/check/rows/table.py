@@ -1,0 +1,41 @@
+"""All rows of the scorecard, in the order of their numbers."""
+
+from __future__ import annotations
+
+from tools.check.rows import (
+    coverage,
+    cuts,
+    exposure,
+    golden,
+    kills,
+    log_damage,
+    planted,
+    power_cuts,
+    sandbox,
+    simulation,
+    strangers,
+    untested,
+    wire,
+)
+from tools.check.rows.base import Row
+
+ROWS: tuple[Row, ...] = tuple(
+    sorted(
+        (
+            *coverage.ROWS,
+            *cuts.ROWS,
+            *exposure.ROWS,
+            *golden.ROWS,
+            *kills.ROWS,
+            *log_damage.ROWS,
+            *planted.ROWS,
+            *power_cuts.ROWS,
+            *sandbox.ROWS,
+            *simulation.ROWS,
+            *strangers.ROWS,
+            *untested.ROWS,
+            *wire.ROWS,
+        ),
+        key=lambda row: row.number,
+    )
+)

@@ -1,0 +1,399 @@
+"""A machine driven by hand: a test says what happened and looks at what was decided.
+
+Reads   events that a test states, in virtual milliseconds
+Gives   the commands of each; all invariants are checked after every event
+
+Unlike the random world it answers nothing by itself: a test tells one story, step by step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from laminar.core import invariants
+from laminar.core.machine import Machine
+from laminar.core.state.state import Group, Outstanding, Replica, State, Trajectory
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.names import ids
+from laminar.names.ids import GroupId, TrajectoryId
+from tools.kit.world_parts import coordinator_started, settings, step_completed
+
+C = TypeVar("C", bound=Command)
+MS = 1_000_000  #: nanoseconds
+
+
+def only(kind: type[C], commands: Iterable[Command]) -> list[C]:
+    """The commands of one kind, in order."""
+    return [c for c in commands if isinstance(c, kind)]
+
+
+def bits_of(score: float) -> int:
+    return int(struct.unpack("<Q", struct.pack("<d", score))[0])
+
+
+def machine_of(name: str) -> str:
+    """The machine of a process: "rollout-3.0" and "relay-3" are those of node-3."""
+    role, _, number = name.rpartition("-")
+    machine, dot, _ = number.partition(".")
+    return f"node-{machine}" if dot or role in ("node", "relay") else "node-0"
+
+
+class Bench:
+    """One run; `start` brings it to where every replica serves version 0.
+
+    `replicas` is their number on each of the machines.
+    """
+
+    checked = True  #: every invariant after every event; a large cluster cannot afford that
+    numbered = True  #: its events have numbers of a link's; not where real links send as well
+
+    def __init__(
+        self,
+        *,
+        replicas: int = 1,
+        nodes: int = 1,
+        capacity: int = 8,
+        num_train: int = 40,
+        num_eval: int = 0,
+        origin: ev.Origin | None = None,
+        **changes: Any,
+    ) -> None:
+        self.machine, self.origin = Machine(), origin
+        self.now_ms = 0
+        self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
+        self.nodes = [f"node-{i}" for i in range(nodes)]
+        self.names = [
+            str(ids.actor_name("rollout", n, i)) for n in self.nodes for i in range(replicas)
+        ]
+        self.relays = [str(ids.actor_name("relay", node, 0)) for node in self.nodes]
+        self.commands: list[Command] = []  #: all so far
+        self.step_of: dict[int, int] = {}  #: published versions
+        defaults: dict[str, Any] = {
+            "groups_per_step": 2,
+            "group_size": 2,
+            "val_before_train": False,
+        }
+        self.settings = settings(**(defaults | changes))
+        self.own(self.started())
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
+    @property
+    def seq(self) -> int:
+        """Of the last event."""
+        return self.state.seq if self.machine.started else 0
+
+    # --- saying things ------------------------------------------------------------------------
+
+    def hear(self, peer: str, incarnation: int, event: Event) -> list[Command]:
+        seq = self.seq + 1
+        stamped = Stamped(
+            seq=seq,
+            time_ns=self.now_ms * MS,
+            peer=peer,
+            incarnation=incarnation,
+            peer_seq=seq if self.numbered else 0,
+            event=event,
+        )
+        commands = self.machine.handle(stamped)
+        if self.checked:
+            invariants.check(self.state)
+        self.commands.extend(commands)
+        return commands
+
+    def own(self, event: Event) -> list[Command]:
+        """The coordinator reports it."""
+        return self.hear(COORDINATOR, 0, event)
+
+    def say(self, name: str, event: Event) -> list[Command]:
+        """The present process of that name reports it."""
+        return self.hear(name, self.state.actors[name].incarnation, event)
+
+    def wait(self, ms: int) -> list[Command]:
+        """Time passes; every timer that falls due fires at its time."""
+        end = self.now_ms + ms
+        commands: list[Command] = []
+        while True:
+            timers = self.state.timers
+            name = min(timers, key=lambda n: timers[n], default="")
+            if not name or timers[name] > end * MS:
+                self.now_ms = end
+                return commands
+            self.now_ms = max(self.now_ms, timers[name] // MS)
+            commands += self.own(ev.TimerFired(timer=name))
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def started(self, incarnation: int = 1) -> ev.CoordinatorStarted:
+        started = coordinator_started(self.settings, incarnation)
+        return msgspec.structs.replace(started, origin=self.origin)
+
+    def joining(self, name: str, boot: str = "a", node_boot: str = "") -> ev.ActorJoined:
+        return ev.ActorJoined(
+            name=name,
+            role=name.rpartition("-")[0],
+            boot_id=f"{name}/{boot}",
+            node=machine_of(name),
+            pid=1,
+            node_boot=node_boot,
+        )
+
+    def join(self, name: str, boot: str = "a", node_boot: str = "") -> list[Command]:
+        return self.hear(name, 0, self.joining(name, boot, node_boot))
+
+    def ready(self, name: str) -> list[Command]:
+        events: dict[str, Event] = {
+            "store": ev.DataLoaded(
+                num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
+            ),
+            "relay": ev.RelayReady(address="here", bulk=f"{name}:1"),
+            "trainer": self.trainer_ready(),
+            "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
+        }
+        return self.say(name, events[name.rpartition("-")[0]])
+
+    def trainer_ready(self, *checkpoints: ev.Checkpoint) -> ev.TrainerReady:
+        """With what a fork began with beside those that it has made."""
+        if (o := self.origin) is not None:
+            first = ev.Checkpoint(version=o.version, step=o.step, path="origin", digest=o.digest)
+            checkpoints = (first, *checkpoints)
+        return ev.TrainerReady(num_parameters=1, weights_bytes=4, checkpoints=checkpoints)
+
+    def start(self) -> list[Command]:
+        """All processes join, the first version is published and loaded; returns the last
+        commands."""
+        for name in (*self.nodes, "store-0", *self.relays, "trainer-0", *self.names):
+            self.join(name)
+        for name in ("store-0", *self.relays, "trainer-0", *self.names):
+            self.ready(name)
+        self.link_all()
+        version, step = self.state.first_version, self.state.first_step
+        if self.origin is not None:
+            self.say("trainer-0", ev.CheckpointLoaded(version=version, step=step))
+        self.publish(version, step)
+        for name in self.state.chain[1:]:
+            self.receive(name, version)
+        return self.load_all()
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def publish(self, version: int, step: int, held: tuple[int, ...] = ()) -> list[Command]:
+        """The relay has a version (and keeps the one before it, unless `held` says otherwise)."""
+        return self.say("relay-0", self.published(version, step, held))
+
+    def published(self, version: int, step: int, held: tuple[int, ...] = ()) -> Event:
+        self.step_of[version] = step
+        held = held or tuple(v for v in (version - 1, version) if v >= 0)
+        return ev.WeightsPublished(
+            version=version, step=step, digest=f"d{step}", num_bytes=4, held=held
+        )
+
+    def receive(self, name: str, version: int, **changes: Any) -> list[Command]:
+        """A relay has a version from the one before it."""
+        return self.say(name, msgspec.structs.replace(self.received(version), **changes))
+
+    def received(self, version: int) -> ev.WeightsReceived:
+        return ev.WeightsReceived(
+            version=version,
+            step=self.step_of.get(version, version),
+            digest=f"d{self.step_of.get(version, version)}",
+            kind="full",
+            num_bytes=1_000_000,
+            duration_ms=1_000,
+            held=tuple(v for v in (version - 1, version) if v >= 0),
+        )
+
+    def link(self, name: str) -> list[Command]:
+        """The relay feeds its successor."""
+        outstanding = self.state.commands[f"forward:{name}"]
+        assert isinstance(outstanding.command, cmd.ForwardWeights)
+        successor = outstanding.command.successor
+        linked = ev.RelayLinked(command_id=outstanding.command_id, successor=successor)
+        return self.say(name, linked)
+
+    def link_all(self) -> None:
+        for name in list(self.state.relays):
+            if f"forward:{name}" in self.state.commands:
+                self.link(name)
+
+    def load(self, name: str) -> list[Command]:
+        """The replica finishes the pull that it was ordered to make."""
+        pull = self.pull_of(name)
+        assert pull is not None, f"{name} pulls nothing"
+        version = pull.version if pull.exact else self.state.newest_for(self.replica(name))
+        return self.say(name, self.loaded(version))
+
+    def loaded(self, version: int) -> ev.WeightsLoaded:
+        return ev.WeightsLoaded(
+            version=version,
+            step=self.step_of[version],
+            digest=f"d{version}",
+            probe_diff=0.0,
+            seconds=0.1,
+            reloaded=True,
+        )
+
+    def load_all(self) -> list[Command]:
+        commands: list[Command] = []
+        for name in self.names:
+            if self.pull_of(name) is not None:
+                commands += self.load(name)
+        return commands
+
+    def pull_of(self, name: str) -> cmd.PullWeights | None:
+        outstanding = self.state.commands.get(f"pull:{name}")
+        command = outstanding.command if outstanding else None
+        return command if isinstance(command, cmd.PullWeights) else None
+
+    # --- trajectories -------------------------------------------------------------------------
+
+    def trajectory(self, trajectory: str) -> Trajectory:
+        return self.state.trajectories[TrajectoryId(trajectory)]
+
+    def group(self, group: str) -> Group:
+        return self.state.groups[GroupId(group)]
+
+    def replica(self, name: str = "rollout-0") -> Replica:
+        return self.state.replicas[name]
+
+    def open_groups(self) -> list[str]:
+        """Unfinished training groups, in order of dispatch."""
+        groups = self.state.groups.values()
+        return [g.id for g in groups if g.status == "open" and g.purpose == "train"]
+
+    def finish(self, trajectory: str, num_tokens: int = 10) -> list[Command]:
+        """Its last token is durable."""
+        return self.say(self.trajectory(trajectory).replica, self.finished(trajectory, num_tokens))
+
+    def finished(self, trajectory: str, num_tokens: int = 10) -> ev.TrajectoryFinished:
+        t = self.trajectory(trajectory)
+        return ev.TrajectoryFinished(
+            trajectory_id=t.id, placement=t.placement, num_tokens=num_tokens, finish_reason="stop"
+        )
+
+    def begun(self, trajectory: str) -> ev.TrajectoryStarted:
+        t = self.trajectory(trajectory)
+        return ev.TrajectoryStarted(trajectory_id=t.id, placement=t.placement, tokens_resumed=0)
+
+    def reward(self, trajectory: str, *score: Any, **changes: Any) -> list[Command]:
+        """It is scored; the arguments are those of `rewarded`."""
+        rewarded = self.rewarded(trajectory, *score, **changes)
+        return self.say(self.trajectory(trajectory).replica, rewarded)
+
+    def rewarded(
+        self,
+        trajectory: str,
+        score: float = 1.0,
+        reason: str = "ok",
+        detail: str = "",
+        truncated: bool = False,
+        **extras: float,
+    ) -> ev.TrajectoryRewarded:
+        t = self.trajectory(trajectory)
+        return ev.TrajectoryRewarded(
+            trajectory_id=t.id,
+            placement=t.placement,
+            score_bits=bits_of(score),
+            correct=score >= 1 and not truncated,
+            reason=reason,
+            num_tokens=t.num_tokens,
+            detail=detail,
+            truncated=truncated,
+            extras=extras,
+        )
+
+    def fail(self, trajectory: str, reason: str = "unscored") -> list[Command]:
+        t = self.trajectory(trajectory)
+        failed = ev.TrajectoryFailed(
+            trajectory_id=t.id, placement=t.placement, reason=reason, detail=""
+        )
+        return self.say(t.replica, failed)
+
+    def complete(self, *groups: str, scores: tuple[float, ...] = (0.0, 1.0)) -> list[Command]:
+        """Every sibling of these groups is generated and rewarded."""
+        commands: list[Command] = []
+        for group in groups:
+            members = list(self.group(group).members)
+            for member in members:
+                commands += self.finish(member)
+            for i, member in enumerate(members):
+                commands += self.reward(member, scores[i % len(scores)])
+        return commands
+
+    # --- steps and ends -----------------------------------------------------------------------
+
+    def train(self, *, publish: bool = True, left_out: Sequence[str] = ()) -> list[Command]:
+        """The trainer completes its batch, some rows of it untrained; its weights are published,
+        or not yet."""
+        done = self.trained(left_out)
+        commands = self.say("trainer-0", done)
+        return commands + (self.publish(done.version, done.step_index + 1) if publish else [])
+
+    def trained(self, left_out: Sequence[str] = ()) -> ev.StepCompleted:
+        batch = self.state.batch
+        assert batch is not None, "the trainer has no batch"
+        return step_completed(batch.step_index, batch.version, left_out)
+
+    def skip_publish(self) -> list[Command]:
+        """No slot was free for the weights of the batch that is trained now."""
+        batch = self.state.batch
+        assert batch is not None
+        skipped = ev.PublishSkipped(
+            version=batch.version, step=batch.step_index + 1, reason="no slot"
+        )
+        return self.say("trainer-0", skipped)
+
+    def write_ends(self) -> list[Command]:
+        """The store answers every outstanding end."""
+        commands: list[Command] = []
+        for outstanding in list(self.state.commands.values()):
+            if isinstance(outstanding.command, cmd.EndTrajectories):
+                commands += self.say("store-0", self.written(outstanding))
+        return commands
+
+    def written(self, outstanding: Outstanding) -> ev.TrajectoriesEnded:
+        assert isinstance(outstanding.command, cmd.EndTrajectories)
+        rows = tuple(
+            ev.EndedTrajectory(
+                trajectory_id=ending.trajectory_id,
+                num_tokens=self.trajectory(ending.trajectory_id).num_tokens,
+                tokens_lost=0,
+            )
+            for ending in outstanding.command.endings
+        )
+        return ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows)
+
+    def kill(self, name: str = "rollout-0", *, restarting: bool = True) -> list[Command]:
+        """The process of an actor dies and its node says so."""
+        exited = ev.ProcessExited(
+            actor=name, boot_id=self.state.actors[name].boot_id, code=-9, restarting=restarting
+        )
+        return self.say(machine_of(name), exited)
+
+    def silent(self, name: str) -> list[Command]:
+        """The lease of an actor ran out."""
+        return self.own(self.silence(name))
+
+    def silence(self, name: str) -> ev.HeartbeatLost:
+        incarnation = self.state.actors[name].incarnation
+        return ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=3_000)
+
+    def come_back(self, name: str = "rollout-0", boot: str = "b") -> list[Command]:
+        """A restarted replica joins again and its engine is ready."""
+        self.join(name, boot)
+        return self.ready(name)
+
+    def stop(self) -> None:
+        """The store writes what ends, every actor leaves."""
+        self.write_ends()
+        for command in only(cmd.StopActor, self.commands):
+            if self.state.actor_alive(command.to):
+                self.say(command.to, ev.ActorLeft())

@@ -1,0 +1,114 @@
+"""Event logs for tests: what a coordinator writes of events, begun and written with short calls.
+
+Reads   events with their decisions, as testing.world.World keeps them
+Gives   Log, begin_log, records_of, log_event, write_log, rewritten; real_run and its digests
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from laminar.coordinator.system import RealDisk
+from laminar.core.machine import Machine
+from laminar.core.rules import LOGIC_VERSION
+from laminar.core.state.state import digest
+from laminar.eventlog.reader import scan
+from laminar.eventlog.record import (
+    DecisionRecord,
+    EventRecord,
+    Header,
+    LogTail,
+    Record,
+    StateHashRecord,
+    Takeover,
+    encode_frame,
+    segment_name,
+)
+from laminar.eventlog.writer import LogWriter
+from laminar.events.base import Command, Stamped
+from laminar.events.codec import encode
+from laminar.names.ports import Disk
+from tools.kit.world import World
+from tools.kit.world_parts import Faults, settings
+
+Log: TypeAlias = list[tuple[Stamped, list[Command]]]
+
+
+def begin_log(disk: Disk, tail: LogTail | None = None, **changes: Any) -> LogWriter:
+    """The log's next writer, after `tail` (by default what is there); `changes`: its arguments."""
+    tail = scan(disk) if tail is None else tail
+    values: dict[str, Any] = {
+        "logic": LOGIC_VERSION,
+        "incarnation": tail.newest + 1,
+        "run": "r",
+        "seed": 0,
+        "config_hash": "",
+    }
+    return LogWriter.begin(disk, tail, **(values | changes))
+
+
+def records_of(stamped: Stamped, commands: list[Command]) -> list[Record]:
+    """What a coordinator logs of one event."""
+    decisions = [
+        DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(encode(command)))
+        for index, command in enumerate(commands)
+    ]
+    return [EventRecord.of(stamped, encode(stamped.event)), *decisions]
+
+
+def log_event(writer: LogWriter, stamped: Stamped, commands: list[Command]) -> None:
+    for record in records_of(stamped, commands):
+        writer.append(record)
+
+
+def write_log(run_dir: Path, log: Log, hash_every: int = 50) -> None:
+    """The whole log of a run, with a hash of the state after every so many events."""
+    machine, writer = Machine(), begin_log(RealDisk.make(run_dir / "events"))
+    for stamped, commands in log:
+        machine.handle(stamped)
+        log_event(writer, stamped, commands)
+        if stamped.seq % hash_every == 0:
+            writer.append(StateHashRecord(seq=stamped.seq, digest=digest(machine.state)))
+        writer.commit()
+    writer.close()
+
+
+def rewritten(records: Iterable[Record]) -> dict[str, bytes]:
+    """The segment files of a history with other records: every length, CRC and takeover is right.
+
+    For logs that no coordinator writes. A segment that is not in the history is an empty file.
+    """
+    files: dict[str, bytearray] = {}
+    crc, number = 0, 0
+    for record in records:
+        if isinstance(record, Header):
+            before = Takeover(number, len(files[segment_name(number)]), crc) if number else None
+            while number < record.segment:
+                number += 1
+                files[segment_name(number)] = bytearray()
+            record = msgspec.structs.replace(record, takes_over=before)
+        frame, crc = encode_frame(record, crc, settled=isinstance(record, Header))
+        files[segment_name(number)] += frame
+    return {name: bytes(data) for name, data in files.items()}
+
+
+@functools.cache
+def real_run() -> Log:
+    """Each event with its decisions; replicas are lost, events repeated, publishes skipped."""
+    faults = Faults(lose_every_s=6, repeat_event=0.2, skip_publish=0.2, fail_sibling=0.05)
+    return World(settings(total_steps=12), num_train=80, num_eval=5, faults=faults).run().log
+
+
+@functools.cache
+def digests() -> list[str]:
+    """Of the state after each event (index: its seq) of a machine that is never stopped."""
+    machine, found = Machine(), [""]
+    for stamped, _ in real_run():
+        machine.handle(stamped)
+        found.append(digest(machine.state))
+    return found

@@ -1,0 +1,521 @@
+"""What the processes of rank_group.py do: training steps of tiny models, on one process or ranks.
+
+Everything is a function of its arguments, so that a test can run it beside in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification
+
+from laminar.actors.trainer import NO_PROBE
+from laminar.config import Config, resolve
+from laminar.run.directory import RESUME_FILE
+from laminar.storage.rules import Span
+from laminar.training import distributed_learner
+from laminar.training import learner as learner_module
+from laminar.training.algorithms.loss_terms import BatchCounts
+from laminar.training.checkpoints.checkpoint import named_moments
+from laminar.training.critic import Critic
+from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
+from laminar.training.learner import Learner
+from laminar.training.metrics import TokenFigures
+from laminar.training.model import fsdp, lora
+from laminar.training.model import policy as model_module
+from laminar.training.model.fsdp import ShardedPolicy
+from laminar.training.model.policy import BasePolicy, LoadedPolicy
+from laminar.training.model.shared_prefix_attention import read_prompts_once
+from laminar.training.ranks import ONE, Ranks, meet, shares
+from laminar.training.shared_safetensors import Form, Forms
+from laminar.training.steps import StepResult, TrainSample
+from laminar.training.trainer_state import Resume, encode
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.shared_rows import RowWriter, describe_rows
+from laminar.weights.version.slot_writer import Target
+from laminar.weights.version.slot_writer import encode as encode_target
+
+VOCAB = 261
+PROBE = [[1, 2, 3, 4, 5], [200, 7, 260]]
+CPU = torch.device("cpu")
+
+
+def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
+    """Answer the calls of a test, until it is gone."""
+    torch.set_num_threads(1)
+    meet(store, rank, size, CPU, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    parts = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
+    while True:
+        try:
+            wanted, function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        ranks = Ranks(rank, wanted, parts[wanted])
+        try:
+            pipe.send((True, globals()[function](ranks, *args, **kwargs)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+def make_model(seed: int = 0, *, tied: bool = True) -> Any:
+    """Rows of its tensors: 261, 32, 16, and 2, which three ranks and more do not all get of."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_critic(seed: int = 5) -> Any:
+    """Of the same layers; its head is drawn."""
+    config = make_model(seed).config
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    model = Qwen3ForTokenClassification(config).eval()
+    torch.nn.init.normal_(model.score.weight, 0.0, 0.3)
+    torch.nn.init.constant_(model.score.bias, 0.2)
+    return model
+
+
+def make_config(flat: dict[str, Any]) -> Config:
+    return resolve(
+        {
+            "model.name": "unused",
+            "data.dataset": "unused",
+            "data.max_response_length": 80,
+            "optim.lr": 0.0,
+            "optim.weight_decay": 0.0,
+            "optim.clip_grad": 0.0,
+            "algorithm.rollout_correction.mismatch_limit": 1e9,
+            "trainer.micro_batch_tokens": 60,
+        }
+        | flat
+    )
+
+
+def make_samples(
+    lengths: tuple[int, ...] = (9, 3, 12, 7, 1, 5, 8, 2, 14, 6, 4, 10),
+    seed: int = 0,
+    wrong: tuple[str, ...] = (),
+    replicas: int = 2,
+    flat: tuple[int, ...] = (),
+) -> list[TrainSample]:
+    """Groups of four, replicas in turn; `wrong`: those that had other weights; `flat`: groups whose
+    rewards are equal."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i, length in enumerate(lengths):
+        replica = f"rollout-{i % replicas}"
+        logprobs = rng.normal(-15.5 if replica in wrong else -5.5, 0.2, length)
+        found.append(
+            TrainSample(
+                sample_id=f"0.{i // 4}.{i % 4}",
+                group_id=f"0.{i // 4}",
+                prompt_ids=rng.integers(0, VOCAB, 3 + i // 4).astype(np.int32),
+                response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                logprobs=logprobs.clip(max=0).astype(np.float32),
+                reward=0.5 if i // 4 in flat else float(rng.random()),
+                temperature=(0.7, 1.0, 1.3)[i % 3],
+                truncated=i % 4 == 1,
+                spans=(Span(replica, 3, 3, length),),
+            )
+        )
+    return found
+
+
+def make_learner(
+    ranks: Ranks | None, config: Config, *, tied: bool, offload: bool, dtype: torch.dtype
+) -> Learner:
+    """With a reference of its own where there is a KL term, and a critic with gae; without `ranks`
+    of one process."""
+
+    def placed(model: Any) -> LoadedPolicy:
+        if ranks is None:
+            read_prompts_once(model)
+            return LoadedPolicy(model, VOCAB, prompts_once=True)
+        return fsdp.shard(model, VOCAB, ranks, CPU, offload=offload)
+
+    def policy(seed: int) -> LoadedPolicy:
+        model = make_model(seed, tied=tied).to(dtype)
+        if config.lora.rank:
+            lora.inject(model, config.lora)
+            lora.start(model, config.seed)
+            for name, parameter in lora.adapters(model):
+                if ".lora_B." in name:  # those that are not 0 any more
+                    torch.nn.init.normal_(parameter, 0.0, 0.2)
+        return placed(model)
+
+    reference = policy(1) if config.algorithm.use_kl_loss and not config.lora.rank else None
+    own = policy(0)
+    if config.lora.rank:
+        own = replace(own, base="of a test")
+    base = BasePolicy(own) if config.algorithm.use_kl_loss and config.lora.rank else None
+    critic = placed(make_critic().to(dtype)) if config.has_critic else None
+    return Learner(config, own, reference=reference or base, critic=critic, ranks=ranks or ONE)
+
+
+def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(logits / temperature[:, None], dim=-1)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """All in float64, where the product has float32."""
+    usual = fsdp._without_memory
+    with (
+        replaced(fsdp, "_without_memory", lambda *args, **named: usual(*args, **named).double()),
+        replaced(model_module, "log_softmax_at", double_log_softmax),
+        replaced(model_module, "cast_linear", lambda model, dtype: None),
+    ):
+        yield
+
+
+def gradient(
+    ranks: Ranks | None,
+    settings: dict[str, Any],
+    samples: list[TrainSample],
+    *,
+    tied: bool = True,
+    offload: bool = False,
+    planted: str = "",
+) -> tuple[StepResult, dict[str, Any]]:
+    """One step in float64, and the gradient of its last mini-batch; with a critic what
+    `step_with_values` gives."""
+    with in_double(), PLANTED[planted]():
+        config = make_config(settings)
+        learner = make_learner(ranks, config, tied=tied, offload=offload, dtype=torch.float64)
+        if learner.critic is not None:
+            return step_with_values(learner, samples)
+        result = learner.train_step(samples, 3)
+        policy = learner.policy
+        grads = {
+            name: policy.whole(p.grad).numpy().copy()
+            for name, p in policy.model.named_parameters()
+            if p.grad is not None
+        }
+    return result, grads
+
+
+def step_with_values(
+    learner: Learner, samples: list[TrainSample]
+) -> tuple[StepResult, dict[str, Any]]:
+    """One step, the values before it, and the moments after it, which are made of the gradients:
+    of two models only one has its gradient at a time."""
+    assert learner.critic is not None
+    values = np.concatenate([s.values for s in learner.critic.with_values(samples)])
+    result = learner.train_step(samples, 3)
+    found = {"values/of all tokens": values}
+    for what, owner, policy in (
+        ("policy", learner, learner.policy),
+        ("critic", learner.critic, learner.critic.model),
+    ):
+        for name, tensor in named_moments(policy.model, owner.optimizer):
+            kind, _, of = name.partition(".")
+            found[f"{what} {kind}/{of}"] = policy.whole(tensor).numpy().copy()
+    return result, found
+
+
+# --- bugs that a test must see ----------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    usual = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def averaged() -> Iterator[None]:
+    """The gradient is the mean over the ranks, as FSDP2 has it if it is not told."""
+    with (
+        replaced(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+        replaced(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, enable: None),
+    ):
+        yield
+
+
+@contextmanager
+def counts_of_a_rank() -> Iterator[None]:
+    """Tokens and sequences are counted over a rank's share."""
+    usual = Learner._prepare
+
+    def prepare(self: Learner, samples: list[TrainSample]) -> Any:
+        own = shares([s.length for s in samples], self.ranks.size)[self.ranks.rank]
+        tokens = sum(len(samples[i].response_ids) for i in own)
+        return replace(usual(self, samples), counts=BatchCounts(tokens, len(own)))
+
+    with replaced(Learner, "_prepare", prepare):
+        yield
+
+
+def suspects_of_a_rank() -> Any:
+    """Each rank leaves out what its own rows make it suspect."""
+    return replaced(TokenFigures, "join", lambda self, ranks, samples: None)
+
+
+@contextmanager
+def values_of_a_rank() -> Iterator[None]:
+    """Each rank knows the values of its own rows, and takes the others for 0."""
+    usual = Critic.with_values
+
+    def with_values(self: Critic, samples: list[TrainSample]) -> list[TrainSample]:
+        with replaced(Ranks, "sum", lambda self, tensor: tensor):
+            return usual(self, samples)
+
+    with replaced(Critic, "with_values", with_values):
+        yield
+
+
+def not_resharded() -> Any:
+    """The root's tensors stay whole after a pass without a backward pass."""
+    return replaced(ShardedPolicy, "reshard", lambda self: None)
+
+
+@contextmanager
+def tied_by_address() -> Iterator[None]:
+    """Tensors are told apart by their memory, which a sharded one does not show."""
+
+    def named(model: Any) -> list[tuple[str, Tensor]]:
+        tensors = model.state_dict().items()
+        found = {(t.data_ptr(), t.shape): (name, t) for name, t in reversed(tensors)}
+        return list(found.values())
+
+    def forms(model: Any) -> Forms:
+        return {name: Form(tuple(t.shape), t.dtype) for name, t in named(model)}
+
+    with (
+        replaced(distributed_learner, "named_weights", named),
+        replaced(distributed_learner, "weight_forms", forms),
+    ):
+        yield
+
+
+def buffers_as_they_are() -> Any:
+    """What no file has is left as the memory was; cleared here, so that it is wrong for sure."""
+
+    def cleared(name: str, model: Any, device: torch.device) -> None:
+        for buffer in model.buffers():
+            buffer.zero_()
+
+    return replaced(fsdp, "_make_buffers", cleared)
+
+
+def rows_elsewhere() -> Any:
+    """Rank 1 has its rows where those of rank 0 are."""
+    usual = distributed_learner.rows_of
+
+    def rows_of(tensor: Tensor) -> Any:
+        rows = usual(tensor)
+        return rows._replace(first=0 if dist.get_rank() == 1 else rows.first)
+
+    return replaced(distributed_learner, "rows_of", rows_of)
+
+
+@contextmanager
+def others_write_late() -> Iterator[None]:
+    """Rank 0 goes on before the others have written: they do so with the next order."""
+    usual, late = RankWorker.carry_out, []
+
+    def carry_out(self: RankWorker, order: Any) -> Any:
+        while late:
+            usual(self, late.pop())
+        if dist.get_rank() and isinstance(
+            order, distributed_learner.PutWeights | distributed_learner.WriteFiles
+        ):
+            return late.append(order)
+        return usual(self, order)
+
+    with replaced(RankWorker, "carry_out", carry_out):
+        yield
+
+
+def a_pass_fewer() -> Any:
+    """A rank makes no empty passes."""
+    usual = learner_module.passes
+
+    def passes(*args: Any, **named: Any) -> Any:
+        return [micro for micro in usual(*args, **named) if not micro.empty]
+
+    return replaced(learner_module, "passes", passes)
+
+
+PLANTED: dict[str, Callable[[], Any]] = {
+    "": nothing,
+    "averaged": averaged,
+    "counts of a rank": counts_of_a_rank,
+    "suspects of a rank": suspects_of_a_rank,
+    "values of a rank": values_of_a_rank,
+    "a pass fewer": a_pass_fewer,
+    "not resharded": not_resharded,
+    "tied by address": tied_by_address,
+    "buffers as they are": buffers_as_they_are,
+    "rows elsewhere": rows_elsewhere,
+    "others write late": others_write_late,
+}
+
+
+# --- the orders of rank 0 ---------------------------------------------------------------------
+
+
+class GroupGang:
+    """The other ranks of a group, which get orders by a broadcast."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.size, self._group = ranks.size, ranks._group
+
+    async def start(self) -> None:
+        pass
+
+    async def together(self, body: bytes, own: Awaitable[Any]) -> tuple[Any, list[bytes]]:
+        _broadcast(self._group, body)
+        result = await own
+        await asyncio.to_thread(dist.barrier, self._group)
+        return result, []
+
+
+def _broadcast(group: Any, body: bytes = b"") -> bytes:
+    """What rank 0 says, to all."""
+    length = torch.tensor([len(body)])
+    dist.broadcast(length, 0, group=group)
+    data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
+    if data is None:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    if len(data):
+        dist.broadcast(data, 0, group=group)
+    return data.numpy().tobytes()
+
+
+class GroupWorker(RankWorker):
+    """A worker of ranks that have met."""
+
+    def __init__(self, ranks: Ranks, config: Config) -> None:
+        super().__init__(config, ranks.rank, Path(), lambda: VOCAB, RowWriter())
+        self._ranks = ranks
+
+    def _meet(self) -> Ranks:
+        return self._ranks
+
+
+class OnRanks:
+    """What a trainer actor has on rank 0."""
+
+    def __init__(self, worker: GroupWorker, gang: GroupGang, source: str) -> None:
+        self.learner = RankedLearner(worker, gang)
+        self.files = RankedFiles(worker, gang, source, describe_rows)
+
+    async def load(self) -> None:
+        layout = await self.learner.load()
+        self.specs = mf.layout(layout.shapes, "float32")
+
+    async def save(self, directory: Path) -> None:
+        facts = self.learner.facts()
+        found = Resume(version=2, step=1, before="", batches=(), learner=facts)
+        copied = await self.files.copy()
+        directory.mkdir()
+        await self.files.write(directory, copied, {RESUME_FILE: encode(found)})
+
+    async def digest(self) -> str:
+        facts = {"version": 2, "step": 1, "specs": self.specs, "probe": NO_PROBE}
+        manifest: mf.Manifest = await self.files.describe(await self.files.copy(), **facts)
+        return manifest.digest
+
+
+def on_ranks(
+    ranks: Ranks,
+    script: str,
+    settings: dict[str, Any],
+    *args: Any,
+    double: bool = False,
+    planted: str = "",
+) -> Any:
+    """Rank 0 runs a script of this file, the others do what it orders."""
+    config = make_config(settings)
+    worker, gang = GroupWorker(ranks, config), GroupGang(ranks)
+    with in_double() if double else nothing(), PLANTED[planted]():
+        if ranks.rank == 0:
+            try:
+                found = OnRanks(worker, gang, config.model.name)
+                return asyncio.run(globals()[script](found, *args))
+            finally:
+                _broadcast(ranks._group)
+        failed: Exception | None = None
+        while order := _broadcast(ranks._group):
+            try:
+                asyncio.run(worker.handle(order))
+            except Exception as error:
+                failed = error
+            dist.barrier(ranks._group)
+        if failed:
+            raise failed
+        return None
+
+
+async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> Any:
+    """Load, score, train a step, and put the weights into a file as into a slot."""
+    await trainer.load()
+    before = await trainer.learner.score(PROBE)
+    result = await trainer.learner.train_step(samples, 3)
+    after = await trainer.learner.score(PROBE)
+    nbytes = mf.check_tensors(trainer.specs)
+    Path(path).write_bytes(b"\1" * nbytes)
+    target = Target(path=path, offset=0, nbytes=nbytes, specs=trainer.specs, kept=True)
+    await trainer.learner.fill(encode_target(target))
+    return result, before, after, await trainer.digest()
+
+
+async def save_again(trainer: OnRanks, source: str, target: str) -> str:
+    """Be as a checkpoint is, and write another one of it."""
+    await trainer.load()
+    await trainer.learner.score(PROBE)
+    await trainer.learner.restore(Path(source))
+    await trainer.save(Path(target))
+    return await trainer.digest()
+
+
+async def go_on(trainer: OnRanks, source: str, target: str, samples: list[TrainSample]) -> Any:
+    """The same, and then a step. Its gradient is what AdamW made of it: the norm, the weights."""
+    digest = await save_again(trainer, source, target)
+    result = await trainer.learner.train_step(samples, 4)
+    await trainer.save(Path(f"{target} and a step"))
+    return digest, result
+
+
+async def export(trainer: OnRanks, target: str) -> Any:
+    """Write the model and read it back, as at the end of a run."""
+    await trainer.load()
+    Path(target).mkdir()
+    await trainer.files.write(Path(target), None, {})
+    await trainer.learner.reload(Path(target))
+    return await trainer.learner.score(PROBE)

@@ -1,0 +1,61 @@
+"""docs/events.md: every event and command, from their declarations and the core's registry.
+
+    python -m tools.make.events_page > docs/events.md
+
+A test holds the page against what this program prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from laminar.core.machine import HANDLING
+from laminar.events.base import CARRIED_OUT_BY, ENDS
+from laminar.events.events import ALL_EVENTS
+
+
+def markdown() -> str:
+    """Events with their senders, handlers and commands, then commands with what ends them."""
+    lines = ["# Events and commands", "", "Made by `python -m tools.make.events_page`.", ""]
+    lines += ["## Events", ""]
+    for event in ALL_EVENTS:
+        handler = HANDLING[event].handler
+        lines += [
+            f"### {_name(event)}",
+            "",
+            _first_line(event),
+            "",
+            f"- Reported by: {', '.join(HANDLING[event].senders)}",
+            f"- Ends: {_names(ENDS[event]) or 'nothing'}",
+            f"- Handled by: `{handler.__module__}.{handler.__qualname__}`",
+            "",
+        ]
+    lines += ["## Commands", ""]
+    for command, roles in CARRIED_OUT_BY.items():
+        ended_by = _names(event for event, ends in ENDS.items() if command in ends)
+        lines += [
+            f"### {_name(command)}",
+            "",
+            _first_line(command),
+            "",
+            f"- Carried out by: {', '.join(roles)}",
+            f"- Ended by: {ended_by or 'nothing; losing it breaks nothing'}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _name(kind: type) -> str:
+    return f"`{kind.__struct_config__.tag}`"  # type: ignore[attr-defined]
+
+
+def _names(kinds: Iterable[type]) -> str:
+    return ", ".join(map(_name, kinds))
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").strip().replace("\n", " ").split("  ")[0]
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

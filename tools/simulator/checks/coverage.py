@@ -1,0 +1,154 @@
+"""Coverage marks: rare paths that a swarm of runs has to have gone through.
+
+Reads   what an observer sees: events, commands, the state, faults, answers of the store
+Gives   counts by name; EXPECTED, the names that there are, made from the product's own tables
+
+Nothing in the product knows of marks, so they cost it nothing and cannot be forgotten there: a new
+event, move or command makes a new mark by itself, and a mark that no run hits is a path that no
+simulation tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from laminar.core.machine import HANDLING
+from laminar.core.state import keys
+from laminar.core.state.state import State
+from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.transitions import TRAJECTORY_MOVES
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+
+_MOVE_NAMES = {
+    (before, after): f"move:{before}-{trigger}"
+    for (before, trigger), after in TRAJECTORY_MOVES.items()
+}
+
+DROP_REASONS = (
+    "batch-wait", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
+    "restarted", "reward-worker-lost", "run-ended", "store-refused", "too-few-scored", "unscored",
+)  # fmt: skip
+IGNORED_REASONS = (
+    "fenced", "late", "old-incarnation", "old-placement", "old-process", "repeat",
+    "unusable-proposal",
+)  # fmt: skip
+TIMERS = (
+    "batch-wait", "command:forward", "command:propose", "command:pull", "command:release",
+    "command:restart", "command:score", "command:stop", "progress", "receive", "rejoin", "repack",
+    "resume", "start",
+)  # fmt: skip
+"""What ends every wait. Those that only a process can miss that a run cannot do without are left
+out: then the run ends."""
+OUTSIDE = (
+    "coordinator:diskerror-in-a-turn",
+    "coordinator:died-at-its-start",
+    "coordinator:handlingfailed-in-a-turn",
+    "coordinator:killed-between-turns",
+    "coordinator:powercut-in-a-turn",
+    "disk:power-cut-all",
+    "disk:power-cut-none",
+    "disk:power-cut-prefix",
+    "disk:power-cut-reordered",
+    "disk:power-cut-torn",
+    "fork:begun",
+    "log:rotated",
+    "log:taken-over",
+    "log:torn-tail",
+    "relay:commit-of-a-dead-relays-slot",
+    "relay:cut-through",
+    "relay:lease-revoked",
+    "relay:pin-of-a-version-not-here",
+    "relay:resumed",
+    "relay:stale-predecessor",
+    "rollout:not-leased",
+    "rollout:not-stored",
+    "session:command-repeated",
+    "session:refused",
+    "store:append-fenced",
+    "store:finish-fenced",
+    "store:open-generated-move",
+    "store:open-open-create",
+    "store:open-open-move",
+    "store:open-open-restart",
+    "store:payload-removed",
+    "store:reward-fenced",
+)
+
+EXPECTED: tuple[str, ...] = (
+    *(f"event:{event.__name__}" for event in HANDLING),
+    *_MOVE_NAMES.values(),
+    *(f"dropped:{reason}" for reason in DROP_REASONS),
+    *(f"ignored:{reason}" for reason in IGNORED_REASONS),
+    *(f"timer:{kind}" for kind in TIMERS),
+    *OUTSIDE,
+)
+
+
+def _kind_of(timer: str) -> str:
+    """The kind of a timer, without the name of the process that it is about."""
+    kind, subject = keys.parse_timer(timer)
+    command = subject.partition(":")[0]
+    return f"{kind}:{command}" if kind == keys.TimerKind.COMMAND else kind
+
+
+class Coverage:
+    """How often each path was gone through."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._statuses: dict[str, TrajectoryStatus] = {}
+
+    def hit(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def merge(self, other: Mapping[str, int]) -> None:
+        for name, count in other.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+    def missing(self) -> list[str]:
+        """Expected marks that were never hit."""
+        return [name for name in EXPECTED if name not in self.counts]
+
+    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """One event was handled."""
+        kind = type(stamped.event).__name__
+        self.hit(f"event:{kind}")
+        for command in commands:
+            self.hit(f"{kind} -> {type(command).__name__}")
+        if isinstance(stamped.event, ev.TimerFired):
+            self.hit(f"timer:{_kind_of(stamped.event.timer)}")
+        self._look_at(getattr(stamped.event, "trajectory_id", ""), state)
+        for command in commands:
+            self._look_at(getattr(command, "trajectory_id", ""), state)
+            for ending in getattr(command, "endings", ()):
+                self._look_at(ending.trajectory_id, state)
+            if isinstance(command, cmd.ReleaseTrajectories):
+                for item in command.items:
+                    self._look_at(item.trajectory_id, state)
+        for trajectory in reversed(state.lost):  # the latest first
+            if self._statuses.get(trajectory) == TrajectoryStatus.LOST:
+                break
+            self._look_at(trajectory, state)
+
+    def _look_at(self, trajectory_id: str, state: State) -> None:
+        """Count the move that a trajectory has made since it was looked at last."""
+        found = state.trajectories.get(trajectory_id)  # type: ignore[call-overload]
+        if found is None:
+            return
+        before = self._statuses.get(trajectory_id)
+        self._statuses[trajectory_id] = found.status
+        name = _MOVE_NAMES.get((before, found.status)) if before else None
+        if name is not None:
+            self.hit(name)
+
+    def finish(self, state: State) -> None:
+        """What the state itself has counted over the run."""
+        for reason in state.ledger.trajectories.dropped:
+            self.hit(f"dropped:{reason}")
+        for reason in state.ledger.tokens.dropped:
+            if reason == "restarted":
+                self.hit("dropped:restarted")
+        for name in state.ignored:
+            self.hit(f"ignored:{name.partition(': ')[2]}")

@@ -1,0 +1,194 @@
+"""What must be true of a simulated run that has ended, one function and one name each.
+
+Reads   the coordinator's last state and disk, the store's rows, the books of checks/safety.py
+Gives   the digest of the last state; raises Violation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from laminar.core import invariants
+from laminar.core.state.state import State, digest
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord
+from laminar.eventlog.replay import replay, stamped
+from laminar.eventlog.snapshot import snapshots
+from laminar.events.base import COORDINATOR, Command, Settings, Stamped
+from laminar.events.reasons import FinishReason
+from laminar.storage import books
+from laminar.storage.rules import Row, score_of
+from tools.simulator.checks.failures import failure_has_a_reason
+from tools.simulator.checks.safety import Checks, numbered
+from tools.simulator.runtime.disk import SimDisk
+from tools.simulator.runtime.violation import Violation
+
+if TYPE_CHECKING:
+    from tools.simulator.world import World
+
+SNAPSHOTS_SAMPLE = 8
+"""In one run of so many the replay from every snapshot is made, not only from the newest."""
+
+
+def judge(world: World) -> str:
+    """Everything; gives the state's digest."""
+    state, disk, rows = world.coordinator.state, world.coordinator.disk, world.rows
+    if world.coordinator.over is not None:
+        return given_up_run_can_go_on(world, disk)
+    if state is None:
+        raise Violation("run_ends", "no coordinator ever made a turn")
+    invariants.check(state)
+    failure_has_a_reason(world, state)
+    store_agrees_with_itself(world)
+    groups_are_filtered(world.scenario.settings, rows)
+    if not _may_stay_open(world, state):
+        books_are_closed(state, rows)
+        world.checks.prompts.every_prompt_ends(state)
+    if state.failed is None:
+        two_books(state, rows, world.checks.training.book)
+        work_is_done(state)
+    events_once(world.checks, disk)
+    return replay_equal(world, disk, state)
+
+
+def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
+    """A run whose disk stayed full has no end; its log is whole and leads to a state."""
+    events_once(world.checks, disk)
+    found = replay(disk)
+    if found.difference is not None:
+        raise Violation("replay_equal", str(found.difference))
+    return digest(found.machine.state) if found.machine.started else ""
+
+
+def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
+    """With a filter, scored siblings differ where they are trained, and do not where they ended for
+    no variance; without one, none ended so."""
+    flat, kept = dict[str, list[float]](), dict[str, list[float]]()
+    for row in rows.values():
+        if row.end_reason == "no-variance":
+            flat.setdefault(row.group_id, []).append(_measured(settings, row))
+        elif row.end == "trained" or row.end_reason == "mismatch":
+            kept.setdefault(row.group_id, []).append(_measured(settings, row))
+    metric = settings.filter_metric
+    for group, values in flat.items():
+        if not metric or len(values) < 2 or len(set(values)) > 1:
+            raise Violation("groups_are_filtered", f"{group} is dropped, its {metric}: {values}")
+    for group, values in kept.items():
+        if metric and len(values) > 1 and len(set(values)) == 1:
+            raise Violation("groups_are_filtered", f"{group} is kept, its {metric}: {values}")
+
+
+def _measured(settings: Settings, row: Row) -> float:
+    score = score_of(row.reward_bits)
+    assert score is not None, row
+    if settings.filter_metric == "acc":
+        return float(score >= 1 and row.finish_reason == FinishReason.STOP)
+    return score
+
+
+def _may_stay_open(world: World, state: State) -> bool:
+    """No process could write the ends: a fault has ended the store, or its node, and the run has
+    failed."""
+    store = next(process for process in world.processes.values() if process.role == "store")
+    subject = state.failed.subject if state.failed is not None else ""
+    lost = world.faults.has_lost(store) or subject in (store.name, store.node)
+    return state.failed is not None and lost
+
+
+def books_are_closed(state: State, rows: dict[str, Row]) -> None:
+    """Nothing is live, and everything that the store has, has an end."""
+    ledger = state.ledger
+    for name, book in (("groups", ledger.groups), ("trajectories", ledger.trajectories)):
+        if book.live:
+            raise Violation("books_are_closed", f"{book.live} {name} have no end")
+    for row in rows.values():
+        if row.end is None:
+            raise Violation("books_are_closed", f"{row.id} has no end in the store", row.id)
+
+
+def store_agrees_with_itself(world: World) -> None:
+    """The store passes an audit of its file, and has each row as it was saved last."""
+    tables = world.database.tables
+    for problem in books.contradictions(tables):
+        raise Violation("nothing_is_damaged", problem)
+    for trajectory in tables.changed():
+        raise Violation("nothing_is_damaged", f"{trajectory} is not what was saved", trajectory)
+
+
+def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> None:
+    """The ledger, the store's rows and the trainer's book know nothing of each other."""
+    ledger, ends = state.ledger, [row.end for row in rows.values()]
+    tokens = sum(row.num_tokens + row.tokens_lost for row in rows.values())
+    claims = (
+        ("issued", ledger.trajectories.issued, len(ends)),
+        ("trained", ledger.trajectories.trained, ends.count("trained")),
+        ("trained, by the trainer", ledger.trajectories.trained, len(trained)),
+        ("evaluated", ledger.trajectories.evaluated, ends.count("evaluated")),
+        ("tokens", ledger.tokens.issued, tokens),
+        ("live tokens", ledger.tokens.live, 0),
+    )
+    for name, ledger_says, books_say in claims:
+        if ledger_says != books_say:
+            what = f"{name}: the ledger says {ledger_says}, the other book {books_say}"
+            raise Violation("two_books", what)
+    for row in rows.values():
+        if (row.end == "trained") != (row.id in trained):
+            raise Violation("two_books", f"{row.id} ended as {row.end}", row.id)
+
+
+def work_is_done(state: State) -> None:
+    """A run that was not asked to stop has made its steps and its last evaluation."""
+    if state.draining:
+        return
+    total = state.settings.total_steps
+    if total and state.completed != total:
+        raise Violation("work_is_done", f"{state.completed} of {total} steps are completed")
+    if state.num_eval and not (state.evaluations and state.evaluations[-1].final):
+        raise Violation("work_is_done", "the last evaluation is missing")
+
+
+def events_once(checks: Checks, disk: SimDisk) -> None:
+    """Every numbered event of a process is in the log once, in order, as it was sent, or as given
+    up by the coordinator."""
+    logged: dict[tuple[str, int], int] = {}
+    for _, record in read_log(disk):
+        own = isinstance(record, EventRecord) and record.peer == COORDINATOR
+        if not isinstance(record, EventRecord) or not (own or record.peer_seq):
+            continue
+        key, number = numbered(stamped(record))
+        if not number:
+            continue
+        last = logged.get(key, 0)
+        boot_id, _ = checks.boots[key]
+        same = own or bytes(record.event) == checks.bodies[boot_id][last]
+        if number != last + 1 or not same:
+            what = f"event {record.seq} is number {number} of {boot_id} after {last}"
+            raise Violation("events_once", what, record.peer)
+        logged[key] = number
+
+
+def replay_equal(world: World, disk: SimDisk, state: State) -> str:
+    """The log alone, and each snapshot with what follows it, lead to the same state.
+
+    The log alone meets every snapshot on its way. What follows the newest is replayed in each
+    run, what follows the older ones in a sample of the runs.
+    """
+    live, kept = digest(state), snapshots(disk).usable
+    known = {snapshot.seq: snapshot for snapshot in kept}
+
+    def meet(stamped: Stamped, commands: list[Command], state: State) -> None:
+        met = known.get(stamped.seq)
+        if met is not None and digest(state) != met.digest:
+            raise Violation("replay_equal", f"{met.name} holds another state than the log")
+
+    sampled = world.scenario.seed % SNAPSHOTS_SAMPLE == 0
+    for start in (None, *(kept if sampled else kept[:1])):
+        found = replay(disk, observer=None if start else meet, snapshot=start)
+        world.checks.replays += 1
+        name = start.name if start is not None else "the first event"
+        if found.difference is not None:
+            raise Violation("replay_equal", f"from {name}: {found.difference}")
+        if digest(found.machine.state) != live:
+            raise Violation("replay_equal", f"from {name} on it leads to another state")
+    return live

@@ -1,0 +1,56 @@
+"""Checks of relays: what one says it holds is in a slot, as the trainer made it; and a transfer
+along their chain that does not come has an end.
+
+Reads   reports of relays and orders to them; their version tables and slots; the coordinator's
+        state when a timer has fired
+Raises  Violation
+"""
+
+from __future__ import annotations
+
+from laminar.core.state import keys
+from laminar.core.state.state import State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.weights.version.hashes import WeightsCorrupt, verify
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.runtime.violation import Violation
+
+
+def reported(process: SimProcess, event: Event) -> None:
+    """held_is_published: whoever is told of a version finds its bytes where it is held."""
+    if not isinstance(event, ev.WeightsReceived | ev.WeightsPublished):
+        return
+    what = f"{process.name} reports version {event.version}"
+    machine = process.world.machine_of(process.name)
+    copy = machine.versions.get(event.version)
+    if copy is None or not copy.complete or copy.digest != event.digest:
+        raise Violation("held_is_published", f"{what}, and does not hold it")
+    try:
+        verify(machine.slots.view(copy.slot), copy.manifest())
+    except WeightsCorrupt as error:
+        raise Violation("held_is_published", f"{what}: {error}") from error
+
+
+def obeyed(process: SimProcess, command: Command) -> None:
+    """A version to be kept may not be here yet."""
+    if not isinstance(command, cmd.PinVersion) or command.version < 0:
+        return
+    if command.version not in process.world.machine_of(process.name).versions.complete():
+        process.world.coverage.hit("relay:pin-of-a-version-not-here")
+
+
+def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
+    """A relay that did not get in time what its predecessor has is to be started again."""
+    if not isinstance(stamped.event, ev.TimerFired):
+        return
+    kind, name = keys.parse_timer(stamped.event.timer)
+    overdue = kind == keys.TimerKind.RECEIVE and name in state.chain
+    position = state.chain.index(name) if overdue else 0
+    if not position or keys.restart(name) in state.commands:
+        return
+    relay, before = state.relays[name], state.relays[state.chain[position - 1]]
+    if relay.newest < state.newest <= before.newest:
+        what = f"version {state.newest} did not come from {before.name}, and nobody acts"
+        raise Violation("late_transfer_has_an_end", what, name)

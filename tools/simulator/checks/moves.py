@@ -1,0 +1,178 @@
+"""Checks of repack's decisions: what is moved may be moved, what is emptied has new work, what is
+handed over is in the store first, and what is answered too late changes nothing.
+
+Reads   decisions, the coordinator's state after them; what engines had sampled when they were told
+        to stop, the store's rows
+Raises  Violation
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from laminar.core.state import keys
+from laminar.core.state.state import State, Trajectory
+from laminar.core.state.statuses import GroupStatus
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.names.ids import Purpose
+from laminar.storage.rules import Row
+from tools.simulator.runtime.violation import Violation
+
+MOVES_MAX = 3
+
+
+class Moves:
+    """The checks of one run."""
+
+    def __init__(self) -> None:
+        self._orders: dict[int, cmd.ReleaseTrajectories] = {}  #: by id
+        self._expired: dict[int, int] = {}  #: event at which its time was over, by id of the order
+
+    def note(self, stamped: Stamped, commands: list[Command]) -> None:
+        """What was decided at an event; a replay tells it again."""
+        first = stamped.seq << 20
+        for index, command in enumerate(commands):
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self._orders[first + index] = command
+        if isinstance(stamped.event, ev.TimerFired) and self._orders:
+            orders = [n for n, o in self._orders.items() if n < first and _times(stamped.event, o)]
+            if orders:
+                self._expired.setdefault(max(orders), stamped.seq)
+
+    def take_back(self, seq: int) -> None:
+        """What was decided after this event never was."""
+        self._orders = {n: order for n, order in self._orders.items() if n >> 20 <= seq}
+        self._expired = {n: since for n, since in self._expired.items() if since <= seq}
+
+    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """The coordinator has handled an event."""
+        event = stamped.event
+        if isinstance(event, ev.TrajectoriesReleased):
+            self._late_release_has_no_effect(event, commands, stamped.peer)
+        orders = [c for c in commands if isinstance(c, cmd.ReleaseTrajectories)]
+        for order in orders:
+            self._moved_may_be_moved(order, state)
+        if state.settings.repack_policy == "gain":
+            share_is_kept(commands, state)
+        if orders and state.settings.repack_policy == "gain":
+            _emptied_has_new_work(len(orders), state)
+
+    def _late_release_has_no_effect(
+        self, event: ev.TrajectoriesReleased, commands: list[Command], source: str
+    ) -> None:
+        """What is answered when its time was over goes on elsewhere already."""
+        late = event.command_id in self._expired or event.command_id not in self._orders
+        if late and commands:
+            what = f"{source} answers release {event.command_id} too late, and is believed"
+            raise Violation("late_release_has_no_effect", what, source)
+
+    def _moved_may_be_moved(self, order: cmd.ReleaseTrajectories, state: State) -> None:
+        """What is moved is nothing that a batch has waited for, that may kill replicas, is held
+        out, or has moved three times."""
+        for item in order.items:
+            trajectory = state.trajectories[item.trajectory_id]
+            found = self._why_not(trajectory, state)
+            if found:
+                what = f"{order.to} gives {trajectory.id} away: {found}"
+                raise Violation("moved_may_be_moved", what, trajectory.id)
+
+    def _why_not(self, trajectory: Trajectory, state: State) -> str:
+        times = sum(
+            item.trajectory_id == trajectory.id
+            for order in self._orders.values()
+            for item in order.items
+        )
+        if times > MOVES_MAX:
+            return f"for the {times}th time"
+        if trajectory.waits or trajectory.deaths:
+            return f"waited for {trajectory.waits} times, {trajectory.deaths} replicas died"
+        evaluated = state.groups[trajectory.group].purpose == Purpose.EVAL
+        return "it is a held-out answer" if evaluated else ""
+
+
+def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:
+    return event.timer == keys.deadline(keys.release(order.to))
+
+
+def _share(state: State) -> int:
+    """New groups that a replica may run at a time; each has the same part of what is admitted."""
+    settings = state.settings
+    admitted = settings.groups_per_step * (settings.max_staleness + 1)
+    return math.ceil(admitted / len(state.live_replicas()))
+
+
+def share_is_kept(commands: list[Command], state: State) -> None:
+    """share_is_kept: a replica that was given new groups has no more than its part of them.
+
+    It may be given held-out prompts after them, and those take what room it has.
+    """
+    placed: dict[str, list[bool]] = {}  #: by replica, in order: whether it is of a new group
+    for command in commands:
+        if isinstance(command, cmd.GenerateTrajectory):
+            new = command.placement == 1 and command.purpose == Purpose.TRAIN
+            placed.setdefault(command.to, []).append(new)
+    for name in (name for name, new in placed.items() if any(new)):
+        later = placed[name][::-1].index(True)
+        running = len(state.replicas[name].running) - later
+        most = state.settings.group_size * _share(state)
+        if running > most:
+            what = f"{name} was given new groups and runs {running} trajectories of {most}"
+            raise Violation("share_is_kept", what, name)
+
+
+def _emptied_has_new_work(emptied: int, state: State) -> None:
+    """emptied_has_new_work: data is left, and the staleness bound leaves room, for the share of new
+    groups of each replica that is emptied."""
+    settings = state.settings
+    unchosen = sum(
+        group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY)
+        for group in state.groups.values()
+    )
+    steps = state.newest_step + settings.max_staleness - state.chosen + 1
+    allowed = settings.groups_per_step * steps - unchosen
+    if settings.total_steps:
+        left = settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
+    else:
+        left = settings.total_epochs * state.num_train - state.cursor + len(state.again)
+    if emptied * min(settings.groups_per_version, _share(state)) > min(allowed, left):
+        what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
+        raise Violation("emptied_has_new_work", what)
+
+
+class Released:
+    """Check of what is handed over: the store has all of it before it goes on elsewhere."""
+
+    def __init__(self) -> None:
+        self._ordered: set[tuple[str, int]] = set()  #: trajectory and placement to be handed over
+        self._sampled: dict[str, int] = {}  #: tokens by the engine's name for it, when it stopped
+
+    def stopped(self, request_id: str, tokens: int) -> None:
+        """An engine forgets it, with so many tokens of the response sampled."""
+        self._sampled[request_id] = tokens
+
+    def observe(self, event: Event, commands: list[Command], rows: Mapping[str, Row]) -> None:
+        """released_is_stored: what its replica has let go of goes on with all that was sampled.
+
+        Without an answer in time it goes on with less, and is taken back from its replica."""
+        answered = isinstance(event, ev.TrajectoriesReleased)
+        for command in commands:
+            if isinstance(command, cmd.ReleaseTrajectories):
+                self._ordered.update((item.trajectory_id, item.placement) for item in command.items)
+            elif isinstance(command, cmd.AbortTrajectories):
+                taken = {(item.trajectory_id, item.placement) for item in command.items}
+                self._ordered.difference_update(taken)
+            elif isinstance(command, cmd.GenerateTrajectory) and answered:
+                self._goes_on(command, rows)
+
+    def _goes_on(self, command: cmd.GenerateTrajectory, rows: Mapping[str, Row]) -> None:
+        before = (command.trajectory_id, command.placement - 1)
+        sampled = self._sampled.get(f"{command.trajectory_id}@{command.placement - 1}", 0)
+        if before not in self._ordered or not sampled:
+            return
+        row = rows.get(command.trajectory_id)
+        if row is None or row.num_tokens < sampled:
+            what = f"{sampled} tokens were sampled when it was released, the store has {row}"
+            raise Violation("released_is_stored", what, command.trajectory_id)

@@ -1,0 +1,137 @@
+"""What nodes say of their processes: each end once, as it was, and who is started again.
+
+Reads   the ends of processes as their nodes learn them, what nodes report, the starts of processes
+        whom the coordinator tells a node to start again, whom the node kills
+Raises  Violation; for what a node owes, once it had time for it: not while it stands still or ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from laminar.core.state import keys
+from laminar.core.state.state import State
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.runtime.violation import Violation
+from tools.simulator.scheduler import SECOND
+
+if TYPE_CHECKING:
+    from tools.simulator.world import World
+
+LOOKS, LOOK_NS = 6, 5 * SECOND
+"""So often and after so long: a node that stands still between two of them has had the others."""
+
+
+class NodeReports:
+    """The ends of one run's processes that their nodes know."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._ended: dict[str, int] = {}  #: exit codes by boot id
+        self._reported: dict[str, bool] = {}  #: by boot id: it is started again
+        self._told: set[str] = set()  #: boot ids of whom a node is to start again
+
+    def node_started(self, node: SimProcess) -> None:
+        """The coordinator has taken a node, perhaps in the place of one that died."""
+        before = {child.name: child.boot for child in self._world.children_of(node.name)}
+        self._later(node, self._has_started_all, node, before)
+
+    def _has_started_all(self, node: SimProcess, before: dict[str, int]) -> None:
+        """node_starts_its_processes: each, whatever the node before it had started."""
+        for child in self._world.children_of(node.name):
+            if child.boot == before[child.name] and not child.alive:
+                what = f"{node.boot_id} has not started {child.name}"
+                raise Violation("node_starts_its_processes", what, node.name)
+
+    def refusals(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        """own_processes_are_taken: who names the living process of its node belongs to it."""
+        event = stamped.event
+        for command in commands:
+            if not isinstance(event, ev.ActorJoined) or not isinstance(command, cmd.RefuseActor):
+                continue
+            node = state.actors.get(event.node)
+            its_own = node is not None and node.alive and node.boot_id == event.node_boot
+            if its_own and "has started this process" in command.reason:
+                what = f"{event.boot_id} of {event.node_boot} is refused: {command.reason}"
+                raise Violation("own_processes_are_taken", what, event.name)
+
+    def ordered(self, commands: list[Command], state: State) -> None:
+        """The coordinator means the process that it knows by that name."""
+        for command in commands:
+            if isinstance(command, cmd.RestartActor):
+                self._told.add(state.actors[command.actor].boot_id)
+
+    def killed(self, node: SimProcess, boot_id: str) -> None:
+        """order_ends_whom_it_means: a node kills no process that has come after that one."""
+        if not node.stopping and boot_id not in self._told:
+            what = f"{node.boot_id} kills {boot_id}, and was not told to"
+            raise Violation("order_ends_whom_it_means", what, node.name)
+
+    def failed(self, stamped: Stamped, state: State) -> None:
+        """machine_comes_back: no run fails for want of a node that could be started again."""
+        event, failed = stamped.event, state.failed
+        if failed is None or not isinstance(event, ev.TimerFired):
+            return
+        kind, _ = keys.parse_timer(event.timer)
+        process = self._world.processes.get(failed.subject)
+        if kind != keys.TimerKind.REJOIN or process is None or state.actor_alive(process.node):
+            return
+        if not self._world.faults.is_gone(self._world.processes[process.node]):
+            raise Violation("machine_comes_back", failed.sentence, process.node)
+
+    def ended(self, node: SimProcess, boot_id: str, code: int) -> None:
+        """A node learns that one of its processes has ended."""
+        self._ended[boot_id] = code
+        self._later(node, self._is_reported, boot_id)
+
+    def sent(self, node: SimProcess, event: ev.ProcessExited) -> None:
+        """exit_is_reported_once: with the code that it had."""
+        code, boot_id = self._ended.get(event.boot_id), event.boot_id
+        if boot_id in self._reported or code != event.code:
+            what = f"{node.name} reports {event!r}; it ended with {code}"
+            raise Violation("exit_is_reported_once", what, event.actor)
+        self._reported[boot_id] = event.restarting
+        self._is_given_up_for_a_reason(event)
+        if event.restarting:
+            process = self._world.processes[event.actor]
+            self._later(node, self._is_started, process, boot_id)
+
+    def _is_given_up_for_a_reason(self, event: ev.ProcessExited) -> None:
+        """cuts_are_not_counted: no process is given up that nothing but cuts has struck."""
+        process, faults = self._world.processes[event.actor], self._world.faults
+        if event.reason and faults.only_cut_off(process):
+            what = f"{event.boot_id} was only cut off; {event.reason}"
+            raise Violation("cuts_are_not_counted", what, event.actor)
+
+    def left(self, node: SimProcess, alive: list[str]) -> None:
+        """machine_is_left_empty: a node that ends gracefully has ended its processes."""
+        if alive:
+            what = f"{node.name} ends, and {', '.join(alive)} go on"
+            raise Violation("machine_is_left_empty", what, node.name)
+
+    def _is_reported(self, boot_id: str) -> None:
+        if boot_id not in self._reported:
+            raise Violation("exit_is_reported_once", f"the end of {boot_id} is not reported")
+
+    def _is_started(self, process: SimProcess, ended: str) -> None:
+        """who_is_started_again: the processes of which a node has said that it starts them
+        again."""
+        if process.boot_id == ended:
+            raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
+
+    def _later(self, node: SimProcess, look: Callable[..., None], *args: object) -> None:
+        node.after(LOOK_NS, self._again, LOOKS, node, look, args)
+
+    def _again(
+        self, left: int, node: SimProcess, look: Callable[..., None], args: tuple[object, ...]
+    ) -> None:
+        if node.stopping:
+            return
+        if left > 1:
+            node.after(LOOK_NS, self._again, left - 1, node, look, args)
+        else:
+            look(*args)

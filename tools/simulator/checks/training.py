@@ -1,0 +1,244 @@
+"""Checks of what is trained, and of the weights that come of it, with books of their own.
+
+Reads   batches and weights of the simulated learner, lines of the trainer's book, directories of
+        models, what is decided and what the trainer reports
+Raises  Violation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from laminar.core.state.state import State
+from laminar.core.state.versions import step_of
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Event, Stamped
+from laminar.run.directory import VERSION_FILE
+from laminar.training.steps import TrainSample
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
+from tools.simulator.runtime.boot import RUN_DIR
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.runtime.violation import Violation
+
+if TYPE_CHECKING:
+    from tools.simulator.world import World
+
+
+class TrainingChecks:
+    """The books of one run."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        #: what each line of the book has trained, by step and version
+        self._lines: dict[tuple[int, int], list[str]] = {}
+        self._steps_of: dict[str, int] = {}  #: by trajectory
+        #: by step: event, version and ids of what the log has
+        self._accepted: dict[int, tuple[int, int, tuple[str, ...]]] = {}
+        self._redone: dict[str, bool] = {}  #: by boot: it has said that it has done a step again
+        #: what each boot of the trainer was told last
+        self._told: dict[str, cmd.TrainStep | cmd.RedoStep] = {}
+        self._orders: dict[int, cmd.TrainStep] = {}  #: by version
+        self._steps: dict[int, int] = {}  #: by version: completed steps when it is made
+        self._lineage: dict[int, str] = {}  #: digest by completed steps
+        self._made: dict[int, set[str]] = {}  #: digests by completed steps, likewise
+        #: those of them that a fault handed over in place of the trainer's
+        self._others: dict[int, set[str]] = {}
+        #: that each boot was told to carry out
+        self._pulls: dict[str, list[cmd.PullWeights]] = {}
+        self._saved: dict[int, str] = {}  #: directories of checkpoints by version
+        self.lost: set[str] = set()  #: directories that somebody else removed, likewise
+        #: paths of the checkpoints that the log has, by the event since which it has them
+        self._kept: dict[int, tuple[str, ...]] = {}
+        #: when the run paused last: completed steps of its newest checkpoint, and where that is
+        self._paused: tuple[int, str] = (0, "")
+        self._is_paused = False
+
+    def decided(self, command: Command) -> None:
+        """The coordinator gives a version its number."""
+        if isinstance(command, cmd.TrainStep):
+            self._steps[command.version] = command.step_index + 1
+            self._orders[command.version] = command
+        elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
+            self._steps[command.version] = command.step
+        elif isinstance(command, cmd.RedoStep):
+            self._is_needed(command)
+
+    def _is_needed(self, command: cmd.RedoStep) -> None:
+        """pause_keeps_steps: what was saved when the run paused is not done again."""
+        steps, path = self._paused
+        saved = self.world.models.get(path)
+        if command.step_index < steps and saved is not None and not saved.damaged:
+            raise Violation("pause_keeps_steps", f"{command}, and the run paused after {steps}")
+
+    @property
+    def book(self) -> set[str]:
+        """What is trained, by the lines that the log has accepted."""
+        lines = (self._lines[step, version] for step, (_, version, _) in self._accepted.items())
+        return {trajectory for line in lines for trajectory in line}
+
+    def observe(self, stamped: Stamped, state: State) -> None:
+        """The log has a step; what it has, no other trainer may train otherwise."""
+        event = stamped.event
+        if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.saved:
+            self._kept[stamped.seq] = tuple(state.saved.values())
+        if state.paused and not self._is_paused:
+            self._pauses(state)
+        self._is_paused = state.paused
+        if not isinstance(event, ev.StepCompleted) or state.completed != event.step_index + 1:
+            return
+        order = self._orders.get(event.version)
+        if event.step_index not in self._accepted and order is not None:
+            accepted = stamped.seq, event.version, order.trajectories
+            self._accepted[event.step_index] = accepted
+
+    def _pauses(self, state: State) -> None:
+        """pause_saves: the last step, if nothing has struck the trainer."""
+        newest = max(state.saved, default=-1)
+        steps = step_of(state, newest) if newest >= 0 else 0
+        trainer = self.world.processes["trainer-0"]
+        struck = self.world.faults.explains(trainer) or state.exported >= 0
+        if steps != state.completed and not struck:
+            what = f"{state.completed} steps are completed, and {steps} are saved"
+            raise Violation("pause_saves", what)
+        self._paused = steps, str(RUN_DIR / state.saved[newest]) if newest >= 0 else "none"
+
+    def take_back(self, seq: int) -> None:
+        """What came after this event was lost with its coordinator."""
+        self._accepted = {k: found for k, found in self._accepted.items() if found[0] <= seq}
+        self._kept = {k: paths for k, paths in self._kept.items() if k <= seq}
+
+    def none_to_go_on_from(self, failure: str) -> None:
+        """there_is_a_checkpoint: a trainer has found none, and there was one."""
+        for path in next(reversed(self._kept.values()), ()):
+            if str(RUN_DIR / path) not in self.lost:
+                raise Violation("there_is_a_checkpoint", f"nobody removed {path}: {failure}")
+
+    def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
+        """What is trained is rewarded, not ended, and young enough.
+
+        A run that has failed drops its last batch, which its trainer may still have to fetch.
+        """
+        told = next(reversed(self._told.values()))
+        if [s.sample_id for s in samples] != list(told.trajectories):
+            raise Violation("trained_as_ordered", f"step {step} is of other rows than {told}")
+        if isinstance(told, cmd.RedoStep):
+            return self._redone_as_logged(told)
+        if self.world.checks.failed_at:
+            return
+        for sample in samples:
+            row = self.world.rows[sample.sample_id]
+            if row.status != "rewarded" or row.end is not None:
+                what = f"{row.id} is in batch {step}, and is {row.end or row.status}"
+                raise Violation("trained_is_rewarded", what, row.id)
+            if step - sample.version_step > self.world.scenario.settings.max_staleness:
+                what = f"{row.id} of step {sample.version_step} is in batch {step}"
+                raise Violation("staleness_within_bound", what, row.id)
+
+    def _redone_as_logged(self, told: cmd.RedoStep) -> None:
+        """What is done again was accepted, of these rows in this order, under this number."""
+        _, version, rows = self._accepted.get(told.step_index, (0, -1, ()))
+        if (told.version, told.trajectories) != (version, rows):
+            raise Violation("redone_as_logged", f"{told}, and the log has {version}: {rows}")
+
+    def booked(self, line: dict[str, Any]) -> None:
+        """at_most_one_trained: a line of the trainer's book is on the disk. A batch that was
+        interrupted may have a line of each trainer, under a number of its own."""
+        key = line["step"], line["version"]
+        if key in self._lines:
+            raise Violation("at_most_one_trained", f"step and version {key} have two lines")
+        left_out = {*line["left_out"]}
+        self._lines[key] = [t for t in line["ids"] if t not in left_out]
+        for trajectory in self._lines[key]:
+            if self._steps_of.setdefault(trajectory, line["step"]) != line["step"]:
+                what = f"{trajectory} is in batch {self._steps_of[trajectory]} and in {key}"
+                raise Violation("at_most_one_trained", what, trajectory)
+
+    def handed_over(self, boot_id: str) -> None:
+        """redo_is_not_published: weights go into a slot."""
+        told = self._told.get(boot_id)
+        if isinstance(told, cmd.RedoStep) and not self._redone.get(boot_id):
+            raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
+
+    def told(self, process: SimProcess, command: Command) -> None:
+        """The trainer carries out this command."""
+        if isinstance(command, cmd.TrainStep | cmd.RedoStep):
+            self._told.pop(process.boot_id, None)
+            self._told[process.boot_id] = command
+            self._redone[process.boot_id] = False
+        if isinstance(command, cmd.PullWeights):
+            self._pulls.setdefault(process.boot_id, []).append(command)
+
+    def reported(self, process: SimProcess, event: Event) -> None:
+        """What the trainer says must be on the disk by now."""
+        if isinstance(event, ev.TrainerReady):
+            for found in event.checkpoints:
+                self._saved[found.version] = str(process.current.run_dir / found.path)
+        if isinstance(event, ev.StepRedone):
+            self._redone[process.boot_id] = True
+            others = self._others.get(event.step_index + 1, ())
+            if event.published not in ("", event.digest, *others):
+                raise Violation("redone_is_the_same", f"{event}", process.name)
+        booked = self._lines
+        if isinstance(event, ev.StepCompleted) and (event.step_index, event.version) not in booked:
+            raise Violation("booked_before_reported", f"step {event.step_index} is not in the book")
+        if isinstance(event, ev.CheckpointSaved):
+            self._checkpoint(process, event)
+        if isinstance(event, ev.WeightsLoaded):
+            self.loaded(process, event)
+
+    def _checkpoint(self, process: SimProcess, event: ev.CheckpointSaved) -> None:
+        """saved_is_whole: what is under its name gives the weights of the version back, and what
+        is kept is there."""
+        path = self._saved[event.version] = str(process.current.run_dir / event.path)
+        for version in event.kept:
+            kept = self._saved.get(version, "")
+            if kept not in self.world.models and kept not in self.lost:
+                raise Violation("saved_is_whole", f"version {version} is not kept in {kept!r}")
+        found = self.world.models.get(path)
+        if found is None or not found.synced:
+            raise Violation("saved_is_whole", f"{event.path} is not on the disk")
+        try:
+            manifest = mf.decode(found.extra[VERSION_FILE])
+            verify(found.weights, manifest)
+        except (KeyError, mf.ManifestError, WeightsCorrupt) as error:
+            raise Violation("saved_is_whole", f"{event.path}: {error!r}") from error
+        if manifest.version != event.version or not self.made_as(event.version, manifest.digest):
+            what = f"{event.path} has {manifest.digest} as version {manifest.version}"
+            raise Violation("saved_is_whole", what)
+
+    def made(self, steps: int, weights: Bytes) -> None:
+        """one_lineage: the trainer's weights after so many steps, whichever trainer's."""
+        digest = xxhash.xxh3_128_hexdigest(weights.data)
+        if self._lineage.setdefault(steps, digest) != digest:
+            what = f"step {steps} has come to {digest}, and to {self._lineage[steps]} before"
+            raise Violation("one_lineage", what)
+        self._made.setdefault(steps, set()).add(digest)
+
+    def made_other(self, steps: int, weights: Bytes) -> None:
+        """What it hands over in their place: what is published may differ from a redo by that."""
+        digest = xxhash.xxh3_128_hexdigest(weights.data)
+        self._made.setdefault(steps, set()).add(digest)
+        self._others.setdefault(steps, set()).add(digest)
+
+    def loaded(self, process: SimProcess, event: ev.WeightsLoaded) -> None:
+        """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
+        asked = any(
+            event.version == pull.version if pull.exact else event.version >= pull.version
+            for pull in self._pulls.get(process.boot_id, ())
+        )
+        if not asked or not self.made_as(event.version, event.digest):
+            what = f"{process.boot_id} was asked for {self._pulls.get(process.boot_id)}: {event}"
+            raise Violation("loaded_is_trained", what, process.name)
+
+    def made_as(self, version: int, digest: str) -> bool:
+        """Whether these are weights that the trainer made under this number."""
+        return digest in self._made.get(self._steps.get(version, -1), ())
+
+    def made_since(self, version: int, digest: str) -> bool:
+        """Or under a higher one."""
+        return any(self.made_as(later, digest) for later in self._steps if later >= version)

@@ -1,0 +1,429 @@
+"""Faults: a menu, and for each seed a random part of it, with random rates.
+
+Reads   FaultConfig, the seed
+Writes  the world, when faults are due at random (random_faults.py) or find their moment
+        (targeted_faults.py), and when all heals
+Gives   answers to models that ask whether something of theirs goes wrong; KINDS
+
+Faults happen until `heal`; from then on nothing new goes wrong, and what was broken is mended. Each
+kind draws from its own random stream. A process without which a run cannot go on (node, store,
+trainer, relay) is only disturbed for less than its lease, unless the run is one that is to fail.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from laminar.core.context import RESTART_TIMEOUT_MS
+from laminar.core.loading import PULL_TIMEOUT_MS
+from laminar.core.members.pausing import STOP_TIMEOUT_MS
+from laminar.core.scheduling.groups import SCORE_TIMEOUT_MS
+from laminar.core.state.state import State
+from laminar.core.versions.broadcast import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command
+from laminar.names import exit_codes
+from laminar.names.ids import Purpose
+from laminar.weights.chain.receiver import SLOW_S
+from tools.simulator.config import FaultConfig
+from tools.simulator.faults.cuts import CUTS
+from tools.simulator.faults.effects import EVERYBODY, LOST, Effects
+from tools.simulator.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
+from tools.simulator.faults.targeted import SILENCE, WAYS, TargetedFault, lose
+from tools.simulator.faults.targeted_faults import TARGETED
+from tools.simulator.models.replica import Replica
+from tools.simulator.runtime.disk import CRASH_MODES, CrashMode, SimDisk
+from tools.simulator.runtime.network import Weather
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.scenario import ENGINE_START_MS, seconds, stream
+from tools.simulator.scheduler import MS
+
+if TYPE_CHECKING:
+    from tools.simulator.world import World
+
+WEATHER = ("loss", "duplicates", "reorder", "bit-flips")
+RATES = (
+    "weights-corrupt", "chunk-damaged", "publish-skipped", "reward-fails", "sibling-refused",
+    "hangs",
+)  # fmt: skip
+WEDGES = ("command-ignored", "transfer-sticks")
+"""What is never done; noticed when a deadline is over, if no other process does the work."""
+DEADLINES_MS: dict[type[Command], int] = {
+    cmd.ForwardWeights: LINK_TIMEOUT_MS,
+    cmd.PullWeights: PULL_TIMEOUT_MS,
+    cmd.ScoreTrajectories: SCORE_TIMEOUT_MS,
+    cmd.StopActor: STOP_TIMEOUT_MS,
+}
+"""What replicas or relays leave undone, one of these in a run: after so long the coordinator acts,
+and tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
+STICKS_MS = round(SLOW_S * 1_000) + RECEIVE_TIMEOUT_MS
+"""The longest until a transfer that sticks is noticed: what has come of it first is reported."""
+HARMED: dict[str, tuple[str, ...]] = {
+    "weights-corrupt": ("rollout",), "chunk-damaged": ("relay",),
+    "publish-skipped": ("trainer", "relay"), "reward-fails": ("rollout",),
+    "sibling-refused": ("rollout",), "hangs": ("rollout",), "start-hangs": ("rollout",),
+    "command-ignored": ("rollout", "relay"), "transfer-sticks": ("relay",),
+    "trainers-disk-full": ("trainer",),
+}  # fmt: skip
+"""Roles of whom is late or misled when one of these strikes."""
+OF_COORDINATOR = (
+    "coordinator-killed", "coordinator-cut", "coordinator-paused", "disk-error", "disk-full",
+    "clock-step", "event-crashes", "event-poison", "disk-full-long", "disk-full-for-good",
+)  # fmt: skip
+"""While it is away, anybody may be late."""
+ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
+REWARD_ERRORS = "reward-errors"
+ENGINE_DIFFERS = "engine-differs"
+TRAINERS_DISK_FULL = "trainers-disk-full"
+START_HANGS = "start-hangs"
+OWN_RATES = {
+    REWARD_ERRORS: (0.1, 0.3, 1.0), ENGINE_DIFFERS: (0.02, 0.1, 1.0),
+    TRAINERS_DISK_FULL: (0.1, 0.3), START_HANGS: (0.1, 0.3),
+}  # fmt: skip
+"""Drawn from streams of their own."""
+RARE = {
+    "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
+    "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
+    "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5, "machine-stands-still": 0.3,
+    "machine-cut-off": 0.3, "machine-cut-one-way": 0.3, "machine-flaps": 0.3,
+}  # fmt: skip
+"""Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
+them."""
+FATAL_ROLES = ("node", "store", "trainer", "relay")
+"""Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
+must start it again."""
+AGAIN_S = 0.05
+EARLY, EARLY_S = 0.3, 0.3
+"""Part of such losses that come before all processes have joined, and until when that is."""
+LATER = SILENCES | EXITS | STORE | TRAINER | RUN | CUTS
+
+
+class Faults(Effects):
+    """What goes wrong in one world, and when."""
+
+    def __init__(self, world: World, config: FaultConfig) -> None:
+        seed = world.scenario.seed
+        chance = stream(seed, "faults")
+        menu = [kind for kind in config.menu or UNTARGETED if kind in UNTARGETED]
+        calm = chance.random() < config.calm_share
+        super().__init__(world, seconds(_pick(chance, config.seconds)), healed=calm)
+        rare = {} if config.menu else RARE
+        shares = {kind: config.share * rare.get(kind, 1.0) for kind in menu}
+        self.active = [kind for kind in menu if chance.random() < shares[kind] and not calm]
+        self.every_s = {kind: _pick(chance, config.every_s) for kind in UNTARGETED}
+        self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
+        self.rates |= {kind: self.chance(kind).choice([0.1, 0.3, 1.0]) for kind in WEDGES}
+        #: type of command
+        self.ignored = stream(seed, "ignored command").choice(tuple(DEADLINES_MS))
+        self.fatal_role = ""
+        if not calm and chance.random() < config.fatal_share:
+            self.fatal_role = chance.choice((*FATAL_ROLES, "store"))  # its loss has most ways
+        fatal = stream(seed, "fatal way")
+        self.fatal_way, self._fatal_early = fatal.choice(WAYS), fatal.random() < EARLY
+        if self.fatal_way == "replaced" and self.fatal_role in ("node", "relay"):
+            self.fatal_way = "dies"  # a new relay would do, and a new node starts all afresh
+        self.storm = "node-storm" in self.active
+        if "poison-prompt" in self.active and not self.may_poison:
+            self.active.remove("poison-prompt")
+        if "poison-prompt" in self.active:
+            self.poison = (chance.randrange(world.scenario.num_train),)
+        self.left_hanging = 0  #: sequences that were, when everything healed
+        self.ended_before: set[str] = set()  #: trajectories that had, likewise
+        self._targeted = [] if calm else self._drawn_targeted(config)
+        if not calm:
+            self._draw_later(config)
+            self._draw_own_rates(config)
+
+    def _drawn_targeted(self, config: FaultConfig) -> list[TargetedFault]:
+        """Each draws from a stream of its own, so that a new one does not change the others."""
+        found = []
+        for kind in config.menu or TARGETED:
+            if kind in TARGETED:
+                chance = self.chance(kind)
+                share = config.share * (1.0 if config.menu else TARGETED[kind].share)
+                if chance.random() < share:
+                    self.active.append(kind)
+                    found.append(TARGETED[kind](self, chance))
+        return found
+
+    def _draw_later(self, config: FaultConfig) -> None:
+        """Draw the later faults, from streams of their own as well."""
+        rare = {} if config.menu else RARE
+        for kind in config.menu or LATER:
+            if kind in LATER:
+                chance = self.chance(kind)
+                if chance.random() < config.share * rare.get(kind, 1.0):
+                    self.active.append(kind)
+                    self.every_s[kind] = _pick(chance, config.every_s)
+
+    def _draw_own_rates(self, config: FaultConfig) -> None:
+        """Each from a stream of its own, too."""
+        for kind, rates in OWN_RATES.items():
+            chance = self.chance(kind)
+            share = config.share * (1.0 if config.menu else RARE.get(kind, 1.0))
+            if kind in (config.menu or KINDS) and chance.random() < share:
+                self.active.append(kind)
+                self.rates[kind] = chance.choice(rates)
+
+    def begin(self) -> None:
+        """Make the weather, and plan the first fault of each kind."""
+        if self.healed:
+            return
+        self.world.network.weather = self._weather()
+        if not {*WEATHER}.isdisjoint(self.active):
+            self.harm(EVERYBODY)
+        for kind in self.active:
+            if kind in STRIKES:
+                self._again(kind)
+        if "drain" in self.active:
+            when = seconds(self.chance("drain").uniform(0.1, 60))
+            self.world.scheduler.at(when, self._drain)
+        if "machine-lost" in self.active:
+            when = seconds(self.chance("machine").uniform(0.1, self.until_ns / 1e9))
+            self.world.scheduler.at(when, self._machine_lost)
+        if self.fatal_role:
+            when = seconds(self.chance("fatal").uniform(0.02, self._fatal_latest_s()))
+            self.world.scheduler.at(when, self._lose_for_good)
+        self.world.scheduler.at(self.until_ns, self.heal)
+
+    def _fatal_latest_s(self) -> float:
+        if self._fatal_early:
+            return EARLY_S
+        lease_s = self.lease_of_s(self.fatal_role)
+        silence_s = 2 * SILENCE * lease_s if self.fatal_way == "silent" else 0.0
+        return max(self.until_ns / 1e9 - silence_s, EARLY_S)  # it must not heal before it is lost
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more, and everything that can be mended is."""
+        if self.healed:
+            return
+        self.healed = True
+        self._targeted = [fault for fault in self._targeted if fault.after_healing]
+        self.disk_full = self.full_for_good
+        self.disk_fault = ""
+        self.reward_slow = 1.0
+        self.world.database.full = False
+        self.world.healed_ns = self.world.scheduler.now
+        self.left_hanging = sum(map(_num_hanging, self.world.rollouts))
+        rows = self.world.rows.values()
+        self.ended_before = {row.id for row in rows if row.end is not None}
+        self.world.network.heal()
+        self.world.coordinator.resume()
+        for process in self.world.processes.values():
+            self.speed(process, 1.0)
+            process.resume()
+
+    def turned(self, state: State) -> None:
+        """The coordinator has made a turn: targeted faults look whether their moment has come."""
+        for fault in self._targeted:
+            fault.look(state)
+        if any(fault.done for fault in self._targeted):
+            self._targeted = [fault for fault in self._targeted if not fault.done]
+
+    # --- questions of the models ----------------------------------------------------------------
+
+    def publish_fails(self) -> bool:
+        return self._strikes("publish-skipped")
+
+    def trainers_disk_is_full(self) -> bool:
+        return self._strikes(TRAINERS_DISK_FULL)
+
+    def publish_differs(self) -> bool:
+        differs, self.differs_next = self.differs_next and not self.healed, False
+        if differs:
+            self.harm("relay")
+        return differs
+
+    def start_hangs(self) -> bool:
+        """An engine never comes up."""
+        return self._wedges(START_HANGS, ENGINE_START_MS)
+
+    def hangs(self, command: cmd.GenerateTrajectory) -> bool:
+        return self._strikes("hangs")
+
+    def refuses(self, command: cmd.GenerateTrajectory) -> bool:
+        return self._strikes("sibling-refused")
+
+    def damages_chunk(self) -> bool:
+        return self._strikes("chunk-damaged")
+
+    def ignores(self, process: SimProcess, command: Command) -> bool:
+        """The process lives and says so, but never carries out this command."""
+        if process.role == "node" and isinstance(command, cmd.RestartActor):
+            return self._keeps_stalled(command) or self._wedges(
+                "command-ignored", RESTART_TIMEOUT_MS
+            )
+        if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
+            return False
+        return self._wedges("command-ignored", DEADLINES_MS[self.ignored])
+
+    def sticks(self) -> bool:
+        """A relay that is connected to its successor sends nothing more."""
+        if self.sticks_next and not self.healed:
+            self.sticks_next = False
+            self.harm("relay")
+            return True
+        return self._wedges("transfer-sticks", STICKS_MS)
+
+    def long_step_s(self) -> float:
+        """How much longer the trainer's next step takes."""
+        long_s, self.step_longer_s = self.step_longer_s, 0.0
+        if long_s:
+            self.wedged_for(round(long_s * 1000))
+        return long_s
+
+    def dead_for_good(self, process: SimProcess) -> bool:
+        """Whether a process's node gives up on it."""
+        return process.name in self.dead
+
+    def corrupts_weights(self, process: SimProcess) -> bool:
+        """What this replica has loaded is not what was published."""
+        if self.wrong.get(process.name) and not self.healed:
+            self.wrong[process.name] -= 1
+            self.harm(process.name)
+            return True
+        return self._strikes("weights-corrupt")
+
+    def loses_reward_worker(self) -> bool:
+        return self._strikes("reward-fails")
+
+    def reward_reason(self) -> str:
+        """What the user's function makes of one answer."""
+        return "error" if self._strikes(REWARD_ERRORS) else "ok"
+
+    def engine_differs(self) -> bool:
+        """The trainer finds that this row did not come from the weights that it names."""
+        return self._strikes(ENGINE_DIFFERS)
+
+    def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
+        """A bad prompt stays bad."""
+        poisonous = command.purpose == Purpose.TRAIN and command.row_index in self.poison
+        if poisonous:
+            self.harm(command.to, LOST)
+        return poisonous
+
+    def before_disk_use(self, disk: SimDisk) -> None:
+        """Plan what goes wrong with the coordinator's next calls."""
+        if self.disk_full:
+            disk.plan(disk.calls + 1, "enospc")
+        elif self.disk_fault == "coordinator-cut":
+            disk.plan(disk.calls + self.chance("cut").randint(1, 3), "crash")
+        elif self.disk_fault:
+            disk.plan(disk.calls + self.chance("eio").randint(1, 2), "eio")
+        self.disk_fault = ""
+
+    def crash_mode(self) -> CrashMode:
+        return self.chance("crash-mode").choice(CRASH_MODES)
+
+    def restart_delay_ns(self) -> int:
+        """How long the supervisor of the coordinator takes."""
+        return seconds(self.chance("restart").choice([0.1, 0.5, 2.0, 6.0]))
+
+    # --- planning -----------------------------------------------------------------------------
+
+    def _strikes(self, kind: str) -> bool:
+        if self.healed or kind not in self.active:
+            return False
+        struck = self.chance(kind).random() < self.rates[kind]
+        if struck:
+            for role in HARMED.get(kind, ()):
+                self.harm(role)
+            self.world.coverage.hit(f"fault:{kind}")
+        return struck
+
+    def _wedges(self, kind: str, deadline_ms: int) -> bool:
+        """True if something is never done; then the coordinator acts when its deadline is over."""
+        struck = self._strikes(kind)
+        if struck:
+            self.wedged_for(deadline_ms)
+        return struck
+
+    def _keeps_stalled(self, command: cmd.RestartActor) -> bool:
+        """True for the first order to restart a process that was stalled."""
+        boot = self.world.processes[command.actor].boot_id
+        ignored = self.stalled.get(boot, False)
+        if ignored:
+            self.stalled[boot] = False
+            self.wedged_for(RESTART_TIMEOUT_MS)
+        return ignored
+
+    def _weather(self) -> Weather:
+        chance = self.chance("weather")
+        most = {"loss": 0.3, "duplicates": 0.5, "reorder": 0.5, "bit-flips": 0.02}
+        drawn = {kind: chance.uniform(0.01, most[kind]) for kind in WEATHER}
+        now = {kind: drawn[kind] if kind in self.active else 0.0 for kind in WEATHER}
+        late = int(chance.choice([5, 50, 400]) * MS)
+        return Weather(
+            now["loss"], now["duplicates"], now["reorder"], now["bit-flips"], extra_delay_ns=late
+        )
+
+    def _again(self, kind: str) -> None:
+        wait_s = self.chance(kind).expovariate(1 / self.every_s[kind])
+        self.world.scheduler.after(seconds(wait_s), self._strike, kind)
+
+    def _strike(self, kind: str) -> None:
+        if self.healed or self.world.finished:
+            return
+        self.world.coverage.hit(f"fault:{kind}")
+        if kind in OF_COORDINATOR:
+            self.harm(EVERYBODY)
+        STRIKES[kind](self, self.chance(kind))
+        self._again(kind)
+
+    # --- faults that strike once ------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        if not self.healed and not self.world.finished:
+            self.world.coverage.hit("fault:drain")
+            at_once = self.chance("drain").random() < 0.25
+            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=at_once))
+
+    def _machine_lost(self) -> None:
+        """All processes of a machine, at once and finally; never those of the first."""
+        machines = [p for p in self.world.processes.values() if p.role == "node"][1:]
+        if self.healed or self.world.finished or not machines:
+            return
+        self.world.coverage.hit("fault:machine-lost")
+        node = self.chance("machine").choice(machines)
+        self.gone.add(node.name)
+        for process in (node, *self.world.children_of(node.name)):
+            self.harm(process.name, LOST)
+            process.die(exit_codes.KILLED)
+
+    def doomed(self) -> list[SimProcess]:
+        """The processes that are lost in a run that is to fail; a node goes with its machine."""
+        process = self.world.processes[f"{self.fatal_role}-0"]
+        return [process, *self.world.children_of(process.name)]
+
+    def _lose_for_good(self) -> None:
+        """Lose a process for good: its node starts nothing again; with a node its whole machine is
+        lost."""
+        if self.healed or self.world.finished:
+            return
+        process, *_ = doomed = self.doomed()
+        if not process.alive:  # it is being started
+            return self.later(AGAIN_S, self._lose_for_good)
+        self.world.coverage.hit(f"fault:lost-{self.fatal_role}")
+        for each in doomed:
+            self.dead.add(each.name)
+            lose(self, each, self.fatal_way)
+
+
+def _num_hanging(process: SimProcess) -> int:
+    """Sequences of this replica that are never sampled again."""
+    if not process.alive or not process.welcomed:
+        return 0
+    model = process.model
+    assert isinstance(model, Replica)
+    return model.num_hanging
+
+
+def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:
+    return chance.choice(value) if isinstance(value, tuple) else value
+
+
+UNTARGETED: tuple[str, ...] = (*RECURRING, *WEATHER, *RATES, *WEDGES, *ONCE)
+KINDS: tuple[str, ...] = (*UNTARGETED, *LATER, *OWN_RATES, *TARGETED)
+STRIKES = RECURRING | LATER

@@ -1,0 +1,110 @@
+"""What a targeted fault is: it waits for its moment, and loses or holds up the process that it
+concerns.
+
+Reads   the coordinator's state after each of its turns
+Writes  the world, through Effects: a process is lost in one of five ways, or is slow
+Gives   TargetedFault; lose, slow_down, evaluated, hold_up_evaluation for targeted_faults.py
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from laminar.core.scheduling.groups import members
+from laminar.core.state.state import State, Trajectory
+from laminar.core.state.statuses import GroupStatus
+from laminar.core.state.transitions import IN_ENGINE
+from laminar.events import events as ev
+from laminar.events.base import Event
+from laminar.names import exit_codes
+from laminar.names.ids import Purpose
+from tools.simulator.faults.effects import LOST, Effects
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.scenario import seconds
+from tools.simulator.scheduler import MS
+
+WAYS = ("dies", "leaves", "complains", "replaced", "silent")
+"""The ways to lose a process; `silent`: it stands still for longer than its lease."""
+LAST_WORDS: dict[str, Event] = {
+    "leaves": ev.ActorLeft(),
+    "complains": ev.ActorFailed(reason="out of memory", user_error=False),
+}
+SILENCE = 1.5
+"""Leases for which it does."""
+HELD = 0.8
+"""Part of its lease for which a process may stand still without being lost."""
+SLOW = 20.0
+SLOW_REWARDS = 5.0
+
+
+def lose(faults: Effects, process: SimProcess, way: str) -> None:
+    """The process is lost in this way, also if it stands still."""
+    if not process.alive or process.stopping:
+        return
+    faults.harm(process.name, LOST)
+    if way == "silent":
+        faults.pause(process, faults.lease_of_s(process.role) * SILENCE)
+    elif way == "replaced":
+        process.replace()
+    elif way in LAST_WORDS and process.welcomed:
+        process.emit(LAST_WORDS[way])
+        faults.world.scheduler.after(10 * MS, _die, process, process.boot)
+    else:
+        process.die(exit_codes.KILLED)
+
+
+def _die(process: SimProcess, boot: int) -> None:
+    if process.boot == boot:
+        process.die(exit_codes.FAILED)
+
+
+def slow_down(faults: Effects, state: State, version: int) -> None:
+    """All replicas that have this version."""
+    for replica in state.replicas.values():
+        if replica.version == version:
+            faults.speed(faults.world.processes[replica.name], SLOW)
+
+
+def evaluated(state: State) -> Iterator[Trajectory]:
+    """All answers of the evaluation whose groups have no end yet."""
+    for group in state.groups.values():
+        if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
+            yield from members(state, group.id)
+
+
+def hold_up_evaluation(faults: Effects, state: State) -> None:
+    """One replica is slow with it, so that newer versions come out meanwhile."""
+    running = (t for t in evaluated(state) if t.status in IN_ENGINE)
+    found = next(running, None)
+    if found is not None:
+        faults.speed(faults.world.processes[found.replica], SLOW)
+
+
+class TargetedFault(ABC):
+    """Waits for its moment."""
+
+    kind: str
+    share = 0.6  #: part of `faults.share` of the runs, unless a menu asks for it
+    after_healing = False  #: its moment may come when nothing goes wrong any more
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        self.faults, self.world, self.chance = faults, faults.world, chance
+        self.done = False
+        self.way = chance.choice(WAYS)
+        self.from_ns = seconds(chance.uniform(0.5, 0.3 * faults.until_ns / 1e9))
+
+    @abstractmethod
+    def look(self, state: State) -> None:
+        """The coordinator has made a turn."""
+
+    @property
+    def now(self) -> int:
+        return self.world.scheduler.now
+
+    def struck(self) -> None:
+        self.world.coverage.hit(f"fault:{self.kind}")
+
+    def lose(self, name: str, way: str = "") -> None:
+        lose(self.faults, self.world.processes[name], way or self.way)

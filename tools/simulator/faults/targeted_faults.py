@@ -1,0 +1,196 @@
+"""Targeted faults: losses and requests at the very moment at which they hurt most.
+
+Reads   the coordinator's state after each of its turns, the seed
+Writes  the world, through Effects: a process is lost or slow, a user asks
+Gives   TARGETED, by kind of fault; those of relays, versions, hand-overs and loads are in files of
+        their own
+
+What strikes at random times seldom meets a short phase: a third death just when the trainer waits
+for that answer, a relay that is lost while it is being published to. Each waits for its moment
+and strikes then, a few times in a run at most. Way and target are drawn from the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from laminar.core.scheduling.admission import groups_wanted
+from laminar.core.scheduling.groups import members
+from laminar.core.scheduling.recovery import DEATHS_MAX
+from laminar.core.state.state import State, Trajectory
+from laminar.core.state.statuses import Phase
+from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
+from laminar.core.steps.batching import awaited, trainer_idle
+from laminar.events import events as ev
+from laminar.names import ids
+from tools.simulator.faults.effects import Effects
+from tools.simulator.faults.targeted import WAYS, TargetedFault, evaluated, slow_down
+from tools.simulator.faults.targeted_handover import (
+    CoordinatorInHandover,
+    DestinationEnds,
+    EvaluationInHandover,
+    LostInHandover,
+    PoisonInTail,
+    RelayInHandover,
+    StoreCutInHandover,
+)
+from tools.simulator.faults.targeted_load import (
+    CoordinatorInLoad,
+    EvaluationInLoad,
+    LostInLoad,
+    ProofFails,
+    StoreCutInLoad,
+)
+from tools.simulator.faults.targeted_machine import MachineInPhase
+from tools.simulator.faults.targeted_relay import (
+    PinLate,
+    PublishDiffers,
+    RelayHoldsUp,
+    RelayInTransfer,
+    RelayWhilePublishing,
+    TransferNeverEnds,
+)
+from tools.simulator.faults.targeted_source import (
+    CheckpointGone,
+    EvaluationElsewhere,
+    FetchedTwice,
+    SourceLost,
+    VersionElsewhere,
+)
+from tools.simulator.faults.targeted_version import (
+    CheckpointOutdated,
+    EvaluationOutOfReach,
+    EvaluationStalls,
+    EvictedVersion,
+    NewestCheckpointDamaged,
+    OnlyOneOfItsVersion,
+)
+
+
+class LastAnswer(TargetedFault):
+    """The replica that generates the one answer that is waited for is lost, until that is given up;
+    or it cannot be rewarded.
+
+    The trainer, the end of the data or an evaluation may be what waits. None waits for so long
+    that a replica falls silent three times: only the third loss is in the drawn way.
+    """
+
+    kind = "last-answer-lost"
+    share = 1.0  # three moments, five ways and three kinds of work that it may complete
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        moments = (_last_of_batch, _last_of_data, _last_of_evaluation)
+        self._moments = chance.sample(moments, len(moments))
+        self._unscored = chance.random() < 0.3
+        self._losses = 0
+        self._placed: tuple[str, int] = ("", 0)
+
+    def look(self, state: State) -> None:
+        if self.now < self.from_ns:
+            return
+        found = next((t for moment in self._moments for t in moment(state)), None)
+        if found is None or found.status not in IN_ENGINE:
+            return
+        if (found.id, found.placement) != self._placed:
+            self._placed = found.id, found.placement
+            self._losses += 1
+            self.done = self._losses >= 3 * DEATHS_MAX
+            self.struck()
+            last = max(found.deaths, found.attempt - 1) >= DEATHS_MAX - 1
+            if self._unscored:
+                self.faults.unscorable.add(found.id)
+            else:
+                self.lose(found.replica, self.chance.choice(WAYS) if last else "dies")
+
+
+def _last_of_batch(state: State) -> Iterator[Trajectory]:
+    """The only sibling that is missing in the group that completes a batch."""
+    due = len(state.ready) + 1 >= state.settings.groups_per_step or groups_wanted(state) <= 0
+    if due and state.phase == Phase.RUNNING and trainer_idle(state):
+        group = awaited(state)
+        missing = _unfinished(state, group.id) if group is not None else []
+        if len(missing) == 1 and state.settings.group_size - 1 >= state.settings.min_scored:
+            yield missing[0]
+
+
+def _last_of_data(state: State) -> Iterator[Trajectory]:
+    """A sibling of the only prompt that is unfinished when there are no others."""
+    if state.phase != Phase.RUNNING or state.batch is not None or state.settings.total_steps:
+        return
+    if groups_wanted(state) <= 0 and sum(state.deadlines.values()) == len(state.ready) + 1:
+        group = awaited(state)
+        if group is not None:
+            yield from _unfinished(state, group.id)
+
+
+def _last_of_evaluation(state: State) -> Iterator[Trajectory]:
+    evaluation = state.evaluation
+    if evaluation is not None and evaluation.done == evaluation.total - 1:
+        yield from (t for t in evaluated(state) if t.status in UNFINISHED)
+
+
+def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
+    return [t for t in members(state, group) if t.status in UNFINISHED]
+
+
+class DrainInPhase(TargetedFault):
+    """The user asks a run to end that trains and has several versions in use, or that is about to
+    end anyway: that exports during an evaluation, or evaluates for the last time. Half of the time
+    the user asks again, while the last ends are written: now for an end at once."""
+
+    kind = "drain-in-phase"
+    share = 1.0  # few runs evaluate while they export
+    after_healing = True  # a request is no fault
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._phase = chance.choice(
+            (Phase.RUNNING, Phase.FINAL_EVALUATION, *4 * (Phase.EXPORTING,))
+        )
+        self._asks_again = chance.random() < 0.5
+        self._asked = False
+
+    def look(self, state: State) -> None:
+        if self._asked:
+            self.done = state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+            if state.phase == Phase.ENDING:
+                self._ask(at_once=True)
+            return
+        if self._phase == Phase.EXPORTING:
+            self._hold_up(state)
+        if state.phase == self._phase and self._ripe(state):
+            self._asked, self.done = True, not self._asks_again
+            self.struck()
+            self._ask(at_once=False)
+
+    def _ask(self, *, at_once: bool) -> None:
+        self.world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=at_once))
+
+    def _ripe(self, state: State) -> bool:
+        if self._phase != Phase.RUNNING:
+            return state.evaluation is not None
+        if self.now < self.from_ns or state.batch is None:
+            return False
+        return any(0 <= r.version < state.newest for r in state.replicas.values())
+
+    def _hold_up(self, state: State) -> None:
+        """What evaluates while the last batches are made is still at it when the run exports."""
+        near = groups_wanted(state) <= 2 * state.settings.groups_per_step
+        if near and state.evaluation is not None and not self.faults.healed:
+            slow_down(self.faults, state, state.evaluation.version)
+
+
+TARGETED: dict[str, type[TargetedFault]] = {
+    fault.kind: fault
+    for fault in (
+        LastAnswer, RelayWhilePublishing, RelayInTransfer, RelayHoldsUp, TransferNeverEnds,
+        DrainInPhase, PublishDiffers, PinLate, EvaluationOutOfReach, OnlyOneOfItsVersion,
+        EvictedVersion, CheckpointOutdated, EvaluationStalls, LostInHandover,
+        DestinationEnds, CoordinatorInHandover, StoreCutInHandover, RelayInHandover,
+        EvaluationInHandover, PoisonInTail, MachineInPhase, NewestCheckpointDamaged, LostInLoad,
+        ProofFails, StoreCutInLoad, CoordinatorInLoad, EvaluationInLoad,
+        VersionElsewhere, SourceLost, FetchedTwice, CheckpointGone, EvaluationElsewhere,
+    )
+}  # fmt: skip

@@ -1,0 +1,237 @@
+"""Targeted faults of hand-overs: who takes part is lost, late or cut off; what comes in between.
+
+Reads   which replicas hand trajectories over
+Gives   the faults of that kind, for TARGETED (targeted_faults.py)
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+
+from laminar.core.state import keys
+from laminar.core.state.state import Replica, State
+from tools.simulator.faults.effects import EVERYBODY, Effects
+from tools.simulator.faults.targeted import HELD, TargetedFault, evaluated, hold_up_evaluation
+
+STRIKES_MAX = 3
+STORE = "store-0"
+WAY_TO_THE_STORE = 4.0
+"""Delays of a message from an order to release until the store has answered."""
+HURRY = 0.02
+"""The speed of a replica that is to be empty soon."""
+
+
+class HandoverFault(TargetedFault):
+    """Looks for a replica that hands trajectories over; strikes a few times."""
+
+    share = 1.0  # many runs hand nothing over
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._strikes = 0
+
+    def look(self, state: State) -> None:
+        if self.now < self.from_ns or not state.settings.repack_policy:
+            return
+        for replica in state.replicas.values():
+            if replica.given and self.is_due(state, replica):
+                return self.strike(state, replica)
+
+    @abstractmethod
+    def is_due(self, state: State, source: Replica) -> bool:
+        """Whether it is time to strike."""
+
+    @abstractmethod
+    def strike(self, state: State, source: Replica) -> None:
+        """Once."""
+
+    def struck(self) -> None:
+        super().struck()
+        self._strikes += 1
+        self.done = self._strikes >= STRIKES_MAX
+
+    def soon(self) -> float:
+        """Seconds, at most until the store has what is handed over."""
+        return self.chance.uniform(0, WAY_TO_THE_STORE) * self.world.scenario.delay_ms / 1000
+
+
+class LostInHandover(HandoverFault):
+    """The source or the destination is lost, or the source answers too late: before the source has
+    said that the store has all of it, or after that, while it goes on at its destination and
+    nothing of it has been heard from there."""
+
+    kind = "lost-in-hand-over"
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._released = chance.random() < 0.4
+        self._whom = chance.choice(("source", "destination", "late"))
+        self._in_flush = chance.random() < 0.5  # else before the source has heard of it
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        return self._released == _has_released(state, source)
+
+    def strike(self, state: State, source: Replica) -> None:
+        self.struck()
+        destination = _destination(state, source)
+        if self._whom == "late":
+            process = self.world.processes[source.name]
+            self.faults.pause(process, HELD * self.faults.lease_of_s(process.role))
+            return
+        name = source.name if self._whom == "source" or not destination else destination
+        if self._in_flush:
+            self.faults.later(self.soon(), self._lose_later, name)
+        else:
+            self.lose(name)
+
+    def _lose_later(self, name: str) -> None:
+        if not self.faults.healed:
+            self.lose(name)
+
+
+class DestinationEnds(HandoverFault):
+    """What the destination runs itself has ended before the others come: it must not take that for
+    being empty."""
+
+    kind = "destination-ends-first"
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._held = 0  #: order to release that takes its time
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        return not _has_released(state, source)
+
+    def strike(self, state: State, source: Replica) -> None:
+        destination = state.replicas.get(_destination(state, source))
+        if destination is None:
+            return
+        order = state.commands[keys.release(source.name)].command_id
+        process = self.world.processes[destination.name]
+        if order != self._held:
+            self._held = order
+            self.faults.speed(process, HURRY)
+            release_s = state.settings.repack_release_ms / 1000
+            self.faults.pause(self.world.processes[source.name], HELD * release_s)
+        elif not destination.running and process.slow == HURRY:
+            self.struck()
+            self.faults.speed(process, 1.0)
+
+
+class CoordinatorInHandover(HandoverFault):
+    """The coordinator is killed when it has placed what a source let go of, before it is opened at
+    its destination."""
+
+    kind = "coordinator-killed-in-hand-over"
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        return _has_released(state, source)
+
+    def strike(self, state: State, source: Replica) -> None:
+        self.struck()
+        self.faults.later(self.soon(), self._kill)
+
+    def _kill(self) -> None:
+        if not self.faults.healed:
+            self.faults.harm(EVERYBODY)
+            self.world.coordinator.kill()
+
+
+class StoreCutInHandover(HandoverFault):
+    """The source and the store do not hear each other when it flushes, for about as long as it is
+    given, or for longer."""
+
+    kind = "store-cut-in-hand-over"
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        cut = self.world.network.link(source.name, STORE).blocked
+        return not cut and not _has_released(state, source)
+
+    def strike(self, state: State, source: Replica) -> None:
+        self.struck()
+        release_s = state.settings.repack_release_ms / 1000
+        duration_s = release_s * self.chance.choice((0.5, 1.5, 5.0))
+        self.faults.cut(source.name, STORE, duration_s)
+        if self.chance.random() < 0.5:
+            self.faults.cut(STORE, source.name, duration_s)
+
+
+class RelayInHandover(HandoverFault):
+    """The relay of the source's machine is lost while the source is emptied, so that it cannot load
+    what it was emptied for."""
+
+    kind = "relay-lost-in-hand-over"
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        return source.relay in state.relays
+
+    def strike(self, state: State, source: Replica) -> None:
+        self.struck()
+        self.lose(source.relay)
+
+
+class EvaluationInHandover(HandoverFault):
+    """An evaluation begins on the version of what is handed over: the one before it takes until
+    then, and the source takes its time."""
+
+    kind = "evaluation-in-hand-over"
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._known = -1  #: index of the evaluation that is held up
+        self._held = 0  #: order to release that takes its time
+
+    def look(self, state: State) -> None:
+        if state.evaluation is not None and not any(r.given for r in state.replicas.values()):
+            self._known = state.evaluation.index
+            hold_up_evaluation(self.faults, state)
+        super().look(state)
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        evaluation = state.evaluation
+        if evaluation is not None and evaluation.index != self._known:
+            return evaluation.version == source.version
+        waits = 0 <= state.evaluation_due <= source.version
+        return waits and not _has_released(state, source)
+
+    def strike(self, state: State, source: Replica) -> None:
+        evaluation = state.evaluation
+        if evaluation is not None and evaluation.index != self._known:
+            self._known = evaluation.index
+            return self.struck()
+        order = state.commands[keys.release(source.name)].command_id
+        if order != self._held:
+            self._held = order
+            release_s = state.settings.repack_release_ms / 1000
+            self.faults.pause(self.world.processes[source.name], HELD * release_s)
+            for trajectory in evaluated(state):
+                self.faults.speed(self.world.processes[trajectory.replica], HURRY)
+
+
+class PoisonInTail(HandoverFault):
+    """What is handed over kills its destination, and every replica that runs it after that: it is
+    quarantined, and what ran beside it is not packed with it again."""
+
+    kind = "poison-in-tail"
+
+    def is_due(self, state: State, source: Replica) -> bool:
+        may = self.faults.may_poison and not self.faults.poison
+        return may and not _has_released(state, source)
+
+    def strike(self, state: State, source: Replica) -> None:
+        self.struck()
+        given = state.trajectories[next(iter(source.given))]
+        self.faults.poison = (state.groups[given.group].row_index,)
+        self.done = True
+
+
+def _has_released(state: State, source: Replica) -> bool:
+    """The source has said so, or was not waited for any longer."""
+    return keys.release(source.name) not in state.commands
+
+
+def _destination(state: State, source: Replica) -> str:
+    """Where the first of what it gives away goes; empty: it is not known any more."""
+    given = next(iter(source.given))
+    return state.progress[given].destination or state.trajectories[given].replica

@@ -1,0 +1,168 @@
+"""Targeted faults of loads in flight: who takes part is lost, late or cut off, weights prove wrong,
+an evaluation begins in between.
+
+Reads   which replicas load weights while they run
+Writes  the world, through Effects: processes are lost or held up, a proof fails, lines are cut
+Gives   the faults of that kind, for TARGETED (targeted_faults.py)
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+
+from laminar.core.state import keys
+from laminar.core.state.state import Replica, State
+from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
+from tools.simulator.faults.effects import EVERYBODY, Effects
+from tools.simulator.faults.targeted import HELD, TargetedFault
+
+STRIKES_MAX = 3
+STORE = "store-0"
+LOAD = 2.0
+"""Times of a load from its order until it is proved, the flush before it aside."""
+LOADS_MAX = 3
+"""Loads in a row that prove wrong at most; the second in a row restarts the replica."""
+
+
+class LoadFault(TargetedFault):
+    """Looks for a replica that has just been told to load while it runs; strikes a few times."""
+
+    share = 1.0  # few runs have weights in flight
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._known: set[int] = set()  #: orders that were looked at
+        self._strikes = 0
+
+    def look(self, state: State) -> None:
+        if self.now < self.from_ns or not state.settings.in_flight:
+            return
+        for replica in state.replicas.values():
+            order = loads_in_flight(state, replica)
+            if order and order not in self._known:
+                self._known.add(order)
+                self.struck()
+                return self.strike(state, replica)
+
+    @abstractmethod
+    def strike(self, state: State, replica: Replica) -> None:
+        """Once; the replica has not heard of the order yet."""
+
+    def struck(self) -> None:
+        super().struck()
+        self._strikes += 1
+        self.done = self._strikes >= STRIKES_MAX
+
+    def soon(self) -> float:
+        """Seconds, at most until the weights are proved."""
+        scenario = self.world.scenario
+        return self.chance.uniform(0, LOAD) * (scenario.load_s + 4 * scenario.delay_ms / 1000)
+
+
+class LostInLoad(LoadFault):
+    """The replica is lost before it hears of the order, until it has proved the weights, or when it
+    has said so and goes on with them."""
+
+    kind = "lost-in-load"
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._loading: dict[str, int] = {}  #: replicas to be lost with the version that they load
+
+    def look(self, state: State) -> None:
+        for name, version in self._loading.items():
+            replica = state.replicas.get(name)
+            if replica is None or (replica.version >= version and replica.running):
+                self._loading.pop(name)
+                return self._lose_later(name)
+        super().look(state)
+
+    def strike(self, state: State, replica: Replica) -> None:
+        when = self.chance.choice(("before", "in", "after"))
+        if when == "before":
+            self.lose(replica.name)
+        elif when == "in":
+            self.faults.later(self.soon(), self._lose_later, replica.name)
+        else:
+            self._loading[replica.name] = state.newest_for(replica)
+            self.done = False
+
+    def _lose_later(self, name: str) -> None:
+        self.done = self._strikes >= STRIKES_MAX and not self._loading
+        if not self.faults.healed:
+            self.lose(name)
+
+
+class ProofFails(LoadFault):
+    """The weights prove wrong, and what ran with them goes on elsewhere; mostly they do so once or
+    twice more, when the replica, which runs nothing then, loads them anew."""
+
+    kind = "load-proves-wrong"
+
+    def strike(self, state: State, replica: Replica) -> None:
+        self.faults.wrong[replica.name] = self.chance.randrange(1, LOADS_MAX + 1)
+
+
+class StoreCutInLoad(LoadFault):
+    """The replica and the store do not hear each other when it hands over what it has sampled."""
+
+    kind = "store-cut-in-load"
+
+    def strike(self, state: State, replica: Replica) -> None:
+        duration_s = self.faults.lease_s * self.chance.choice((0.1, 0.5, 2.0))
+        self.faults.cut(replica.name, STORE, duration_s)
+        if self.chance.random() < 0.5:
+            self.faults.cut(STORE, replica.name, duration_s)
+
+
+class CoordinatorInLoad(LoadFault):
+    """The coordinator is killed between the order and what is said of the load."""
+
+    kind = "coordinator-killed-in-load"
+
+    def strike(self, state: State, replica: Replica) -> None:
+        self.faults.later(self.soon(), self._kill)
+
+    def _kill(self) -> None:
+        if not self.faults.healed:
+            self.faults.harm(EVERYBODY)
+            self.world.coordinator.kill()
+
+
+class EvaluationInLoad(LoadFault):
+    """An evaluation that is due begins while replicas load in flight: all but one are held up."""
+
+    kind = "evaluation-in-load"
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._index = -1  #: of the evaluation that was seen last
+
+    def look(self, state: State) -> None:
+        if self.now < self.from_ns or not state.settings.in_flight:
+            return
+        found = {r.name: loads_in_flight(state, r) for r in state.replicas.values()}
+        loading = {name: order for name, order in found.items() if order}
+        evaluation = state.evaluation
+        if evaluation is not None and evaluation.index != self._index:
+            self._index = evaluation.index
+            if loading:
+                self.struck()
+        elif state.evaluation_due >= 0:
+            for name, order in list(loading.items())[1:]:
+                if order not in self._known:
+                    self._known.add(order)
+                    self.strike(state, state.replicas[name])
+
+    def strike(self, state: State, replica: Replica) -> None:
+        self.faults.pause(self.world.processes[replica.name], HELD * self.faults.lease_s)
+
+
+def loads_in_flight(state: State, replica: Replica) -> int:
+    """The order to load that it has not answered yet, if it is to go on with that; else 0."""
+    ordered = state.commands.get(keys.pull(replica.name))
+    command = ordered.command if ordered is not None else None
+    in_flight = isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT
+    return ordered.command_id if ordered is not None and in_flight and replica.running else 0

@@ -1,0 +1,79 @@
+"""Targeted faults of whole machines: one dies in a short phase, and comes back with a new node.
+
+Reads   the coordinator's state after each of its turns, the seed
+Writes  the world, through Effects: all processes of a machine die at once
+Gives   MachineInPhase, for TARGETED (targeted_faults.py)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from laminar.core.state import keys
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.names.roles import Role
+from tools.simulator.faults.effects import Effects
+from tools.simulator.faults.targeted import TargetedFault
+
+FIRST = "node-0"
+TIMES = 2
+"""It dies so often in one phase at most."""
+
+
+def _training(state: State) -> bool:
+    return keys.TRAIN in state.commands
+
+
+def _publishing(state: State) -> bool:
+    return state.newest >= 0 and keys.WEIGHTS in state.timers
+
+
+def _redoing(state: State) -> bool:
+    return keys.LOAD in state.commands or keys.REDO in state.commands
+
+
+def _starting(state: State) -> bool:
+    """Some of its processes have joined, and not all are ready."""
+    return state.phase == Phase.STARTING and bool(indexes_of(state).roles.get(Role.TRAINER))
+
+
+def _exporting(state: State) -> bool:
+    return keys.EXPORT in state.commands
+
+
+def _evaluating(state: State) -> bool:
+    return state.phase == Phase.FINAL_EVALUATION
+
+
+def _ending(state: State) -> bool:
+    """The store is writing the last ends."""
+    return state.phase == Phase.ENDING and bool(state.groups)
+
+
+PHASES: tuple[Callable[[State], bool], ...] = (
+    _training, _publishing, _redoing, _starting, _exporting, _evaluating, _ending, _ending, _ending,
+)  # fmt: skip
+"""The last is a short one that few runs have."""
+
+
+class MachineInPhase(TargetedFault):
+    """The machine of store and trainer dies when the run is in one of these phases, and perhaps
+    once more."""
+
+    kind = "machine-dies-in-phase"
+    share = 1.0
+    after_healing = True  # the last phases mostly come when nothing else goes wrong any more
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._is_in_phase = chance.choice(PHASES)
+        self._left = chance.randint(1, TIMES)
+
+    def look(self, state: State) -> None:
+        if self._is_in_phase(state) and self.faults.restart_machine(self.world.processes[FIRST]):
+            self.struck()
+            self._left -= 1
+            self.done = not self._left

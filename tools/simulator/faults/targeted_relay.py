@@ -1,0 +1,204 @@
+"""Targeted faults of relays: one is lost, slow or misses a message at the moment that hurts most.
+
+Reads   the coordinator's state after each of its turns, the seed
+Writes  the world, through Effects: a process is lost or slow, a link is cut, a user asks
+Gives   the faults of that kind, for TARGETED (targeted_faults.py)
+"""
+
+from __future__ import annotations
+
+import random
+
+from laminar.core.state import keys
+from laminar.core.state.indexes import master_relay
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.core.steps.batching import batch_size, trainer_idle
+from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR
+from tools.simulator.faults.effects import Effects
+from tools.simulator.faults.targeted import HELD, SILENCE, SLOW_REWARDS, TargetedFault, slow_down
+from tools.simulator.scenario import seconds
+
+SLOW_HOP = 50.0
+"""Enough that it holds up a transfer by more than what passes for noise
+(core/versions/broadcast.py)."""
+
+
+class RelayWhilePublishing(TargetedFault):
+    """The relay of the trainer's machine is lost, comes back, and is lost once more with the
+    publish that it is owed, when a batch is due meanwhile or the run is at its end."""
+
+    kind = "relay-lost-publishing"
+    share = 1.0  # three moments, five ways
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._drains = chance.random() < 0.25
+        self._lost_before = False
+        self._held_ns = 0
+
+    def look(self, state: State) -> None:
+        if state.phase not in (Phase.RUNNING, Phase.EXPORTING) or self.now < self.from_ns:
+            return
+        if keys.PUBLISH in state.commands:
+            self._hold(state)
+        elif self._held_ns:
+            self.done = True  # it was lost by another fault
+        elif not self._lost_before and self._ripe(state):
+            self._lost_before = True
+            self.lose("relay-0", "dies")
+
+    def _ripe(self, state: State) -> bool:
+        """There will be another batch before the relay is back, and one after it."""
+        under_way = sum(state.deadlines.values()) >= 2 * state.settings.groups_per_step
+        return (
+            trainer_idle(state) and master_relay(state) is not None and (under_way or self._drains)
+        )
+
+    def _hold(self, state: State) -> None:
+        """The trainer stands still until something waits for it."""
+        lease_ns = seconds(self.faults.lease_s)
+        if not self._held_ns:
+            self._held_ns = self.now
+            self.struck()
+            self.faults.pause(self.world.processes["relay-0"], SILENCE * self.faults.lease_s)
+        elif self._drains:
+            self._drains = False
+            self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
+        elif self.way == "silent":
+            self.done = master_relay(state) is None
+        elif batch_size(state) or state.phase == Phase.EXPORTING or self._held_for(HELD * lease_ns):
+            self.done = True
+            self.lose("relay-0")
+
+    def _held_for(self, duration_ns: float) -> bool:
+        return self.now - self._held_ns > duration_ns
+
+
+class RelayInTransfer(TargetedFault):
+    """A relay is lost while a version passes along the chain."""
+
+    kind = "relay-lost-in-transfer"
+
+    def look(self, state: State) -> None:
+        if self.now < self.from_ns or len(state.chain) < 2 or state.phase != Phase.RUNNING:
+            return
+        behind = [r.name for r in state.relays.values() if r.newest < state.newest]
+        if behind:
+            self.done = True
+            self.struck()
+            self.lose(self.chance.choice([*state.chain, *behind]))
+
+
+class RelayHoldsUp(TargetedFault):
+    """A relay in the middle of the chain is slow until it is the last one, whatever else may end
+    its slowness."""
+
+    kind = "relay-holds-up-transfers"
+    share = 1.0  # few runs have so many machines
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._relay = ""
+
+    def look(self, state: State) -> None:
+        if not self._relay:
+            between = state.chain[2:-1]  # those that others than the head feed
+            if not between or state.phase != Phase.RUNNING:
+                return
+            self._relay = self.chance.choice(between)
+            self.struck()
+        self.done = self._relay not in state.relays or self._relay == state.chain[-1]
+        process = self.world.processes[self._relay]
+        self.faults.speed(process, 1.0 if self.done else SLOW_HOP)
+
+
+class TransferNeverEnds(TargetedFault):
+    """A relay sends its successor nothing more, and the trainer's next step takes longer than
+    anybody waits for that version: else the run would end without it."""
+
+    kind = "transfer-never-ends"
+    share = 0.3
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._asked = False
+
+    def look(self, state: State) -> None:
+        if not self._asked:
+            ripe = state.phase == Phase.RUNNING and len(state.chain) > 1
+            self._asked = self.faults.sticks_next = ripe and self.now >= self.from_ns
+        elif not self.faults.sticks_next:
+            self.done = True
+            self.struck()
+            self.faults.step_longer_s = 1.5 * RECEIVE_TIMEOUT_MS / 1000
+
+
+class PublishDiffers(TargetedFault):
+    """The relay of the trainer's machine is lost, with another one half of the time, and what the
+    trainer hands over again has other bytes under the same number."""
+
+    kind = "publish-differs"
+
+    def look(self, state: State) -> None:
+        if self.now >= self.from_ns and state.phase == Phase.RUNNING and state.newest > 0:
+            self.done = True
+            self.struck()
+            self.faults.differs_next = True
+            self.lose("relay-0", "dies")
+            others = [name for name in state.chain if name != "relay-0"]
+            if others and self.chance.random() < 0.5:
+                self.lose(self.chance.choice(others), "dies")
+
+
+class PinLate(TargetedFault):
+    """No relay hears that the version of an evaluation is to be kept, and the replica that runs it
+    is slow, as rewards are. All of them are lost when the version is gone and the coordinator does
+    not know it."""
+
+    kind = "pin-late"
+    share = 1.0  # few evaluations last so long
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self._cut = False
+        self._slow = False
+        self._tries = 3
+
+    def look(self, state: State) -> None:
+        evaluation = state.evaluation
+        if evaluation is None:
+            if self._slow:
+                self._try_again()
+            elif state.evaluation_due >= 0 and not self._cut:
+                self._cut_relays(state)
+        elif self._cut:
+            if not self._slow:
+                self._slow = True
+                slow_down(self.faults, state, evaluation.version)
+                self.faults.reward_slow = SLOW_REWARDS
+            believed = [r for r in state.relays.values() if evaluation.version in r.held]
+            if believed and not any(self._holds(r.name, evaluation.version) for r in believed):
+                self.struck()
+                for replica in list(state.replicas.values()):
+                    if replica.version == evaluation.version:
+                        self.lose(replica.name, "dies")
+                self._try_again()
+
+    def _cut_relays(self, state: State) -> None:
+        self._cut = True
+        for name in state.relays:
+            duration_s = self.chance.uniform(1, 3) * self.faults.lease_s
+            self.faults.cut(COORDINATOR, name, duration_s)
+
+    def _try_again(self) -> None:
+        """Try again with the next evaluation."""
+        self._cut = self._slow = False
+        self._tries -= 1
+        self.done = not self._tries
+
+    def _holds(self, relay: str, version: int) -> bool:
+        held = self.world.machine_of(relay).versions.complete()
+        return self.world.processes[relay].welcomed and version in held

@@ -1,0 +1,143 @@
+"""Targeted faults of fetches: only another machine has the version that lost work needs.
+
+Reads   the coordinator's state after each of its turns, the seed
+Writes  the world, through Effects: processes are lost or slow, checkpoints are gone
+Gives   the faults of that kind, for TARGETED (targeted_faults.py)
+
+At random times a version is seldom fetched: its last copy must be on a machine without a free
+replica, while another one has a free replica and newer versions only. These are drawn only where a
+menu asks for them, since they take runs of several machines.
+"""
+
+from __future__ import annotations
+
+import random
+
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import Replica, State
+from laminar.core.state.statuses import Phase
+from laminar.events import commands as cmd
+from laminar.events.reasons import PullPurpose
+from laminar.names.ids import Purpose
+from tools.simulator.faults.effects import Effects
+from tools.simulator.faults.targeted import SLOW, TargetedFault
+from tools.simulator.scenario import seconds
+
+TRIES = 3
+
+
+class VersionElsewhere(TargetedFault):
+    """A replica is slow with an older version when all relays but that of its machine die, which
+    come back with newer ones alone; then it is lost, as is every replica of that machine and of
+    that version."""
+
+    kind = "version-elsewhere"
+    share = 0.0  # where a menu asks for it
+
+    def __init__(self, faults: Effects, chance: random.Random) -> None:
+        super().__init__(faults, chance)
+        self.victim, self.relay, self.version = "", "", -1
+        self._tries = TRIES
+        self._until_ns = 0  #: for how long a fetch is waited for; 0: nothing is lost yet
+
+    def follow(self, state: State, order: cmd.PullWeights) -> bool:
+        """The version is about to be loaded for the lost work; whether that was the moment."""
+        return True
+
+    def look(self, state: State) -> None:
+        if self.now < self.from_ns or state.phase != Phase.RUNNING:
+            return
+        if self._until_ns:
+            self._wait(state)
+        elif not self._works(state):
+            self._begin(state)
+        elif list(indexes_of(state).held.get(self.version, {})) == [self.relay] and any(
+            relay.newest > self.version for relay in state.relays.values()
+        ):
+            self._lose_replicas(state)
+
+    def _works(self, state: State) -> bool:
+        replica = state.replicas.get(self.victim)
+        return replica is not None and bool(replica.running) and replica.version == self.version
+
+    def _begin(self, state: State) -> None:
+        found = next((r for r in state.replicas.values() if self._suits(state, r)), None)
+        if found is None or len(state.relays) < 2:
+            return
+        self.victim, self.relay, self.version = found.name, found.relay, found.version
+        self._tries -= 1
+        self.done = self._tries < 0
+        self.faults.speed(self.world.processes[found.name], SLOW)
+        for name in list(state.chain):
+            if name != found.relay:
+                self.lose(name, "dies")
+
+    def _suits(self, state: State, replica: Replica) -> bool:
+        older = 0 <= replica.version < state.newest
+        return older and bool(replica.running) and replica.version in state.held_for(replica)
+
+    def _lose_replicas(self, state: State) -> None:
+        self._until_ns = self.now + seconds(2 * self.faults.lease_s)
+        for replica in list(state.replicas.values()):
+            if replica.relay == self.relay or replica.version == self.version:
+                self.lose(replica.name)
+
+    def _wait(self, state: State) -> None:
+        for outstanding in list(state.commands.values()):
+            order = outstanding.command
+            if not isinstance(order, cmd.PullWeights) or order.version != self.version:
+                continue
+            if (order.holder or order.checkpoint) and self.follow(state, order):
+                self.done = True
+                return self.struck()
+        if self.now >= self._until_ns:
+            self._until_ns, self.victim = 0, ""
+
+
+class SourceLost(VersionElsewhere):
+    """The relay that gives the version is lost, too."""
+
+    kind = "source-lost-in-fetch"
+
+    def follow(self, state: State, order: cmd.PullWeights) -> bool:
+        if order.holder:
+            self.lose(order.holder)
+        return bool(order.holder)
+
+
+class FetchedTwice(VersionElsewhere):
+    """The replica that waits for the version is lost, too, so that another one asks for it."""
+
+    kind = "fetched-twice"
+
+    def follow(self, state: State, order: cmd.PullWeights) -> bool:
+        if order.holder:
+            self.lose(order.to)
+        return bool(order.holder)
+
+
+class CheckpointGone(VersionElsewhere):
+    """The version is on disk, too, and about to be loaded from one of the two: both are gone."""
+
+    kind = "checkpoint-gone-in-fetch"
+
+    def follow(self, state: State, order: cmd.PullWeights) -> bool:
+        if self.version not in state.saved:
+            return False
+        self.world.lose_checkpoints()
+        self.lose(self.relay, "dies")
+        return True
+
+
+class EvaluationElsewhere(VersionElsewhere):
+    """What is lost are held-out answers alone, to a version that others have newer ones of."""
+
+    kind = "evaluation-elsewhere"
+
+    def _suits(self, state: State, replica: Replica) -> bool:
+        groups = (state.groups[state.trajectories[t].group] for t in replica.running)
+        held_out = all(group.purpose == Purpose.EVAL for group in groups)
+        return held_out and super()._suits(state, replica)
+
+    def follow(self, state: State, order: cmd.PullWeights) -> bool:
+        return order.purpose == PullPurpose.EVALUATION and bool(order.holder)

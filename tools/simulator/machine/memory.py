@@ -1,0 +1,177 @@
+"""Shared memory of the machines in virtual time: arenas, by path, and who has them mapped.
+
+Reads   what the trainer hands over; directories of models; whether a fault strikes
+Writes  slots, which other processes of the machine find by the arena's path
+Gives   SimArena; SimMemory for a relay, SimSlotWriter for the trainer; for replicas
+        MappedArena and ReachableWeights, the port of actors/weight_loader.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from laminar.actors.weight_loader import NotReadable
+from laminar.engines.protocol import WeightSource
+from laminar.run.directory import VERSION_FILE
+from laminar.weights import messages as m
+from laminar.weights.arena.region import ArenaError, Region
+from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt, manifest_of, verify
+from tools.simulator.machine.versions import CHUNK_BYTES, manifest_for
+from tools.simulator.runtime.process import SimProcess
+
+if TYPE_CHECKING:
+    from tools.simulator.world import World
+
+DIGEST_S = 0.05
+"""The time of the digest of a whole version, and of some chunks that came in."""
+COPY_S = 0.1
+"""The time to copy a version into a slot, or beside itself."""
+
+
+class SimArena:
+    """Slots that processes of one machine have mapped; who has them keeps them."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.num_bytes = slots * slot_bytes
+        self._slots = [np.zeros(slot_bytes, np.uint8) for _ in range(slots)]
+
+    def slot(self, index: int) -> Bytes:
+        if not 0 <= index < len(self._slots):
+            raise ArenaError(f"there is no slot {index}")
+        return self._slots[index]
+
+
+class SimMemory:
+    """The slots of one relay process (actors/relay_slots.py: SlotMemory)."""
+
+    def __init__(self, process: SimProcess) -> None:
+        self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
+        self._process = process
+
+    def create(self, slots: int, slot_bytes: int) -> None:
+        self._process.world.arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
+        self.slot_bytes = slot_bytes
+
+    def region(self, slot: int) -> Region:
+        return Region(self.view(slot).data)
+
+    def view(self, slot: int) -> Bytes:
+        """uint8 [slot_bytes]"""
+        return self._arena.slot(slot)
+
+    async def fill(self) -> None:
+        """There is always enough."""
+
+    async def describe(self, commit: m.CommitSlot) -> mf.Manifest:
+        await asyncio.sleep(DIGEST_S * self._process.slow)
+        return manifest_of(
+            self._arena.slot(commit.slot),
+            version=commit.version,
+            step=commit.step,
+            tensors=commit.tensors,
+            probe=commit.probe,
+            chunk_bytes=CHUNK_BYTES,
+        )
+
+
+class SimSlotWriter:
+    """An arena that the trainer has mapped; `content` is what it hands over."""
+
+    def __init__(self, process: SimProcess, content: Callable[[], Bytes], path: str) -> None:
+        self.path, self._process, self._content = path, process, content
+        if path not in process.world.arenas:
+            raise ArenaError(f"{path} is not there")
+        self._arena = process.world.arenas[path]
+
+    async def prepare(self, slot: int) -> None:
+        """Memory may, as a fault, come late, and then be too little."""
+        world = self._process.world
+        if world.faults.publish_fails():
+            await asyncio.sleep(2 * world.scenario.train_s * self._process.slow)
+            raise ArenaError("there is no memory for the slot")
+
+    async def write(self, slot: int, specs: tuple[mf.TensorSpec, ...]) -> None:
+        """Half of it at once, and the rest when the copy is over."""
+        content, view = self._content(), self._arena.slot(slot)
+        half, end = len(content) // 2, len(content)
+        view[:half] = content[:half]
+        await asyncio.sleep(COPY_S * self._process.slow)
+        view[half:end] = content[half:]
+
+    def close(self) -> None:
+        """Nobody waits for its memory."""
+
+
+class MappedArena:
+    """Slots of the relay of this machine."""
+
+    def __init__(self, world: World, path: str) -> None:
+        self._arena: SimArena = world.arenas[path]
+
+    def offset(self, index: int) -> int:
+        return index
+
+    def slot(self, index: int) -> Bytes:
+        try:
+            return self._arena.slot(index)
+        except ArenaError as error:
+            raise NotReadable(str(error)) from error
+
+
+class CheckpointCopy:
+    """A version that was read from the disk."""
+
+    path = "checkpoint"
+
+    def __init__(self, manifest: mf.Manifest, view: Bytes) -> None:
+        self.manifest, self.view = manifest, view
+
+    def close(self) -> None: ...
+
+
+class ReachableWeights:
+    """The bytes of versions that this replica can reach (actors/weight_loader.py)."""
+
+    def __init__(self, process: SimProcess, chance: random.Random) -> None:
+        self._process, self._world, self._chance = process, process.world, chance
+        self._mapped: dict[str, MappedArena] = {}
+        self._copy: CheckpointCopy | None = None
+
+    def attach(self, arena: str) -> MappedArena:
+        if arena not in self._world.arenas:
+            raise NotReadable(f"there is no {arena}")
+        mapped = self._mapped[arena] = MappedArena(self._world, arena)
+        return mapped
+
+    async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
+        """The copy of a checkpoint; it may have been removed, and bytes may have changed there."""
+        world = self._world
+        duration_s = world.scenario.load_s * self._chance.uniform(1, 3)
+        await asyncio.sleep(duration_s * self._process.slow)
+        found = world.models.get(str(directory))
+        if found is None or world.faults.corrupts_weights(self._process):
+            raise NotReadable("it is not there" if found is None else "wrong digest")
+        manifest = mf.decode(found.extra[VERSION_FILE])
+        if manifest.version != version:
+            raise NotReadable(f"it is version {manifest.version}")
+        self._copy = CheckpointCopy(manifest, found.weights)
+        return self._copy
+
+    def digest_of(self, source: WeightSource) -> str:
+        """The digest of what an engine loads now."""
+        if self._copy is not None and source.path == self._copy.path:
+            return self._copy.manifest.digest
+        return manifest_for(self._mapped[source.path].slot(source.offset), 0, 0).digest
+
+    async def verify(self, view: Bytes, manifest: mf.Manifest) -> None:
+        copied = self._copy is not None and view is self._copy.view
+        if not copied and self._world.faults.corrupts_weights(self._process):
+            raise WeightsCorrupt("wrong digest")
+        verify(view, manifest)

@@ -1,0 +1,169 @@
+"""What a relay has of its machine in virtual time: memory, a plane without a thread.
+
+Reads   the scheduler, through the process
+Gives   SimMachine (actors/relay.py: Machine); Relay, the real actor over it
+
+The plane's core, the version table and all hashes are the real ones; versions are small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from laminar.actors import relay
+from laminar.actors.host import Actor, Host
+from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
+from laminar.weights.chain.reports import Report
+from laminar.weights.chain.upstream import Identity
+from laminar.weights.version.table import VersionTable
+from tools.simulator.machine.bulk import End, Listening, Owner, View
+from tools.simulator.machine.memory import DIGEST_S, SimMemory
+from tools.simulator.runtime.idle import Idle
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.scenario import seconds
+
+MEMORY_BYTES = 1 << 40
+
+
+class SimPlane:
+    """Turns of a plane's core (weights/chain/plane.py without its thread)."""
+
+    def __init__(
+        self,
+        machine: SimMachine,
+        identity: Identity,
+        notify: Callable[[Report], object],
+        options: PlaneOptions,
+    ) -> None:
+        self._process = machine.process
+        scheduler, boot_id = self._process.world.scheduler, self._process.boot_id
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._turn_due = self._turning = self._closed = False
+        self._alarm_ns = 0
+        owner = Owner(
+            identity.name, boot_id, machine.versions, lambda: self._process.slow, self._wake
+        )
+        world = Surroundings(
+            View(self._process.world.bulk, owner),
+            lambda: scheduler.now / 1e9,
+            self._process.world.bulk.nonce,
+            self._post,
+            _at_once,
+        )
+        self._core = PlaneCore(
+            identity,
+            machine.versions,
+            machine.slots.region,
+            notify,
+            options,
+            world,
+        )
+        self.set_successor, self.publish = self._core.set_successor, self._core.publish
+        self.grant, self.deny = self._core.grant, self._core.deny
+        self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
+
+    def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        return self._core.listen(host, port)
+
+    def close(self) -> None:
+        """Nothing more is done, as when its thread has ended."""
+        self._closed = True
+        self._core.close()
+
+    def _post(self, order: Callable[[], None]) -> None:
+        self._inbox.append(order)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._turn_due and not self._turning and not self._closed:
+            self._turn_due = True
+            self._process.after(0, self._turn)
+
+    def _turn(self) -> None:
+        """Take turns until there is nothing to do at this instant."""
+        self._turn_due = False
+        if self._closed:
+            return
+        self._turning = busy = True
+        while busy or self._inbox:
+            busy = self._act()
+            wait_s = self._core.turn()
+        self._turning = False
+        if wait_s is not None:
+            self._set_alarm(wait_s or DIGEST_S * self._process.slow)
+
+    def _act(self) -> bool:
+        """Act on what is ready, carry out orders; whether there was anything."""
+        acted = bool(self._inbox)
+        for endpoint, interest, action in list(self._core.readiness()):
+            assert isinstance(endpoint, End | Listening)
+            ready = endpoint.ready() & interest
+            if ready:
+                acted = True
+                action(ready)
+        while self._inbox:
+            self._inbox.popleft()()
+        return acted
+
+    def _set_alarm(self, delay_s: float) -> None:
+        """Be awake then; one that rings earlier will do."""
+        now, delay_ns = self._process.world.scheduler.now, max(1, seconds(delay_s))
+        if not now < self._alarm_ns <= now + delay_ns:
+            self._alarm_ns = now + delay_ns
+            self._process.after(delay_ns, self._ring, self._alarm_ns)
+
+    def _ring(self, when_ns: int) -> None:
+        if when_ns == self._alarm_ns:
+            self._alarm_ns = 0
+            self._wake()
+
+
+class SimMachine:
+    """The machine of one boot of a relay."""
+
+    memory_bytes = MEMORY_BYTES
+
+    def __init__(self, process: SimProcess) -> None:
+        self.process = process
+        self.slots = SimMemory(process)
+        self.versions = VersionTable(nullcontext())
+        self._plane: SimPlane | None = None
+        self._chance = process.world.chance_of(process)
+
+    async def sweep(self) -> list[tuple[str, int]]:
+        """The arenas of earlier boots; who has them mapped keeps them."""
+        await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
+        arenas, name = self.process.world.arenas, f"arena-{self.process.name}/"
+        former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
+        return [(path, arenas.pop(path).num_bytes) for path in former]
+
+    def plane(
+        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
+    ) -> SimPlane:
+        loop = asyncio.get_running_loop()
+        in_loop = lambda report: loop.call_soon(notify, report)  # noqa: E731
+        self._plane = SimPlane(self, identity, in_loop, options)
+        return self._plane
+
+    async def close(self) -> None:
+        if self._plane is not None:
+            self._plane.close()
+        self.process.world.arenas.pop(self.slots.path, None)
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+class Relay(Idle):
+    """What one boot of it has of its machine."""
+
+    def __init__(self, process: SimProcess) -> None:
+        super().__init__(process)
+        self.machine = SimMachine(process)
+
+    def make_actor(self, host: Host) -> Actor:
+        return relay.Relay(host, self.machine)

@@ -1,0 +1,151 @@
+"""The trainer's learner in virtual time.
+
+Reads   samples of the store, directories of models; faults
+Gives   SimTrainer: the port of actors/trainer.py, and the actor over it and over its machine
+
+Weights follow from the weights before, the optimizer's moment, and the ids of the batch in their
+order, so their digest says what they have seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from laminar.actors.host import Host
+from laminar.actors.trainer import Trainer
+from laminar.run.directory import RESUME_FILE
+from laminar.training import steps
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode
+from laminar.weights.version.hashes import Bytes
+from tools.simulator.machine.memory import SimSlotWriter
+from tools.simulator.machine.model_files import (
+    SAVE_S,
+    Copied,
+    SimBook,
+    SimModelFiles,
+    TrainersDisk,
+)
+from tools.simulator.machine.versions import PROBE_LOGPROB, SHAPES, weights_of
+from tools.simulator.runtime.idle import Idle
+from tools.simulator.runtime.violation import Violation
+
+LAYOUT = steps.ModelLayout(SHAPES, "float32")
+UNCHANGED = 0.1
+"""Share of steps without signal: they publish the weights of the step before under a new number."""
+MOMENT_CHARS = 66
+"""A moment remembers two batches."""
+
+
+class SimTrainer(Idle):
+    """The learner, and what else a trainer asks for."""
+
+    def make_actor(self, host: Host) -> Trainer:
+        self.name = self.moment = "w0"
+        self.step = 0  #: how many they have seen
+        self._boot = host.boot_id
+        self._written = -1  #: the same of those that were put into a slot last
+        disk = TrainersDisk(self.process)
+        files = SimModelFiles(disk, lambda: Copied(self.weights, self.moment))
+        writer = partial(SimSlotWriter, self.process, self.content)
+        return Trainer(host, self, writer, files, SimBook(disk, self.chance))
+
+    async def load(self) -> steps.ModelLayout:
+        await self.work(self.chance.uniform(0, self.scenario.start_s))
+        self._made(self.weights)
+        return LAYOUT
+
+    async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
+        self.world.checks.training.batch_fetched(step, samples)
+        self.world.checks.contents.handed(samples, self._reward_failed(samples))
+        known = self.world.outcomes.get(digest := steps.ids_digest(samples))
+        duration = self.scenario.train_s * self.chance.uniform(0.5, 1.5)
+        await self.work(duration + self.world.faults.long_step_s())
+        suspects, reason = known or self._outcome(samples)
+        self.world.outcomes[digest] = suspects, reason
+        left_out = steps.sampled_by(samples, suspects)
+        self.step = step + 1
+        if reason is None:
+            self.moment = f"{self.moment} {digest}"[-MOMENT_CHARS:]
+            self.name = xxhash.xxh3_64_hexdigest(f"{self.name} {self.moment}".encode())
+        self._made(self.weights)
+        return steps.StepResult(
+            step=step,
+            updates=(steps.Update((), reason, 0.0, 0.0, None),),
+            metrics={},
+            mismatch={},
+            suspects=suspects,
+            left_out=left_out,
+            num_tokens=sum(len(s.response_ids) for s in samples),
+            digest=digest,
+        )
+
+    def _reward_failed(self, samples: Sequence[steps.TrainSample]) -> set[str]:
+        """Samples whose reward function failed."""
+        reasons = {s.sample_id: self.world.rows[s.sample_id].reward_reason for s in samples}
+        return {name for name, reason in reasons.items() if reason not in (None, "", "ok")}
+
+    def _outcome(
+        self, samples: Sequence[steps.TrainSample]
+    ) -> tuple[dict[steps.Origin, steps.Suspect], str | None]:
+        """The outcome of a batch that is trained the first time; it follows from the batch ever
+        after."""
+        origins = dict.fromkeys(steps.origin_of(span) for s in samples for span in s.spans)
+        suspects = {o: steps.Suspect(1.0, 0.5) for o in origins if self._differs()}
+        left_out = steps.sampled_by(samples, suspects)
+        reason = steps.NO_SIGNAL if self.chance.random() < UNCHANGED else None
+        return suspects, steps.MISMATCH if len(left_out) == len(samples) else reason
+
+    @property
+    def weights(self) -> Bytes:
+        return weights_of(self.name)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences]
+
+    async def reload(self, directory: Path) -> None:
+        """Nothing to do: it is what was written just now, as the digest of what is published then
+        says."""
+        await self.work(SAVE_S)
+
+    async def restore(self, directory: Path) -> Resume:
+        await self.work(SAVE_S)
+        found = self.world.models.get(str(directory))
+        if found is None and str(directory) in self.world.checks.training.lost:
+            raise CheckpointError(f"{directory} is not there")
+        if found is not None and found.damaged:
+            raise CheckpointError(f"{directory} is damaged")
+        if found is None or not found.moment:
+            raise Violation("saved_is_whole", f"{directory} is loaded, and is not there")
+        resume = decode(found.extra[RESUME_FILE])
+        self.moment, self.step = found.moment, resume.step
+        self.name = self.world.names[found.weights.tobytes()]
+        self._made(self.weights)
+        return resume
+
+    def facts(self) -> LearnerFacts:
+        return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
+
+    def content(self) -> Bytes:
+        """What goes into a slot; the same weights once more may, as a fault, be other bytes."""
+        self.world.checks.training.handed_over(self._boot)
+        again, self._written = self._written == self.step, self.step
+        if again and self.world.faults.publish_differs():
+            other = weights_of(f"{self.name}-other")
+            self.world.checks.training.made_other(self.step, other)
+            return other
+        return self.weights
+
+    async def work(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s * self.process.slow)
+
+    def _differs(self) -> bool:
+        return self.world.faults.engine_differs()
+
+    def _made(self, weights: Bytes) -> None:
+        self.world.names[weights.tobytes()] = self.name
+        self.world.checks.training.made(self.step, weights)

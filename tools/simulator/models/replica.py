@@ -1,0 +1,287 @@
+"""What a replica has of its machine in virtual time: an engine that is a clock, rewards, weights.
+
+Reads   lengths of responses, arenas, checkpoints; whether a fault strikes
+Gives   Replica, the ReplicaParts of actors/rollout.py
+
+Tokens are those of the trajectory's seed (tokens.py), so that a response which several replicas
+wrote in turn can be compared with the one that a single replica would have written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from laminar.actors.host import Actor, Host
+from laminar.actors.rollout import Rollout
+from laminar.engines.emulated.clock_engine import ClockEngine, Response
+from laminar.engines.emulated.fake_tokens import END_ID, prompt_of
+from laminar.engines.emulated.timing import P99
+from laminar.engines.protocol import (
+    GenerateRequest,
+    KvOnUpdate,
+    TokenDelta,
+    WeightSource,
+)
+from laminar.names import exit_codes
+from laminar.storage.rules import TOKEN_BYTES
+from laminar.tasks.environments.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
+from tools.simulator.machine.memory import ReachableWeights
+from tools.simulator.machine.versions import PROBE_LOGPROB
+from tools.simulator.runtime.idle import Idle
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.scenario import seconds
+from tools.simulator.turns import begin_of, made_of, prompt_with
+
+DIES_S = 0.1
+"""The time after which a poisonous prompt kills the replica that runs it."""
+
+
+class ReplicaEngine(ClockEngine):
+    """The face of engines/protocol.py, with what the simulator's checks and faults ask for."""
+
+    def __init__(self, replica: Replica, on_deltas: Callable[[list[TokenDelta]], None]) -> None:
+        self._replica = replica
+        scenario, self._sim_loop = replica.scenario, replica.process.current.loop
+        self.digest = ""  #: of the weights that it has
+        self.streams = False  #: they are arriving, and nothing is sampled yet
+        self._streamed: list[GenerateRequest] = []  #: begun before the weights were there
+        super().__init__(
+            replica.process,
+            scenario.engine,
+            slots=scenario.slots,
+            kv_capacity=scenario.kv_capacity,
+            on_deltas=on_deltas,
+            on_ends=partial(self._sim_loop.enter, on_deltas),
+        )
+
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+        replica, scenario = self._replica, self._replica.scenario
+        world, faults = replica.world, replica.world.faults
+        command = replica.process.current.placed[request.request_id]
+        if self.streams:
+            self._streamed.append(request)
+        else:
+            world.checks.generates(command, self.digest, request.prompt_ids)
+        world.checks.contents.begun(command)
+        response = Response(request, scenario.lengths.of(request.seed), faults.hangs(command))
+        if faults.poisonous(command):
+            world.checks.poisoned(command, replica.process.node)
+            replica.process.after(seconds(DIES_S), replica.process.die, exit_codes.KILLED)
+        else:
+            response.spoiled = faults.refuses(command)
+            self.clock.add(response)
+        return self._done()
+
+    def abort(self, request_id: str) -> asyncio.Future[bool]:
+        response = self.clock.sequences.get(request_id)
+        aborted = super().abort(request_id)
+        if response is not None:
+            assert isinstance(response, Response)
+            self._replica.world.checks.released.stopped(request_id, response.sent)
+        return aborted
+
+    def load(
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
+    ) -> asyncio.Future[None]:
+        refused, self.digest = self._begin_load(on_update), ""
+        self.streams = False
+        if refused is not None:
+            return self._done(refused)
+        replica = self._replica
+        duration_s = replica.scenario.load_s * replica.chance.uniform(0.5, 1.5)
+        loaded: asyncio.Future[None] = self._loop.create_future()
+        enter = self._sim_loop.enter
+        replica.process.compute(duration_s, enter, self._loaded, loaded, source, on_update)
+        return loaded
+
+    def expect_weights(self) -> asyncio.Future[None]:
+        self.digest, self.streams = "", True
+        self._streamed.clear()
+        return super().expect_weights()
+
+    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+        if num_bytes == source.nbytes:
+            self.digest = self._replica.weights.digest_of(source)
+        return self._done()
+
+    def go_on(self) -> asyncio.Future[None]:
+        self.streams, replica = False, self._replica
+        for request in self._streamed:
+            if request.request_id in self.clock.sequences:
+                command = replica.process.current.placed[request.request_id]
+                replica.world.checks.generates(command, self.digest, request.prompt_ids)
+        return super().go_on()
+
+    def _loaded(
+        self, loaded: asyncio.Future[None], source: WeightSource, on_update: KvOnUpdate | None
+    ) -> None:
+        if not loaded.done():
+            self.digest = self._replica.weights.digest_of(source)
+            self._end_load(on_update)
+            loaded.set_result(None)
+
+    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+        command = self._replica.process.current.placed[response.id]
+        contents = self._replica.world.checks.contents
+        begin = begin_of(self._replica.scenario, command.seed, response.seed)
+        contents.sampled(command, begin + response.sent, begin + end, self.digest)
+        return super()._delta(response, end, reason)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+        scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
+        scores.set_result([[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences])
+        return scores
+
+
+class Rewards:
+    """The user's function, and the workers that run it (actors/scoring.py)."""
+
+    workers_lost = workers_killed = 0
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def score(self, call: RewardCall) -> list[RewardResult]:
+        replica, faults = self._replica, self._replica.world.faults
+        duration_s = replica.scenario.score_s * replica.chance.uniform(0.5, 1.5)
+        await asyncio.sleep(duration_s * faults.reward_slow * replica.process.slow)
+        if faults.loses_reward_worker():
+            raise RewardWorkerLost("killed by signal 9")
+        tokens = [response for _, response in call.completions]
+        if any(response in tokens for response in self._unscorable()):
+            return [RewardResult(None, "unscored") for _ in tokens]
+        scores = replica.scenario.scores
+        return [_reward(response, scores, faults.reward_reason()) for response in tokens]
+
+    def _unscorable(self) -> list[list[int]]:
+        """The responses that a fault has chosen."""
+        world = self._replica.world
+        found = []
+        for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
+            if (row := world.rows.get(trajectory)) is not None:
+                made = made_of(world.scenario, world.scenario.seed_of(row))
+                data = made.tokens[: TOKEN_BYTES * row.num_tokens]
+                found.append(np.frombuffer(data, "<i4").tolist())
+        return found
+
+
+def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
+    """One of so many scores from 0, by the response: the same on every replica; 0 where the
+    function failed."""
+    score = float(sum(tokens) % scores) if reason == "ok" else 0.0
+    return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
+
+
+def _tailed(chance: random.Random, p99_to_median: float) -> float:
+    """Log-normal with median 1. No answer takes four times as long as the p99: calls are killed."""
+    deviation = math.log(p99_to_median) / P99
+    return min(chance.lognormvariate(0.0, deviation), 4 * p99_to_median)
+
+
+class Environments:
+    """The sessions of one replica (actors/turns.py): they end with its process."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._sessions: dict[str, tuple[int, int]] = {}  #: (attempt, turns answered)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def reset(self, session: Session) -> tuple[int, ...] | None:
+        await self._pause()
+        self._sessions[session.trajectory_id] = (session.attempt, 0)
+        row = session.row.index
+        prompt_ids = prompt_with(self._replica.scenario, session.purpose, row)
+        return None if prompt_ids == prompt_of(session.purpose, row) else prompt_ids
+
+    async def turn(
+        self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
+    ) -> GoesOn | Done:
+        replica, session = self._replica, call.session
+        once = replica.scenario.effects == "once"
+        known, answered = self._sessions.get(session.trajectory_id, (0, 0))
+        if known != session.attempt:
+            if once and (call.turn or call.stored):
+                raise SessionLost("its replica has ended")
+            self._sessions[session.trajectory_id] = (session.attempt, call.turn)
+            answered = call.turn
+        row = replica.world.rows[session.trajectory_id]
+        made = made_of(replica.scenario, replica.scenario.seed_of(row))
+        if call.turn >= len(made.contexts):
+            await self._pause()
+            self.forget(session.trajectory_id)
+            return Done(None, f"{row.num_tokens} tokens")
+        effect = Effect(0, "ask", "{}", "intended")
+        if once and answered == call.turn:
+            self._sessions[session.trajectory_id] = (session.attempt, call.turn + 1)
+            await intend((effect,))
+            replica.world.checks.contents.called(session.trajectory_id, session.attempt, call.turn)
+        await self._pause()
+        return GoesOn(made.contexts[call.turn], (effect._replace(status="done"),))
+
+    def forget(self, trajectory_id: str) -> None:
+        self._sessions.pop(trajectory_id, None)
+
+    async def _pause(self) -> None:
+        replica = self._replica
+        scenario, spread = replica.scenario, replica.scenario.answer_p99_to_median
+        share = _tailed(replica.chance, spread) if spread else replica.chance.uniform(0.5, 1.5)
+        await asyncio.sleep(scenario.answer_s * share * replica.process.slow)
+
+
+class Replica(Idle):
+    """One boot of a replica."""
+
+    stop_ids = frozenset({END_ID})
+
+    def __init__(self, process: SimProcess) -> None:
+        super().__init__(process)
+        self.rewards, self.weights = Rewards(self), ReachableWeights(process, self.chance)
+        self.environments = Environments(self) if process.world.scenario.effects else None
+        self.engine: ReplicaEngine | None = None
+
+    def make_actor(self, host: Host) -> Actor:
+        return Rollout(host, self)
+
+    async def start_engine(
+        self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
+    ) -> ReplicaEngine:
+        await asyncio.sleep(self.chance.uniform(0, self.scenario.start_s))  # also of a slow one
+        if self.world.faults.start_hangs():
+            await asyncio.Event().wait()
+        self.engine = ReplicaEngine(self, on_deltas)
+        return self.engine
+
+    def decode(self, tokens: list[int]) -> str:
+        return f"{len(tokens)} tokens"
+
+    def keep_steps(self, rows: bytes) -> None:
+        """Nothing reads engine steps here."""
+
+    @property
+    def num_hanging(self) -> int:
+        """Sequences that are never sampled again."""
+        if self.engine is None:
+            return 0
+        return sum(sequence.hangs for sequence in self.engine.clock.sequences.values())
+
+    def pause(self) -> None:
+        if self.engine is not None:
+            self.engine.clock.freeze()
+
+    def resume(self) -> None:
+        if self.engine is not None:
+            self.engine.clock.thaw()

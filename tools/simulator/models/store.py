@@ -1,0 +1,41 @@
+"""Where the simulated store has its prompts from: a data set, and a tokenizer that takes a while.
+
+Gives   StoreProcess, the real actor over these and over the database of the world
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+
+from laminar.actors.host import Actor, Host
+from laminar.actors.store import Store
+from laminar.engines.emulated.fake_tokens import prompt_of
+from laminar.storage import messages as m
+from laminar.storage.rows import LoadedPrompts, PromptKey
+from tools.simulator.runtime.idle import Idle
+from tools.simulator.scenario import DATA_DIGEST
+
+_PROMPT = m.PromptPayload(prompt="", ground_truth=None, columns={}, data_source="made")
+TOKENISE_S = 0.01
+
+
+class StoreProcess(Idle):
+    """The process of the store; where its prompts come from, and a tokenizer that takes a while."""
+
+    def make_actor(self, host: Host) -> Actor:
+        return Store(host, lambda: self.world.database, self)
+
+    async def load(self) -> LoadedPrompts:
+        await self._work(self.chance.uniform(0, self.scenario.start_s))
+        train, held_out = self.scenario.num_train, self.scenario.num_eval
+        return LoadedPrompts([_PROMPT] * train, [_PROMPT] * held_out, 0, DATA_DIGEST)
+
+    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+        await self._work(self.chance.uniform(0, TOKENISE_S))
+        return {key: np.array(prompt_of(*key), "<i4").tobytes() for key in prompts}
+
+    async def _work(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s * self.process.slow)

@@ -1,0 +1,147 @@
+"""Run seeds: one, with its outcome and, if a promise was broken, its story; or many.
+
+Reads   SimConfig, seeds
+Gives   Outcome; lines of text for people
+
+A story comes from running the seed again and listening, since the same seed is the same run: an
+ordinary run need not remember anything for it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from multiprocessing import get_context
+
+import msgspec
+
+from laminar.analysis.log.story import Subject, describe
+from laminar.config import ConfigError
+from laminar.core.state.state import State
+from laminar.events.base import Command, Event, Stamped
+from tools.simulator.checks.liveness import heals_in_time
+from tools.simulator.config import FaultConfig, SimConfig
+from tools.simulator.runtime.violation import Violation
+from tools.simulator.scheduler import SECOND
+from tools.simulator.world import Observer, World
+
+CALM = FaultConfig(calm_share=1.0)
+STORY_LINES = 40
+"""The last lines of a story are the ones that matter."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one seed."""
+
+    seed: int
+    events: int  #: logged, of all coordinators
+    happenings: int  #: calls of the scheduler
+    virtual_s: float
+    trajectories: int  #: issued
+    coordinators: int
+    replays: int  #: of the whole log and of what follows a snapshot, at the end of the run
+    faults: tuple[str, ...]  #: kinds that were active
+    failure: str  #: why the run failed, as it must without a process that it needs; else empty
+    invariant: str  #: name of the broken promise; empty: none
+    details: str
+    subjects: tuple[str, ...]  #: ids of what was hurt
+    coverage: dict[str, int]
+    digest: str  #: of the last state
+
+
+def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
+    """One run to its end, or to its first broken promise."""
+    world = World(config, seed, observer)
+    calm = msgspec.structs.replace(config, faults=CALM)
+    violation: Violation | None = None
+    digest = ""
+    try:
+        digest = world.run()
+        heals_in_time(world, lambda: World(calm, seed))
+    except Violation as found:
+        violation = found
+    except Exception as error:  # whatever the product raises where it must not is a finding
+        violation = Violation("nothing_raises", f"{type(error).__name__}: {error}")
+        violation.__cause__ = error
+    state, over = world.coordinator.state, world.coordinator.over
+    return Outcome(
+        seed=seed,
+        events=world.checks.events,
+        happenings=world.scheduler.made,
+        virtual_s=world.scheduler.now / SECOND,
+        trajectories=state.ledger.trajectories.issued if state is not None else 0,
+        coordinators=world.coordinator.incarnations,
+        replays=world.checks.replays,
+        faults=tuple(world.faults.active),
+        failure=over.reason if over else state.failure if state is not None else "",
+        invariant=violation.invariant if violation else "",
+        details=violation.details if violation else "",
+        subjects=violation.subjects if violation else (),
+        coverage=world.coverage.counts,
+        digest=digest,
+    )
+
+
+def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
+    """Many runs, in so many processes; outcomes as they come."""
+    run = partial(run_seed, config)
+    if jobs <= 1:
+        gc.freeze()  # the garbage collector need not look at the program in every run
+        yield from map(run, seeds)
+        return
+    with get_context("spawn").Pool(jobs, gc.freeze) as pool:
+        yield from pool.imap_unordered(run, seeds, chunksize=4)
+
+
+# --- lines --------------------------------------------------------------------------------------
+
+
+def event_line(stamped: Stamped, commands: list[Command]) -> str:
+    """seq, virtual seconds, sender, incarnation, number, event, what it led to; fixed columns."""
+    leads_to = ", ".join(f"{type(command).__name__}>{command.to}" for command in commands)
+    arrow = f"  => {leads_to}" if leads_to else ""
+    return (
+        f"{stamped.seq:>8} {stamped.time_ns / SECOND:>11.6f}  {stamped.peer:<13}"
+        f"{stamped.incarnation:>4} {stamped.peer_seq:>5}  {describe(stamped.event)}{arrow}"
+    )
+
+
+def story(config: SimConfig, outcome: Outcome) -> list[str]:
+    """What happened to what was hurt, or, when that has no name, what happened last."""
+    lines: deque[str] = deque(maxlen=STORY_LINES)
+    subjects = [subject for name in outcome.subjects if (subject := _subject(name)) is not None]
+
+    def listen(stamped: Stamped, commands: list[Command], state: State) -> None:
+        if subjects:
+            lines.extend(_chapter(subjects, stamped, commands))
+        else:
+            lines.append(event_line(stamped, commands))
+
+    run_seed(config, outcome.seed, listen)
+    return list(lines)
+
+
+def _subject(name: str) -> Subject | None:
+    try:
+        return Subject.parse(name)
+    except ConfigError:
+        return None
+
+
+def _chapter(subjects: list[Subject], stamped: Stamped, commands: list[Command]) -> Iterator[str]:
+    """The event, if it concerns a subject, and what was decided about it."""
+    told = any(_concerns(subject, stamped.event, stamped.peer) for subject in subjects)
+    decided = [c for c in commands if any(_concerns(subject, c, c.to) for subject in subjects)]
+    if told or decided:
+        yield event_line(stamped, [])
+    for command in decided:
+        named = next((s for s in subjects if describe(command, s)), None)
+        yield f"{'-> ':>24}{command.to:<13} {describe(command, named)}"
+
+
+def _concerns(subject: Subject, message: Event | Command, process: str) -> bool:
+    """The message names the subject, or goes to or comes from it."""
+    here = subject.kind == "actor" and subject.name == process
+    return here or bool(describe(message, subject))

@@ -1,0 +1,51 @@
+"""What `laminar train` does for its nodes, in virtual time: one that dies is started again.
+
+Reads   the ends of nodes
+Gives   Machines, which starts them after the pauses of actors/restart_limit.py
+
+A node that a fault has lost for good is not started again: its machine is gone, or nobody would.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laminar.actors.restart_limit import RestartLimit, node_again
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.scenario import seconds, stream
+from tools.simulator.scheduler import SECOND
+
+if TYPE_CHECKING:
+    from tools.simulator.world import World
+
+START_S = (0.2, 2.0)
+"""The time from the end of a node to its successor's beginning, without the pause."""
+
+
+class Machines:
+    """The machines of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._limits: dict[str, RestartLimit] = {}
+        self._chance = stream(world.scenario.seed, "machines")
+
+    def ended(self, node: SimProcess, code: int) -> None:
+        """A node has ended."""
+        world = self._world
+        if world.finished or world.faults.is_gone(node):
+            return
+        limit = self._limits.setdefault(node.name, RestartLimit(world.config))
+        now = world.scheduler.now
+        pause_s = node_again(limit, code, (now - node.started_ns) / SECOND, now / SECOND)
+        if isinstance(pause_s, float):
+            delay_s = pause_s + self._chance.uniform(*START_S)
+            world.scheduler.after(seconds(delay_s), self._start, node)
+
+    def _start(self, node: SimProcess) -> None:
+        world = self._world
+        if world.machines is self and not (
+            node.alive or world.finished or world.faults.is_gone(node)
+        ):
+            world.coverage.hit("node:started-again")
+            node.start()

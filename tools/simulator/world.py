@@ -1,0 +1,264 @@
+"""A whole run in virtual time: coordinator, processes, network, disk, faults, checks; one seed.
+
+Reads   SimConfig, the seed
+Gives   the run, event by event, until it has ended; raises Violation
+
+The coordinator's tick, log, codec, session and recovery, the actors' host, the node, the store, the
+trainer and the relay's slots are the real ones. What is modelled: engines, the learner, network,
+disk, time and the operating system's processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from laminar.core.state import keys
+from laminar.core.state.state import State
+from laminar.events.base import Command, Stamped
+from laminar.names import exit_codes, ids
+from laminar.run.directory import CHECKPOINTS_DIR
+from laminar.storage.rules import Row
+from laminar.training.steps import Origin, Suspect
+from tools.simulator.checks.coverage import Coverage
+from tools.simulator.checks.final_checks import judge
+from tools.simulator.checks.safety import Checks
+from tools.simulator.config import SimConfig
+from tools.simulator.faults.faults import Faults
+from tools.simulator.machine.bulk import BulkNetwork
+from tools.simulator.machine.database import StoreDatabase
+from tools.simulator.machine.memory import SimArena
+from tools.simulator.machine.model_files import ModelDirectory, lay_origin
+from tools.simulator.machine.processes import MachineProcesses
+from tools.simulator.machine.relay import Relay, SimMachine
+from tools.simulator.machine.versions import VERSION_BYTES
+from tools.simulator.models.learner import SimTrainer
+from tools.simulator.models.replica import Replica
+from tools.simulator.models.store import StoreProcess
+from tools.simulator.runtime.boot import Boot
+from tools.simulator.runtime.coordinator import SimCoordinator
+from tools.simulator.runtime.idle import Idle
+from tools.simulator.runtime.machines import Machines
+from tools.simulator.runtime.network import Network
+from tools.simulator.runtime.process import SimProcess
+from tools.simulator.runtime.rpc import SimServer
+from tools.simulator.runtime.violation import Violation
+from tools.simulator.scenario import actor_config, draw, seconds, stream
+from tools.simulator.scheduler import SECOND, Scheduler
+
+FIRST_NODE = "node-0"
+CALLS_PER_EVENT = 2_000
+"""A hundred times what is usual: something wakes up again and again and does nothing."""
+CALLS_PER_LOOK = 16
+"""So often a run is asked whether it has made too many calls or events."""
+_MODELS: dict[str, Callable[[SimProcess], Idle]] = {
+    "node": MachineProcesses,
+    "store": StoreProcess,
+    "trainer": SimTrainer,
+    "relay": Relay,
+    "rollout": Replica,
+}
+
+Observer = Callable[[Stamped, list[Command], State], None]
+
+
+class World:
+    """Everything of one seed."""
+
+    def __init__(self, config: SimConfig, seed: int, observer: Observer | None = None) -> None:
+        self.scenario = draw(config, seed)
+        self.scheduler = Scheduler()
+        self.network = Network(self.scheduler, stream(seed, "network"), self.scenario.delay_ms)
+        self.coverage = Coverage()
+        bytes_per_s = VERSION_BYTES / self.scenario.transfer_s
+        self.bulk = BulkNetwork(self, self.scenario.delay_ms, bytes_per_s)
+        self.arenas: dict[str, SimArena] = {}  #: by path, of all machines
+        self.checks = Checks(self)
+        self.faults = Faults(self, config.faults)
+        self.coordinator = SimCoordinator(self)
+        self.config = actor_config(self.scenario)
+        self.machines = Machines(self)
+        self.database = StoreDatabase(self)
+        self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
+        #: by digest of the ids: suspects of a batch, and why it changed nothing
+        self.outcomes: dict[str, tuple[dict[Origin, Suspect], str | None]] = {}
+        self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
+        self.weights: dict[str, bytes] = {}  #: of all versions that relays have had, by digest
+        lay_origin(self)
+        self.healed_ns = 0
+        self.processes: dict[str, SimProcess] = {}
+        self.boots: list[Boot] = []  #: all that there have been, kept to the end
+        self.servers: dict[str, SimServer] = {}  #: by the name under which they can be found
+        self._children: dict[str, list[SimProcess]] = {}
+        self._observer = observer
+        self._make_processes()
+        self.rollouts = [p for p in self.processes.values() if p.role == "rollout"]
+
+    def _make_processes(self) -> None:
+        nodes = [f"node-{index}" for index in range(self.scenario.nodes)]
+        for node in nodes:
+            self._make("node", node, node)
+        for role in ("store", "trainer"):
+            self._make(role, f"{role}-0", FIRST_NODE)
+        for node in nodes:
+            self._make("relay", ids.actor_name("relay", node, 0), node)
+        for number in range(self.scenario.replicas):
+            node, index = nodes[number % len(nodes)], number // len(nodes)
+            self._make("rollout", ids.actor_name("rollout", node, index), node)
+
+    def _make(self, role: str, name: str, node: str) -> None:
+        process = self.processes[name] = SimProcess(self, name, role, node)
+        if role != "node":
+            self._children.setdefault(node, []).append(process)
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """The rows of the store."""
+        return self.database.tables.saved
+
+    # --- running ------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.coordinator.ended
+
+    def run(self) -> str:
+        """Run the world to the end of the run; the digest of its last state. Raises Violation."""
+        with self:
+            return self._run()
+
+    def _run(self) -> str:
+        self.begin()
+        quiet_ns = seconds(self.scenario.checks.quiet_s)
+        scheduler, checks, coordinator = self.scheduler, self.checks, self.coordinator
+        step = scheduler.step
+        while not coordinator.ended:
+            if not step():
+                raise Violation("progress", "nothing will ever happen")
+            if scheduler.now - checks.progress_ns > quiet_ns:
+                self._stands_still()
+            if not scheduler.made % CALLS_PER_LOOK:
+                self._must_not_be_endless()
+        digest = judge(self)
+        if self.coordinator.state is not None:
+            self.coverage.finish(self.coordinator.state)
+        return digest
+
+    def begin(self) -> None:
+        """The coordinator and the machines start."""
+        self.coordinator.start()
+        for process in self.processes.values():
+            if process.role == "node":
+                process.start()
+        self.faults.begin()
+
+    def begin_again(self) -> None:
+        """All processes end at once, and a while later the user starts the run again."""
+        nodes = [process for process in self.processes.values() if process.role == "node"]
+        for process in (*nodes, *self.processes.values()):  # nobody is there to see it
+            process.die(exit_codes.KILLED)
+        self.machines = Machines(self)  # who has started them has died as well
+        self.faults.begun_again()
+        self.coordinator.kill()
+        again_s = stream(self.scenario.seed, f"again {self.scheduler.now}")
+        for node in nodes:
+            self.scheduler.after(seconds(again_s.uniform(0, 3)), self._start, node)
+
+    def _start(self, node: SimProcess) -> None:
+        if not node.alive and not self.faults.dead_for_good(node):
+            node.start()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what actors were doing when the world ended; nothing of it runs any more."""
+        for boot in self.boots:
+            boot.end()
+        for boot in self.boots:
+            boot.loop.discard()
+
+    def _must_not_be_endless(self) -> None:
+        calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.checks
+        gauges = self.coverage.counts.get("event:TokenProgress", 0)  # they come as time goes by
+        if events - gauges > limit.events_max:
+            what = f"the run does not end within {limit.events_max} events besides gauges"
+            raise Violation("progress", what)
+        if calls > CALLS_PER_EVENT * (events + 1_000):
+            raise Violation("progress", f"{calls} calls led to {events} events")
+
+    def _stands_still(self) -> None:
+        state = self.coordinator.state
+        phase = state.phase if state is not None else "none"
+        waits = ", ".join(sorted(state.commands)[:5]) if state is not None else ""
+        quiet_s = (self.scheduler.now - self.checks.progress_ns) / SECOND
+        what = f"nothing ended for {quiet_s:.0f} s in phase {phase}; outstanding: {waits}"
+        raise Violation("progress", what)
+
+    def observed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        if self._observer is not None:
+            self._observer(stamped, commands, state)
+
+    # --- processes ----------------------------------------------------------------------------
+
+    def make_model(self, process: SimProcess) -> Idle:
+        return _MODELS[process.role](process)
+
+    def chance_of(self, process: SimProcess) -> random.Random:
+        return stream(self.scenario.seed, process.boot_id)
+
+    def lose_checkpoints(self) -> None:
+        """Somebody has removed them from the disk; not the one that is being written, nor while a
+        trainer needs them to come back: there may be no other way if the store has removed
+        tokens."""
+        if self.database.tables.without_payload and not self._trains():
+            return
+        self.faults.harm("trainer")
+        for path in [path for path in self.models if f"/{CHECKPOINTS_DIR}/step" in path]:
+            del self.models[path]
+            self.checks.training.lost.add(path)
+
+    def _trains(self) -> bool:
+        """The trainer has loaded what it goes on from."""
+        state, trainer = self.coordinator.state, self.processes["trainer-0"]
+        actor = state.actors.get(trainer.name) if state is not None else None
+        if state is None or actor is None or not trainer.alive or trainer.paused:
+            return False
+        return actor.ready and not {keys.LOAD, keys.REDO} & state.commands.keys()
+
+    def machine_of(self, relay: str) -> SimMachine:
+        """What this relay has of its machine now."""
+        model = self.processes[relay].model
+        assert isinstance(model, Relay)
+        return model.machine
+
+    def children_of(self, node: str) -> list[SimProcess]:
+        return self._children.get(node, [])
+
+    def process_ended(self, process: SimProcess, code: int, boot_id: str) -> None:
+        """A process ended: its kernel closes its connections, and its node sees it, or who started
+        a node."""
+        self.bulk.process_ended(boot_id)
+        if process.role == "node":
+            self.machines.ended(process, code)
+        else:
+            node = self.processes[process.node]
+            if node.alive:
+                model = node.model
+                assert isinstance(model, MachineProcesses)
+                node.after(0, model.ended, boot_id, process.name, code)
+
+    # --- connections --------------------------------------------------------------------------
+
+    def connect_all(self) -> None:
+        """A coordinator listens: every process finds it a little later."""
+        chance = stream(self.scenario.seed, f"connect {self.coordinator.incarnations}")
+        for process in self.processes.values():
+            self.scheduler.after(seconds(chance.uniform(0, 0.3)), self.reconnect, process)
+
+    def reconnect(self, process: SimProcess) -> None:
+        if process.alive and not process.route:
+            process.connect()
