@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from laminar.config import ConfigError, load
 from laminar.names import exit_codes
+from laminar.run.command_line import shell_command
 from laminar.run.directory import METRICS_FILE
-from laminar.run.program import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -158,7 +158,9 @@ def train(
     over = begin(wanted, run_dir, ways, console=Terminal(quiet=quiet))
     reason = over.reason or f"the run ended with exit code {over.code}"
     if over.code == exit_codes.PAUSED:
-        reason = f"the run is paused; `{typed('train', '--resume', run_dir)}` goes on with it"
+        reason = (
+            f"the run is paused; `{shell_command('train', '--resume', run_dir)}` goes on with it"
+        )
     if over.code == exit_codes.USER_ERROR:
         raise ConfigError(reason)
     if over.code == exit_codes.STOPPED_EARLY and "SIGINT" in reason:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli.commands import run
-from laminar.run import program
+from laminar.run import command_line
 
 
 @pytest.fixture
@@ -25,23 +25,23 @@ def bin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "executable", str(made / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.chdir(tmp_path)
-    program._program.cache_clear()
+    command_line._program.cache_clear()
     return made
 
 
 def test_it_is_named_by_its_path_when_it_is_not_on_path(
     bin_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert program.typed("audit", "runs/a b") == "env/bin/laminar audit 'runs/a b'"
+    assert command_line.shell_command("audit", "runs/a b") == "env/bin/laminar audit 'runs/a b'"
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    program._program.cache_clear()
-    assert program.typed("train") == f"{bin_dir}/laminar train"
+    command_line._program.cache_clear()
+    assert command_line.shell_command("train") == f"{bin_dir}/laminar train"
 
 
 def test_on_path_it_is_its_name(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(bin_dir))
-    assert program.typed("stop", "runs/x", "--now") == "laminar stop runs/x --now"
+    assert command_line.shell_command("stop", "runs/x", "--now") == "laminar stop runs/x --now"
 
 
 def test_another_one_on_path_is_not_this_one(
@@ -52,18 +52,18 @@ def test_another_one_on_path_is_not_this_one(
     (other / "laminar").write_text("#!/bin/sh\n")
     (other / "laminar").chmod(0o755)
     monkeypatch.setenv("PATH", str(other))
-    assert program.typed("clean") == "env/bin/laminar clean"
+    assert command_line.shell_command("clean") == "env/bin/laminar clean"
 
 
 def test_a_source_tree_that_is_not_installed(bin_dir: Path) -> None:
     (bin_dir / "laminar").unlink()
-    words = program.typed("clean").split()
+    words = command_line.shell_command("clean").split()
     assert words == [sys.executable, "-m", "laminar.cli.main", "clean"]
 
 
 def test_what_is_said_can_be_typed() -> None:
-    program._program.cache_clear()
-    words = shlex.split(program.typed("--version"))
+    command_line._program.cache_clear()
+    words = shlex.split(command_line.shell_command("--version"))
     shown = subprocess.run(words, capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("laminar 0.")
 

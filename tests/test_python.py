@@ -111,7 +111,7 @@ def test_training_returns_the_run_or_raises_its_reason(
 
 def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from laminar.cli import train as command
-    from laminar.coordinator.restarts import Over
+    from laminar.coordinator.restarts import GiveUp
 
     ends = {
         exit_codes.FAILED: laminar.RunFailed,
@@ -120,12 +120,12 @@ def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.M
     }
     config = run_dir / "config.toml"
     for code, kind in ends.items():
-        monkeypatch.setattr(command, "begin", lambda *_, code=code, **__: Over(code, "no room"))
+        monkeypatch.setattr(command, "begin", lambda *_, code=code, **__: GiveUp(code, "no room"))
         monkeypatch.setattr(command, "place_of", lambda *_: run_dir)
         with pytest.raises(kind, match="no room") as raised:
             laminar.train(config=config)
         assert kind is laminar.ConfigError or raised.value.run.directory == run_dir
-    over = Over(exit_codes.STOPPED_EARLY, "stopped at once: SIGINT")
+    over = GiveUp(exit_codes.STOPPED_EARLY, "stopped at once: SIGINT")
     monkeypatch.setattr(command, "begin", lambda *_, **__: over)
     with pytest.raises(KeyboardInterrupt):
         laminar.train(config=config)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laminar.actors.disk_wait import DiskWait
+from laminar.actors.disk_full_retry import DiskWait
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from laminar.actors.disk_wait import DiskWait
+from laminar.actors.disk_full_retry import DiskWait
 from laminar.actors.host import Host
 from laminar.actors.relay_slots import CHAIN, FETCH, Fetches, RelaySlots, SlotMemory
 from laminar.config import Config, ConfigError

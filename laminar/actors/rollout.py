@@ -22,12 +22,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from laminar.actors.clients import RelayClient, StoreClient
-from laminar.actors.engine_reports import EngineReports, gauge_interval_s, largest_batch
+from laminar.actors.active_sequence import Running, digest_of_read, request_id
+from laminar.actors.admission_requests import Openings, Ordered, temperature_of
+from laminar.actors.engine_metrics import EngineReports, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
-from laminar.actors.openings import Openings, Ordered, temperature_of
-from laminar.actors.running import Running, digest_of_read, request_id
 from laminar.actors.scoring import RewardWorkers, Scorer
+from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.turns import Environments, Turns, turn_of, turn_seed
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
 from laminar.config import ConfigError

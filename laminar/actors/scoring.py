@@ -18,8 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from laminar.actors.clients import StoreClient, TokensRemoved
 from laminar.actors.host import Host
+from laminar.actors.service_clients import StoreClient, TokensRemoved
 from laminar.actors.turns import Turns, effect_items, prompt_row
 from laminar.core.state.scores import bits_of
 from laminar.engines.protocol import is_cut_off

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from laminar.actors.disk_wait import DiskWait
+from laminar.actors.disk_full_retry import DiskWait
 from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev

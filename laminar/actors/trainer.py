@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from laminar.actors.batch_rows import batch_of
+from laminar.actors.batch_fetch import batch_of
 from laminar.actors.checkpoint_writer import CheckpointWriter
-from laminar.actors.clients import RelayClient, StoreClient
-from laminar.actors.disk_wait import DiskWait
+from laminar.actors.disk_full_retry import DiskWait
 from laminar.actors.model_files import ModelFiles, save_model
+from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.weight_publisher import Attach, WeightPublisher
 from laminar.events import commands as cmd
 from laminar.events import events as ev

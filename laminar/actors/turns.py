@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from laminar.actors.clients import StoreClient
 from laminar.actors.host import Host
+from laminar.actors.service_clients import StoreClient
 from laminar.config import Config
 from laminar.events import commands as cmd
 from laminar.names import ids

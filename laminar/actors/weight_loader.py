@@ -22,9 +22,9 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from laminar.actors.clients import RelayClient
+from laminar.actors.active_sequence import Weights
 from laminar.actors.host import Host
-from laminar.actors.running import Weights
+from laminar.actors.service_clients import RelayClient
 from laminar.engines.protocol import (
     EngineError,
     KvOnUpdate,

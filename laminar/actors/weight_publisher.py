@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from laminar.actors.clients import RelayClient
+from laminar.actors.service_clients import RelayClient
 from laminar.events import events as ev
 from laminar.net.calls import RpcError
 from laminar.weights import messages as m

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from laminar.config import ConfigError, is_key
-from laminar.run.program import NAME, typed
+from laminar.run.command_line import NAME, shell_command
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = self.prog.split()
-        command = typed(*words[1:], "--help") if words[0] == NAME else f"{self.prog} --help"
+        command = shell_command(*words[1:], "--help") if words[0] == NAME else f"{self.prog} --help"
         raise ConfigError(f"{message}; see {command}")
 
     def take_settings(self, **aliases: str) -> None:

@@ -27,9 +27,9 @@ import uvloop
 
 from laminar.cli.arguments import Parser
 from laminar.config import Config, ConfigError
-from laminar.coordinator.ending import exit_code_of, sentence_of
+from laminar.coordinator.exit_reason import exit_code_of, sentence_of
 from laminar.coordinator.loop import Coordinator
-from laminar.coordinator.taking_up import Asking, check_unserved
+from laminar.coordinator.takeover import Asking, check_unserved
 from laminar.core.state.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped

@@ -47,9 +47,9 @@ from laminar.launch.memory_check import check_memory, this_machine
 from laminar.launch.preflight import check_directory, check_machine, check_model
 from laminar.names import exit_codes
 from laminar.net.addresses import AUTO, ip_of, is_loopback, own_name
+from laminar.run.command_line import own_program, shell_command
 from laminar.run.directory import SECRET_FILE, run_config
 from laminar.run.lock import try_lock
-from laminar.run.program import own_program, typed
 from laminar.run.secret import read_secret
 from laminar.storage.schema import WRITER_PRAGMAS
 from laminar.tasks.data.hub import localize_data, localize_model
@@ -320,7 +320,7 @@ def _memory(config: Config | None = None) -> str:
         if slots.want > free:
             raise ConfigError(
                 f"{SHARED_MEMORY} has {free / 1e9:.1f} GB free, and the weight slots take "
-                f"{slots.want / 1e9:.1f} GB: `{typed('clean')}` gives back what killed runs left, "
+                f"{slots.want / 1e9:.1f} GB: `{shell_command('clean')}` gives back what killed runs left, "
                 "weights.slots = 3 takes less"
             )
         return "; ".join(map(str, places))

@@ -16,7 +16,7 @@ from typing import Any
 
 from laminar.config import ConfigError
 from laminar.names import exit_codes
-from laminar.run.program import typed
+from laminar.run.command_line import shell_command
 
 WORDS = [
     "elephant",
@@ -107,7 +107,7 @@ def init(arguments: argparse.Namespace) -> int:
             f"{directory} cannot be written: {error.strerror}; name another directory"
         ) from None
     print(f"wrote {', '.join(str(directory / name) for name in files)}")
-    train = typed("train", "-c", directory / "run.toml")
+    train = shell_command("train", "-c", directory / "run.toml")
     print(f"look  {train} --dry-run")
     print(f"run   {train}")
     return exit_codes.COMPLETE

@@ -213,7 +213,7 @@ class _Again:
         return described.digest
 
     def _samples(self, names: tuple[str, ...]) -> Iterator[TrainSample]:
-        from laminar.actors.batch_rows import sample_of
+        from laminar.actors.batch_fetch import sample_of
 
         for wanted in names:
             reply = self._store.answer(m.Fetch(ids=(wanted,), with_prompt=False))

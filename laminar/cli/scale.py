@@ -32,8 +32,8 @@ from laminar.cluster.slurm import (
 from laminar.config import Config, ConfigError
 from laminar.config.rules import MACHINES_MAX
 from laminar.names import exit_codes
+from laminar.run.command_line import shell_command
 from laminar.run.directory import run_config
-from laminar.run.program import typed
 
 
 def add_parser(subparsers: Any) -> None:
@@ -58,7 +58,7 @@ def scale(arguments: argparse.Namespace) -> int:
     if wanted < 1:
         raise ConfigError(
             f"--rollouts {wanted} leaves no rollout machine, and one is the least; "
-            f"`{typed('stop', run_dir, '--pause')}` takes the run off all machines"
+            f"`{shell_command('stop', run_dir, '--pause')}` takes the run off all machines"
         )
     tasks = [t for t in queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
     if wanted > len(tasks):
@@ -83,7 +83,7 @@ def _jobs_of(run_dir: Path) -> Jobs:
         )
     if not queued([jobs.service]):
         raise ConfigError(
-            f"{run_dir} has no service in the queue; `{typed('submit', '--resume', run_dir)} "
+            f"{run_dir} has no service in the queue; `{shell_command('submit', '--resume', run_dir)} "
             "slurm.rollouts=N` goes on with it"
         )
     return jobs
@@ -95,7 +95,7 @@ def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jo
     if last + count > MACHINES_MAX:
         raise ConfigError(
             f"{count} machines more would be node-{last + 1} to node-{last + count}, and a run has "
-            f"{MACHINES_MAX} at most beside the first: `{typed('submit', '--resume', run_dir)} "
+            f"{MACHINES_MAX} at most beside the first: `{shell_command('submit', '--resume', run_dir)} "
             "slurm.rollouts=N` numbers them anew"
         )
     script = scripts_of(config, run_dir).path(ROLLOUT)

@@ -31,9 +31,17 @@ from laminar.cli.train import conclude
 from laminar.cluster.requeue import Job
 from laminar.cluster.slurm import going_on
 from laminar.config import Config, ConfigError
-from laminar.coordinator.taking_up import Asking, check_unserved
+from laminar.coordinator.takeover import Asking, check_unserved
 from laminar.launch.node_restarts import Machines
-from laminar.launch.supervisor import POLL_S, TERM_S, Asked, Process, Supervisor, start, words_of
+from laminar.launch.supervisor import (
+    POLL_S,
+    TERM_S,
+    Process,
+    StopRequest,
+    Supervisor,
+    node_args,
+    start,
+)
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.net.addresses import own_name
@@ -74,7 +82,7 @@ def serve(arguments: argparse.Namespace) -> int:
     config = run_config(run_dir)
     keys = RunKeys(read_secret(run_dir))
     console = Terminal(plain=True)
-    with Asked() as asked:
+    with StopRequest() as asked:
         if index == SERVICE:
             return _service(config, run_dir, keys, asked, console)
         with contextlib.closing(RunLock.join(run_dir, f"serve-{index}")) as lock:
@@ -88,7 +96,9 @@ def serve(arguments: argparse.Namespace) -> int:
         return code
 
 
-def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console: Terminal) -> int:
+def _service(
+    config: Config, run_dir: Path, keys: RunKeys, asked: StopRequest, console: Terminal
+) -> int:
     """The coordinator and node-0."""
     job = Job(config, run_dir, lambda text: console.lines([text]))
     code = exit_codes.USER_ERROR
@@ -108,7 +118,7 @@ def _service(config: Config, run_dir: Path, keys: RunKeys, asked: Asked, console
 
 
 def _take_in_turn(
-    run_dir: Path, keys: RunKeys, job: Job, asked: Asked, console: Terminal
+    run_dir: Path, keys: RunKeys, job: Job, asked: StopRequest, console: Terminal
 ) -> RunLock:
     """Our share of a run, at once or, if Slurm has started this job in the place of another one,
     once that has gone. It lives on where only Slurm's daemon has died, and is killed by that when
@@ -152,7 +162,7 @@ class NodeKeeper:
     """One laminar-node, which is started again when it dies."""
 
     def __init__(
-        self, config: Config, lock: RunLock, index: int, asked: Asked, console: Terminal
+        self, config: Config, lock: RunLock, index: int, asked: StopRequest, console: Terminal
     ) -> None:
         self._config, self._lock, self._asked, self._console = config, lock, asked, console
         self._index = index
@@ -174,7 +184,7 @@ class NodeKeeper:
         return code if code >= 0 else exit_codes.SIGNALLED - code
 
     def _start(self, index: int) -> Process:
-        return start(self._lock, "laminar.cli.node", *words_of(self._config, index))
+        return start(self._lock, "laminar.cli.node", *node_args(self._config, index))
 
     def _note(self, text: str) -> None:
         self._console.lines([text])
@@ -190,7 +200,7 @@ class NodeKeeper:
     def _wait_for(self, process: Process) -> None:
         deadline = time.monotonic() + TERM_S
         while process.poll() is None:
-            if time.monotonic() > deadline or self._asked.level == Asked.BY_FORCE:
+            if time.monotonic() > deadline or self._asked.level == StopRequest.BY_FORCE:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             time.sleep(POLL_S / 5)

@@ -28,10 +28,10 @@ from laminar.cluster.slurm import going_on
 from laminar.config import ConfigError
 from laminar.events.events import DrainRequested
 from laminar.names import exit_codes
-from laminar.net.asking import ask
+from laminar.net.user_requests import ask
+from laminar.run.command_line import shell_command
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, describe, holders
-from laminar.run.program import typed
 from laminar.run.stop_requests import END, answers_ms
 from laminar.weights.arena.arena import sweep_arenas
 
@@ -87,7 +87,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
     if arguments.pause and not run_config(run_dir).trainer.save_freq:
         raise ConfigError(
             f"{run_dir} writes no checkpoints (trainer.save_freq = 0), so it cannot go on after a "
-            f"pause; `{typed('stop', run_dir)}` ends it"
+            f"pause; `{shell_command('stop', run_dir)}` ends it"
         )
     if not _living(run_dir):
         print(f"{run_dir} is not running")
@@ -137,7 +137,7 @@ def _ask_from_here(run_dir: Path, in_charge: list[Holder], event: DrainRequested
     except ConfigError as error:
         raise ConfigError(
             f"{run_dir} is run by {describe(in_charge)}, and cannot be stopped from here: {error}; "
-            f"run `{typed('stop', run_dir)}` there"
+            f"run `{shell_command('stop', run_dir)}` there"
         ) from None
 
 
@@ -199,7 +199,9 @@ def _conclude(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
         if arguments.pause:
             print(f"`{going_on(run_dir)}` goes on with it")
         return exit_codes.COMPLETE
-    again = "" if arguments.now else f"; `{typed('stop', run_dir, '--now')}` ends it at once"
+    again = (
+        "" if arguments.now else f"; `{shell_command('stop', run_dir, '--now')}` ends it at once"
+    )
     print(f"laminar: {run_dir} still runs: {describe(_living(run_dir))}{again}", file=sys.stderr)
     return exit_codes.FAILED
 

@@ -33,12 +33,12 @@ from laminar.config import Config, ConfigError, load
 from laminar.config.rules import slurm_seconds
 from laminar.engines.environment import gpus_per_replica
 from laminar.launch.preflight import check_settings
-from laminar.launch.resume_check import resumed_config, take_up
+from laminar.launch.resume_check import claim_run_directory, resumed_config
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.net.addresses import AUTO
+from laminar.run.command_line import shell_command
 from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
-from laminar.run.program import typed
 from laminar.run.renames import write_whole
 
 QUEUE_S = 86_400.0
@@ -79,7 +79,7 @@ def submit(arguments: argparse.Namespace) -> int:
     check_taken(scripts)
     if not arguments.resume and run_dir.exists():
         console.lines([f"moved the old run to {move_aside(run_dir)}"])
-    place = take_up if arguments.resume else prepare
+    place = claim_run_directory if arguments.resume else prepare
     place(plan.config, run_dir, found).close()  # the service takes what nobody else has
     try:
         jobs = _enqueue(scripts)
@@ -261,8 +261,8 @@ def _queued_lines(scripts: Scripts, jobs: Jobs) -> list[str]:
         f"queued     {', '.join([f'service {jobs.service}', *rollouts])}",
         f"scripts    {run_dir / SLURM_DIR}/*.sbatch; what they print: "
         f"{run_dir / LOGS_DIR / SLURM_DIR}",
-        f"look at    {typed('ps', run_dir)}; {typed('tail', '-f', run_dir)}",
-        f"end it     {typed('stop', run_dir)}",
+        f"look at    {shell_command('ps', run_dir)}; {shell_command('tail', '-f', run_dir)}",
+        f"end it     {shell_command('stop', run_dir)}",
     ]
 
 

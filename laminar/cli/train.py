@@ -23,8 +23,8 @@ from laminar.cli.arguments import Parser
 from laminar.cluster.slurm import going_on
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.config.algorithm_rules import OWN_AGGREGATION
-from laminar.coordinator.restarts import Over
-from laminar.coordinator.taking_up import Asking
+from laminar.coordinator.restarts import GiveUp
+from laminar.coordinator.takeover import Asking
 from laminar.engines.check import vllm_asked
 from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import say
@@ -32,12 +32,18 @@ from laminar.launch.memory_check import check_memory, memory_lines
 from laminar.launch.panel import failed_share
 from laminar.launch.preflight import Plan, check_settings, look_at_data
 from laminar.launch.prefork import EarlyNode
-from laminar.launch.resume_check import check_data, check_unchanged, resumed_config, take_up
+from laminar.launch.resume_check import (
+    check_data,
+    check_unchanged,
+    claim_run_directory,
+    resumed_config,
+)
 from laminar.launch.reward_check import show_trial
-from laminar.launch.supervisor import Asked, Supervisor, roles_of, words_of
+from laminar.launch.supervisor import StopRequest, Supervisor, node_args, roles_of
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.observe.logs import new_attempt
+from laminar.run.command_line import shell_command
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
@@ -49,7 +55,6 @@ from laminar.run.directory import (
     run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use, moving
-from laminar.run.program import typed
 from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
 
@@ -107,7 +112,7 @@ def begin(
     arguments: argparse.Namespace,
     forked: Beginning | None = None,
     console: Terminal | None = None,
-) -> Over:
+) -> GiveUp:
     """Check, start, watch, report; how it ended, with the reason where it failed."""
     console = console or Terminal()
     config = check_settings(config)
@@ -121,20 +126,20 @@ def begin(
         if not starts:
             console.lines([f"WARNING: {text}" for text in found.values()])
         if arguments.dry_run:
-            return Over(_shown(console))
-        with Asked() as asked:  # before there is a directory: nothing is left half made
+            return GiveUp(_shown(console))
+        with StopRequest() as asked:  # before there is a directory: nothing is left half made
             if not arguments.resume and run_dir.exists():
                 console.lines([f"moved the old run to {move_aside(run_dir)}"])
-            place = take_up if arguments.resume else prepare
+            place = claim_run_directory if arguments.resume else prepare
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
             if forked is not None:
                 _take(forked, run_dir)
             if arguments.prepare:
                 console.lines(_daemons(plan.config, run_dir))
-                return Over(_shown(console))
+                return GiveUp(_shown(console))
             console.when_gone(
                 "nobody reads the output any more; the run goes on, and "
-                f"`{typed('stop', run_dir)}` ends it"
+                f"`{shell_command('stop', run_dir)}` ends it"
             )
             asking = Asking.RESUME if arguments.resume else Asking.NOTHING
             over = Supervisor(plan.config, lock, console, asked, early, asking=asking).run()
@@ -178,7 +183,7 @@ def _shown(console: Terminal) -> int:
 
 def _daemons(config: Config, run_dir: Path) -> list[str]:
     """The commands that run what is prepared."""
-    nodes = [words_of(config, machine) for machine in range(config.run.nodes)]
+    nodes = [node_args(config, machine) for machine in range(config.run.nodes)]
     return [
         f"prepared; started in {Path.cwd()}, these run it, a laminar-node on each machine:",
         f"  laminar-coord {run_dir}",
@@ -215,7 +220,7 @@ def place_of(config: Config, move_old: bool) -> Path:
     return run_dir
 
 
-def conclude(run_dir: Path, console: Terminal, over: Over) -> Over:
+def conclude(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
     """The closing lines. The run has ended, and they change nothing of how it did; why it failed
     stands in the log, where its coordinator has said it."""
     reason = over.reason
@@ -227,13 +232,16 @@ def conclude(run_dir: Path, console: Terminal, over: Over) -> Over:
         lines = [f"no summary: {error}"]
         lines += [f"the run FAILED   {over.reason}"] if over.reason else []
     except KeyboardInterrupt:
-        shown = typed("report", run_dir)
+        shown = shell_command("report", run_dir)
         lines = [f"no summary: interrupted; the run is over, `{shown}` shows it"]
     console.lines(lines)
     console.end()
     if console.gone:
-        say("laminar", f"{run_dir} has ended with code {over.code}; `{typed('report', run_dir)}`")
-    return Over(over.code, reason)
+        say(
+            "laminar",
+            f"{run_dir} has ended with code {over.code}; `{shell_command('report', run_dir)}`",
+        )
+    return GiveUp(over.code, reason)
 
 
 def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -241,7 +249,7 @@ def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     try:
         write_summary(run_dir, summary)
     except ConfigError as error:
-        return [f"not kept         {error}; `{typed('report', run_dir)}` writes it"]
+        return [f"not kept         {error}; `{shell_command('report', run_dir)}` writes it"]
     return []
 
 
@@ -319,7 +327,7 @@ def _model(c: Config) -> str:
     return f"emulated, {c.emulation.weights_mb} MiB" if c.is_emulated else c.model.name
 
 
-def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[str]:
+def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[str]:
     """The last lines: what happened, and where to look next; why it is not tried again."""
     lines = [""]
     failure = summary["failure"] or over.reason
@@ -330,7 +338,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
     elif failure:
         lines += [
             f"the run FAILED   {failure}",
-            f"what led to it   {run_dir}/logs/latest/*.jsonl; {typed('log', 'tail', run_dir)}",
+            f"what led to it   {run_dir}/logs/latest/*.jsonl; {shell_command('log', 'tail', run_dir)}",
         ]
     lines += _lost(summary["lost_by"])
     if summary["resumable"]:
@@ -347,10 +355,10 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: Over) -> list[st
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
         *_reward_errors(summary, run_dir),
         *(f"WARNING          {text}" for text in summary["warnings"].values()),
-        f"look at          {typed('report', run_dir)}; {typed('samples', run_dir)}",
+        f"look at          {shell_command('report', run_dir)}; {shell_command('samples', run_dir)}",
         f"figures          {run_dir / SUMMARY_FILE}, {run_dir / METRICS_FILE}, "
         f"{run_dir / TENSORBOARD_DIR}",
-        f"and try          {typed('log', 'replay', run_dir)}; {typed('audit', run_dir)}",
+        f"and try          {shell_command('log', 'replay', run_dir)}; {shell_command('audit', run_dir)}",
     ]
     saved = len(list((run_dir / CHECKPOINTS_DIR).glob("step_*")))
     if saved:

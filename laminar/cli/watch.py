@@ -18,14 +18,14 @@ from typing import Any
 from laminar.analysis.report.summary import summary_of
 from laminar.cli.train import summary_lines
 from laminar.config import ConfigError
-from laminar.coordinator.restarts import Over
+from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.statuses import Phase
 from laminar.launch.panel import Progress
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
+from laminar.run.command_line import shell_command
 from laminar.run.directory import STATUS_FILE, run_config
 from laminar.run.lock import holders
-from laminar.run.program import typed
 
 POLL_S = 0.25
 ALIVE_S = 2.0
@@ -55,7 +55,7 @@ def watch(arguments: argparse.Namespace) -> int:
                         break
                     alive_at = now
     except KeyboardInterrupt:
-        console.lines([f"the run goes on; `{typed('watch', run_dir)}` shows it again"])
+        console.lines([f"the run goes on; `{shell_command('watch', run_dir)}` shows it again"])
         return exit_codes.COMPLETE
     console.lines(_end(run_dir))
     console.end()
@@ -79,5 +79,5 @@ def _end(run_dir: Path) -> list[str]:
     code = summary["exit_code"]
     if code is None:
         gone = "all its processes are gone"
-        return summary_lines(summary, run_dir, Over(exit_codes.CRASHED, gone))
-    return summary_lines(summary, run_dir, Over(code))
+        return summary_lines(summary, run_dir, GiveUp(exit_codes.CRASHED, gone))
+    return summary_lines(summary, run_dir, GiveUp(code))

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar.config import Config, ConfigError
+from laminar.run.command_line import NAME, own_program
 from laminar.run.directory import LOGS_DIR, SLURM_DIR
-from laminar.run.program import NAME, own_program
 
 SERVICE, ROLLOUT = "service", "rollout"
 _UNQUOTED = re.compile(r"[\w./,:=@+-]+", re.ASCII)

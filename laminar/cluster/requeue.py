@@ -23,8 +23,8 @@ from laminar.cluster.job_chain import Chain
 from laminar.cluster.slurm import ask, cancel, queued, read_jobs
 from laminar.config import Config, ConfigError
 from laminar.names import exit_codes
+from laminar.run.command_line import shell_command
 from laminar.run.directory import STATUS_FILE
-from laminar.run.program import typed
 
 WARNING = signal.SIGUSR1.name
 """Comes from Slurm, some time before it ends the job."""
@@ -81,7 +81,7 @@ class Job:
         elif warned and self._chain is None and self._again("requeue"):
             return
         else:
-            self._note(f"`{typed('submit', '--resume', self._run_dir)}` goes on with it")
+            self._note(f"`{shell_command('submit', '--resume', self._run_dir)}` goes on with it")
         jobs = read_jobs(self._run_dir)
         if jobs is not None and jobs.rollouts:
             try:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.run.command_line import shell_command
 from laminar.run.directory import SLURM_DIR
-from laminar.run.program import typed
 from laminar.run.renames import write_whole
 
 JOBS_FILE = "jobs.json"
@@ -130,7 +130,7 @@ def write_jobs(run_dir: Path, jobs: Jobs) -> None:
 
 def going_on(run_dir: Path) -> str:
     """The command that goes on with a run, where its machines are."""
-    return typed("submit" if read_jobs(run_dir) else "train", "--resume", run_dir)
+    return shell_command("submit" if read_jobs(run_dir) else "train", "--resume", run_dir)
 
 
 def _words(stderr: str) -> str:

@@ -2,7 +2,7 @@
 
 Reads   the control socket; the event log of an earlier incarnation of this run
 Writes  the event log, the address file, and through observers metrics.jsonl and status.json
-Ends    with the run's exit code, or an exception whose code is in coordinator/ending.py
+Ends    with the run's exit code, or an exception whose code is in coordinator/exit_reason.py
 
 Start-up is recovery: listen, on the same port as before where it is free; replay the log from its
 last snapshot; take it over in a new segment, and say where we listen. A coordinator that cannot
@@ -28,10 +28,10 @@ import msgspec
 from laminar.analysis.log.story import last_lines
 from laminar.config import Config, ConfigError, dumps
 from laminar.config.tree import RepackConfig
-from laminar.coordinator import taking_up
+from laminar.coordinator import takeover
 from laminar.coordinator.background import Forked
-from laminar.coordinator.ending import ReplayDiffers
-from laminar.coordinator.log_behind import check_log
+from laminar.coordinator.exit_reason import ReplayDiffers
+from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import Tick
@@ -194,7 +194,7 @@ class Coordinator:
         on_replayed: Observer,
         on_event: Observer,
         replay_from: int | None = None,
-        asking: taking_up.Asking = taking_up.Asking.NOTHING,
+        asking: takeover.Asking = takeover.Asking.NOTHING,
     ) -> None:
         """Recover from the log, if there is one. `on_replayed` sees its events again: those after
         a snapshot, but if the log has it, event `replay_from` and all after it. `asking`: whether
@@ -235,7 +235,7 @@ class Coordinator:
         check_log(self.run_dir, machine.state)
         settings = settings_of(self.config)
         asked = self._asking.of(self.run_dir, machine.state)
-        return taking_up.resumed(self.run_dir, machine.state, settings, asked=asked)
+        return takeover.resumed(self.run_dir, machine.state, settings, asked=asked)
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
         self._disk, self._incarnation = disk, restored.incarnation

@@ -1,7 +1,7 @@
 """Whether a coordinator that ended is started again, and when.
 
 Reads   its exit code, how long it had served, the time
-Gives   Again with a pause, or Over with the reason
+Gives   Restart with a pause, or GiveUp with the reason
 
 Pure: the supervisor of a real run and the simulator's ask it alike. The pause doubles while
 coordinators end soon after their start. One that cannot write its log is tried again for
@@ -23,14 +23,14 @@ PAUSE_MIN_S, PAUSE_MAX_S = 0.25, 10.0
 
 
 @dataclass(frozen=True)
-class Again:
+class Restart:
     """Start another one after the pause."""
 
     pause_s: float
 
 
 @dataclass(frozen=True)
-class Over:
+class GiveUp:
     """The run has ended with this code; `reason` is empty where the coordinator has said it."""
 
     code: int
@@ -47,10 +47,10 @@ class Restarts:
         self._in_a_row = 0  #: that ended soon after their start
         self._disk_since_s: float | None = None  #: since when none could write
 
-    def ended(self, code: int, served_s: float, now_s: float) -> Again | Over:
+    def ended(self, code: int, served_s: float, now_s: float) -> Restart | GiveUp:
         """A coordinator ended with `code` (negative: by a signal) after serving so long."""
         if code in exit_codes.FINAL:
-            return Over(code)
+            return GiveUp(code)
         if served_s >= SERVED_S:
             self._in_a_row, self._disk_since_s = 0, None
         self._in_a_row += 1
@@ -59,23 +59,23 @@ class Restarts:
         self._disk_since_s = None
         self._deaths += 1
         if self._deaths > DEATHS_MAX:
-            return Over(
+            return GiveUp(
                 code if code > 0 else exit_codes.CRASHED,
                 f"the coordinator has died {self._deaths} times, at last with code {code}",
             )
-        return Again(self._pause())
+        return Restart(self._pause())
 
-    def _no_room(self, now_s: float) -> Again | Over:
+    def _no_room(self, now_s: float) -> Restart | GiveUp:
         if self._disk_since_s is None:
             self._disk_since_s = now_s
         left_s = self._disk_since_s + self._disk_wait_s - now_s
         if left_s <= 0:
-            return Over(
+            return GiveUp(
                 exit_codes.LOG_UNWRITABLE,
                 f"the event log could not be written for {self._disk_wait_s:g} s "
                 "(coordinator.disk_wait_s)",
             )
-        return Again(min(self._pause(), left_s))
+        return Restart(min(self._pause(), left_s))
 
     def _pause(self) -> float:
         if self._in_a_row == 1:

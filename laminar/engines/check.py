@@ -25,7 +25,7 @@ from laminar.config import Config, ConfigError, dumps
 from laminar.engines.environment import VLLM
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
-from laminar.run.program import with_extra
+from laminar.run.command_line import with_extra
 
 ASK_S = 180.0
 """The time for vLLM's import and a look at the model, on a machine that is busy."""

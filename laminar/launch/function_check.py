@@ -13,7 +13,7 @@ import msgspec
 from laminar.config import AlgorithmConfig, ConfigError
 from laminar.config.algorithm_rules import users_functions
 from laminar.names.process_end import how_it_ended
-from laminar.run.apart import said_apart
+from laminar.run.isolated_process import run_isolated
 
 TRIAL_S = 120.0
 TRIED = b"tried"  #: as training/function_check.py, which needs torch, says it
@@ -26,7 +26,7 @@ def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> Non
         return
     names = " or ".join(f"{key} = {reference!r}" for key, reference in named.items())
     try:
-        said, code = said_apart(
+        said, code = run_isolated(
             "laminar.training.function_check", [], msgspec.json.encode(algorithm), limit_s
         )
     except subprocess.TimeoutExpired:

@@ -1,9 +1,10 @@
 """laminar train --resume RUN: whether that run can be taken up again, and with which settings.
 
 Reads   the event log, the configuration and the locks of a run
-Gives   resumed_config, or ConfigError with one sentence; take_up: this process's share of the run
-Writes  (take_up only) the configuration, a secret where there is none, the directory of the new
-        logs; removes what is said of processes that are gone
+Gives   resumed_config, or ConfigError with one sentence; claim_run_directory: this process's share
+        of the run
+Writes  (claim_run_directory only) the configuration, a secret where there is none, the directory of
+        the new logs; removes what is said of processes that are gone
 
 Nothing is written before all has been looked at. What decides is the log: it says how far the run
 was, whether it has ended, and which checkpoints it confirms.
@@ -21,9 +22,9 @@ import msgspec
 
 from laminar.config import Config, ConfigError, dumps, load
 from laminar.config.algorithm_rules import users_functions
-from laminar.coordinator.log_behind import check_log
+from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
-from laminar.coordinator.taking_up import check_resumable
+from laminar.coordinator.takeover import check_resumable
 from laminar.core.state.state import State
 from laminar.core.steps.step_replay import other_function
 from laminar.eventlog.reader import read_log
@@ -205,7 +206,7 @@ def _flat(tree: Any, key: str = "") -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def take_up(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
+def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Our share of the directory, which no other process has; the settings as they are now."""
     lock = RunLock.alone(run_dir, "train")
     try:

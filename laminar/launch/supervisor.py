@@ -29,8 +29,8 @@ from typing import Any
 from rich.console import Console
 
 from laminar.config import Config
-from laminar.coordinator.restarts import Over, Restarts
-from laminar.coordinator.taking_up import Asking
+from laminar.coordinator.restarts import GiveUp, Restarts
+from laminar.coordinator.takeover import Asking
 from laminar.launch.node_restarts import Machines
 from laminar.launch.panel import Progress
 from laminar.launch.prefork import EarlyNode
@@ -65,7 +65,7 @@ def roles_of(machine: int) -> list[str]:
     return [*(("store", "trainer") if machine == 0 else ()), "relay", "rollout"]
 
 
-def words_of(config: Config, machine: int) -> list[str]:
+def node_args(config: Config, machine: int) -> list[str]:
     """The options of its laminar-node."""
     roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.replicas_on(machine)}"])
     words = ["--name", f"node-{machine}", "--roles", roles]
@@ -94,7 +94,7 @@ class Supervisor:
         config: Config,
         lock: RunLock,
         console: Console,
-        asked: Asked,
+        asked: StopRequest,
         early: Sequence[EarlyNode] = (),
         *,
         asking: Asking = Asking.NOTHING,
@@ -107,14 +107,14 @@ class Supervisor:
         self._alone = nodes is None
         self.progress = Progress(lock.run_dir, console)
         self._asked, self._early, self._asking = asked, early, asking
-        self._told = Asked.NOTHING  #: what the present coordinator knows of it
+        self._told = StopRequest.NOTHING  #: what the present coordinator knows of it
         indexes = range(config.run.nodes) if nodes is None else nodes
         self._nodes = Machines(config, indexes, self._start_node, self.progress.note)
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
         )
 
-    def run(self) -> Over:
+    def run(self) -> GiveUp:
         """Watch until the coordinator has ended finally, and all other processes have left."""
         self._start_coordinator()
         if self._alone:
@@ -127,14 +127,14 @@ class Supervisor:
         sweep_arenas()  # of a relay that was killed together with its node
         return over
 
-    def _leave_s(self, over: Over) -> float:
+    def _leave_s(self, over: GiveUp) -> float:
         """How long the others may take to end by themselves."""
         if self._lock.lost():
             return NOTICE_S
         told = over.code != exit_codes.USER_ERROR and over.code in exit_codes.FINAL
         return NODE_EXIT_S if told and not over.reason else 0.0
 
-    def _watch(self) -> Over:
+    def _watch(self) -> GiveUp:
         again_s: float | None = None  #: when the next coordinator is to be started
         while True:
             time.sleep(POLL_S)
@@ -146,7 +146,7 @@ class Supervisor:
                 self._start_coordinator()
                 again_s = None
             self._hand_on()
-            if self._asked.level < Asked.NOW:
+            if self._asked.level < StopRequest.NOW:
                 self._nodes.look(now)
             code = self._coordinator.poll(now)
             if self._coordinator.killed_if_still():
@@ -157,7 +157,7 @@ class Supervisor:
                 self._begin_late()
                 continue
             verdict = self._restarts.ended(code, self._coordinator.served_s(now), now)
-            if isinstance(verdict, Over):
+            if isinstance(verdict, GiveUp):
                 return verdict
             again_s = now + verdict.pause_s
             self._tell_restart(code, verdict.pause_s)
@@ -168,15 +168,15 @@ class Supervisor:
         if self._coordinator.has_served and not self._nodes.begun:
             self._nodes.begin(self._start_first)
 
-    def _given_up(self, no_coordinator: bool) -> Over | None:
+    def _given_up(self, no_coordinator: bool) -> GiveUp | None:
         """What ends a run without its coordinator."""
         if reason := self._lock.lost():
-            return Over(exit_codes.USER_ERROR, reason)
-        if self._asked.level < Asked.NOW:
+            return GiveUp(exit_codes.USER_ERROR, reason)
+        if self._asked.level < StopRequest.NOW:
             return None
         overdue = self._asked.since_now_s() > AT_ONCE_S
-        if no_coordinator or overdue or self._asked.level == Asked.BY_FORCE:
-            return Over(exit_codes.STOPPED_EARLY, f"stopped at once: {self._asked.reason}")
+        if no_coordinator or overdue or self._asked.level == StopRequest.BY_FORCE:
+            return GiveUp(exit_codes.STOPPED_EARLY, f"stopped at once: {self._asked.reason}")
         return None
 
     def _start_coordinator(self) -> None:
@@ -187,17 +187,17 @@ class Supervisor:
             return self._start("laminar.cli.coord", *words, fds=(turns,))
 
         self._coordinator = Served(start, self.run_dir / COORDINATOR_FILE)
-        self._told = Asked.NOTHING
+        self._told = StopRequest.NOTHING
 
     def _start_first(self, index: int) -> Process:
         """The node that imports already, if there is one."""
         if not self._early:
             return self._start_node(index)
-        words = [str(self.run_dir), *words_of(self.config, index)]
+        words = [str(self.run_dir), *node_args(self.config, index)]
         return self._early[index].go(words, self._lock.fd)
 
     def _start_node(self, index: int) -> Process:
-        return self._start("laminar.cli.node", *words_of(self.config, index))
+        return self._start("laminar.cli.node", *node_args(self.config, index))
 
     def _start(self, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
         return start(self._lock, module, *options, fds=fds)
@@ -214,23 +214,23 @@ class Supervisor:
         level, reason = self._asked.level, self._asked.reason
         if level <= self._told:
             return
-        first, self._told = self._told == Asked.NOTHING, level
-        if level == Asked.PAUSE:
+        first, self._told = self._told == StopRequest.NOTHING, level
+        if level == StopRequest.PAUSE:
             self.progress.note(
                 f"pausing ({reason}): the step in training is completed and saved; "
                 "Ctrl-C to end the run instead"
             )
-        elif level == Asked.DRAIN:
+        elif level == StopRequest.DRAIN:
             self.progress.note(
                 f"stopping ({reason}): the step in training is completed and the model exported; "
                 "Ctrl-C again to stop at once"
             )
-        elif not first or level == Asked.NOW:
+        elif not first or level == StopRequest.NOW:
             self.progress.note(f"stopping at once ({reason}); Ctrl-C again to kill what is left")
         stdin = self._coordinator.process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets it
-            word = {Asked.PAUSE: PAUSE, Asked.DRAIN: DRAIN}.get(level, NOW)
+            word = {StopRequest.PAUSE: PAUSE, StopRequest.DRAIN: DRAIN}.get(level, NOW)
             stdin.write(f"{word} {reason}\n".encode())
 
     def _end_processes(self, leave_s: float) -> None:
@@ -249,12 +249,12 @@ class Supervisor:
         deadline = time.monotonic() + wait_s
         for process in (*(node for _, node in self._nodes), self._coordinator.process):
             while process.poll() is None and time.monotonic() < deadline:
-                if self._asked.level == Asked.BY_FORCE and not killed:
+                if self._asked.level == StopRequest.BY_FORCE and not killed:
                     return
                 time.sleep(POLL_S / 5)
 
 
-class Asked:
+class StopRequest:
     """What was asked for by signals: the highest of five levels, and by which signal.
 
     SIGTERM and SIGHUP ask for a graceful end, as often as they come; SIGUSR1, and in a batch job
@@ -269,7 +269,7 @@ class Asked:
         self._now_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> StopRequest:
         """Have signals ask from here on; afterwards they do what they did before. Only the main
         thread of a program may say what signals do: in another one they do what they did."""
         if threading.current_thread() is not threading.main_thread():

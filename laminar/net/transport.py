@@ -41,8 +41,8 @@ from laminar.net.auth import (
     why_refused,
 )
 from laminar.net.frames import FRAME_BYTES_MAX
+from laminar.net.rejected_peers import Strangers
 from laminar.net.session import PEERS_MAX
-from laminar.net.strangers import Strangers
 
 HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
 DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns

@@ -26,7 +26,7 @@ import psutil
 
 from laminar.config import Config, ConfigError
 from laminar.observe.board import Scalars
-from laminar.run.program import with_extra
+from laminar.run.command_line import with_extra
 
 WANDB_DIR = "wandb"
 LIBRARY_PROCESS = "wandb-core"

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.names.points import POINTS
+from laminar.names.failpoint_names import POINTS
 
 VARIABLE, STOP_VARIABLE = "LAMINAR_FAIL", "LAMINAR_STOP"
 SIGNALS = {VARIABLE: signal.SIGKILL, STOP_VARIABLE: signal.SIGSTOP}

@@ -27,8 +27,8 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
-from laminar.run.program import typed
 
 MOVE_WAIT_S = 5.0
 """How long to wait for a process that moves the directory: that is one renaming."""
@@ -194,14 +194,16 @@ def in_use(run_dir: Path) -> str:
     """The sentence about a directory whose run lives."""
     living = holders(run_dir)
     who = describe(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
-    return f"run directory {run_dir} is in use by {who}; `{typed('stop', run_dir)}` ends a run"
+    return (
+        f"run directory {run_dir} is in use by {who}; `{shell_command('stop', run_dir)}` ends a run"
+    )
 
 
 def _served(run_dir: Path, card: Path) -> str:
     """The sentence about a name that another process has."""
     holder = _living(card)
     who = describe([holder]) if holder else f"whoever has {card} locked"
-    return f"{run_dir} is served already, by {who}; `{typed('stop', run_dir)}` ends the run"
+    return f"{run_dir} is served already, by {who}; `{shell_command('stop', run_dir)}` ends the run"
 
 
 def describe(living: list[Holder]) -> str:

@@ -20,8 +20,8 @@ import stat
 from pathlib import Path
 
 from laminar.config import ConfigError
+from laminar.run.command_line import shell_command
 from laminar.run.directory import SECRET_FILE
-from laminar.run.program import typed
 from laminar.run.renames import sync
 
 SECRET_BYTES = 32
@@ -71,7 +71,7 @@ def read_secret(run_dir: Path) -> Secret:
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing, and the processes of a run recognise each other by it: put it "
-            f"back, or let `{typed('train', '--resume', run_dir)}` make another"
+            f"back, or let `{shell_command('train', '--resume', run_dir)}` make another"
         ) from None
     except OSError as error:
         raise ConfigError(

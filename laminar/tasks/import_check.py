@@ -16,7 +16,7 @@ from pathlib import Path
 
 from laminar.config import ConfigError
 from laminar.names.process_end import how_it_ended
-from laminar.run.apart import said_apart
+from laminar.run.isolated_process import run_isolated
 from laminar.tasks.rewards.user_function import LOAD_S, load_in_silence
 
 ENDED = b"ended"
@@ -28,7 +28,7 @@ def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
     if not Path(path).is_file():
         return
     try:
-        said, code = said_apart("laminar.tasks.import_check", [path], b"", limit_s)
+        said, code = run_isolated("laminar.tasks.import_check", [path], b"", limit_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{key} = {path!r} is not imported within {limit_s:g} s; move what takes long, or "

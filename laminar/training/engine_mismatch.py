@@ -1,7 +1,8 @@
 """Which rows did not come from the weights that their version names: they are left out of a step.
 
 Reads   the mismatch per (replica, weight version) of a batch, before the optimizer touches anything
-Gives   Suspect: an origin whose rows are not to be trained; the scores that movement is measured by
+Gives   MismatchSource: an origin whose rows are not to be trained; the scores that movement is
+        measured by
 
 A probe proves that weights have arrived. It cannot see keys and values that were kept from older
 weights, or a wrong temperature: the log-probs of the sampled tokens can. With the weights that
@@ -27,7 +28,7 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.training.model.micro_batches import MicroBatch
 from laminar.training.ranks import Ranks
-from laminar.training.steps import Mismatch, Origin, Suspect, TrainSample, origin_of
+from laminar.training.steps import Mismatch, MismatchSource, Origin, TrainSample, origin_of
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats per token; what was measured is in docs/training.md."""
@@ -73,7 +74,7 @@ class MismatchLimits:
         made: Mapping[int, int],
         siblings: Mapping[Origin, float],
         step: int,
-    ) -> dict[Origin, Suspect]:
+    ) -> dict[Origin, MismatchSource]:
         """The origins that differ too much at `step`; `made`: version -> steps that it has seen;
         `siblings` as siblings_of gives them.
 
@@ -85,7 +86,7 @@ class MismatchLimits:
             limit = self._rounding + MOVEMENT_FACTOR * distance * figure.mean_doubt
             limit *= 1 + FEW_TOKENS / math.sqrt(figure.tokens / siblings[origin])
             if limit < figure.mean_abs_diff < math.inf:
-                found[origin] = Suspect(figure.mean_abs_diff, limit)
+                found[origin] = MismatchSource(figure.mean_abs_diff, limit)
         return found
 
     def _distance(self, made: int, step: int) -> float:

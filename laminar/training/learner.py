@@ -51,7 +51,7 @@ from laminar.training.metrics import (
 from laminar.training.model.footprint import (
     FLOAT32,
     ModelSizes,
-    Way,
+    TrainingPlan,
     footprint,
     sizes_of,
     total,
@@ -490,13 +490,13 @@ def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
     return digest(reference) if isinstance(reference, LoadedPolicy) else reference.base
 
 
-def _way(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> Way:
+def _way(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> TrainingPlan:
     """How the settings have them trained on this device."""
     of_critic = _sizes(critic) if critic is not None else None
     return way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
 
 
-def _compute(way: Way) -> Compute:
+def _compute(way: TrainingPlan) -> Compute:
     return Compute(torch.bfloat16 if way.compute < FLOAT32 else torch.float32, way.chunk_tokens)
 
 

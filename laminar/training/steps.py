@@ -67,7 +67,7 @@ class Mismatch(NamedTuple):
     tokens: int
 
 
-class Suspect(NamedTuple):
+class MismatchSource(NamedTuple):
     """The mean |log p(trainer) - log p(engine)| of an origin, and what it may be; nats."""
 
     diff: float
@@ -195,7 +195,7 @@ class StepResult:
     updates: tuple[Update, ...]
     metrics: dict[str, float]
     mismatch: dict[Origin, Mismatch]  #: of the whole batch
-    suspects: dict[Origin, Suspect]  #: whose rows were left out
+    suspects: dict[Origin, MismatchSource]  #: whose rows were left out
     left_out: dict[str, tuple[Origin, ...]]  #: by sample id: the suspects that sampled of it
     num_tokens: int  #: response tokens consumed
     digest: str  #: xxh3_128 of the ids of the samples, in order

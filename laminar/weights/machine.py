@@ -18,8 +18,8 @@ from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.chain.core import PlaneOptions
-from laminar.weights.chain.plane import Plane
 from laminar.weights.chain.reports import Report
+from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.version.hashes import manifest_of
 from laminar.weights.version.manifest import Manifest

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from laminar.actors.engine_reports import EngineReports
+from laminar.actors.active_sequence import Weights
+from laminar.actors.engine_metrics import EngineReports
 from laminar.actors.rollout import Rollout
-from laminar.actors.running import Weights
 from laminar.actors.system.replica import RealParts
 from laminar.engines.protocol import EngineStats, GenerateRequest, StepRecord, TokenDelta
 from laminar.events import commands as cmd

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 import structlog
 import torch
 
-from laminar.actors.clients import RelayClient, StoreClient
 from laminar.actors.host import Host
+from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.system.process import OwnProcess, SystemProcess
 from laminar.config import Config, load
 from laminar.events import commands as cmd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.actors.engine_reports import STEPS_KEPT, DecodeSpeed, sequences_within
+from laminar.actors.engine_metrics import STEPS_KEPT, DecodeSpeed, sequences_within
 from laminar.engines.protocol import StepRecord
 
 MS = 1e6

@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from laminar.actors.clients import StoreClient
-from laminar.actors.disk_wait import QUIET_S, DiskStayedFull, DiskWait
+from laminar.actors.disk_full_retry import QUIET_S, DiskStayedFull, DiskWait
 from laminar.actors.host import Host
+from laminar.actors.service_clients import StoreClient
 from laminar.actors.store import Store
 from laminar.config import ConfigError
 from laminar.events import commands as cmd

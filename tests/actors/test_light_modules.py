@@ -11,7 +11,7 @@ import pytest
 HEAVY = ("torch", "transformers", "zmq", "psutil")
 LOGIC = (
     "laminar.actors.checkpoint_writer",
-    "laminar.actors.clients",
+    "laminar.actors.service_clients",
     "laminar.actors.model_files",
     "laminar.actors.protocol",
     "laminar.actors.trainer",

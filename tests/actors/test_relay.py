@@ -17,7 +17,7 @@ from laminar.events import events as ev
 from laminar.net.calls import RpcError
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena, arena_path
-from laminar.weights.chain.plane import Plane
+from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.machine import RelayMachine
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import verify

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.actors.clients import StoreClient
 from laminar.actors.scoring import Scorer
+from laminar.actors.service_clients import StoreClient
 from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev

@@ -11,8 +11,8 @@ from typing import cast
 import msgspec
 import pytest_asyncio
 
-from laminar.actors.clients import StoreClient
 from laminar.actors.host import Host
+from laminar.actors.service_clients import StoreClient
 from laminar.actors.store import Store
 from laminar.config import ConfigError
 from laminar.events import commands as cmd

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from laminar.actors.engine_reports import gauge_interval_s, largest_batch
+from laminar.actors.engine_metrics import gauge_interval_s, largest_batch
 from laminar.config import load
 from laminar.engines.protocol import StepRecord
 from laminar.events import events as ev

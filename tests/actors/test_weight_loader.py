@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from laminar.actors import weight_loader
-from laminar.actors.clients import RelayClient
 from laminar.actors.relay_slots import CHAIN
+from laminar.actors.service_clients import RelayClient
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.actors.weight_loader import WeightLoader
 from laminar.engines.protocol import KvOnUpdate, WeightSource

@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 
 from laminar.actors import weight_publisher
-from laminar.actors.clients import RelayClient
+from laminar.actors.service_clients import RelayClient
 from laminar.actors.weight_publisher import WeightPublisher
 from laminar.events import events as ev
 from laminar.net.calls import RpcError

@@ -8,7 +8,7 @@ import pytest
 
 from laminar.analysis.report.summary import summary_of
 from laminar.cli.train import conclude, summary_lines
-from laminar.coordinator.restarts import Over
+from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.process_failures import Losses
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
@@ -18,7 +18,7 @@ from tools.kit.run_directory import make_run, world_log
 from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
 
-GIVEN_UP = Over(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
+GIVEN_UP = GiveUp(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
 
 
 def last_words(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,10 +67,10 @@ def test_why_processes_were_lost_is_said_last(tmp_path: Path) -> None:
     assert summary["lost_by"] == losses.why
 
     summary["lost_by"] = {f"rollout-{n}": "head_dim=20 is unknown" for n in range(3)}
-    lines = summary_lines(summary, tmp_path / "run", Over(exit_codes.COMPLETE))
+    lines = summary_lines(summary, tmp_path / "run", GiveUp(exit_codes.COMPLETE))
     said = [line for line in lines if line.startswith("lost ")]
     assert said == ["lost             rollout-0: head_dim=20 is unknown"]
     summary["lost_by"] = {f"rollout-{n}": f"reason {n}" for n in range(9)}
-    lines = summary_lines(summary, tmp_path / "run", Over(exit_codes.COMPLETE))
+    lines = summary_lines(summary, tmp_path / "run", GiveUp(exit_codes.COMPLETE))
     said = [line for line in lines if line.startswith("lost ")]
     assert len(said) == 5 and "9 processes in all" in said[-1]

@@ -13,7 +13,7 @@ import pytest
 
 from laminar.cli import commands, stop
 from laminar.config import dumps, load
-from laminar.net import asking
+from laminar.net import user_requests
 from laminar.net.client import write_address
 from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, STATUS_FILE
 from laminar.run.secret import make_secret
@@ -161,7 +161,7 @@ def test_a_run_of_another_machine_whose_coordinator_is_silent_is_stopped_there(
     make_secret(run_dir)
     away, here = start("coordinator", "SIGTERM"), socket.gethostname()
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    monkeypatch.setattr(asking, "ANSWER_S", 0.2)
+    monkeypatch.setattr(user_requests, "ANSWER_S", 0.2)
     for address in ("", "tcp://127.0.0.1:1"):
         if address:
             write_address(run_dir / COORDINATOR_FILE, address)

@@ -13,13 +13,13 @@ from laminar.cluster import job_chain, requeue
 from laminar.cluster.requeue import Job
 from laminar.cluster.slurm import Jobs, read_jobs, write_jobs
 from laminar.config import ConfigError, load
-from laminar.launch.supervisor import Asked
+from laminar.launch.supervisor import StopRequest
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.net.auth import RunKeys
+from laminar.run.command_line import shell_command
 from laminar.run.directory import STATUS_FILE
 from laminar.run.lock import AlreadyServed, holders
-from laminar.run.program import typed
 from laminar.run.secret import Secret
 
 SERVICE = {"SLURM_JOB_ID": "70"}
@@ -85,7 +85,7 @@ def test_a_pause_that_the_user_asked_for_is_his_to_end(
     )
     slurm.job(SERVICE).service_ended(exit_codes.PAUSED, "")
     assert slurm.called == ["scancel 71"]
-    assert slurm.said == [f"`{typed('submit', '--resume', slurm.run_dir)}` goes on with it"]
+    assert slurm.said == [f"`{shell_command('submit', '--resume', slurm.run_dir)}` goes on with it"]
 
 
 def test_a_task_that_still_runs_is_waited_for_before_the_others_are_cancelled(
@@ -240,5 +240,5 @@ def test_a_run_that_was_paused_in_the_very_moment_of_asking_is_left_alone(
     (slurm.run_dir / STATUS_FILE).write_text(json.dumps({"pause": "pausing"}))
     newcomer, keys = slurm.job(SERVICE, restarts=1), RunKeys(Secret(b"a run"))
     with pytest.raises(ConfigError, match=r"was paused meanwhile: `\S+ submit --resume"):
-        serve._take_in_turn(slurm.run_dir, keys, newcomer, Asked(), Terminal(plain=True))
+        serve._take_in_turn(slurm.run_dir, keys, newcomer, StopRequest(), Terminal(plain=True))
     assert len(asked) == 2 and holders(slurm.run_dir) == []

@@ -5,16 +5,23 @@ from __future__ import annotations
 import pytest
 
 from laminar.config import ConfigError
-from laminar.coordinator.ending import exit_code_of, sentence_of
-from laminar.coordinator.restarts import DEATHS_MAX, PAUSE_MAX_S, SERVED_S, Again, Over, Restarts
+from laminar.coordinator.exit_reason import exit_code_of, sentence_of
+from laminar.coordinator.restarts import (
+    DEATHS_MAX,
+    PAUSE_MAX_S,
+    SERVED_S,
+    GiveUp,
+    Restart,
+    Restarts,
+)
 from laminar.core.rules import LogicError
 from laminar.eventlog.writer import LogGrew, LogTaken
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
 
 
-def pause(verdict: Again | Over) -> float:
-    assert isinstance(verdict, Again)
+def pause(verdict: Restart | GiveUp) -> float:
+    assert isinstance(verdict, Restart)
     return verdict.pause_s
 
 
@@ -40,7 +47,7 @@ def test_what_ended_a_coordinator_decides_its_exit_code(error: Exception, code: 
 
 @pytest.mark.parametrize("code", exit_codes.FINAL)
 def test_a_run_that_ended_is_over(code: int) -> None:
-    assert Restarts(1.0, 300.0).ended(code, 0.0, 0.0) == Over(code)
+    assert Restarts(1.0, 300.0).ended(code, 0.0, 0.0) == GiveUp(code)
 
 
 @pytest.mark.parametrize("code", [exit_codes.CRASHED, -9, 99])
@@ -49,7 +56,7 @@ def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code:
     pauses = [pause(restarts.ended(code, 0.1, 0.0)) for _ in range(DEATHS_MAX)]
     assert pauses[:4] == [1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {PAUSE_MAX_S}
     last = restarts.ended(code, 0.1, 0.0)
-    assert isinstance(last, Over) and str(code) in last.reason
+    assert isinstance(last, GiveUp) and str(code) in last.reason
     assert last.code not in (0, *exit_codes.FINAL[1:])
 
 
@@ -63,7 +70,7 @@ def test_a_coordinator_that_had_worked_is_started_again_at_once() -> None:
 def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
     """However often that is: the deaths for want of room do not count to the limit."""
     restarts, now, tries = Restarts(0.0, 300.0), 0.0, 0
-    while isinstance(verdict := restarts.ended(exit_codes.LOG_UNWRITABLE, 0.2, now), Again):
+    while isinstance(verdict := restarts.ended(exit_codes.LOG_UNWRITABLE, 0.2, now), Restart):
         now, tries = now + verdict.pause_s, tries + 1
     assert now == 300.0 and tries > DEATHS_MAX
     assert verdict.code == exit_codes.LOG_UNWRITABLE and "300 s" in verdict.reason
@@ -71,7 +78,7 @@ def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
 
 def test_room_in_between_begins_the_wait_anew() -> None:
     restarts = Restarts(1.0, 300.0)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 0.0), Again)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Again)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Again)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 599.0), Over)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 0.0), Restart)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Restart)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Restart)
+    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 599.0), GiveUp)

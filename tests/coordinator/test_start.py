@@ -22,9 +22,9 @@ from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from laminar.net.asking import answers
 from laminar.net.client import write_address
 from laminar.net.transport import PortTaken
+from laminar.net.user_requests import answers
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.secrets import KEYS
 from tools.kit.sim_worlds import LoggedRun

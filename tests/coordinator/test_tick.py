@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.coordinator.ending import exit_code_of
+from laminar.coordinator.exit_reason import exit_code_of
 from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, crash_of
 from laminar.core.machine import HANDLING
 from laminar.core.rules import LOGIC_VERSION

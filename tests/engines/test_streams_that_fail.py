@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.actors.clients import RelayClient
+from laminar.actors.service_clients import RelayClient
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.actors.weight_loader import WeightLoader
 from laminar.engines.protocol import TokenDelta

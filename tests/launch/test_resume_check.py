@@ -264,7 +264,7 @@ def test_a_run_that_was_moved_is_where_it_is_now(tmp_path: Path) -> None:
     run.rename(there)
     config = resume_check.resumed_config(there, [], [])
     assert config.run_dir == there and config.run.name == "renamed"
-    resume_check.take_up(config, there, {}).close()
+    resume_check.claim_run_directory(config, there, {}).close()
     assert run_config(there).run_dir == there
 
 
@@ -272,9 +272,9 @@ def test_a_run_without_a_secret_gets_one_when_it_is_resumed(tmp_path: Path) -> N
     """And keeps the one that it has; one that others can read is refused before anything else."""
     run = run_of(tmp_path)
     config = resume_check.resumed_config(run, [], [])
-    resume_check.take_up(config, run, {}).close()
+    resume_check.claim_run_directory(config, run, {}).close()
     secret = (run / "secret").read_bytes()
-    resume_check.take_up(config, run, {}).close()
+    resume_check.claim_run_directory(config, run, {}).close()
     assert (run / "secret").read_bytes() == secret
     (run / "secret").chmod(0o644)
     assert "open to other users (mode 0644)" in refused(run)

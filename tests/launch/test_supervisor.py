@@ -14,7 +14,7 @@ from rich.console import Console
 
 from laminar.config import load
 from laminar.launch import supervisor as supervisor_module
-from laminar.launch.supervisor import Asked, Supervisor, words_of
+from laminar.launch.supervisor import StopRequest, Supervisor, node_args
 from laminar.names import exit_codes
 from laminar.run.lock import RunLock
 
@@ -44,25 +44,25 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("signals", "level"),
     [
-        ("SIGTERM", Asked.DRAIN),
-        ("SIGHUP SIGTERM SIGTERM", Asked.DRAIN),  # a batch system repeats itself
-        ("SIGUSR2", Asked.DRAIN),
-        ("SIGUSR1 SIGUSR1", Asked.PAUSE),
-        ("SIGUSR1 SIGINT", Asked.DRAIN),
-        ("SIGTERM SIGUSR1", Asked.DRAIN),
-        ("SIGUSR1 SIGINT SIGINT", Asked.NOW),
-        ("SIGINT", Asked.DRAIN),
-        ("SIGINT SIGTERM", Asked.DRAIN),
-        ("SIGTERM SIGINT", Asked.NOW),
-        ("SIGINT SIGINT", Asked.NOW),
-        ("SIGQUIT", Asked.NOW),
-        ("SIGINT SIGINT SIGINT SIGINT", Asked.BY_FORCE),
-        ("SIGQUIT SIGINT SIGTERM", Asked.BY_FORCE),
+        ("SIGTERM", StopRequest.DRAIN),
+        ("SIGHUP SIGTERM SIGTERM", StopRequest.DRAIN),  # a batch system repeats itself
+        ("SIGUSR2", StopRequest.DRAIN),
+        ("SIGUSR1 SIGUSR1", StopRequest.PAUSE),
+        ("SIGUSR1 SIGINT", StopRequest.DRAIN),
+        ("SIGTERM SIGUSR1", StopRequest.DRAIN),
+        ("SIGUSR1 SIGINT SIGINT", StopRequest.NOW),
+        ("SIGINT", StopRequest.DRAIN),
+        ("SIGINT SIGTERM", StopRequest.DRAIN),
+        ("SIGTERM SIGINT", StopRequest.NOW),
+        ("SIGINT SIGINT", StopRequest.NOW),
+        ("SIGQUIT", StopRequest.NOW),
+        ("SIGINT SIGINT SIGINT SIGINT", StopRequest.BY_FORCE),
+        ("SIGQUIT SIGINT SIGTERM", StopRequest.BY_FORCE),
     ],
 )
 def test_what_signals_ask_for(signals: str, level: int) -> None:
     """In good order by SIGTERM and SIGHUP, however often; each Ctrl-C asks for more."""
-    with Asked() as asked:
+    with StopRequest() as asked:
         for name in signals.split():
             os.kill(os.getpid(), signal.Signals[name])
     assert asked.level == level
@@ -71,18 +71,18 @@ def test_what_signals_ask_for(signals: str, level: int) -> None:
 def test_in_a_batch_job_sigterm_asks_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit and a preemption come as one; `laminar stop` still ends the run."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with Asked() as asked:
+    with StopRequest() as asked:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.level == Asked.PAUSE
+        assert asked.level == StopRequest.PAUSE
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert asked.level == Asked.DRAIN
+        assert asked.level == StopRequest.DRAIN
 
 
 def test_under_nohup_a_closed_terminal_asks_for_nothing() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Asked() as asked:
+    with StopRequest() as asked:
         os.kill(os.getpid(), signal.SIGHUP)
-    assert asked.level == Asked.NOTHING
+    assert asked.level == StopRequest.NOTHING
 
 
 class StandIns(Supervisor):
@@ -95,7 +95,7 @@ class StandIns(Supervisor):
         run_dir.mkdir()
         self.heard, self.codes, self.signals = run_dir / "heard", [*codes], signals.split()
         lock = RunLock.create(run_dir, "train")
-        super().__init__(config, lock, Console(quiet=True), Asked().__enter__())
+        super().__init__(config, lock, Console(quiet=True), StopRequest().__enter__())
 
     def _start(
         self, module: str, *options: str, fds: Sequence[int] = ()
@@ -118,7 +118,7 @@ class StandIns(Supervisor):
 
 def test_afterwards_signals_do_what_they_did_before() -> None:
     before = [signal.getsignal(number) for number in HANDLED]
-    with Asked():
+    with StopRequest():
         assert [signal.getsignal(number) for number in HANDLED] != before
     assert [signal.getsignal(number) for number in HANDLED] == before
 
@@ -191,6 +191,6 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_nodes_of_a_run_beyond_loopback_find_their_own_address() -> None:
     here = load([], ["model.name=m", "data.dataset=gcd"])
-    assert words_of(here, 1)[-2:] == ["--host", "127.0.0.2"]
+    assert node_args(here, 1)[-2:] == ["--host", "127.0.0.2"]
     beyond = load([], ["model.name=m", "data.dataset=gcd", "coordinator.host=10.1.2.3"])
-    assert "--host" not in words_of(beyond, 1)
+    assert "--host" not in node_args(beyond, 1)

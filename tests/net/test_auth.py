@@ -12,7 +12,7 @@ import zmq
 
 from laminar.net.auth import RunKeys
 from laminar.net.client import write_address
-from laminar.net.strangers import Strangers
+from laminar.net.rejected_peers import Strangers
 from laminar.net.transport import ClientSocket, ServerSocket
 from laminar.run.secret import Secret
 from tests.net.test_net_client import Actor, Coordinator

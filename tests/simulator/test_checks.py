@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from laminar.actors.clients import StoreClient
-from laminar.actors.openings import Openings
+from laminar.actors.admission_requests import Openings
 from laminar.actors.rollout import Rollout
+from laminar.actors.service_clients import StoreClient
 from laminar.actors.store import Store
 from laminar.core.machine import Machine
 from laminar.core.state.failures import Failure, FailureKind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.coordinator.restarts import Over
+from laminar.coordinator.restarts import GiveUp
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.names import exit_codes
 from tools.kit.sim_worlds import config, ran
@@ -49,7 +49,7 @@ def test_disk_that_stays_full_ends_the_run_from_outside() -> None:
 def test_giving_up_for_no_reason_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tools.simulator.runtime.exits.Restarts.ended",
-        lambda *_: Over(exit_codes.CRASHED, "no more"),
+        lambda *_: GiveUp(exit_codes.CRASHED, "no more"),
     )
     outcome = run_seed(config("event-crashes", **SMALL), 3)
     assert outcome.invariant == "given_up_for_a_reason"

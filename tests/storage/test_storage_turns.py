@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.actors.batch_rows import sample_of
+from laminar.actors.batch_fetch import sample_of
 from laminar.actors.turns import parts_of, turn_of
 from laminar.storage import books
 from laminar.storage import messages as m

@@ -24,7 +24,14 @@ from laminar.training.engine_mismatch import (
     siblings_of,
 )
 from laminar.training.learner import Learner
-from laminar.training.steps import MISMATCH, Mismatch, Origin, Suspect, TrainSample, origin_of
+from laminar.training.steps import (
+    MISMATCH,
+    Mismatch,
+    MismatchSource,
+    Origin,
+    TrainSample,
+    origin_of,
+)
 
 Make = Callable[..., Any]
 LIMIT = {"algorithm.rollout_correction.mismatch_limit": 1e-3, "optim.lr": 1e-2}
@@ -201,7 +208,7 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
             found = limits.suspects(figure, {7: made}, {("rollout-0", 7): siblings}, 3)
             assert bool(found) is is_suspect
             if found:
-                assert found == {("rollout-0", 7): Suspect(diff, pytest.approx(limit))}
+                assert found == {("rollout-0", 7): MismatchSource(diff, pytest.approx(limit))}
 
 
 def suspected(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.actors.batch_rows import sample_of
+from laminar.actors.batch_fetch import sample_of
 from laminar.config.algorithm import LossAggMode
 from laminar.storage.rules import Span
 from laminar.training.algorithms.loss_terms import BatchCounts

@@ -18,7 +18,7 @@ import xxhash
 from laminar.weights.arena.region import Region
 from laminar.weights.arena.slots import Held, Lease, SlotTable, Writing
 from laminar.weights.chain import wire
-from laminar.weights.chain.holder import TRICKLE_S, Holding
+from laminar.weights.chain.fetch_server import TRICKLE_S, Holding
 from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S, Receiver
 from laminar.weights.chain.reports import (
     Pace,

@@ -9,7 +9,8 @@ depends on nothing but its name, and a run without kills says what it is to be. 
 each of its calls to a file. A run has one victim, which is killed at each place in turn: the
 process that reaches the place is stopped there, the victim killed, the process let go on.
 
-places    fail points (laminar/names/points.py), and two in the tool itself: tool-begun, before it
+places    fail points (laminar/names/failpoint_names.py), and two in the tool itself: tool-begun,
+before it
           appends, and tool-done, after that
 victims   replica; worker, the process from which a replica forks its sessions; session, one of
           these; store; coordinator; all, every process of the run, which is then resumed
@@ -45,7 +46,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from laminar.names.points import POINTS
+from laminar.names.failpoint_names import POINTS
 from laminar.names.roles import Role
 from laminar.run.fail_points import STOP_VARIABLE
 from laminar.run.lock import holders

@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from laminar.actors.batch_rows import sample_of
+from laminar.actors.batch_fetch import sample_of
 from laminar.analysis.log.trained_steps import trained
 from laminar.config import load
 from laminar.run.directory import STORE_FILE

@@ -28,8 +28,8 @@ import xxhash
 from laminar.weights.arena.region import Region
 from laminar.weights.arena.slots import Lease, SlotTable
 from laminar.weights.chain.core import PlaneOptions
-from laminar.weights.chain.plane import Plane
 from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Status
+from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.version import copy
 from laminar.weights.version import manifest as mf

@@ -1,4 +1,5 @@
-"""Kill a process at each place that laminar/names/points.py names, in real runs, and check them.
+"""Kill a process at each place that laminar/names/failpoint_names.py names, in real runs, and check
+them.
 
 Usage: python tools/check/fail_points.py [--only POINT ...] [--keep DIR] [SETTING=VALUE ...]
 Prints one JSON line per run; exits 1 when a point was not reached or a run is not sound.
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.names.points import LEARNER, POINTS, RANK  # noqa: E402
+from laminar.names.failpoint_names import LEARNER, POINTS, RANK  # noqa: E402
 from laminar.run.fail_points import VARIABLE  # noqa: E402
 
 RUNS: tuple[dict[str, int], ...] = (

@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.greeting import PREDECESSOR, Introduction
+from laminar.weights.chain.handshake import PREDECESSOR, Introduction
 
 WAIT_S = 20
 KEY, NONCE = b"key", bytes(16)

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from laminar.actors.batch_rows import sample_of
-from laminar.actors.openings import open_item
+from laminar.actors.admission_requests import open_item
+from laminar.actors.batch_fetch import sample_of
 from laminar.actors.store import end_item
 from laminar.analysis.audit.trainer_book import ids_digest
 from laminar.core.state.scores import float_of

@@ -19,7 +19,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage.rules import Row
-from laminar.training.steps import Origin, Suspect
+from laminar.training.steps import MismatchSource, Origin
 from tools.simulator.checks.coverage import Coverage
 from tools.simulator.checks.final_checks import judge
 from tools.simulator.checks.safety import Checks
@@ -81,7 +81,7 @@ class World:
         self.database = StoreDatabase(self)
         self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
         #: by digest of the ids: suspects of a batch, and why it changed nothing
-        self.outcomes: dict[str, tuple[dict[Origin, Suspect], str | None]] = {}
+        self.outcomes: dict[str, tuple[dict[Origin, MismatchSource], str | None]] = {}
         self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
         self.weights: dict[str, bytes] = {}  #: of all versions that relays have had, by digest
         lay_origin(self)

@@ -4,7 +4,7 @@ Reads   the lines of the trainer's book; rows, chunks and prompts of the store
 Gives   content_problems, and a note of the batches that cannot be checked, each one sentence
 
 The contents are worked out from the rows as the replicas wrote them, by code that the trainer does
-not use: its batches come with the replies of the store (storage/handlers.py, batch_rows.py).
+not use: its batches come with the replies of the store (storage/handlers.py, batch_fetch.py).
 """
 
 from __future__ import annotations

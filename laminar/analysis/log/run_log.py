@@ -35,8 +35,8 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command
 from laminar.names.ports import AppendFile, DiskError
+from laminar.run.command_line import shell_command
 from laminar.run.directory import EVENTS_DIR
-from laminar.run.program import typed
 
 
 class WallClock:
@@ -130,7 +130,7 @@ def typed_command(record: DecisionRecord) -> Command:
 def _of_another_release(what: str, error: WireError) -> ConfigError:
     return ConfigError(
         f"{what} is of another release of laminar ({error}): "
-        f"read the log with `{typed('log', 'dump', '--raw')} RUN`"
+        f"read the log with `{shell_command('log', 'dump', '--raw')} RUN`"
     )
 
 
@@ -159,14 +159,14 @@ def replay_log(
             raise ConfigError(
                 f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes old "
                 "segments), and this needs all of it: put the segments back from a copy, or see "
-                f"what is left with `{typed('log', 'replay', run_dir)}` and "
-                f"`{typed('log', 'dump', run_dir)}`"
+                f"what is left with `{shell_command('log', 'replay', run_dir)}` and "
+                f"`{shell_command('log', 'dump', run_dir)}`"
             )
         found = replay(disk, until=until, observer=observe)
     if must_be_identical and found.difference is not None:
         raise ConfigError(
             f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
-            f"`{typed('log', 'replay', run_dir)}`, and use the release that wrote it"
+            f"`{shell_command('log', 'replay', run_dir)}`, and use the release that wrote it"
         )
     if found.difference is None and not found.machine.started:
         raise ConfigError(f"the log of {run_dir} holds no event yet: nothing has been decided")

@@ -24,7 +24,7 @@ from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, rows
 from laminar.analysis.report.replica_series import Points
 from laminar.analysis.report.replicas_page import repack_section, replicas_charts
 from laminar.analysis.report.samples import Sample
-from laminar.run.program import typed
+from laminar.run.command_line import shell_command
 
 SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
 GLANCE_CHARS = 52  #: of a prompt, a response, a right answer that is not opened
@@ -329,7 +329,7 @@ def _samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
         yield f"<h3>{escape(title)}</h3>"
         for sample in samples:
             yield from _sample(sample)
-    command = typed("samples", data.run_dir)
+    command = shell_command("samples", data.run_dir)
     yield f'<p class="faint">All of it: <code>{escape(command)}</code></p>'
 
 

@@ -1,7 +1,7 @@
 """Why repack left a replica as it was, each time that it looked for replicas to be emptied.
 
 Reads   a replay: each event, its commands, the state after it
-Gives   Looks: of one replica, a Look whenever it ran something then; look_lines
+Gives   Looks: of one replica, a RepackDecision whenever it ran something then; look_lines
 
 The reasons are the predicates of core/repack/stragglers.py and core/repack/packing.py, asked of the
 state after the event: what the same event decided besides is in it.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from laminar.analysis.log.trajectory_history import Moment, Moments
 from laminar.analysis.why.wording import times
 from laminar.core.repack import packing as repack
-from laminar.core.repack.packing import Standing
+from laminar.core.repack.packing import StragglerLoad
 from laminar.core.repack.stragglers import (
     MOVES_MAX,
     released_max,
@@ -63,7 +63,7 @@ REASONS = {
 NOT_IN_TAIL = ("admits", "not-heard", "waiting", "full", "loading")
 
 
-class Look(NamedTuple):
+class RepackDecision(NamedTuple):
     """What repack found of a replica at one time."""
 
     at: Moment
@@ -77,7 +77,7 @@ class Looks:
     """An observer of a replay, told the moment of each event."""
 
     def __init__(self) -> None:
-        self.of: dict[str, list[Look]] = {}  #: by replica
+        self.of: dict[str, list[RepackDecision]] = {}  #: by replica
 
     def take(
         self, now: Moment, stamped: Stamped, commands: list[Command], state: State, names: set[str]
@@ -94,7 +94,7 @@ class Looks:
             mine = next((s for s in found.get(replica.version, ()) if s.name == name), None)
             reason = EMPTIED if name in released else _reason(state, replica, mine, found)
             detail = _detail(state, replica, mine, reason)
-            look = Look(now, replica.version, tuple(replica.running), reason, detail)
+            look = RepackDecision(now, replica.version, tuple(replica.running), reason, detail)
             self.of.setdefault(name, []).append(look)
 
 
@@ -107,7 +107,10 @@ def _looked(stamped: Stamped, state: State) -> bool:
 
 
 def _reason(
-    state: State, replica: Replica, mine: Standing | None, found: dict[int, list[Standing]]
+    state: State,
+    replica: Replica,
+    mine: StragglerLoad | None,
+    found: dict[int, list[StragglerLoad]],
 ) -> str:
     """Why the replica keeps its work, asked in the core's order; `mine`: of the replica, in its
     tail."""
@@ -133,7 +136,7 @@ def _no_new_groups(state: State) -> str:
     return "bound" if within_bound(state) < needed else "others-first"
 
 
-def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) -> str:
+def _detail(state: State, replica: Replica, mine: StragglerLoad | None, reason: str) -> str:
     """The figures behind a reason."""
     packing = replica.packing
     if reason == "no-room" and mine is not None:
@@ -157,7 +160,7 @@ def _detail(state: State, replica: Replica, mine: Standing | None, reason: str) 
     return next((t.id for t in found if why_not_moved(state, t) == reason), "")
 
 
-def one_look(look: Look, moments: Moments) -> Iterable[str]:
+def one_look(look: RepackDecision, moments: Moments) -> Iterable[str]:
     """What repack found that time."""
     detail = f" ({look.detail})" if look.detail else ""
     yield (
@@ -166,7 +169,7 @@ def one_look(look: Look, moments: Moments) -> Iterable[str]:
     )
 
 
-def look_lines(looks: Sequence[Look], moments: Moments) -> Iterable[str]:
+def look_lines(looks: Sequence[RepackDecision], moments: Moments) -> Iterable[str]:
     """How often it was left, by reason, and the last time that each was the reason."""
     counts = Counter(look.reason for look in looks)
     for reason, count in counts.most_common():

@@ -1,6 +1,6 @@
 """Repack: which replicas give what they run to which others, so that they can take new work.
 
-Reads   Standing of the replicas in their tail, all of one weight version
+Reads   StragglerLoad of the replicas in their tail, all of one weight version
 Gives   plan: moves, each of everything that one replica runs to another one; why_not, of one that
         is not moved
 Source  the paper's section 5, Algorithm 1; its faults are mended: a replica that has been given
@@ -21,7 +21,7 @@ LOOKED_AT = 4
 """Destinations of each class for one source: planning for 10,000 replicas takes no seconds."""
 
 
-class Standing(NamedTuple):
+class StragglerLoad(NamedTuple):
     """What a replica in its tail runs, and what it can hold."""
 
     name: str
@@ -47,7 +47,7 @@ class _Load:
 
     __slots__ = ("need", "pinned", "running", "spare", "standing")
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: StragglerLoad) -> None:
         self.standing = standing
         self.need, self.running = standing.need, standing.running
         self.spare = min(standing.max_batch - standing.running, standing.room)  #: trajectories
@@ -106,7 +106,7 @@ class _Destinations:
         return found % len(loads) if found >= 0 else -1
 
 
-def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> list[Move]:
+def plan(tail: Sequence[StragglerLoad], released_max: int, prefill_tokens: int) -> list[Move]:
     """Plan at most so many moves; sources ascending by their cache, each to the fullest that has
     room.
 
@@ -134,7 +134,7 @@ def plan(tail: Sequence[Standing], released_max: int, prefill_tokens: int) -> li
     return moves
 
 
-def why_not(source: Standing, others: Sequence[Standing], prefill_tokens: int) -> str:
+def why_not(source: StragglerLoad, others: Sequence[StragglerLoad], prefill_tokens: int) -> str:
     """Why a plan leaves this one where it is, though it may be emptied; empty: it need not.
 
     `others`: of its version in their tail. `prefill_tokens`: as for a plan.
@@ -148,7 +148,7 @@ def why_not(source: Standing, others: Sequence[Standing], prefill_tokens: int) -
     return "" if any(_pays(source, load, prefill_tokens) for load in fitting) else "no-gain"
 
 
-def _pays(source: Standing, load: _Load, prefill_tokens: int) -> bool:
+def _pays(source: StragglerLoad, load: _Load, prefill_tokens: int) -> bool:
     """Steps of sequences that the emptied replica gains, against those that are lost elsewhere.
 
     A decode step is taken to be twice as long with max_batch sequences as with none.

@@ -2,7 +2,8 @@
 
 Reads   replicas with their gauges, trajectories, groups, relays, the staleness bound
 Writes  nothing
-Gives   tails (Standing by version), released_max; why_not_in_tail, why_not_emptied, why_not_moved
+Gives   tails (StragglerLoad by version), released_max; why_not_in_tail, why_not_emptied,
+        why_not_moved
 
 A replica is in its tail when it takes no new group, nothing waits for a slot as of the last command
 that it was given, and it runs fewer than a decode step has room for. It follows from the state each
@@ -11,7 +12,7 @@ time; nothing is latched.
 
 from __future__ import annotations
 
-from laminar.core.repack.packing import Standing
+from laminar.core.repack.packing import StragglerLoad
 from laminar.core.scheduling.admission import first_share, groups_wanted, room, why_not_admitted
 from laminar.core.state.indexes import indexes_of, streams
 from laminar.core.state.state import Replica, State, Trajectory
@@ -21,7 +22,7 @@ MOVES_MAX = 3
 """Moves of one trajectory. In a trial none gained by more."""
 
 
-def tails(state: State) -> dict[int, list[Standing]]:
+def tails(state: State) -> dict[int, list[StragglerLoad]]:
     """The replicas in their tail by version, in the order of state.replicas.
 
     Whether they admit is asked once for each kind of them, and what they hold is counted only where
@@ -34,7 +35,7 @@ def tails(state: State) -> dict[int, list[Standing]]:
         k for k in kinds if why_not_admitted(state, index.replicas[next(index.numbers_of([k]))])
     ]
     staying: dict[tuple[int, str], bool] = {}  #: by version and relay
-    found: dict[int, list[Standing]] = {}
+    found: dict[int, list[StragglerLoad]] = {}
     for number in sorted(index.numbers_of(refusing)):
         replica = index.replicas[number]
         standing = kept.get(replica.name)
@@ -73,7 +74,7 @@ def why_engine_not_in_tail(state: State, replica: Replica) -> str:
     return "full" if replica.load >= packing.max_batch else ""
 
 
-def _counted(state: State, replica: Replica) -> Standing:
+def _counted(state: State, replica: Replica) -> StragglerLoad:
     """What it holds, and whether that may move; kept until something of it changes."""
     standing, lasts = standing_of(state, replica)
     if lasts:
@@ -81,7 +82,7 @@ def _counted(state: State, replica: Replica) -> Standing:
     return standing
 
 
-def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
+def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
     """The standing of a replica in its tail, wherever it may take new work; and whether it follows
     from what the replica and the groups that it runs have done, and not from the mean of all that
     has finished."""
@@ -100,7 +101,7 @@ def standing_of(state: State, replica: Replica) -> tuple[Standing, bool]:
         longest = max(longest, left)
         lasts = lasts and siblings is not None
         movable = movable and not why_not_moved(state, trajectory)
-    standing = Standing(
+    standing = StragglerLoad(
         name=replica.name,
         kv_tokens=held,
         need=held + growth // 8,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
-from laminar.core.repack.packing import Standing
+from laminar.core.repack.packing import StragglerLoad
 from laminar.core.state import keys
 from laminar.core.state.keys import CommandKey, TimerName
 from laminar.core.state.lost_work import LostWork
@@ -67,7 +67,7 @@ class Indexes:
         self.replicas = ReplicaIndex(state)
         #: by name, of replicas in their tail, as far as core/repack/stragglers.py was asked and it
         #: still holds
-        self.standings: dict[str, Standing] = {}
+        self.standings: dict[str, StragglerLoad] = {}
 
     def _enter(self, state: State) -> None:
         for actor in state.actors.values():

@@ -26,7 +26,7 @@ import msgspec
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.names.process_end import how_it_ended
-from laminar.run.apart import said_apart
+from laminar.run.isolated_process import run_isolated
 from laminar.tasks.rewards.results import listed
 from laminar.tasks.rewards.user_function import LOAD_S, import_file
 from laminar.tasks.sandbox.sandbox import permit_unsafe
@@ -99,7 +99,7 @@ def declared(env: EnvConfig, limit_s: float = LOAD_S) -> Declared:
     """What the class declares, from a process that the user's file may hang or end; ConfigError."""
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
     try:
-        said, code = said_apart("laminar.tasks.environments.user_class", words, b"", limit_s)
+        said, code = run_isolated("laminar.tasks.environments.user_class", words, b"", limit_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"env.path = {env.path!r} is not imported within {limit_s:g} s; move what takes long, "

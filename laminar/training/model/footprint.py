@@ -57,7 +57,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TrainingPlan:
     """How a model is trained."""
 
     tokens: int  #: of the largest pass, padding included
@@ -122,7 +122,7 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
     )
 
 
-def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Way:
+def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> TrainingPlan:
     """How the settings have a model trained, on a GPU or a CPU; `critic`: of the model that it
     begins as."""
     trainer, algorithm = config.trainer, config.algorithm
@@ -130,7 +130,7 @@ def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Wa
     types = (trainer.dtype, config.weights.dtype)
     compute, published = (automatic if name == "auto" else name for name in types)
     recomputes = {"auto": gpu, "on": True, "off": False}[trainer.activation_checkpointing]
-    return Way(
+    return TrainingPlan(
         tokens=pass_tokens(config),
         chunk_tokens=trainer.logit_chunk_tokens,
         compute=BYTES[compute],
@@ -160,7 +160,7 @@ def pass_tokens(config: Config) -> int:
     return min(max(config.trainer.micro_batch_tokens, row), rows * row)
 
 
-def footprint(model: ModelSizes, way: Way) -> Footprint:
+def footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
     """What is there when a pass takes the most."""
     trained = _adapters(model, way) if way.rank else model.parameters
     critic = _without_head(way.critic) if way.critic is not None else None
@@ -186,7 +186,7 @@ def footprint(model: ModelSizes, way: Way) -> Footprint:
 
 
 def _state_bytes(
-    model: ModelSizes, critic: ModelSizes | None, way: Way, trained: int
+    model: ModelSizes, critic: ModelSizes | None, way: TrainingPlan, trained: int
 ) -> dict[str, int]:
     """What is there between two passes; `trained`: parameters of the policy that are."""
     state = {
@@ -212,12 +212,12 @@ def _without_head(model: ModelSizes) -> ModelSizes:
     return replace(model, parameters=parameters, vocabulary=1, tied=False)
 
 
-def _adapters(model: ModelSizes, way: Way) -> int:
+def _adapters(model: ModelSizes, way: TrainingPlan) -> int:
     """Their parameters, of all layers."""
     return way.rank * sum(model.matrices.get(name, 0) for name in _chosen(model, way))
 
 
-def _chosen(model: ModelSizes, way: Way) -> Collection[str]:
+def _chosen(model: ModelSizes, way: TrainingPlan) -> Collection[str]:
     return model.matrices if ALL_LINEAR in way.modules else way.modules
 
 
@@ -229,7 +229,7 @@ def _there(parts: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def _held_bytes(model: ModelSizes, way: Way) -> int:
+def _held_bytes(model: ModelSizes, way: TrainingPlan) -> int:
     """Of a model that is not trained. Linear layers are of the compute type; embedding and norms,
     and a head that is the embedding, stay float32. In rows of ranks all is float32."""
     linear = model.products + model.biases
@@ -238,7 +238,7 @@ def _held_bytes(model: ModelSizes, way: Way) -> int:
     return size * linear + FLOAT32 * (model.parameters - linear)
 
 
-def _gathered_bytes(model: ModelSizes, way: Way) -> int:
+def _gathered_bytes(model: ModelSizes, way: TrainingPlan) -> int:
     """What no rank holds in parts while it is used: a layer with its gradients and the layer
     fetched next; embedding, head and last norm, which are of no layer, with theirs. A base has no
     gradients."""
@@ -248,7 +248,7 @@ def _gathered_bytes(model: ModelSizes, way: Way) -> int:
     return FLOAT32 * (layers * model.largest_layer + ends * outside + adapters)
 
 
-def _pass_bytes(model: ModelSizes, way: Way) -> dict[str, int]:
+def _pass_bytes(model: ModelSizes, way: TrainingPlan) -> dict[str, int]:
     """The larger of two moments: the first backward step, through the head, when the activations
     of all layers are there; and the backward step through a layer, which may compute its own
     again."""
@@ -293,7 +293,7 @@ def activation_bytes(model: ModelSizes, compute: int) -> int:
     return size
 
 
-def _adapter_activations(model: ModelSizes, way: Way) -> int:
+def _adapter_activations(model: ModelSizes, way: TrainingPlan) -> int:
     """What a layer with adapters keeps of a token, less what it keeps without: what comes out of
     each A, and in bfloat16 another cast of what attention gives. Norms, whose weights are not
     trained, do not keep what they have normalised."""
@@ -311,7 +311,7 @@ def _end_bytes(model: ModelSizes) -> int:
     return FLOAT32 * (4 * model.hidden + 2 * model.head_dim + 3)
 
 
-def _head_bytes(model: ModelSizes, way: Way) -> int:
+def _head_bytes(model: ModelSizes, way: TrainingPlan) -> int:
     """Of one chunk; gradients of the head are added up over the chunks, and where it is the
     embedding with the embedding's."""
     head = model.vocabulary * model.hidden

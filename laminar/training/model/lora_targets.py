@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from laminar.config import ConfigError
 from laminar.config.training import LoraConfig
-from laminar.run.program import with_extra
+from laminar.run.command_line import with_extra
 
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = f"{ADAPTER_DIR}/adapter_model.safetensors"

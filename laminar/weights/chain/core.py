@@ -6,8 +6,8 @@ Emits   reports (reports.py)
 Gives   PlaneCore, PlaneOptions; PlaneError with one sentence for a user
 
 Its owner takes turns: `turn`, then wait for what `readiness` names, at most for as long as
-`turn` said, then act on what is ready, then carry out orders. plane.py does that with one thread
-and poll(); the simulator does it in virtual time.
+`turn` said, then act on what is ready, then carry out orders. transfer_thread.py does that with one
+thread and poll(); the simulator does it in virtual time.
 """
 
 from __future__ import annotations

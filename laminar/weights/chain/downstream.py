@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, Introduction
 from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.downstream import introduce, prove
-from laminar.weights.chain.holder import TRICKLE_S
+from laminar.weights.chain.fetch_server import TRICKLE_S
 from laminar.weights.chain.receiver import REFUSALS_MAX, Arrival
 from laminar.weights.chain.reports import (
     NotFetched,

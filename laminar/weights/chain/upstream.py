@@ -4,7 +4,7 @@ Reads   connections; what strangers and the predecessor send
 Emits   Challenge, Welcome and Refused; NeighbourUp, NeighbourDown, Trouble, StrangerRefused
 
 Anyone who can reach the port may connect, so a stranger gets little: few connections, a short
-time, two small messages: one that names this run, and one that proves it (greeting.py). There is
+time, two small messages: one that names this run, and one that proves it (handshake.py). There is
 one predecessor. Orders of the coordinator are numbered, and the highest number wins: a relay that
 was taken out of the chain, and does not know it yet, cannot push the right one away.
 """
@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from laminar.net.strangers import Strangers
+from laminar.net.rejected_peers import Strangers
 from laminar.weights.chain import wire
-from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR, Introduction
-from laminar.weights.chain.holder import Holding
+from laminar.weights.chain.fetch_server import Holding
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, Introduction
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import (
     NeighbourDown,

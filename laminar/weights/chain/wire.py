@@ -104,7 +104,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Challenge(Message, frozen=True, kw_only=True):
-    """Successor: who I am, and my proof (greeting.py); now prove who you are."""
+    """Successor: who I am, and my proof (handshake.py); now prove who you are."""
 
     name: Name
     incarnation: Natural

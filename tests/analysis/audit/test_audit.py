@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar.actors.batch_rows import sample_of
+from laminar.actors.batch_fetch import sample_of
 from laminar.analysis.audit import trainer_book
 from laminar.analysis.audit.audit import audit
 from laminar.analysis.audit.ledger_book import Account, ledger_problems

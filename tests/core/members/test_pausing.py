@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.coordinator.taking_up import Asking
+from laminar.coordinator.takeover import Asking
 from laminar.core.members import resumption
 from laminar.core.members.pausing import SAVE_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.core.state.statuses import Phase

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.repack.packing import Standing
+from laminar.core.repack.packing import StragglerLoad
 from laminar.core.repack.stragglers import tails
 from laminar.core.state.indexes import Indexes, assign, indexes_of, set_length
 from laminar.names.ids import TrajectoryId
@@ -18,7 +18,7 @@ from tests.core.repack.test_migration import DESTINATION, MOVED, OTHER, SOURCE, 
 from tools.kit.bench import Bench
 
 
-def kept(bench: Bench) -> dict[str, Standing]:
+def kept(bench: Bench) -> dict[str, StragglerLoad]:
     """Of all replicas in their tail; now they are kept."""
     found = tails(bench.state)
     assert indexes_of(bench.state).standings

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from laminar.core.repack.packing import Move, Standing, plan
+from laminar.core.repack.packing import Move, StragglerLoad, plan
 
 STATES = 500
 CAPACITY, BATCH = 1_000, 64
 
 
-def standing(name: str, kv: int, running: int, **changes: int) -> Standing:
+def standing(name: str, kv: int, running: int, **changes: int) -> StragglerLoad:
     values = {"need": kv, "longest": 100, "room": 100}
     values |= {"kv_capacity": CAPACITY, "max_batch": BATCH, "movable": True}
-    return Standing(name=name, kv_tokens=kv, running=running, **(values | changes))  # type: ignore[arg-type]
+    return StragglerLoad(name=name, kv_tokens=kv, running=running, **(values | changes))  # type: ignore[arg-type]
 
 
-def drawn(chance: random.Random) -> list[Standing]:
+def drawn(chance: random.Random) -> list[StragglerLoad]:
     share = chance.choice([0.1, 0.3, 0.6])
     return [
         standing(
@@ -31,10 +31,10 @@ def drawn(chance: random.Random) -> list[Standing]:
     ]
 
 
-def printed(tail: Sequence[Standing]) -> list[Move]:
+def printed(tail: Sequence[StragglerLoad]) -> list[Move]:
     """Algorithm 1 as it is printed; its plans may go over a limit."""
     order = sorted(tail, key=lambda s: s.kv_tokens)
-    planned: dict[str, list[Standing]] = {s.name: [] for s in order}
+    planned: dict[str, list[StragglerLoad]] = {s.name: [] for s in order}
     emptied: set[str] = set()
     moves = []
     for source in order:
@@ -53,7 +53,7 @@ def printed(tail: Sequence[Standing]) -> list[Move]:
     return moves
 
 
-def legal(tail: Sequence[Standing], moves: Sequence[Move]) -> bool:
+def legal(tail: Sequence[StragglerLoad], moves: Sequence[Move]) -> bool:
     """Nobody is emptied twice or after it was given work, and every limit is kept."""
     by_name = {s.name: s for s in tail}
     sources = [m.source for m in moves]

@@ -24,7 +24,7 @@ from laminar.training.learner import Learner, measured_step
 from laminar.training.metrics import memory_metrics
 from laminar.training.model import lora
 from laminar.training.model.footprint import (
-    Way,
+    TrainingPlan,
     _adapter_activations,
     activation_bytes,
     footprint,
@@ -89,13 +89,13 @@ def sizes(model: Any) -> Any:
     return sizes_of(model.config.to_dict(), shapes)
 
 
-def way(dtype: str, **more: Any) -> Way:
+def way(dtype: str, **more: Any) -> TrainingPlan:
     fields = {
         "tokens": TOKENS, "chunk_tokens": 128, "compute": DTYPES[dtype].itemsize,
         "recomputes": False, "entropy_bonus": False, "reference": False, "copies": False,
         "published": 4,
     }  # fmt: skip
-    return Way(**(fields | more))
+    return TrainingPlan(**(fields | more))
 
 
 def samples(vocabulary: int) -> list[TrainSample]:
@@ -117,7 +117,7 @@ def samples(vocabulary: int) -> list[TrainSample]:
     ]
 
 
-def peak_of_a_pass(model: Any, way: Way, config: Config) -> int:
+def peak_of_a_pass(model: Any, way: TrainingPlan, config: Config) -> int:
     """Bytes beside parameters and gradients, at the most, in one forward and backward pass."""
     if way.recomputes:
         recompute_layers(model)
@@ -234,7 +234,7 @@ def adapted(config: Config, dtype: str, family: str, vocabulary: int = 64, **mor
     return model
 
 
-def adapting(dtype: str, **more: Any) -> Way:
+def adapting(dtype: str, **more: Any) -> TrainingPlan:
     published = DTYPES[dtype].itemsize
     return way(dtype, rank=RANK, modules=("all-linear",), **({"published": published} | more))
 

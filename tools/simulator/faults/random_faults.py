@@ -17,7 +17,7 @@ from collections.abc import Callable
 from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
-from laminar.names import exit_codes, ids, points
+from laminar.names import exit_codes, failpoint_names, ids
 from tools.simulator.faults.effects import LOST, Effects
 from tools.simulator.faults.targeted import HELD
 from tools.simulator.runtime.exits import ALWAYS
@@ -352,7 +352,7 @@ def _silent(faults: Effects, chance: random.Random, process: SimProcess) -> None
 
 def _dies_there(faults: Effects, chance: random.Random, process: SimProcess) -> None:
     """A process dies at a named place in its code, when it comes there."""
-    faults.dies_next, faults.unheard_next = chance.choice(points.TRAINER), False
+    faults.dies_next, faults.unheard_next = chance.choice(failpoint_names.TRAINER), False
 
 
 def _dies_unheard(faults: Effects, chance: random.Random, process: SimProcess) -> None:

@@ -17,7 +17,7 @@ import xxhash
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
-from laminar.weights.chain.greeting import NONCE_BYTES
+from laminar.weights.chain.handshake import NONCE_BYTES
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
 from laminar.weights.chain.wire import Header, Kind
 from laminar.weights.version.table import VersionTable

@@ -29,7 +29,7 @@ MEMORY_BYTES = 1 << 40
 
 
 class SimPlane:
-    """Turns of a plane's core (weights/chain/plane.py without its thread)."""
+    """Turns of a plane's core (weights/chain/transfer_thread.py without its thread)."""
 
     def __init__(
         self,

@@ -91,11 +91,11 @@ class SimTrainer(Idle):
 
     def _outcome(
         self, samples: Sequence[steps.TrainSample]
-    ) -> tuple[dict[steps.Origin, steps.Suspect], str | None]:
+    ) -> tuple[dict[steps.Origin, steps.MismatchSource], str | None]:
         """The outcome of a batch that is trained the first time; it follows from the batch ever
         after."""
         origins = dict.fromkeys(steps.origin_of(span) for s in samples for span in s.spans)
-        suspects = {o: steps.Suspect(1.0, 0.5) for o in origins if self._differs()}
+        suspects = {o: steps.MismatchSource(1.0, 0.5) for o in origins if self._differs()}
         left_out = steps.sampled_by(samples, suspects)
         reason = steps.NO_SIGNAL if self.chance.random() < UNCHANGED else None
         return suspects, steps.MISMATCH if len(left_out) == len(samples) else reason

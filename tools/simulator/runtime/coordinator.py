@@ -16,7 +16,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from laminar.coordinator.restarts import Over
+from laminar.coordinator.restarts import GiveUp
 from laminar.coordinator.tick import Tick
 from laminar.coordinator.unhandled import HandlingFailed
 from laminar.core.machine import Machine
@@ -63,7 +63,7 @@ class SimCoordinator:
         self.paused = False
         self.ended = False  #: the run is over and said so, or was given up
         self.pauses_ns = 0  #: before restarts of a coordinator that crashed when all had healed
-        self.over: Over | None = None  #: why it was given up
+        self.over: GiveUp | None = None  #: why it was given up
         self.exits = Exits(world)
         self.keep_bytes = 0  #: of the log; 0: all
         self.background: Callable[[], Background] = AtOnce  #: what a process gives work to
@@ -198,7 +198,7 @@ class SimCoordinator:
         for process in list(self._routes.values()):
             process.disconnect()
         verdict = self.exits.ended(error)
-        if isinstance(verdict, Over):
+        if isinstance(verdict, GiveUp):
             self.over, self.ended = verdict, True
             return
         if self.world.healed_ns:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from laminar.coordinator.ending import exit_code_of
-from laminar.coordinator.restarts import SERVED_S, Again, Over, Restarts
+from laminar.coordinator.exit_reason import exit_code_of
+from laminar.coordinator.restarts import SERVED_S, GiveUp, Restart, Restarts
 from laminar.coordinator.unhandled import HandlingFailed, crash_of, name_of
 from laminar.core.machine import Machine
 from laminar.eventlog.crashes import CRASHES_MAX, record_crash
@@ -105,12 +105,12 @@ class Exits:
         self._recorded[failed.what] += 1
         return failed
 
-    def ended(self, error: Exception | None) -> Again | Over:
+    def ended(self, error: Exception | None) -> Restart | GiveUp:
         """The coordinator has ended; None: it was killed."""
         now_ns, served_ns = self._world.scheduler.now, self._served_ns
         if error is None or isinstance(error, PowerCut):
             self.reset()
-            return Again(0.0)
+            return Restart(0.0)
         self._served_ns = -1
         served_s = (now_ns - served_ns) / SECOND if served_ns >= 0 else 0.0
         code = exit_code_of(error)
@@ -119,11 +119,11 @@ class Exits:
         elif self._unwritable_ns < 0 or served_s >= SERVED_S:
             self._unwritable_ns = now_ns
         verdict = self._restarts.ended(code, served_s, now_ns / SECOND)
-        if isinstance(verdict, Over):
+        if isinstance(verdict, GiveUp):
             self._disk_was_full(verdict)
         return verdict
 
-    def _disk_was_full(self, over: Over) -> None:
+    def _disk_was_full(self, over: GiveUp) -> None:
         """given_up_for_a_reason: a supervisor gives up for nothing but a disk that stays full."""
         since_ns, wait_s = self._unwritable_ns, self._world.scenario.disk_wait_s
         long = since_ns >= 0 and self._world.scheduler.now - since_ns >= wait_s * SECOND

@@ -1,7 +1,7 @@
 """Commands as they can be typed: hints name `laminar` as the shell of their reader finds it.
 
 Reads   PATH, the working directory, where this Python lies
-Gives   typed; own_program; with_extra, how an extra is installed
+Gives   shell_command; own_program; with_extra, how an extra is installed
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 NAME = "laminar"
 
 
-def typed(*words: object) -> str:
+def shell_command(*words: object) -> str:
     """The command line that these words make, to be pasted in the working directory."""
     return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
 

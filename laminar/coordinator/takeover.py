@@ -20,12 +20,12 @@ from laminar.core.state.statuses import Phase
 from laminar.core.state.versions import step_of
 from laminar.events.base import Settings
 from laminar.events.events import RunResumed
-from laminar.net.asking import answers
 from laminar.net.auth import RunKeys
 from laminar.net.client import read_address
+from laminar.net.user_requests import answers
+from laminar.run.command_line import shell_command
 from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.lock import AlreadyServed, holders, in_use
-from laminar.run.program import typed
 
 NOT_COMPARED = ("rules", "stall_ms")
 """Settings that come from the program: a later release may have others."""
@@ -55,7 +55,7 @@ def check_unserved(run_dir: Path, keys: RunKeys) -> None:
     if address is not None and answers(address, keys):
         raise AlreadyServed(
             f"{run_dir} has a coordinator, which answers at {address}: it goes on, and this one "
-            f"ends; `{typed('stop', run_dir)}` ends the run"
+            f"ends; `{shell_command('stop', run_dir)}` ends the run"
         )
 
 
@@ -103,7 +103,7 @@ def _instead(run_dir: Path, state: State) -> str:
     saved = [step_of(state, version) for version in state.saved]
     if not saved:
         return "start it anew"
-    return f"`{typed('fork', run_dir, '--at-step', max(saved))}` goes on from a checkpoint of it"
+    return f"`{shell_command('fork', run_dir, '--at-step', max(saved))}` goes on from a checkpoint of it"
 
 
 def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:

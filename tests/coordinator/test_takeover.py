@@ -9,7 +9,7 @@ import pytest
 
 from laminar.config import ConfigError, load
 from laminar.coordinator.loop import settings_of
-from laminar.coordinator.taking_up import resumed
+from laminar.coordinator.takeover import resumed
 from laminar.events.base import Settings
 from tools.kit.bench import Bench
 

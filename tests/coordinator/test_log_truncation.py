@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from laminar.config import ConfigError
-from laminar.coordinator.log_behind import check_log
+from laminar.coordinator.log_truncation import check_log
 from laminar.core.machine import Machine
 from laminar.core.state.state import State
 from laminar.events import commands as cmd

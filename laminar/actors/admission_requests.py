@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from laminar.actors.clients import StoreClient
+from laminar.actors.service_clients import StoreClient
 from laminar.config.rollout import RolloutConfig
 from laminar.events import commands as cmd
 from laminar.names.ids import Purpose

@@ -15,9 +15,9 @@ from statistics import fmean, median
 import msgspec
 import numpy as np
 
+from laminar.actors.active_sequence import Running
+from laminar.actors.admission_requests import Openings
 from laminar.actors.host import Host
-from laminar.actors.openings import Openings
-from laminar.actors.running import Running
 from laminar.config import Config
 from laminar.config.rollout import RolloutConfig
 from laminar.engines.protocol import ReplicaEngine, StepRecord

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from laminar.actors.clients import StoreClient
+from laminar.actors.service_clients import StoreClient
 from laminar.net.rpc_client import RpcClient
 from laminar.storage import messages as m
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 
-def said_apart(
+def run_isolated(
     module: str, words: Sequence[str], given: bytes, limit_s: float
 ) -> tuple[bytes, int]:
     """What `python -m module words` writes, and how it ends; subprocess.TimeoutExpired.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from laminar.actors.clients import StoreClient, TokensRemoved
+from laminar.actors.service_clients import StoreClient, TokensRemoved
 from laminar.config import ConfigError
 from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd

@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
-from laminar.weights.chain.greeting import NONCE_BYTES
+from laminar.weights.chain.handshake import NONCE_BYTES
 from laminar.weights.chain.reports import PlaneFailed, Report
 from laminar.weights.chain.tcp import TcpNetwork
 from laminar.weights.chain.transport import READABLE

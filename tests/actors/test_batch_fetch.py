@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.actors.batch_rows import batch_of
+from laminar.actors.batch_fetch import batch_of
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.names.ids import TrajectoryId

@@ -12,8 +12,7 @@ import xxhash
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import downstream, upstream, wire
 from laminar.weights.chain.core import PlaneError
-from laminar.weights.chain.greeting import PREDECESSOR, SUCCESSOR
-from laminar.weights.chain.plane import Plane
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR
 from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
@@ -28,6 +27,7 @@ from laminar.weights.chain.reports import (
     Trouble,
 )
 from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
+from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.transport import FrameHandler
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.chain.wire import Header, Kind
