@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from laminar.names.version import __version__ as __version__
+
 NAMES = ("ConfigError", "Run", "RunFailed", "open_run", "train")
 
 

@@ -148,8 +148,8 @@ def train(
     KeyboardInterrupt. In another thread than the main one signals are left alone, and
     `laminar stop RUN` ends the run.
     """
-    from laminar.cli.train import begin, place_of
     from laminar.launch.terminal import Terminal
+    from laminar.launch.train import begin, place_of
 
     files = [config] if isinstance(config, str | Path) else list(config)
     wanted = load(files, settings=_plain(settings or {}))

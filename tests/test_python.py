@@ -110,8 +110,8 @@ def test_training_returns_the_run_or_raises_its_reason(
 
 
 def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from laminar.cli import train as command
     from laminar.coordinator.restarts import GiveUp
+    from laminar.launch import train as command
 
     ends = {
         exit_codes.FAILED: laminar.RunFailed,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.train import move_aside
 from laminar.config import ConfigError
+from laminar.launch.train import move_aside
 from laminar.run.lock import RunLock, holders, moving
 
 HOLD = """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import laminar
 from laminar.cli import (
     audit,
     clean,
@@ -33,11 +32,12 @@ from laminar.cli import (
 )
 from laminar.cli.arguments import Parser
 from laminar.launch.exit_handling import exit_code
+from laminar.names.version import __version__
 
 
 def parser() -> Parser:
     made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
-    made.add_argument("--version", action="version", version=f"laminar {laminar.__version__}")
+    made.add_argument("--version", action="version", version=f"laminar {__version__}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         quickstart,

@@ -28,7 +28,6 @@ from typing import Any
 
 import msgspec
 
-import laminar
 from laminar.cli.submit import asked_of_machines, check_shared, check_taken
 from laminar.cli.train import take_train_settings
 from laminar.cluster.doctor_two_nodes import (
@@ -46,6 +45,7 @@ from laminar.engines.check import count_gpus
 from laminar.launch.memory_check import check_memory, this_machine
 from laminar.launch.preflight import check_directory, check_machine, check_model
 from laminar.names import exit_codes
+from laminar.names.version import __version__
 from laminar.net.addresses import AUTO, ip_of, is_loopback, own_name
 from laminar.run.command_line import own_program, shell_command
 from laminar.run.directory import SECRET_FILE, run_config
@@ -172,7 +172,7 @@ def _of_this_machine(config: Config) -> Iterator[tuple[str, Check]]:
 
 
 def _program() -> str:
-    return f"laminar {laminar.__version__}, Python {platform.python_version()}, {own_program()}"
+    return f"laminar {__version__}, Python {platform.python_version()}, {own_program()}"
 
 
 def _directory(run_dir: Path, *, slurm: bool = False) -> str:
@@ -320,8 +320,8 @@ def _memory(config: Config | None = None) -> str:
         if slots.want > free:
             raise ConfigError(
                 f"{SHARED_MEMORY} has {free / 1e9:.1f} GB free, and the weight slots take "
-                f"{slots.want / 1e9:.1f} GB: `{shell_command('clean')}` gives back what killed runs left, "
-                "weights.slots = 3 takes less"
+                f"{slots.want / 1e9:.1f} GB: `{shell_command('clean')}` gives back what "
+                "killed runs left, weights.slots = 3 takes less"
             )
         return "; ".join(map(str, places))
     machine = this_machine()

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.log.run_log import replay_log
-from laminar.cli.train import Beginning, add_ways, begin, place_of, take_train_settings
+from laminar.cli.train import add_ways, take_train_settings
 from laminar.config import Config, ConfigError, load
 from laminar.config.algorithm_rules import users_functions
 from laminar.core.state.forks import order_of
@@ -30,6 +30,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import Origin
 from laminar.launch.resume_check import values_of
+from laminar.launch.train import ForkStart, begin, place_of
 from laminar.names.ids import GroupId, Purpose
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
@@ -69,7 +70,7 @@ def fork(arguments: argparse.Namespace) -> int:
         *(f"changed    {change}" for change in _changes(before, config)),
         *(f"changed    {change}" for change in _changed_files(directory, config)),
     ]
-    forked = Beginning(step, lines, lambda to: _take(directory, origin, to))
+    forked = ForkStart(step, lines, lambda to: _take(directory, origin, to))
     return begin(config, run_dir, arguments, forked).code
 
 

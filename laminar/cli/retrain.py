@@ -59,7 +59,7 @@ def run_retrain(arguments: argparse.Namespace) -> int:
         return asyncio.run(_retrain(again, steps, begin))
 
 
-class Beginning(NamedTuple):
+class RetrainStart(NamedTuple):
     """Weights to train from."""
 
     step: int  #: completed
@@ -69,7 +69,9 @@ class Beginning(NamedTuple):
     directory: Path | None = None  #: of the checkpoint; None: model.name
 
 
-async def _retrain(build: Callable[[], _Again], steps: tuple[Step, ...], begin: Beginning) -> int:
+async def _retrain(
+    build: Callable[[], _Again], steps: tuple[Step, ...], begin: RetrainStart
+) -> int:
     from laminar.training.rank_processes import RankError
 
     again = build()
@@ -82,7 +84,7 @@ async def _retrain(build: Callable[[], _Again], steps: tuple[Step, ...], begin: 
         await again.close()
 
 
-async def _compare(again: _Again, steps: tuple[Step, ...], begin: Beginning) -> int:
+async def _compare(again: _Again, steps: tuple[Step, ...], begin: RetrainStart) -> int:
     await again.load()
     if begin.directory is not None:
         await again.restore(begin.directory)
@@ -114,23 +116,23 @@ def _same(name: str, digest: str, published: str) -> bool:
     return published in ("", digest)
 
 
-def beginning(run_dir: Path, found: Trained, removed: Set[str]) -> Beginning:
+def beginning(run_dir: Path, found: Trained, removed: Set[str]) -> RetrainStart:
     """The first weights after which the store has the tokens of every step; ConfigError."""
     lacking = (s.step_index for s in found.steps if not removed.isdisjoint(s.trajectories))
     last = max(lacking, default=-1)
     if last < 0:
         begun = found.first_step, found.first_version, found.first_digest
         if not found.first_step:
-            return Beginning(*begun, "the model that the run began with")
+            return RetrainStart(*begun, "the model that the run began with")
         what = f"step {found.first_step}, with which the fork began"
-        return Beginning(*begun, what, run_dir / ORIGIN_DIR)
+        return RetrainStart(*begun, what, run_dir / ORIGIN_DIR)
     later = {}
     for path in (run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}"):
         with suppress(CheckpointError, OSError):
             resume = decode(path.read_bytes())
             if resume.step > last and (step := _made_by(resume, found)) is not None:
                 what = f"step {resume.step}, of a checkpoint"
-                later[resume.step] = Beginning(
+                later[resume.step] = RetrainStart(
                     resume.step, step.version, step.digest, what, path.parent
                 )
     if not later:

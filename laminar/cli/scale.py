@@ -83,8 +83,8 @@ def _jobs_of(run_dir: Path) -> Jobs:
         )
     if not queued([jobs.service]):
         raise ConfigError(
-            f"{run_dir} has no service in the queue; `{shell_command('submit', '--resume', run_dir)} "
-            "slurm.rollouts=N` goes on with it"
+            f"{run_dir} has no service in the queue; "
+            f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` goes on with it"
         )
     return jobs
 
@@ -95,8 +95,8 @@ def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jo
     if last + count > MACHINES_MAX:
         raise ConfigError(
             f"{count} machines more would be node-{last + 1} to node-{last + count}, and a run has "
-            f"{MACHINES_MAX} at most beside the first: `{shell_command('submit', '--resume', run_dir)} "
-            "slurm.rollouts=N` numbers them anew"
+            f"{MACHINES_MAX} at most beside the first: "
+            f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` numbers them anew"
         )
     script = scripts_of(config, run_dir).path(ROLLOUT)
     if not script.is_file():

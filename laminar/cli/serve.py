@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cli.ps import read_status
-from laminar.cli.train import conclude
 from laminar.cluster.requeue import Job
 from laminar.cluster.slurm import going_on
 from laminar.config import Config, ConfigError
@@ -43,6 +42,7 @@ from laminar.launch.supervisor import (
     start,
 )
 from laminar.launch.terminal import Terminal
+from laminar.launch.train import conclude
 from laminar.names import exit_codes
 from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.train import look, move_aside, place_of, prepare, take_train_settings
+from laminar.cli.train import take_train_settings
 from laminar.cluster.job_scripts import ROLLOUT, SERVICE, Scripts, scripts_of
 from laminar.cluster.slurm import (
     Jobs,
@@ -35,6 +35,7 @@ from laminar.engines.environment import gpus_per_replica
 from laminar.launch.preflight import check_settings
 from laminar.launch.resume_check import claim_run_directory, resumed_config
 from laminar.launch.terminal import Terminal
+from laminar.launch.train import look, move_aside, place_of, prepare
 from laminar.names import exit_codes
 from laminar.net.addresses import AUTO
 from laminar.run.command_line import shell_command

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from laminar.analysis.report.summary import summary_of
-from laminar.cli.train import summary_lines
 from laminar.config import ConfigError
 from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.statuses import Phase
 from laminar.launch.panel import Progress
 from laminar.launch.terminal import Terminal
+from laminar.launch.train import summary_lines
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
 from laminar.run.directory import STATUS_FILE, run_config

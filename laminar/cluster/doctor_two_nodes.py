@@ -32,9 +32,9 @@ from typing import TextIO
 
 import msgspec
 
-import laminar
 from laminar.cluster.job_scripts import Scripts
 from laminar.config import Config, ConfigError, dumps
+from laminar.names.version import __version__
 from laminar.net.addresses import MACHINE, is_loopback, own_ip, own_name
 from laminar.run.directory import CONFIG_FILE, run_config
 from laminar.run.lock import try_lock
@@ -102,7 +102,7 @@ def on_this_machine(directory: Path, rank: int) -> list[Found]:
 
 def _pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
     host, port = own.getsockname()
-    facts = Facts(own_name(), laminar.__version__, MACHINE, host, port)
+    facts = Facts(own_name(), __version__, MACHINE, host, port)
     write_whole(directory / f"page.{rank}", b"old", durable=True)
     write_whole(directory / f"{rank}.json", msgspec.json.encode(facts), durable=True)
     seen = directory / f"{1 - rank}.json"

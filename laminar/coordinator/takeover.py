@@ -103,7 +103,8 @@ def _instead(run_dir: Path, state: State) -> str:
     saved = [step_of(state, version) for version in state.saved]
     if not saved:
         return "start it anew"
-    return f"`{shell_command('fork', run_dir, '--at-step', max(saved))}` goes on from a checkpoint of it"
+    fork = shell_command("fork", run_dir, "--at-step", max(saved))
+    return f"`{fork}` goes on from a checkpoint of it"
 
 
 def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:

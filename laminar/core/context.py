@@ -10,6 +10,7 @@ Every function that decides takes a Context, so that every command carries its c
 from __future__ import annotations
 
 from laminar.core.state import indexes, keys
+from laminar.core.state.failures import Failure
 from laminar.core.state.keys import CommandKey, TimerName
 from laminar.core.state.state import Outstanding, State
 from laminar.events.base import Command, Stamped
@@ -30,6 +31,7 @@ class Context:
         self.commands: list[Command] = []
         self.endings: list[Ending] = []  #: decided for this event, sent together after all else
         self.repack_due = False  #: it is time to look for replicas in their tail
+        self.failure: tuple[Failure, int] | None = None  #: that ends the run, with its exit code
         self._touched: dict[str, None] = {}  #: replicas whose situation changed
         self._touched_all = False
 

@@ -18,7 +18,7 @@ a checkpoint (core/versions/load_sources.py).
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.members import lifecycle
+from laminar.core.failing import fail
 from laminar.core.registry import handles
 from laminar.core.repack import migration
 from laminar.core.scheduling import dispatch, evaluation
@@ -86,7 +86,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
 def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
     trained = ctx.state.newest_digest
     found = f"{event.digest}, but {trained} was trained"
-    if not lifecycle.fail(ctx, FailureKind.EXPORT_DIFFERS, ctx.stamped.peer, found):
+    if not fail(ctx, FailureKind.EXPORT_DIFFERS, ctx.stamped.peer, found):
         ctx.ignore("run-ending")
 
 

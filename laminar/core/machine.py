@@ -103,7 +103,7 @@ class Machine:
             ctx.ignore("impossible")
         else:
             handling.handler(ctx, event)
-            if handling.planned or ctx.anybody_touched:
+            if handling.planned or ctx.anybody_touched or ctx.failure is not None:
                 plan(ctx)
                 groups.send_endings(ctx)
         return ctx.commands

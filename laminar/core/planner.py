@@ -1,9 +1,9 @@
 """The planner: decides from the state as it is now, until nothing is left to decide.
 
 Reads   state, the replicas that were touched
-Writes  through the modules that it asks, in this order: data without variance, lost work, rewards
-        without a replica, evaluation, new groups, pulls, repack, what a trainer does again,
-        batches, the phase of the run
+Writes  through the modules that it asks, in this order: failures, data without variance, lost
+        work, rewards without a replica, evaluation, new groups, pulls, repack, what a trainer does
+        again, batches, the phase of the run
 Emits   whatever they decide
 
 When all replicas are touched, only those are looked at for which something can come of it: the
@@ -34,6 +34,7 @@ PLAN_ROUNDS_MAX = 10_000
 def plan(ctx: Context) -> None:
     """Decide until nothing is left to decide."""
     for _ in range(PLAN_ROUNDS_MAX):
+        lifecycle.end_failed(ctx)
         lifecycle.end_flat_data(ctx)
         _plan_replicas(ctx)
         if ctx.repack_due:

@@ -8,6 +8,7 @@ Emits   through those who had set it: restarts, drops, the end of the run
 from __future__ import annotations
 
 from laminar.core.context import Context
+from laminar.core.failing import fail
 from laminar.core.members import lifecycle, membership
 from laminar.core.registry import handles
 from laminar.core.repack import migration
@@ -15,7 +16,7 @@ from laminar.core.scheduling import recovery
 from laminar.core.state import indexes, keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.keys import CommandKey, TimerKind, TimerName
-from laminar.core.steps import step_replay
+from laminar.core.steps import batch_wait, step_replay
 from laminar.core.validation import anything
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
@@ -39,9 +40,9 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.WEIGHTS:
         relay = indexes.master_relay(state)
         name = relay.name if relay is not None else Role.RELAY
-        lifecycle.fail(ctx, FailureKind.NOT_PUBLISHED, name, str(state.completed))
+        fail(ctx, FailureKind.NOT_PUBLISHED, name, str(state.completed))
     elif kind == TimerKind.BATCH_WAIT:
-        recovery.batch_wait_expired(ctx)
+        batch_wait.batch_wait_expired(ctx)
     elif kind == TimerKind.REPACK:
         migration.look(ctx)
     elif kind == TimerKind.PAUSE:
@@ -82,4 +83,4 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
     ):
         ctx.restart(command.to, f"{what} was not done in time")
     else:
-        lifecycle.fail(ctx, FailureKind.OVERDUE, command.to, what)
+        fail(ctx, FailureKind.OVERDUE, command.to, what)

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from laminar import __version__
+from laminar.names.version import __version__
 
 GIT_S = 5.0
 """A working directory on a slow file system has no commit, rather than a run that waits."""

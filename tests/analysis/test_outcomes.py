@@ -11,10 +11,10 @@ import msgspec
 
 from laminar.analysis.report.summary import summarize
 from laminar.analysis.report.summary_lines import groups_line, length_line, troubles
-from laminar.cli.train import _skipped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
+from laminar.launch.train import _skipped
 from tools.kit.run_directory import make_run, world_log
 
 

@@ -9,9 +9,9 @@ import pytest
 from laminar.actors.system.processes import gpus_of
 from laminar.cli import node
 from laminar.cli.node import parse_roles
-from laminar.cli.train import move_aside
 from laminar.config import ConfigError, dumps, load
 from laminar.launch.preflight import planned_steps
+from laminar.launch.train import move_aside
 
 GOOD = ["model.name=m", "data.dataset=gcd", "data.train_batch_size=4"]
 

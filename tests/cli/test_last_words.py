@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from laminar.analysis.report.summary import summary_of
-from laminar.cli.train import conclude, summary_lines
 from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.process_failures import Losses
 from laminar.launch.terminal import Terminal
+from laminar.launch.train import conclude, summary_lines
 from laminar.names import exit_codes
 from laminar.run.directory import SUMMARY_FILE
 from tools.kit.logs import write_log

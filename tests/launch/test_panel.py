@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from laminar.analysis.log.evaluations import held_out
-from laminar.cli.train import _held_out
 from laminar.launch import panel as shown
 from laminar.launch.panel import LINE_MAX, Pace, Progress
+from laminar.launch.train import _held_out
 from laminar.run.directory import STATUS_FILE
 from tools.kit.golden_pages import check
 from tools.kit.logs import write_log

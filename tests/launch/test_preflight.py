@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from laminar.cli import train
 from laminar.cli.commands import run
 from laminar.config import Config, ConfigError, load
 from laminar.engines.check import weight_shapes
-from laminar.launch import preflight
+from laminar.launch import preflight, train
 from laminar.launch.preflight import check_settings, look_at_data
 from laminar.names import exit_codes
 from laminar.observe.warnings import first_look

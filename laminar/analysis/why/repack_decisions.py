@@ -16,7 +16,6 @@ from typing import NamedTuple
 from laminar.analysis.log.trajectory_history import Moment, Moments
 from laminar.analysis.why.wording import times
 from laminar.core.repack import packing as repack
-from laminar.core.repack.packing import StragglerLoad
 from laminar.core.repack.stragglers import (
     MOVES_MAX,
     released_max,
@@ -29,6 +28,7 @@ from laminar.core.repack.stragglers import (
 from laminar.core.scheduling.admission import first_share, groups_wanted
 from laminar.core.state import keys
 from laminar.core.state.state import Replica, State
+from laminar.core.state.straggler_load import StragglerLoad
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from laminar.core import store_orders
 from laminar.core.context import Context
+from laminar.core.failing import drain, fail
 from laminar.core.members import pausing
 from laminar.core.registry import handles
 from laminar.core.scheduling import groups
 from laminar.core.scheduling.admission import groups_wanted
 from laminar.core.state import keys
-from laminar.core.state.failures import Failure, FailureKind
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import clear_timer, live_actor, master_relay, working_trainer
 from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
@@ -44,26 +45,16 @@ def plan(ctx: Context) -> bool:
     return _PLANS[ctx.state.phase](ctx)
 
 
-def fail(
-    ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
-) -> bool:
-    """End the run with a reason; False when it has one already, or stops: the first is kept."""
-    state = ctx.state
-    if state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
-        return False
-    if state.pausing and kind in pausing.LOSSES:
-        pausing.pause(ctx)
-        return True
-    state.failed = Failure(kind, subject, ctx.stamped.seq, detail)
-    state.exit_code = exit_code
+def end_failed(ctx: Context) -> None:
+    """End the run if the event has shown that it failed. A run that pauses, pauses at once instead
+    where its processes are lost: they leave for the same reason."""
+    if ctx.failure is None:
+        return
+    (failed, exit_code), ctx.failure = ctx.failure, None
+    if ctx.state.pausing and failed.kind in pausing.LOSSES:
+        return pausing.pause(ctx)
+    ctx.state.failed, ctx.state.exit_code = failed, exit_code
     _begin_ending(ctx)
-    return True
-
-
-def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
-    """End the run gracefully as on_drain_requested does; it has failed, with this reason."""
-    ctx.state.draining = True
-    ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
 
 
 def end_flat_data(ctx: Context) -> None:

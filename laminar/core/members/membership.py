@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from laminar.core import store_orders
 from laminar.core.context import Context
+from laminar.core.failing import fail
 from laminar.core.members import lifecycle
 from laminar.core.registry import handles
 from laminar.core.scheduling import recovery
@@ -171,13 +172,13 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     )
     if event.user_error or alone:
         code = 2 if event.user_error else 1
-        if not lifecycle.fail(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
+        if not fail(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
             ctx.ignore("run-ending")
     else:
         again = event.engine and _fails_at_each_start(ctx.state, name, event.reason)
         actor_lost(ctx, name, event.reason)
         if again:
-            lifecycle.fail(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
+            fail(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
 
 
 def _fails_at_each_start(state: State, name: str, reason: str) -> bool:
@@ -208,7 +209,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
         return
     if actor is None:
         never = FailureKind.NEVER_JOINED
-        if event.restarting or not lifecycle.fail(ctx, never, event.actor, why):
+        if event.restarting or not fail(ctx, never, event.actor, why):
             ctx.ignore("never-joined")
         return
     stop, restart = ctx.done(keys.stop(event.actor)), ctx.done(keys.restart(event.actor))
@@ -300,14 +301,14 @@ def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
         return False
     if actor is not None and actor.role == Role.STORE:
         ctx.clear_timer(keys.rejoin(name))
-        return lifecycle.fail(ctx, FailureKind.STORE_LOST, name, why)
+        return fail(ctx, FailureKind.STORE_LOST, name, why)
     if step_replay.may_be_lost(ctx.state, name) and not broadcast.ending(ctx.state):
-        return lifecycle.fail(ctx, FailureKind.TRAINER_LOST, name, why)
+        return fail(ctx, FailureKind.TRAINER_LOST, name, why)
     if broadcast.indispensable(ctx.state, name):
-        return lifecycle.fail(ctx, FailureKind.RELAY_LOST, name, why)
+        return fail(ctx, FailureKind.RELAY_LOST, name, why)
     if broadcast.can_work(ctx.state):
         return False
-    return lifecycle.fail(ctx, FailureKind.REPLICAS_LOST, name, why)
+    return fail(ctx, FailureKind.REPLICAS_LOST, name, why)
 
 
 def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> None:
@@ -327,6 +328,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
             ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
     elif step_replay.may_be_lost(state, name):
         step_replay.trainer_lost(ctx, name, reason, blame=blame)
+        lifecycle.end_failed(ctx)  # before anything else is lost, or joins
     elif actor.role == Role.RELAY:
         broadcast.leave(ctx, name)
     elif actor.role == Role.STORE:
@@ -337,7 +339,8 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
     if state.phase in (Phase.STOPPING, Phase.ENDED):
         return
     if actor.role == Role.TRAINER and not step_replay.may_be_lost(state, name):
-        lifecycle.fail(ctx, FailureKind.PROCESS_LOST, name, reason)
+        fail(ctx, FailureKind.PROCESS_LOST, name, reason)
+        lifecycle.end_failed(ctx)
     elif actor.role == Role.NODE:
         _machine_lost(ctx, name, reason)
 

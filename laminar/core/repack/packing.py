@@ -17,22 +17,10 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from laminar.core.state.straggler_load import StragglerLoad
+
 LOOKED_AT = 4
 """Destinations of each class for one source: planning for 10,000 replicas takes no seconds."""
-
-
-class StragglerLoad(NamedTuple):
-    """What a replica in its tail runs, and what it can hold."""
-
-    name: str
-    kv_tokens: int  #: of what it runs
-    need: int  #: tokens of cache to reckon with, here or where it goes
-    longest: int  #: decode steps until it is expected to be empty
-    running: int  #: trajectories
-    room: int  #: for so many more
-    kv_capacity: int  #: tokens
-    max_batch: int  #: the most sequences of a decode step within its budget (the paper's B)
-    movable: bool  #: may be emptied, and can take new work when it is
 
 
 class Move(NamedTuple):

@@ -12,10 +12,10 @@ time; nothing is latched.
 
 from __future__ import annotations
 
-from laminar.core.repack.packing import StragglerLoad
 from laminar.core.scheduling.admission import first_share, groups_wanted, room, why_not_admitted
 from laminar.core.state.indexes import indexes_of, streams
 from laminar.core.state.state import Replica, State, Trajectory
+from laminar.core.state.straggler_load import StragglerLoad
 from laminar.names.ids import Purpose
 
 MOVES_MAX = 3

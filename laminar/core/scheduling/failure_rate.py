@@ -3,7 +3,7 @@
 Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
         TrajectoryContinues
 Writes  state.rewards, state.failed_calls
-Emits   through lifecycle.drain: the run ends gracefully, and has failed
+Emits   through failing.drain: the run ends gracefully, and has failed
 
 An attempt to score an answer ends with a score, or fails: the reward function raised, hung or
 gave no number, or its worker was lost. Failures of evaluations are counted, too, but only the
@@ -18,7 +18,7 @@ loses is not lost by chance, and the run ends before much is.
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.members import lifecycle
+from laminar.core.failing import drain
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import RewardErrors
 from laminar.core.state.statuses import Phase
@@ -67,7 +67,7 @@ def count_call(ctx: Context, failed: str = "") -> None:
         f"the environment failed on {count} of its last {CALLS} calls, in a way that the model "
         f"cannot cause; the last time: {failed[:FIRST_CHARS]}"
     )
-    lifecycle.drain(ctx, FailureKind.ENV_FAILS, ENVIRONMENT, what)
+    drain(ctx, FailureKind.ENV_FAILS, ENVIRONMENT, what)
 
 
 def _window(ctx: Context) -> int:
@@ -106,8 +106,8 @@ def _judge(ctx: Context, found: RewardErrors) -> None:
         first = found.first or "its reason did not arrive"
         what = f"the reward failed on {found.failed} of the last {attempts} training answers"
         what = f"{what}, more than {share}; the first failure: {first}"
-        lifecycle.drain(ctx, FailureKind.REWARD_FAILS, REWARD, what)
+        drain(ctx, FailureKind.REWARD_FAILS, REWARD, what)
     elif permille < 1000 and found.unscored_in_row >= _window(ctx):
         what = f"no score for any of the last {found.unscored_in_row} training answers"
         what = f"{what}: the reward function gave None for each ({share})"
-        lifecycle.drain(ctx, FailureKind.NO_SCORES, REWARD, what)
+        drain(ctx, FailureKind.NO_SCORES, REWARD, what)

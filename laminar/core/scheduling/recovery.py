@@ -24,10 +24,8 @@ from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of, ordered_pull
 from laminar.core.state.lost_work import Entry, goes_anywhere
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Group, Replica, State, Trajectory
+from laminar.core.state.state import Replica, State, Trajectory
 from laminar.core.state.statuses import TrajectoryStatus
-from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
-from laminar.core.steps import batching
 from laminar.core.versions import load_sources
 from laminar.core.versions.broadcast import ending
 from laminar.events.reasons import DropReason
@@ -37,8 +35,6 @@ DEATHS_MAX = 3
 """A prompt that has killed three replicas is quarantined (dask marks such a task bad, too)."""
 SERVED_MS = 1_000
 """How often work that waits for room asks whether its version is still served."""
-WAITS_MAX = 3
-"""Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
 EVALUATION_ATTEMPTS_MAX = 3
 """A held-out answer that was lost so often is missing: an evaluation always ends."""
 
@@ -164,7 +160,7 @@ def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
     loaded one of its version; where there is none, of the newest one. In flight any that is at
     least as new."""
     index = indexes_of(state).replicas
-    able = _able(state, trajectory)
+    able = able_kinds(state, trajectory)
     name = state.home_of(trajectory)
     if name and index.kind_of(name) in able and admission.room(state.replicas[name]) > 0:
         return state.replicas[name]
@@ -173,7 +169,7 @@ def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
     return index.least(able, room=1)
 
 
-def _able(state: State, trajectory: Trajectory) -> Collection[Kind]:
+def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
     """Kinds of replicas with room that go on with its tokens."""
     index = indexes_of(state).replicas
     if goes_anywhere(state, trajectory):
@@ -195,44 +191,6 @@ def plan_unscored(ctx: Context) -> None:
             groups.score(ctx, together, groups.scorer_of(state, first, scorer.name))
         else:
             del state.unscored[first.id]
-
-
-def batch_wait_expired(ctx: Context) -> None:
-    """The trainer has idled for batch_wait_s: act on the group that it waits for."""
-    state = ctx.state
-    group = batching.awaited(state)
-    if group is None or not batching.trainer_idle(state):
-        return ctx.ignore("nothing-awaited")
-    ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
-    if store_orders.awaited(state):
-        return
-    late = [t for t in groups.members(state, group.id) if t.status in UNFINISHED]
-    for trajectory in late:
-        trajectory.waits += 1
-    if any(t.waits >= WAITS_MAX for t in late):
-        return groups.drop_group(ctx, group, DropReason.BATCH_WAIT)
-    for trajectory in late:
-        _unstick(ctx, group, trajectory)
-
-
-def _unstick(ctx: Context, group: Group, trajectory: Trajectory) -> None:
-    """Elsewhere on its version; else without it, if enough siblings are rewarded; else anew."""
-    state = ctx.state
-    if trajectory.status == TrajectoryStatus.GENERATED:
-        ctx.done(groups.score_key(state, trajectory))
-        state.unscored[trajectory.id] = None
-        return
-    index = indexes_of(state).replicas
-    elsewhere = index.least(_able(state, trajectory), 1, but=(trajectory.replica,))
-    if trajectory.status in IN_ENGINE and elsewhere is not None:
-        lose(ctx, trajectory.id)
-        place_again(ctx, trajectory, elsewhere)
-    elif len(groups.scored_members(state, group)) >= state.settings.min_scored:
-        groups.drop_sibling(ctx, trajectory, DropReason.BATCH_WAIT)
-    else:
-        if trajectory.status in IN_ENGINE:
-            lose(ctx, trajectory.id)
-        indexes.begin_again(state, trajectory)
 
 
 def watch_progress(ctx: Context, name: str) -> None:

@@ -17,12 +17,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
-from laminar.core.repack.packing import StragglerLoad
 from laminar.core.state import keys
 from laminar.core.state.keys import CommandKey, TimerName
 from laminar.core.state.lost_work import LostWork
 from laminar.core.state.replica_index import ReplicaIndex
 from laminar.core.state.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
+from laminar.core.state.straggler_load import StragglerLoad
 from laminar.events.commands import PullWeights
 from laminar.events.reasons import PullPurpose
 from laminar.names.ids import GroupId, TrajectoryId

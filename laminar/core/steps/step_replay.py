@@ -17,7 +17,7 @@ Without checkpoints the loss of the trainer ends the run, unless the run ends an
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.members import lifecycle
+from laminar.core.failing import fail
 from laminar.core.registry import handles
 from laminar.core.state import keys, versions
 from laminar.core.state.failures import FailureKind
@@ -70,7 +70,7 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
             deadly = _deadly(batch, name, reason)
-            lifecycle.fail(ctx, FailureKind.BATCH_DEADLY, name, deadly)
+            fail(ctx, FailureKind.BATCH_DEADLY, name, deadly)
             return
     ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
 
@@ -106,7 +106,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         return
     other = other_function(state.functions, functions)
     if other and not broadcast.ending(state):
-        lifecycle.fail(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
+        fail(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     known, state.saved = state.saved, {c.version: c.path for c in confirmed}
@@ -114,7 +114,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_begin_anew(state):
-        lifecycle.fail(ctx, FailureKind.NO_CHECKPOINT, name)
+        fail(ctx, FailureKind.NO_CHECKPOINT, name)
         return
     state.redone = newest.step if newest is not None else 0
     versions.checkpoints_kept(state)

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.repack.packing import StragglerLoad
 from laminar.core.repack.stragglers import tails
 from laminar.core.state.indexes import Indexes, assign, indexes_of, set_length
+from laminar.core.state.straggler_load import StragglerLoad
 from laminar.names.ids import TrajectoryId
 from tests.core.repack.test_migration import DESTINATION, MOVED, OTHER, SOURCE, Tail, moving
 from tools.kit.bench import Bench

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from laminar.core.repack.packing import Move, StragglerLoad, plan
+from laminar.core.repack.packing import Move, plan
+from laminar.core.state.straggler_load import StragglerLoad
 
 STATES = 500
 CAPACITY, BATCH = 1_000, 64

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from laminar.core.scheduling.recovery import WAITS_MAX
+from laminar.core.steps.batch_wait import WAITS_MAX
 from laminar.core.store_orders import END_TIMEOUT_MS
 from laminar.events.reasons import DropReason
 from tools.simulator.runtime.violation import Violation

@@ -1,0 +1,30 @@
+"""Failures that end the run: a handler records one, and the planner ends the run with it.
+
+Reads   state.failed, state.phase
+Writes  ctx.failure, state.draining, state.failing
+
+lifecycle.py does what follows, as it does for every end of a run.
+"""
+
+from __future__ import annotations
+
+from laminar.core.context import Context
+from laminar.core.state.failures import Failure, FailureKind
+from laminar.core.state.statuses import Phase
+
+
+def fail(
+    ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
+) -> bool:
+    """End the run with a reason; False when it has one already, or stops: the first is kept."""
+    state = ctx.state
+    if ctx.failure is not None or state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
+        return False
+    ctx.failure = Failure(kind, subject, ctx.stamped.seq, detail), exit_code
+    return True
+
+
+def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
+    """End the run gracefully, as a user's request does, and with this failure."""
+    ctx.state.draining = True
+    ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)

@@ -1,0 +1,61 @@
+"""The end of a batch's wait: act on the group that an idle trainer waits for.
+
+Reads   the first group that the next batch lacks, replicas with room
+Writes  trajectory.waits, trajectory.status, state.unscored
+Emits   GenerateTrajectory, EndTrajectories
+"""
+
+from __future__ import annotations
+
+from laminar.core import store_orders
+from laminar.core.context import Context
+from laminar.core.scheduling import groups, recovery
+from laminar.core.scheduling.dispatch import lose, place_again
+from laminar.core.state import indexes, keys
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import Group, Trajectory
+from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
+from laminar.core.steps import batching
+from laminar.events.reasons import DropReason
+
+WAITS_MAX = 3
+"""Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
+
+
+def batch_wait_expired(ctx: Context) -> None:
+    """The trainer has idled for batch_wait_s: act on the group that it waits for."""
+    state = ctx.state
+    group = batching.awaited(state)
+    if group is None or not batching.trainer_idle(state):
+        return ctx.ignore("nothing-awaited")
+    ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
+    if store_orders.awaited(state):
+        return
+    late = [t for t in groups.members(state, group.id) if t.status in UNFINISHED]
+    for trajectory in late:
+        trajectory.waits += 1
+    if any(t.waits >= WAITS_MAX for t in late):
+        return groups.drop_group(ctx, group, DropReason.BATCH_WAIT)
+    for trajectory in late:
+        _unstick(ctx, group, trajectory)
+
+
+def _unstick(ctx: Context, group: Group, trajectory: Trajectory) -> None:
+    """Elsewhere on its version; else without it, if enough siblings are rewarded; else anew."""
+    state = ctx.state
+    if trajectory.status == TrajectoryStatus.GENERATED:
+        ctx.done(groups.score_key(state, trajectory))
+        state.unscored[trajectory.id] = None
+        return
+    index = indexes_of(state).replicas
+    elsewhere = index.least(recovery.able_kinds(state, trajectory), 1, but=(trajectory.replica,))
+    if trajectory.status in IN_ENGINE and elsewhere is not None:
+        lose(ctx, trajectory.id)
+        place_again(ctx, trajectory, elsewhere)
+    elif len(groups.scored_members(state, group)) >= state.settings.min_scored:
+        groups.drop_sibling(ctx, trajectory, DropReason.BATCH_WAIT)
+    else:
+        if trajectory.status in IN_ENGINE:
+            lose(ctx, trajectory.id)
+        indexes.begin_again(state, trajectory)

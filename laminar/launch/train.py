@@ -1,0 +1,353 @@
+"""What `laminar train` is made of: check, prepare the run directory, start, watch, report.
+
+Reads   a configuration, the run directory of a run that is resumed
+Writes  the run directory; the plan before a run, its summary after it
+Starts  the processes of the run, by way of the supervisor; with --prepare nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from laminar.analysis.log.evaluations import is_shaped, score, share
+from laminar.analysis.report.summary import summary_of, write_summary
+from laminar.analysis.report.summary_lines import count_of, range_line
+from laminar.cluster.slurm import going_on
+from laminar.config import Config, ConfigError, dumps
+from laminar.config.algorithm_rules import OWN_AGGREGATION
+from laminar.coordinator.restarts import GiveUp
+from laminar.coordinator.takeover import Asking
+from laminar.engines.check import vllm_asked
+from laminar.launch.env_check import show_resets
+from laminar.launch.exit_handling import say
+from laminar.launch.memory_check import check_memory, memory_lines
+from laminar.launch.panel import failed_share
+from laminar.launch.preflight import Plan, check_settings, look_at_data
+from laminar.launch.prefork import EarlyNode
+from laminar.launch.resume_check import (
+    check_data,
+    check_unchanged,
+    claim_run_directory,
+)
+from laminar.launch.reward_check import show_trial
+from laminar.launch.supervisor import StopRequest, Supervisor, node_args, roles_of
+from laminar.launch.terminal import Terminal
+from laminar.names import exit_codes
+from laminar.observe.logs import new_attempt
+from laminar.run.command_line import shell_command
+from laminar.run.directory import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    EXPORT_DIR,
+    FIRST_LOOK_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_DIR,
+    run_config,
+)
+from laminar.run.lock import RunLock, holders, in_use, moving
+from laminar.run.renames import rename, write_whole
+from laminar.run.secret import make_secret
+
+LOST_SHOWN = 4
+"""Reasons for which processes were lost; summary.json has all."""
+
+
+class ForkStart(NamedTuple):
+    """What a fork begins with."""
+
+    step: int
+    lines: list[str]  #: of the plan
+    take: Callable[[Path], None]  #: have it in the new run directory; OSError
+
+
+def begin(
+    config: Config,
+    run_dir: Path,
+    arguments: argparse.Namespace,
+    forked: ForkStart | None = None,
+    console: Terminal | None = None,
+) -> GiveUp:
+    """Check, start, watch, report; how it ended, with the reason where it failed."""
+    console = console or Terminal()
+    config = check_settings(config)
+    starts = not (arguments.dry_run or arguments.prepare)
+    with contextlib.ExitStack() as ends:
+        early = []
+        for index in range(config.run.nodes if starts else 0):
+            early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
+        machines = 1 if arguments.prepare else config.run.nodes
+        plan, found = look(config, run_dir, arguments, forked, console, machines)
+        if not starts:
+            console.lines([f"WARNING: {text}" for text in found.values()])
+        if arguments.dry_run:
+            return GiveUp(_shown(console))
+        with StopRequest() as asked:  # before there is a directory: nothing is left half made
+            if not arguments.resume and run_dir.exists():
+                console.lines([f"moved the old run to {move_aside(run_dir)}"])
+            place = claim_run_directory if arguments.resume else prepare
+            lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
+            if forked is not None:
+                _take(forked, run_dir)
+            if arguments.prepare:
+                console.lines(_daemons(plan.config, run_dir))
+                return GiveUp(_shown(console))
+            console.when_gone(
+                "nobody reads the output any more; the run goes on, and "
+                f"`{shell_command('stop', run_dir)}` ends it"
+            )
+            asking = Asking.RESUME if arguments.resume else Asking.NOTHING
+            over = Supervisor(plan.config, lock, console, asked, early, asking=asking).run()
+        if reason := lock.lost():
+            console.lines(["", f"the run ended    {reason}"])
+            return over
+        return conclude(run_dir, console, over)
+
+
+def look(
+    config: Config,
+    run_dir: Path,
+    arguments: argparse.Namespace,
+    forked: ForkStart | None,
+    console: Terminal,
+    machines: int,
+) -> tuple[Plan, dict[str, str]]:
+    """The plan, which is shown, and its warnings; ConfigError for what a run cannot start with.
+    `machines`: how many of the run's machines this one will be; with 0 it is not looked at."""
+    places = check_memory(config, machines) if machines else []
+    asked = vllm_asked(config) if machines else contextlib.nullcontext(lambda: None)
+    with asked as vllm_takes_it:
+        plan = look_at_data(config)
+        if arguments.resume:
+            check_unchanged(run_config(run_dir), plan.config)
+            check_data(run_dir, plan.data_digest)
+        vllm_takes_it()
+    console.lines([*plan_lines(plan), *memory_lines(places)])
+    console.lines(forked.lines if forked is not None else [])
+    found = dict(plan.warnings)
+    if plan.config.reward.trial and plan.resets:
+        show_resets(plan.config.env, plan.resets, console)
+    if plan.config.reward.trial and plan.trial:
+        found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
+    return plan, found
+
+
+def _shown(console: Terminal) -> int:
+    return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
+
+
+def _daemons(config: Config, run_dir: Path) -> list[str]:
+    """The commands that run what is prepared."""
+    nodes = [node_args(config, machine) for machine in range(config.run.nodes)]
+    return [
+        f"prepared; started in {Path.cwd()}, these run it, a laminar-node on each machine:",
+        f"  laminar-coord {run_dir}",
+        *(f"  laminar-node {run_dir} {' '.join(words)}" for words in nodes),
+    ]
+
+
+def place_of(config: Config, move_old: bool) -> Path:
+    """The directory of a new run: there is none, or it may be moved."""
+    run_dir = config.run_dir
+    if run_dir.exists() and holders(run_dir):
+        raise ConfigError(in_use(run_dir))
+    if os.path.lexists(run_dir) and not move_old:
+        raise ConfigError(
+            f"run directory {run_dir} exists; give another run.name, --move-old to keep it "
+            f"under another name, or --resume {run_dir} to go on with it"
+        )
+    return run_dir
+
+
+def conclude(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
+    """The closing lines. The run has ended, and they change nothing of how it did; why it failed
+    stands in the log, where its coordinator has said it."""
+    reason = over.reason
+    try:
+        summary = summary_of(run_dir)
+        reason = summary["failure"] or reason
+        lines = [*summary_lines(summary, run_dir, over), *_not_kept(run_dir, summary)]
+    except ConfigError as error:  # the coordinator ended before it had logged anything
+        lines = [f"no summary: {error}"]
+        lines += [f"the run FAILED   {over.reason}"] if over.reason else []
+    except KeyboardInterrupt:
+        shown = shell_command("report", run_dir)
+        lines = [f"no summary: interrupted; the run is over, `{shown}` shows it"]
+    console.lines(lines)
+    console.end()
+    if console.gone:
+        say(
+            "laminar",
+            f"{run_dir} has ended with code {over.code}; `{shell_command('report', run_dir)}`",
+        )
+    return GiveUp(over.code, reason)
+
+
+def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """Write the summary; a line when there is no room for it."""
+    try:
+        write_summary(run_dir, summary)
+    except ConfigError as error:
+        return [f"not kept         {error}; `{shell_command('report', run_dir)}` writes it"]
+    return []
+
+
+def move_aside(run_dir: Path) -> Path:
+    """Rename a run directory to the first free NAME.N; ConfigError while its run is active."""
+    number = 1
+    with moving(run_dir):
+        while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+            number += 1
+        rename(run_dir, target, durable=True)
+    return target
+
+
+def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
+    """Make the directory, ours before anything is in it. The coordinator gives the warnings."""
+    try:
+        run_dir.mkdir(parents=True)
+        lock = RunLock.create(run_dir, "train")
+        make_secret(run_dir)
+        write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
+        if warnings:
+            (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
+        new_attempt(run_dir)
+        return lock
+    except FileExistsError:
+        raise ConfigError(in_use(run_dir)) from None
+    except OSError as error:
+        raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
+
+
+def _take(forked: ForkStart, run_dir: Path) -> None:
+    """What a fork begins with; without that there is no run directory."""
+    try:
+        forked.take(run_dir)
+    except OSError as error:
+        shutil.rmtree(run_dir)
+        raise ConfigError(
+            f"the checkpoint of step {forked.step} cannot be taken to {run_dir}: {error}"
+        ) from None
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What will happen, in a few lines; the first prompt as the model sees it."""
+    c = plan.config
+    prompt = [
+        f"prompt 0   {plan.first_prompt!r}",
+        f"as ids     {plan.first_prompt_ids}",
+        f"ends with  {plan.end_ids}",
+    ]
+    return [
+        f"run        {c.run_dir}",
+        f"model      {_model(c)}",
+        f"data       {plan.num_train} training prompts, {plan.num_held_out} held out "
+        f"({plan.overlap} further rows left out because their prompt is held out)",
+        f"steps      {plan.steps} of {c.data.train_batch_size} prompts x "
+        f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
+        f"replicas   {c.total_replicas} ({c.rollout.engine} engine, "
+        f"{c.rollout.max_num_seqs} sequences each)",
+        *_objective(c),
+        *([] if c.is_emulated else prompt),
+    ]
+
+
+def _objective(c: Config) -> list[str]:
+    """What is trained on, where it is not the default."""
+    a = c.algorithm
+    loss, own = a.policy_loss.loss_mode, OWN_AGGREGATION.get(a.policy_loss.loss_mode)
+    if (loss, a.adv_estimator) == ("vanilla", "grpo"):
+        return []
+    summed = f"{own}, its own, whatever algorithm.loss_agg_mode says" if own else a.loss_agg_mode
+    return [f"loss       {loss} ({summed}), advantages {a.adv_estimator}"]
+
+
+def _model(c: Config) -> str:
+    return f"emulated, {c.emulation.weights_mb} MiB" if c.is_emulated else c.model.name
+
+
+def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[str]:
+    """The last lines: what happened, and where to look next; why it is not tried again."""
+    lines = [""]
+    failure = summary["failure"] or over.reason
+    if over.code == exit_codes.PAUSED:
+        lines.append("the run is paused, with all that is unfinished")
+    elif over.code == exit_codes.STOPPED_EARLY:
+        lines.append(f"the run ended    {failure}")
+    elif failure:
+        lines += [
+            f"the run FAILED   {failure}",
+            f"what led to it   {run_dir}/logs/latest/*.jsonl; "
+            f"{shell_command('log', 'tail', run_dir)}",
+        ]
+    lines += _lost(summary["lost_by"])
+    if summary["resumable"]:
+        lines.append(f"resume with      {going_on(run_dir)}")
+    lines += _held_out(summary["evaluations"])
+    if len(summary["evaluations"]) > 1:
+        ranges = summary["eval_by_prompt_length"]
+        lines += [f"  by prompt      {range_line(found)}" for found in ranges]
+    lines += [
+        f"steps            {summary['steps']} in {summary['seconds']:.0f} s, "
+        f"{_skipped(summary)}"
+        f"{summary['trajectories_trained']} trajectories trained, "
+        f"{summary['weight_versions']} weight versions",
+        f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
+        *_reward_errors(summary, run_dir),
+        *(f"WARNING          {text}" for text in summary["warnings"].values()),
+        f"look at          {shell_command('report', run_dir)}; {shell_command('samples', run_dir)}",
+        f"figures          {run_dir / SUMMARY_FILE}, {run_dir / METRICS_FILE}, "
+        f"{run_dir / TENSORBOARD_DIR}",
+        f"and try          {shell_command('log', 'replay', run_dir)}; "
+        f"{shell_command('audit', run_dir)}",
+    ]
+    saved = len(list((run_dir / CHECKPOINTS_DIR).glob("step_*")))
+    if saved:
+        lines.append(f"checkpoints      {saved} in {run_dir / CHECKPOINTS_DIR}")
+    if (run_dir / EXPORT_DIR).is_dir():
+        lines.append(f"model            {run_dir / EXPORT_DIR}")
+    return lines
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    count = summary["steps_unchanged"]
+    return f"{count_of(count, 'skipped update', 'skipped updates')}, " if count else ""
+
+
+def _lost(lost_by: dict[str, str]) -> list[str]:
+    """Why processes were lost; of those with the same reason the first one's name."""
+    by_reason = {reason: name for name, reason in reversed(lost_by.items())}
+    lines = [f"lost             {name}: {reason}" for reason, name in by_reason.items()]
+    more = [f"lost             {len(lost_by)} processes in all, see lost_by in {SUMMARY_FILE}"]
+    return lines[:LOST_SHOWN] + (more if len(lines) > LOST_SHOWN else [])
+
+
+def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:
+    """The score from the first evaluation to the last; a shaped reward has its mean score beside
+    it."""
+    if len(evaluations) < 2:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    of_what = " (the exported model)" if last["final"] else ""
+    shaped = is_shaped(first) or is_shaped(last)
+    lines = [f"held-out score   {score(first)} -> {score(last)}{of_what}"] if shaped else []
+    name = "held-out right   " if shaped else "held-out score   "
+    return [*lines, f"{name}{share(first)} -> {share(last)}{of_what}"]
+
+
+def _reward_errors(summary: dict[str, Any], run_dir: Path) -> list[str]:
+    if not summary["reward_errors"]:
+        return []
+    errors = {"answers": summary["reward_answers"], "by_reason": summary["reward_errors"]}
+    return [
+        f"reward FAILED    {failed_share(errors)}",
+        f"the first time   {summary['reward_error_first']}",
+        f"what it printed  {run_dir}/logs/latest/*.reward.log",
+    ]
