@@ -1,7 +1,8 @@
 """Who imports whom, in the package, the tools and the tests.
 
 Reads   laminar/, tools/, tests/
-Gives   Imports: `distances`, how many imports lie between a module and each file that uses it
+Gives   Imports: `distances`, how many imports lie between a module and each file that uses it;
+        `pairs` and `cycles`
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ast
 from collections import defaultdict, deque
 from pathlib import Path
+
+import networkx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,3 +52,12 @@ class Imports:
                     found[user] = found[used] + 1
                     waiting.append(user)
         return found
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Every import between two files: who imports, and what."""
+        return sorted((user, used) for used, users in self._users.items() for user in users)
+
+    def cycles(self) -> list[set[str]]:
+        """Sets of files that import each other, directly or through others of the set."""
+        graph = networkx.DiGraph(self.pairs())
+        return [found for found in networkx.strongly_connected_components(graph) if len(found) > 1]
