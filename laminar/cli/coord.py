@@ -6,9 +6,9 @@ RUN_DIR holds config.toml, as `laminar train --prepare` writes it. Started again
 directory it comes back to the state that its log describes; with --resume a run that was stopped
 goes on, and one that cannot is refused; with --resume-stopped a run that was stopped goes on.
 SIGTERM, SIGHUP and Ctrl-C end the run gracefully, a second Ctrl-C and SIGQUIT at once. Exit
-codes: 0 the run is complete, 1 it failed, 2 a mistake of the user, 130 it was stopped before it
-began or at once; after 70 (it crashed) and 75 (the log could not be written: start it when the disk
-has room) it is to be started again.
+codes: 0 the run is complete, 1 it failed or an event could not be handled, 2 a mistake of the user,
+130 it was stopped before it began or at once; after 70 (it crashed) and 75 (the log could not be
+written: start it when the disk has room) it is to be started again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Pure, so that the simulator's coordinator ends as the real one does.
 from __future__ import annotations
 
 from laminar.config import ConfigError
-from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp
+from laminar.coordinator.tick import HandlingFailed
 from laminar.core.rules import LogicError
 from laminar.eventlog.record import LogRefused
 from laminar.eventlog.writer import LogGrew, LogTaken
@@ -31,16 +31,15 @@ def exit_code_of(error: BaseException) -> int:
         return exit_codes.CRASHED
     if isinstance(error, NOT_TO_BE_REPEATED):
         return exit_codes.USER_ERROR
-    if isinstance(error, RunGivenUp):
+    if isinstance(error, HandlingFailed):
         return exit_codes.FAILED
     return exit_codes.LOG_UNWRITABLE if isinstance(error, DiskError) else exit_codes.CRASHED
 
 
 def sentence_of(error: BaseException) -> str:
     """What happened, for the terminal and the log."""
-    if isinstance(error, (*NOT_TO_BE_REPEATED, RunGivenUp)):
+    if isinstance(error, (*NOT_TO_BE_REPEATED, HandlingFailed)):
         return str(error)
     if isinstance(error, DiskError):
         return f"the event log cannot be written: {error}"
-    what = "" if isinstance(error, HandlingFailed) else f"{type(error).__name__}: "
-    return f"the coordinator crashed: {what}{error}"
+    return f"the coordinator crashed: {type(error).__name__}: {error}"

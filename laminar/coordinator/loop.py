@@ -12,6 +12,7 @@ listen has so changed nothing. An empty directory is the case of an empty log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hashlib
 import json
@@ -34,12 +35,10 @@ from laminar.coordinator.exit_reason import ReplayDiffers
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
-from laminar.coordinator.tick import Tick
-from laminar.coordinator.unhandled import HandlingFailed, crash_of
+from laminar.coordinator.tick import HandlingFailed, Tick
 from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.crashes import crashes, given_up, record_crash
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer
 from laminar.eventlog.restore import Restored, restore, take_over
@@ -238,7 +237,7 @@ class Coordinator:
         return takeover.resumed(self.run_dir, machine.state, settings, asked=asked)
 
     def _open(self, disk: RealDisk, restored: Restored) -> None:
-        self._disk, self._incarnation = disk, restored.incarnation
+        self._incarnation = restored.incarnation
         text, settings, machine = (
             dumps(self.config),
             settings_of(self.config),
@@ -263,7 +262,6 @@ class Coordinator:
             observer=self._observer,
             limits=Limits(outbox_bytes=COMMANDS_BYTES_MAX),
             peers_max=clients_allowed(),
-            given_up=given_up(crashes(disk)),
             background=self._background,
         )
         self._tell_start(restored, text, settings)
@@ -306,7 +304,7 @@ class Coordinator:
             self.socket.attach(loop, self._turn)
             await self._ended.wait()
             if isinstance(self._error, HandlingFailed):
-                self._keep_crash(self._error)
+                self._tell_unhandled(self._error)
             if self._error is not None:
                 raise self._error
             await self._last_messages()
@@ -388,15 +386,16 @@ class Coordinator:
             self._ended.set()
         self._wake_for_timer()
 
-    def _keep_crash(self, failed: HandlingFailed) -> None:
-        """The next coordinator counts it; the log says what led to it. Raises DiskError."""
-        record_crash(self._disk, crash_of(self._incarnation, failed))
+    def _tell_unhandled(self, failed: HandlingFailed) -> None:
+        """Log the event and what led to it, and let the processes of the run leave."""
         try:
             story = last_lines(self.run_dir, failed.stamped, STORY_LINES)
         except (ConfigError, NotInHistory) as error:
             story = [f"no story: {error}"]
         event = msgspec.to_builtins(failed.stamped.event)
-        self.log.error("not-handled", what=failed.what, body=event, story=story)
+        self.log.error("not-handled", what=failed.what, body=event, story=story, exc_info=failed)
+        with contextlib.suppress(DiskError):  # without the file they leave later
+            self._tell_address(run_over=True)
 
     def _wake_for_timer(self) -> None:
         """Timers that are due before the socket's slow tick get a turn of their own."""

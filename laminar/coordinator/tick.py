@@ -14,25 +14,23 @@ ZeroMQ socket and in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.hashes import StateHashes
-from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, instead_of, name_of
 from laminar.core.machine import Machine
 from laminar.core.members.membership import REPLACED
 from laminar.core.rules import LogicError
 from laminar.core.state.indexes import due_timers, indexes_of, next_timer_ns, take_left
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.crashes import Crash
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.eventlog.replay import Observer
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError
+from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError, kebab
 from laminar.events.codec import decode_event, encode
 from laminar.names.ports import AtOnce, Background
 from laminar.net.frames import (
@@ -51,9 +49,24 @@ from laminar.net.wakeups import Wakeups
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
-_NONE: Mapping[str, Crash] = {}
 AT_ONCE = AtOnce()
 LOST = "it was declared lost; start it again"
+ERROR_CHARS_MAX = 500
+
+
+class HandlingFailed(Exception):
+    """The core raised on an event, which is neither logged nor acknowledged.
+
+    `__cause__` is the exception of the core.
+    """
+
+    def __init__(self, stamped: Stamped, cause: Exception) -> None:
+        self.stamped = stamped
+        self.what = _name_of(stamped)
+        super().__init__(
+            f"{self.what} cannot be handled: {_described(cause)}. Nothing of it is logged: "
+            "a build that handles it resumes the run from its log"
+        )
 
 
 class Tick:
@@ -71,12 +84,11 @@ class Tick:
         observer: Observer,
         limits: Limits,
         peers_max: int = PEERS_MAX,
-        given_up: Mapping[str, Crash] = _NONE,
         background: Background = AT_ONCE,
     ) -> None:
         """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
-        processes that are connected or ask to be admitted; `given_up`: events, by name, on which
-        too many coordinators have crashed; `background`: for work on a large state."""
+        processes that are connected or ask to be admitted; `background`: for work on a large
+        state."""
         self.machine, self.log = machine, log
         self.detector = FailureDetector(lease_ms * 1_000_000, node_lease_ms * 1_000_000, clock_ns)
         self.local: list[tuple[int, Command]] = []  #: commands for our own process
@@ -87,9 +99,7 @@ class Tick:
         self._limits = limits
         self._peers_max = peers_max
         self._observer = observer
-        self._given_up = given_up
         self._failed = False  #: a turn is under way, or raised
-        self._given_up_said: set[str] = set()  #: that were handled so by this coordinator
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
         self._links: dict[str, ServerLink] = {}  #: by boot id
@@ -268,8 +278,6 @@ class Tick:
             peer_seq=peer_seq,
             event=event,
         )
-        if self._given_up and self._is_given_up(stamped, time_ns):
-            return
         try:
             commands = self.machine.handle(stamped)
             self._log(stamped, encode(event) if body is None else body, commands)
@@ -278,24 +286,6 @@ class Tick:
         except Exception as error:
             raise HandlingFailed(stamped, error) from error
         self._observer(stamped, commands, self.machine.state)
-
-    def _is_given_up(self, stamped: Stamped, time_ns: int) -> bool:
-        """True for an event that is not handled any more; the first time the run fails for it."""
-        event = stamped.event
-        what = name_of(stamped.peer, stamped.incarnation, stamped.peer_seq, event)
-        crash = self._given_up.get(what)
-        if crash is None:
-            return False
-        instead = instead_of(stamped, crash)
-        if isinstance(event, ev.EventGivenUp) or not self.machine.started:
-            raise RunGivenUp(str(instead.reason))
-        if what not in self._given_up_said:
-            self._given_up_said.add(what)
-            self._apply(COORDINATOR, 0, 0, instead, time_ns)
-        if isinstance(event, ev.ActorJoined):
-            self._asking.pop(event.boot_id, None)
-            self._refuse(event.boot_id, instead.reason)
-        return True
 
     def _log(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:
         self.log.append(EventRecord.of(stamped, body))
@@ -435,3 +425,23 @@ def _asked_for(ask: Ask) -> ev.DrainRequested:
     if not isinstance(event, ev.DrainRequested):
         raise WireError(f"the user does not ask for {type(event).__name__}")
     return event
+
+
+def _name_of(stamped: Stamped) -> str:
+    """The event in a few words: its number at the sender if it has one, else its subject."""
+    event, peer = stamped.event, stamped.peer
+    tag = kebab(type(event).__name__)
+    if stamped.peer_seq:
+        return f"{tag}, message {stamped.peer_seq} of {peer} (incarnation {stamped.incarnation})"
+    fields = ("name", "actor", "node", "timer")
+    return f"{tag} of {next((n for f in fields if (n := getattr(event, f, ''))), peer)}"
+
+
+def _described(error: Exception) -> str:
+    """The type, the message and the line that raised it."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        _, package, file = trace.tb_frame.f_code.co_filename.rpartition("/laminar/")
+        place = f" ({package.lstrip('/')}{file}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX] + place

@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     new: str
 
 
-LOGIC_VERSION = 8
+LOGIC_VERSION = 9
 """The decisions of this program."""
 OLDEST_LOGIC = LOGIC_VERSION
 """Logs of this version and of later ones, up to LOGIC_VERSION, are replayed and continued."""

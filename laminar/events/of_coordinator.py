@@ -120,25 +120,6 @@ class RunResumed(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.COORDINATOR)
-class EventGivenUp(Event, frozen=True, kw_only=True):
-    """Too many coordinators crashed on an event: it is not handled any more, and the run fails."""
-
-    what: str  #: its name, and who sent it
-    crashes: int
-    error: str  #: of the last one
-    actor: str  #: its sender
-    actor_incarnation: int
-    peer_seq: int  #: the session's number of the message: it counts as received
-    timer: str  #: the timer that it was, else empty
-    ended_by: int = 0  #: the command to the store that it answered (trajectories-ended), else 0
-
-    @property
-    def reason(self) -> str:
-        """Why the run failed."""
-        return f"the coordinator crashed {self.crashes} times on {self.what}: {self.error}"
-
-
-@reported_by(Role.COORDINATOR)
 class TrainingWarning(Event, frozen=True, kw_only=True):
     """Learning goes badly in a way that a person should look at; each kind comes once in a run."""
 

@@ -58,6 +58,7 @@ from laminar.run.secret import make_secret
 
 LOST_SHOWN = 4
 """Reasons for which processes were lost; summary.json has all."""
+UNHANDLED = "an event could not be handled: the coordinator's last line names it and the error"
 
 
 class ForkStart(NamedTuple):
@@ -172,7 +173,9 @@ def conclude(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
     reason = over.reason
     try:
         summary = summary_of(run_dir)
-        reason = summary["failure"] or reason
+        if over == GiveUp(exit_codes.FAILED) and not summary["failure"]:
+            over = GiveUp(over.code, UNHANDLED)
+        reason = summary["failure"] or over.reason
         lines = [*summary_lines(summary, run_dir, over), *_not_kept(run_dir, summary)]
     except ConfigError as error:  # the coordinator ended before it had logged anything
         lines = [f"no summary: {error}"]

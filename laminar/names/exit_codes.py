@@ -9,7 +9,7 @@ A supervisor decides by them alone, whether it is `laminar train`, a person or a
 from __future__ import annotations
 
 COMPLETE = 0
-FAILED = 1  #: the run, or this actor; the reason is in the event log
+FAILED = 1  #: the run or this actor, as the event log says; or the core raised on an event
 USER_ERROR = 2  #: the same mistake would end it again
 COORDINATOR_ABSENT = 3  #: an actor without a coordinator, or one that it refused
 FENCED = 4  #: an actor that the coordinator has given up for its silence; a new one is welcome

@@ -53,6 +53,16 @@ def test_a_run_without_a_summary_has_its_reason_last(
     assert said[-1] == "the run FAILED   the event log could not be written for 300 s"
 
 
+def test_a_run_that_an_event_ended_has_its_reason_in_the_words_of_its_coordinator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The event log has nothing of it."""
+    make_run(tmp_path / "run", world_log()[:200])
+    over = conclude(tmp_path / "run", Terminal(), GiveUp(exit_codes.FAILED))
+    assert f"the run FAILED   {over.reason}" in capsys.readouterr().out
+    assert "an event could not be handled" in over.reason
+
+
 def test_why_processes_were_lost_is_said_last(tmp_path: Path) -> None:
     """By the log, also of a run that went well in the end: those with one reason together."""
     faults = Faults(lose_every_s=4.0, slow_tail=0.0)

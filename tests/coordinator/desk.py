@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from laminar.coordinator.tick import Frame, Tick
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import digest
-from laminar.eventlog.crashes import crashes, given_up
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.eventlog.restore import restore, take_over
@@ -43,7 +42,6 @@ def begin_tick(disk: MemoryDisk, now_ns: int) -> Tick:
         clock_ns=now_ns,
         observer=lambda *_: None,
         limits=Limits(),
-        given_up=given_up(crashes(disk)),
     )
 
 

@@ -14,15 +14,15 @@ from structlog.testing import capture_logs
 from laminar.config import Config
 from laminar.config.tree import CoordinatorConfig
 from laminar.coordinator.loop import Coordinator
-from laminar.coordinator.system import RealDisk
-from laminar.coordinator.unhandled import HandlingFailed
+from laminar.coordinator.tick import HandlingFailed
+from laminar.core.machine import HANDLING
 from laminar.core.state.state import digest
-from laminar.eventlog.crashes import CRASHES_MAX, crashes, given_up
 from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import snapshots
 from laminar.events import events as ev
-from laminar.events.base import Stamped
-from laminar.net.client import write_address
+from laminar.events.base import Event
+from laminar.net.client import coordinator_address, write_address
+from laminar.net.session import RunOver
 from laminar.net.transport import PortTaken
 from laminar.net.user_requests import answers
 from tools.kit.memory_disk import MemoryDisk
@@ -104,25 +104,39 @@ def test_a_snapshot_that_is_passed_over_is_reported(world: LoggedRun, tmp_path: 
     assert not file.exists()
 
 
-def test_a_crash_on_an_event_is_told_and_kept(tmp_path: Path, world: LoggedRun) -> None:
-    """The process that ends leaves the event, its story and the reason in its log, and for the
-    coordinators after it the count; the third says that the event is given up."""
+async def test_an_event_that_cannot_be_handled_ends_the_run_until_a_build_handles_it(
+    tmp_path: Path, world: LoggedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process log has the event, its story and the exception, the event log has nothing of it,
+    and the processes of the run leave; the next coordinator resumes the run from its log."""
     run_dir = run_dir_of(world.disk, tmp_path / "run")
-    event = ev.ActorLeft()
-    stamped = Stamped(seq=9, time_ns=0, peer="rollout-0", incarnation=7, peer_seq=5, event=event)
-    failed = HandlingFailed(stamped, KeyError("0.3.1"))
-    for _ in range(CRASHES_MAX):
-        coordinator, _, _ = start(run_dir)
-        with capture_logs() as logged:
-            coordinator._keep_crash(failed)
-        (told,) = logged
-        assert told["what"] == "actor-left, message 5 of rollout-0 (incarnation 7)"
-        assert told["body"] == {"type": "actor-left"}
-        assert told["story"] and all("rollout-0" in line for line in told["story"])
-        assert not coordinator.tick._given_up
-    assert list(start(run_dir)[0].tick._given_up) == [failed.what]
-    (kept,) = given_up(crashes(RealDisk(run_dir / "events"))).values()
-    assert kept.what == failed.what and "KeyError: '0.3.1'" in kept.error
+    coordinator, _, _ = start(run_dir)
+    before = {path.name: path.read_bytes() for path in (run_dir / "events").iterdir()}
+
+    def broken(turn: object, event: Event) -> None:
+        raise KeyError("0.3.1")
+
+    asked = ev.DrainRequested(reason="rollout-0 is wanted elsewhere")
+    with monkeypatch.context() as patch, capture_logs() as logged:
+        patch.setitem(HANDLING, type(asked), HANDLING[type(asked)]._replace(handler=broken))
+        coordinator.report(asked)
+        with pytest.raises(
+            HandlingFailed, match=r"drain-requested of coordinator cannot .*KeyError"
+        ):
+            await coordinator.run()
+    (told,) = (line for line in logged if line["event"] == "not-handled")
+    assert told["what"] == "drain-requested of coordinator" and told["story"]
+    assert told["body"]["reason"] == asked.reason
+    assert isinstance(told["exc_info"].__cause__, KeyError)
+    assert before == {path.name: path.read_bytes() for path in (run_dir / "events").iterdir()}
+    with pytest.raises(RunOver):
+        coordinator_address(run_dir / "coordinator.json")
+
+    mended, _, _ = start(run_dir)
+    mended.report(asked)
+    mended._turn()
+    assert mended.tick.machine.state.draining
+    assert mended.tick.machine.state.seq == world.state.seq + 2
 
 
 def test_nothing_is_done_after_a_turn_that_failed(

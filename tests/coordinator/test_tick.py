@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.coordinator.exit_reason import exit_code_of
-from laminar.coordinator.unhandled import HandlingFailed, RunGivenUp, crash_of
+from laminar.coordinator.exit_reason import exit_code_of, sentence_of
+from laminar.coordinator.restarts import GiveUp, Restarts
+from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import digest
-from laminar.eventlog.crashes import CRASHES_MAX, record_crash
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import commands as cmd
@@ -20,7 +20,7 @@ from laminar.names import exit_codes
 from laminar.net.frames import Ack, Ask, Data, Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.session import MS, LinkState
-from tests.coordinator.desk import NODE_LEASE_MS, READY, STARTED, Desk, begin_tick
+from tests.coordinator.desk import NODE_LEASE_MS, READY, Desk, begin_tick
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.sim_worlds import LoggedRun
 from tools.kit.world_parts import coordinator_started, settings
@@ -402,81 +402,39 @@ def breaks_on(patch: pytest.MonkeyPatch, kind: type[Event], error: Exception) ->
 def test_an_exception_of_the_core_ends_the_coordinator(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one of a kind that bad frames raise. The event is neither logged nor acknowledged, and
-    no number is skipped: the next coordinator gets it again and handles it."""
+    """Also one of a kind that bad frames raise. The sentence names event and error, and the exit
+    code is final. The event is neither logged nor acknowledged, and no number is skipped: a mended
+    build gets it again and handles it."""
     desk = Desk()
     link = desk.client("trainer-0")
     desk.talk()
     link.send(encode(READY))
     with monkeypatch.context() as patch:
         breaks_on(patch, ev.TrainerReady, error)
-        with pytest.raises(HandlingFailed, match="trainer-ready, message 1 of trainer-0") as raised:
+        with pytest.raises(HandlingFailed) as raised:
             desk.talk()
     assert raised.value.__cause__ is error
     assert raised.value.stamped.event == READY
+    code, said = exit_code_of(raised.value), sentence_of(raised.value)
+    assert code == exit_codes.FAILED and Restarts(0.0, 300.0).ended(code, 9.0, 9.0) == GiveUp(code)
+    assert said.startswith(
+        "trainer-ready, message 1 of trainer-0 (incarnation 1) cannot be handled"
+    )
+    assert f"{type(error).__name__}: {error}" in said
     with pytest.raises(RuntimeError, match="a turn failed"):
         desk.turn()  # it would acknowledge, and log what the broken state decides
     assert desk.tick.bad_frames == 0 and link.outbox
     before = desk.tick.machine.state.seq - 1
     desk.restart(keep_unsynced=True)
+    assert desk.events() == ["trainer-0"]  # that it joined
     assert desk.tick.machine.state.seq == before + 1  # coordinator-started took the number
     desk.talk()
     assert desk.tick.machine.state.actors["trainer-0"].ready and not link.outbox
 
 
-def test_a_message_on_which_coordinators_crash_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third crash was the last one: the message does not reach the core again, the run fails
-    with its name, and it counts as received, also for the coordinator after this one."""
-    desk = Desk()
-    link, store = desk.client("trainer-0"), desk.client("store-0")
-    desk.talk()
-    link.send(encode(READY))
-    breaks_on(monkeypatch, ev.TrainerReady, KeyError("0.3.1"))
-    for number in range(1, CRASHES_MAX + 1):
-        with pytest.raises(HandlingFailed) as raised:
-            desk.talk()
-        record_crash(desk.disk, crash_of(number, raised.value))
-        desk.restart()
-    desk.talk()
-    state = desk.tick.machine.state
-    assert state.exit_code == 1 and state.phase == "stopping"
-    for words in ("3 times", "trainer-ready, message 1 of trainer-0", "KeyError: '0.3.1'"):
-        assert words in state.failure
-    assert not link.outbox and state.actors["trainer-0"].last_peer_seq == 1
-    desk.restart()
-    desk.talk()
-    assert link.state is LinkState.UP and store.state is LinkState.UP
-
-
-def test_an_event_of_its_own_is_given_up_with_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be due again in every turn."""
+def test_an_event_of_its_own_is_named_by_its_subject(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
     breaks_on(monkeypatch, ev.TimerFired, ValueError("no such timer"))
-    for number in range(1, CRASHES_MAX + 1):
-        desk.now = desk.tick.next_timer_ns() or 0
-        with pytest.raises(HandlingFailed, match="timer-fired start") as raised:
-            desk.turn()
-        record_crash(desk.disk, crash_of(number, raised.value))
-        desk.restart()
     desk.now = desk.tick.next_timer_ns() or 0
-    desk.turn()
-    assert "timer-fired start" in desk.tick.machine.state.failure
-    assert desk.tick.machine.state.phase == "ended"
-    assert desk.tick.next_timer_ns() is None
-
-
-def test_a_run_that_cannot_even_be_ended_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core cannot handle the end of the run either, or there is no state yet: the coordinator
-    says so with a final exit code."""
-    disk = MemoryDisk()
-    breaks_on(monkeypatch, ev.CoordinatorStarted, KeyError("0.3.1"))
-    for number in range(1, CRASHES_MAX + 1):
-        tick = begin_tick(disk, 0)
-        with pytest.raises(HandlingFailed) as raised:
-            tick.turn([], [STARTED], 0, True)
-        record_crash(disk, crash_of(number, raised.value))
-        disk = disk.crash(True)
-    tick = begin_tick(disk, 0)
-    with pytest.raises(RunGivenUp, match="coordinator-started") as over:
-        tick.turn([], [STARTED], 0, True)
-    assert exit_code_of(over.value) == exit_codes.FAILED
+    with pytest.raises(HandlingFailed, match="timer-fired of start cannot be handled: ValueError"):
+        desk.turn()

@@ -148,26 +148,6 @@ def _timer_fired(state: State, peer: str) -> Iterator[Event]:
         yield ev.TimerFired(timer=name)
 
 
-def _event_given_up(state: State, peer: str) -> Iterator[Event]:
-    given_up = ev.EventGivenUp(
-        what="token-progress of rollout-0",
-        crashes=3,
-        error="KeyError: '0.3'",
-        actor="coordinator",
-        actor_incarnation=0,
-        peer_seq=0,
-        timer="",
-    )
-    yield given_up
-    for timer in list(state.timers)[:1]:
-        yield msgspec.structs.replace(given_up, timer=timer)
-    for key in [key for key in state.commands if key.startswith("end:")][:1]:
-        yield msgspec.structs.replace(given_up, ended_by=int(key.removeprefix("end:")))
-    for actor in state.actors.values():
-        numbers = {"actor_incarnation": actor.incarnation, "peer_seq": actor.last_peer_seq + 1}
-        yield msgspec.structs.replace(given_up, actor=actor.name, **numbers)
-
-
 def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
     ready = tuple(state.ready)[: state.settings.groups_per_step]
     for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
@@ -353,7 +333,6 @@ def _checkpoint_saved(state: State, peer: str) -> Iterator[Event]:
 _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.CoordinatorStarted: _coordinator_started,
     ev.TimerFired: _timer_fired,
-    ev.EventGivenUp: _event_given_up,
     ev.BatchProposed: _batch_proposed,
     ev.ActorJoined: _actor_joined,
     ev.ProcessExited: _process_exited,

@@ -233,7 +233,7 @@ def test_failure_that_no_fault_explains() -> None:
     ("kind", "subject", "said"),
     [
         (FailureKind.PROCESS_LOST, "trainer-0", "is not about its subject"),
-        (FailureKind.EVENT_GIVEN_UP, "store-0", "its cause is"),
+        (FailureKind.EXPORT_DIFFERS, "store-0", "its cause is"),
         (FailureKind.STOPPED, "run", "another exit code"),
     ],
 )

@@ -40,8 +40,7 @@ from tools.simulator.runtime.disk import SimDisk  # noqa: E402
 from tools.simulator.world import World  # noqa: E402
 
 SEEDS = 300
-FAILED = "failed"  #: beside the simulator's marks: the run ended with a failure
-TIDIED = "tidied"  #: a segment was compressed
+TIDIED = "tidied"  #: beside the simulator's marks: a segment was compressed
 RULES = ROOT / "laminar" / "core" / "rules.py"
 
 
@@ -51,7 +50,7 @@ class Recipe(NamedTuple):
     name: str
     what: str
     faults: tuple[str, ...] = ()
-    shows: tuple[str, ...] = ()  #: marks of tools/simulator/checks/coverage.py, FAILED, TIDIED
+    shows: tuple[str, ...] = ()  #: marks of tools/simulator/checks/coverage.py, TIDIED
     changes: dict[str, Any] = {}  # noqa: RUF012  (of SMALL; never written to)
 
 
@@ -163,12 +162,6 @@ RUNS = (
         ("node-silent", "replica-dies"),
         ("event:NodeSilent", "event:NodeHeard"),
         {"seconds": 60.0, "num_train": 20},
-    ),
-    Recipe(
-        "event_given_up",
-        "coordinators crash on an event, three times on one, which is given up",
-        ("event-crashes", "event-poison"),
-        ("event:EventGivenUp", "log:taken-over", FAILED),
     ),
     Recipe(
         "evaluation_sampled",
@@ -303,9 +296,7 @@ def run(recipe: Recipe, first: int = 1) -> tuple[int, SimDisk]:
 
 
 def _shown(world: World) -> set[str]:
-    state, names = world.coordinator.state, world.coordinator.disk.names()
-    shown = set(world.coverage.counts)
-    shown |= {FAILED} if state is not None and state.failure else set()
+    shown, names = set(world.coverage.counts), world.coordinator.disk.names()
     return shown | ({TIDIED} if any(name.endswith(".zst") for name in names) else set())
 
 

@@ -1,6 +1,6 @@
 """The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
 
-Reads   readiness of actors, completed steps, DrainRequested, EventGivenUp, ModelExported
+Reads   readiness of actors, completed steps, DrainRequested, ModelExported
 Writes  state.phase, state.draining, state.failing, state.failed, state.exit_code
 Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through pausing.py
 
@@ -20,7 +20,7 @@ from laminar.core.scheduling import groups
 from laminar.core.scheduling.admission import groups_wanted
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
-from laminar.core.state.indexes import clear_timer, live_actor, master_relay, working_trainer
+from laminar.core.state.indexes import live_actor, master_relay, working_trainer
 from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
 from laminar.core.state.transitions import move_run
@@ -104,23 +104,6 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
-
-
-@handles(ev.EventGivenUp, valid=anything)
-def on_event_given_up(ctx: Context, event: ev.EventGivenUp) -> None:
-    """The message counts as received and its timer as fired, or they would come again without end.
-
-    An answer of the store is not waited for: it has come, and what it said is lost to the ledger.
-    """
-    actor = ctx.state.actors.get(event.actor)
-    new = actor is not None and actor.incarnation == event.actor_incarnation
-    if actor is not None and new and (new := event.peer_seq > actor.last_peer_seq):
-        actor.last_peer_seq = event.peer_seq
-    fired = clear_timer(ctx.state, keys.TimerName(event.timer))
-    awaited = ctx.done(keys.end(event.ended_by)) is not None
-    given_up = fail(ctx, FailureKind.EVENT_GIVEN_UP, event.actor, event.reason)
-    if not (given_up or new or fired or awaited):
-        ctx.ignore("run-ending")
 
 
 @handles(ev.ModelExported, valid=anything)

@@ -38,7 +38,6 @@ class FailureKind(StrEnum):
     NO_SCORES = "no-scores"  #: the reward function gives none; `reward`
     ENV_FAILS = "env-fails"  #: on a fifth of its calls; `environment`
     NO_VARIANCE = "no-variance"  #: whole batches of groups of equal answers, in a row; `data`
-    EVENT_GIVEN_UP = "event-given-up"  #: coordinators crash on it; who sent it
 
 
 _SENTENCES = {

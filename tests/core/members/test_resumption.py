@@ -112,9 +112,7 @@ def test_a_run_that_had_not_begun_has_its_time_again() -> None:
 
 def test_the_last_ends_are_written_by_the_next_store() -> None:
     bench = test_step_replay.run()
-    bench.own(ev.EventGivenUp(
-        what="x", crashes=3, error="", actor="", actor_incarnation=0, peer_seq=0, timer=""
-    ))  # fmt: skip
+    bench.kill(TRAINER, restarting=False)
     assert bench.state.phase == Phase.ENDING
     resumed(bench)
     assert only(cmd.AcceptActor, bench.join(NODE, "b"))

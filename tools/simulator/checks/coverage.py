@@ -44,7 +44,6 @@ out: then the run ends."""
 OUTSIDE = (
     "coordinator:diskerror-in-a-turn",
     "coordinator:died-at-its-start",
-    "coordinator:handlingfailed-in-a-turn",
     "coordinator:killed-between-turns",
     "coordinator:powercut-in-a-turn",
     "disk:power-cut-all",

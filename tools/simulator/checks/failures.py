@@ -45,7 +45,6 @@ _CAUSES: dict[FailureKind, tuple[type[Event], ...]] = {
     FailureKind.NO_SCORES: (ev.TrajectoryFailed, ev.TrajectoryRewarded),
     FailureKind.ENV_FAILS: (ev.TrajectoryFailed,),
     FailureKind.NO_VARIANCE: (Event,),  # whatever ended the last sibling of the last group
-    FailureKind.EVENT_GIVEN_UP: (ev.EventGivenUp,),
 }
 """Of the other kinds, which are losses: _LOSSES."""
 _STOPS = (FailureKind.STOPPED, FailureKind.STOPPED_EARLY)
@@ -104,8 +103,6 @@ def _explained(world: World, failed: Failure, event: Event) -> bool:
         return _rewards_failed(world)
     if failed.kind == FailureKind.NO_VARIANCE:
         return _found_no_variance(world)
-    if isinstance(event, ev.EventGivenUp):
-        return world.coordinator.exits.gave_up(event.what)
     if failed.kind == FailureKind.BATCH_DEADLY:
         return world.processes[failed.subject].boot >= step_replay.DEATHS_MAX
     return any(world.faults.explains(process) for process in _subjects(world, failed))

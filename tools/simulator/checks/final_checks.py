@@ -13,14 +13,14 @@ from laminar.core import invariants
 from laminar.core.state.state import State, digest
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
-from laminar.eventlog.replay import replay, stamped
+from laminar.eventlog.replay import replay
 from laminar.eventlog.snapshot import snapshots
-from laminar.events.base import COORDINATOR, Command, Settings, Stamped
+from laminar.events.base import Command, Settings, Stamped
 from laminar.events.reasons import FinishReason
 from laminar.storage import books
 from laminar.storage.rules import Row, score_of
 from tools.simulator.checks.failures import failure_has_a_reason
-from tools.simulator.checks.safety import Checks, numbered
+from tools.simulator.checks.safety import Checks
 from tools.simulator.runtime.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
 
@@ -149,20 +149,15 @@ def work_is_done(state: State) -> None:
 
 
 def events_once(checks: Checks, disk: SimDisk) -> None:
-    """Every numbered event of a process is in the log once, in order, as it was sent, or as given
-    up by the coordinator."""
+    """Every numbered event of a process is in the log once, in order, as it was sent."""
     logged: dict[tuple[str, int], int] = {}
     for _, record in read_log(disk):
-        own = isinstance(record, EventRecord) and record.peer == COORDINATOR
-        if not isinstance(record, EventRecord) or not (own or record.peer_seq):
+        if not isinstance(record, EventRecord) or not record.peer_seq:
             continue
-        key, number = numbered(stamped(record))
-        if not number:
-            continue
+        key, number = (record.peer, record.incarnation), record.peer_seq
         last = logged.get(key, 0)
         boot_id, _ = checks.boots[key]
-        same = own or bytes(record.event) == checks.bodies[boot_id][last]
-        if number != last + 1 or not same:
+        if number != last + 1 or bytes(record.event) != checks.bodies[boot_id][last]:
             what = f"event {record.seq} is number {number} of {boot_id} after {last}"
             raise Violation("events_once", what, record.peer)
         logged[key] = number

@@ -70,13 +70,12 @@ def _too_long(world: World) -> int:
 def _begin_ns(world: World) -> int:
     """When everything has healed and whatever else had to pass has passed.
 
-    What is never done has a deadline. A coordinator that goes on crashing on an event is started
-    again after longer and longer pauses, and a disk that stays full is waited for. A run that
-    fails, or whose first machine stays away, may have waited for a process as long as a start
-    takes, and then for the store.
+    What is never done has a deadline. A disk that stays full is waited for. A run that fails, or
+    whose first machine stays away, may have waited for a process as long as a start takes, and
+    then for the store.
     """
     state, scenario = world.coordinator.state, world.scenario
-    begin_ns = max(world.healed_ns, world.faults.wedged_until_ns) + world.coordinator.pauses_ns
+    begin_ns = max(world.healed_ns, world.faults.wedged_until_ns)
     if world.coordinator.over is not None:
         begin_ns += seconds(scenario.disk_wait_s)
     failed = state is not None and state.failed is not None

@@ -143,9 +143,8 @@ class Checks:
             self._decided[first + index] = type(command).__name__
             self._note_placement(stamped, command)
             self.training.decided(command)
-        key, number = numbered(stamped)
-        if number:
-            boot_id, _ = self.boots.get(key, ("", 0))
+        if number := stamped.peer_seq:
+            boot_id, _ = self.boots.get((stamped.peer, stamped.incarnation), ("", 0))
             places = self._numbers.setdefault(boot_id, [])
             del places[number - 1 :]
             places.append(stamped.seq)
@@ -324,11 +323,6 @@ class Checks:
         self.durability.begin(coordinator.disk)
         self.world.coverage.hit("log:taken-over" if machine.started else "log:begun")
 
-    def coordinator_crashed(self) -> None:
-        """A handler of the coordinator raised: what it had changed by then is nothing to
-        compare."""
-        self._machine = None
-
     def _take_back(self, seq: int) -> None:
         """What was handled after this event was lost with the coordinator: it never was."""
         for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
@@ -425,14 +419,6 @@ def _given_up(stamped: Stamped, event: ev.HeartbeatLost | ev.ActorLeft) -> tuple
         return (stamped.peer, stamped.incarnation), LEFT
     why = CUT_OFF if event.cut_off else "silent"
     return (event.actor, event.actor_incarnation), why
-
-
-def numbered(stamped: Stamped) -> tuple[Key, int]:
-    """Whose message it is and its number; one that is given up counts as received."""
-    event = stamped.event
-    if isinstance(event, ev.EventGivenUp):
-        return (event.actor, event.actor_incarnation), event.peer_seq
-    return (stamped.peer, stamped.incarnation), stamped.peer_seq
 
 
 class Acted:

@@ -70,7 +70,7 @@ HARMED: dict[str, tuple[str, ...]] = {
 """Roles of whom is late or misled when one of these strikes."""
 OF_COORDINATOR = (
     "coordinator-killed", "coordinator-cut", "coordinator-paused", "disk-error", "disk-full",
-    "clock-step", "event-crashes", "event-poison", "disk-full-long", "disk-full-for-good",
+    "clock-step", "disk-full-long", "disk-full-for-good",
 )  # fmt: skip
 """While it is away, anybody may be late."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
@@ -84,7 +84,7 @@ OWN_RATES = {
 }  # fmt: skip
 """Drawn from streams of their own."""
 RARE = {
-    "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3, "event-poison": 0.1,
+    "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
     "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5, "machine-stands-still": 0.3,
     "machine-cut-off": 0.3, "machine-cut-one-way": 0.3, "machine-flaps": 0.3,

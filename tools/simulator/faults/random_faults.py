@@ -14,13 +14,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from laminar.eventlog.crashes import CRASHES_MAX
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
 from laminar.names import exit_codes, failpoint_names, ids
 from tools.simulator.faults.effects import LOST, Effects
 from tools.simulator.faults.targeted import HELD
-from tools.simulator.runtime.exits import ALWAYS
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds
 from tools.simulator.scheduler import MS
@@ -291,16 +289,6 @@ RECURRING: dict[str, Strike] = {
 # --- the coordinator's own ends -------------------------------------------------------------------
 
 
-def _event_crashes(faults: Effects, chance: random.Random) -> None:
-    """The next event raises, and when it comes again it may once more."""
-    faults.world.coordinator.exits.next_raises(chance.randint(1, CRASHES_MAX - 1))
-
-
-def _event_poison(faults: Effects, chance: random.Random) -> None:
-    """The next event raises whenever it comes."""
-    faults.world.coordinator.exits.next_raises(ALWAYS)
-
-
 def _disk_full_long(faults: Effects, chance: random.Random) -> None:
     """Several coordinators cannot write; the supervisor has not given up by then."""
     _fill(faults, chance.uniform(5.0, 0.5 * faults.world.scenario.disk_wait_s))
@@ -388,8 +376,6 @@ def _run_pauses(faults: Effects, chance: random.Random) -> None:
 
 RUN: dict[str, Strike] = {"run-dies": _run_dies, "run-pauses": _run_pauses}
 EXITS: dict[str, Strike] = {
-    "event-crashes": _event_crashes,
-    "event-poison": _event_poison,
     "disk-full-long": _disk_full_long,
     "disk-full-for-good": _disk_full_for_good,
 }

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING
 
 from laminar.coordinator.restarts import GiveUp
 from laminar.coordinator.tick import Tick
-from laminar.coordinator.unhandled import HandlingFailed
 from laminar.core.machine import Machine
 from laminar.core.members import resumption
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.crashes import crashes, given_up
 from laminar.eventlog.restore import Restored, restore, take_over
 from laminar.eventlog.writer import LogTaken
 from laminar.events import commands as cmd
@@ -62,7 +60,6 @@ class SimCoordinator:
         self.incarnations = 0
         self.paused = False
         self.ended = False  #: the run is over and said so, or was given up
-        self.pauses_ns = 0  #: before restarts of a coordinator that crashed when all had healed
         self.over: GiveUp | None = None  #: why it was given up
         self.exits = Exits(world)
         self.keep_bytes = 0  #: of the log; 0: all
@@ -133,10 +130,8 @@ class SimCoordinator:
             clock_ns=self.world.scheduler.now,
             observer=self._observe,
             limits=self._limits,
-            given_up=given_up(crashes(self.disk)),
             background=self.background(),
         )
-        self.exits.plant(found.machine)
         self.exits.serves()
         self.world.checks.coordinator_started(self, found.machine)
         self._tell_start(found.machine)
@@ -181,9 +176,6 @@ class SimCoordinator:
 
     def _died(self, error: Exception | None) -> None:
         """Every connection breaks; the disk keeps what this death leaves; a supervisor acts."""
-        if isinstance(error, HandlingFailed):
-            self.world.checks.coordinator_crashed()
-            error = self.exits.keep(self.disk, self.incarnations, error)
         if isinstance(error, PowerCut):
             mode = self.world.faults.crash_mode()
             self.world.coverage.hit(f"disk:power-cut-{mode}")
@@ -201,8 +193,6 @@ class SimCoordinator:
         if isinstance(verdict, GiveUp):
             self.over, self.ended = verdict, True
             return
-        if self.world.healed_ns:
-            self.pauses_ns += seconds(verdict.pause_s)
         delay = self.world.faults.restart_delay_ns() + seconds(verdict.pause_s)
         self.world.scheduler.after(delay, self.start)
 
@@ -310,7 +300,7 @@ class SimCoordinator:
         self.world.faults.before_disk_use(self.disk)
         try:
             down = tick.turn(frames, own, now, not self._inbox)
-        except (PowerCut, DiskError, LogTaken, HandlingFailed) as error:
+        except (PowerCut, DiskError, LogTaken) as error:
             self._own = own
             self.world.coverage.hit(f"coordinator:{type(error).__name__.lower()}-in-a-turn")
             return self._died(error)
