@@ -21,8 +21,8 @@ from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import decode, encode
 from laminar.events import events as ev
 from laminar.events.base import Event
-from tools.bench.cluster import GROUP_SIZE, Cluster
-from tools.bench.stories import STORIES, newer_version
+from tools.bench.core.cluster import GROUP_SIZE, Cluster
+from tools.bench.core.stories import STORIES, newer_version
 
 SMALL, TIMES = 64, 4  #: replicas, and how much larger the other cluster is
 SHARE = 2 * GROUP_SIZE  #: trajectories that a replica runs

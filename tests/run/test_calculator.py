@@ -3,10 +3,7 @@ not to be repeated is not, whoever dies."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import pytest
 
 from laminar.events import events as ev
 from laminar.tasks.data.tokenizer import load_tokenizer
+from tests.run.call_kills import PLACES, Kills, Stored, problems_of
 from tests.run.conftest import ROOT, Finished, check_books, history, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
@@ -26,16 +24,6 @@ SMALL = (
     "data.train_batch_size=4",
     "data.val_size=16",
     "data.dataset_size=2000",
-)
-AROUND_A_CALL = (
-    "rollout-finished",
-    "rollout-score",
-    "rollout-noted",
-    "tool-done",
-    "rollout-called",
-    "rollout-rewarded",
-    "store-commit",
-    "coordinator-durable",
 )
 KILLS = """
 import os
@@ -90,16 +78,18 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice() -> None:
+def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice(tmp_path: Path) -> None:
     """Against a run without kills: tokens, contexts, scores, and advantages of smaller groups."""
-    words = ["--effects=once", "--victims=replica,store", "--places=" + ",".join(AROUND_A_CALL)]
-    bench = [sys.executable, "-m", "tools.bench.call_kills", *words]
-    done = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    replica, store, total = map(json.loads, done.stdout.splitlines())
-    assert replica["smaller"] and replica["lost"] and not store["dropped"]
-    assert total["kills"] + len(replica["missed"] + store["missed"]) == 2 * len(AROUND_A_CALL)
-    assert total["kills"] > len(AROUND_A_CALL)
+    reference = Stored(Kills(tmp_path / "undisturbed", "pure").run())
+    runs, made = dict[str, Stored](), 0
+    for victim in ("replica", "store"):
+        kills = Kills(tmp_path / victim, "once", victim)
+        runs[victim] = Stored(kills.run())
+        assert not problems_of(kills, runs[victim], reference)
+        assert kills.kills + len(kills.missed) == len(PLACES)
+        made += kills.kills
+    assert runs["replica"].smaller and runs["replica"].lost and not runs["store"].dropped
+    assert made > len(PLACES)
 
 
 @pytest.mark.parametrize("effect_class", ["once", "pure"])

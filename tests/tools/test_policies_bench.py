@@ -6,10 +6,10 @@ import pytest
 
 from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
-from tools.bench import paper
-from tools.bench.repack_in_flight import InFlight
-from tools.bench.repack_measures import Meter, Setup
-from tools.bench.repack_world import RepackWorld
+from tools.bench.paper import systems as paper
+from tools.bench.repack.in_flight import InFlight
+from tools.bench.repack.measures import Meter, Setup
+from tools.bench.repack.world import RepackWorld
 
 SETUP = Setup(
     replicas=3,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laminar.weights.chain import wire
 from laminar.weights.chain.wire import BadBytes, Header, Kind
 from laminar.weights.version import manifest as mf
-from tools.bench.weights_relay import draft
+from tools.bench.weights.relay_process import draft
 
 DIGEST = "0123456789abcdef" * 2
 DOWN = [

@@ -34,7 +34,7 @@ from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy, pack_have
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights_relay import digest_of, draft
+from tools.bench.weights.relay_process import digest_of, draft
 
 SIZE, CHUNK = 4096, 512
 CHUNKS = SIZE // CHUNK

@@ -15,7 +15,7 @@ import pytest
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import NeighbourUp, SlotReturned, SlotWanted, Trouble
 from laminar.weights.version import manifest as mf
-from tools.bench.weights_relay import RelayProcess, digest_of, draft
+from tools.bench.weights.relay_process import RelayProcess, digest_of, draft
 
 pytestmark = pytest.mark.process
 

@@ -32,7 +32,7 @@ from laminar.weights.chain.transport import FrameHandler
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.chain.wire import Header, Kind
 from laminar.weights.version import manifest as mf
-from tools.bench.weights_relay import digest_of, draft
+from tools.bench.weights.relay_process import digest_of, draft
 from tools.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
 
 DIGEST = "0" * 32

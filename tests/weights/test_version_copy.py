@@ -10,7 +10,7 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import DIGEST_CHUNKS, VersionCopy, pack_have, unpack_have
 from laminar.weights.version.hashes import checksums, share_checksums, verify
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights_relay import draft
+from tools.bench.weights.relay_process import draft
 
 SIZE, CHUNK = 1024, 64
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)

@@ -1,6 +1,6 @@
 """What do a run's keys cost? Messages with CURVE and without, a thousand clients, a whole run.
 
-Usage: python tools/bench/connections.py [--parts messages,clients,run] [--rounds 3]
+Usage: python -m tools.bench.connections [--parts messages,clients,run] [--rounds 3]
 Prints one JSON line per figure; exits 1 when CURVE more than doubles the CPU time of a message of
 150 bytes, or makes that of a whole run more than 1.05 times as large.
 
@@ -38,13 +38,10 @@ from typing import Any
 
 import uvloop
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.net.auth import RunKeys  # noqa: E402
-from laminar.net.transport import ClientSocket, ServerSocket  # noqa: E402
-from tools.bench.emulated import laminar  # noqa: E402
-from tools.kit.secrets import KEYS, SECRET  # noqa: E402
+from laminar.net.auth import RunKeys
+from laminar.net.transport import ClientSocket, ServerSocket
+from tools.kit.real_run import ROOT, laminar
+from tools.kit.secrets import KEYS, SECRET
 
 SIZES = {150: 100_000, 4_096: 20_000, 65_536: 2_000}
 """Messages of each size in one round."""

@@ -1,6 +1,6 @@
 """Are weights in flight as much faster than a drain as their model says? Real processes beside it.
 
-Usage: python tools/bench/in_flight.py [--seeds 3] [--warm-steps 5] [--steps 15] [--keep DIR]
+Usage: python -m tools.bench.in_flight [--seeds 3] [--warm-steps 5] [--steps 15] [--keep DIR]
            [key=value ...]
 Prints one JSON line per run and per ratio; exits 1 when a run fails, its books do not agree, its
 log does not replay, a trained group is older than the bound, or the mean ratio of a way in flight
@@ -11,8 +11,8 @@ of the next seed in the other order, so that what else the machine does meets al
 trainer and prompts are emulated: a ratio is of decisions, not of kernels. Measured is from the end
 of the last warm step on; a run is told to stop when the last step is done.
 
-The model (repack_world.py, repack_in_flight.py) gets the run's settings, the same answers and the
-times of the median publishing and load of the drain run; it has no prompts, store or sockets.
+The model (tools/bench/repack: world.py, in_flight.py) gets the run's settings, the same answers and
+the times of the median publishing and load of the drain run; it has no prompts, store or sockets.
 
 trained_per_s     tokens of the batches that were completed; generated_per_s: that engines sampled
 staleness_group   in steps, of a trained group, by its oldest token: mean and largest; measured ones
@@ -31,21 +31,17 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.analysis.log.timeline import read_steps  # noqa: E402
-from laminar.config import Config, ConfigError  # noqa: E402
-from laminar.engines.emulated.timing import EngineTiming, ResponseLengths  # noqa: E402
-from laminar.events import commands as cmd  # noqa: E402
-from laminar.events import events as ev  # noqa: E402
-from laminar.run.directory import run_config  # noqa: E402
-from tools.bench.emulated import read_json  # noqa: E402
-from tools.bench.kills import BadRun, Run, check  # noqa: E402
-from tools.bench.lost_answers import Log, read_log  # noqa: E402
-from tools.bench.repack_in_flight import InFlight  # noqa: E402
-from tools.bench.repack_measures import GROUP_SIZE, Seen, Setup  # noqa: E402
-from tools.bench.repack_world import RepackWorld  # noqa: E402
+from laminar.analysis.log.timeline import read_steps
+from laminar.config import Config, ConfigError
+from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.run.directory import run_config
+from tools.bench.repack.in_flight import InFlight
+from tools.bench.repack.measures import GROUP_SIZE, Seen, Setup
+from tools.bench.repack.world import RepackWorld
+from tools.kit.lost_answers import Log, read_log
+from tools.kit.real_run import BadRun, Run, check, read_json
 
 CONFIG = "configs/emulated_4.toml"
 DRAIN = "drain"

@@ -1,12 +1,13 @@
 """How soon a machine that joins a running run has its first token, and what the time is spent on.
 
-Usage: python tools/bench/join.py [--joiners 1] [--rate 1600] [-c CONFIG] [key=value ...]
+Usage: python -m tools.bench.join [--joiners 1] [--rate 1600] [-c CONFIG] [key=value ...]
 Prints one JSON line for each joiner and one for the run; exits 1 when a joiner has no token within
 --within seconds, or its parts miss the whole by more than 5 %; 2 for a mistake in the command.
 
 A run with real processes works on one machine; then `laminar-node` is called on --joiners others,
-all at once. Each machine has an emulated network card (weights_net.py) of --rate Mbit/s. Without -c
-the run is the quickstart with a random model of 131 M parameters, 500 MiB in float32.
+all at once. Each machine has an emulated network card (tools/bench/weights/network.py) of --rate
+Mbit/s. Without -c the run is the quickstart with a random model of 131 M parameters, 500 MiB in
+float32.
 
 whole_s      from the call of laminar-node to the first sampled token of its replica
 process_s    from the call to the first byte of weights; and what the replica was ready later than
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,14 +34,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.analysis.log.process_logs import LogLine, log_lines  # noqa: E402
-from laminar.analysis.log.timeline import Span, read_spans, read_steps  # noqa: E402
-from laminar.names.ids import actor_name  # noqa: E402
-from tools.bench import weights_net as net  # noqa: E402
-from tools.bench.emulated import laminar, read_json  # noqa: E402
+from laminar.analysis.log.process_logs import LogLine, log_lines
+from laminar.analysis.log.timeline import Span, read_spans, read_steps
+from laminar.names.ids import actor_name
+from tools.bench.weights import network as net
+from tools.kit.real_run import ROOT, laminar, read_json
 
 CONFIG = "configs/quickstart.toml"
 MODEL = ("--layers", "6", "--hidden", "1024", "--vocab", "16384")
@@ -217,8 +214,8 @@ def main() -> int:
             make = [sys.executable, "tools/make/random_model.py", "--out", model, *MODEL]
             subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             words += [f"model.name={model}", *(s for s in SMALL if s not in given.settings)]
-        command = [*prefix, sys.executable, __file__, *words, "--inside"]
-        return subprocess.run(command, env=dict(os.environ)).returncode
+        command = [*prefix, sys.executable, "-m", "tools.bench.join", *words, "--inside"]
+        return subprocess.run(command).returncode
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Is a run worse for kill -9? Each role is killed while a run trains; how long until the next step?
 
-Usage: python tools/bench/kills.py [-c configs/quickstart.toml] [--roles trainer,store,...]
+Usage: python -m tools.bench.kills [-c configs/quickstart.toml] [--roles trainer,store,...]
            [--each 1] [--drained] [--seed 0] [--keep DIR] [key=value ...]
-Prints one JSON line per kill, one for all killed replicas (tools/bench/lost_answers.py) and one for
+Prints one JSON line per kill, one for all killed replicas (tools/kit/lost_answers.py) and one for
 the run, which --drained ends when the last of them is back, however many steps it still has; exits
 1 when the run fails, a process does not come back, its books do not agree, its log does not replay
 or its weights cannot be trained again from it.
@@ -17,11 +17,11 @@ redone_s      until a trainer had done again what lay after its checkpoint
 next_step_s   until the next step was done, by a run that had all its parts again
 sampled       tokens per second of all replicas from the kill until that step, as a share of those
               in the BEFORE_S seconds before the kill
-lost, ...     of a killed replica: what became of its answers; tools/bench/lost_answers.py
+lost, ...     of a killed replica: what became of its answers; tools/kit/lost_answers.py
 
 Answers that are lost while weights change under them:
 
-    python tools/bench/kills.py --roles rollout --each 50 --drained -c configs/emulated_4.toml \
+    python -m tools.bench.kills --roles rollout --each 50 --drained -c configs/emulated_4.toml \
         data.train_batch_size=4
 """
 
@@ -31,28 +31,23 @@ import argparse
 import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.analysis.log.timeline import EMPTY_STEPS, read_steps  # noqa: E402
-from laminar.events import events as ev  # noqa: E402
-from laminar.events.base import COORDINATOR, Event  # noqa: E402
-from laminar.names.roles import Role  # noqa: E402
-from laminar.run.directory import TIMELINE_DIR, run_config  # noqa: E402
-from laminar.run.lock import holders  # noqa: E402
-from tools.bench.emulated import laminar, read_json  # noqa: E402
-from tools.bench.lost_answers import (  # noqa: E402
+from laminar.analysis.log.timeline import EMPTY_STEPS, read_steps
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Event
+from laminar.names.roles import Role
+from laminar.run.directory import TIMELINE_DIR
+from laminar.run.lock import holders
+from tools.kit.lost_answers import (
     Log,
     Told,
     all_lost,
@@ -60,16 +55,13 @@ from tools.bench.lost_answers import (  # noqa: E402
     read_log,
     tells_of_loss,
 )
+from tools.kit.real_run import BadRun, Run, check, read_json
 
 REWARD_WORKER = "reward-worker"
 ROLES = (*(str(role) for role in Role if role != Role.STRATEGY), REWARD_WORKER)
-POLL_S = 0.05
-WAIT_S = 180.0
 BEFORE_S = 20.0
 APART_S = 1.5
 """A kill is at most so long after the step that it waits for: in another part of the next one."""
-CHECKS = (("audit",), ("log", "replay"))
-RETRAIN = ("retrain",)  #: an emulated run has nothing that could be trained again
 LAST_PART = {
     Role.COORDINATOR: "noticed_s",
     Role.NODE: "joined_s",
@@ -78,10 +70,6 @@ LAST_PART = {
 }
 """Of these the next step waits; what was reported before the kill may be in the log after it."""
 READY = (ev.TrainerReady, ev.DataLoaded, ev.RelayReady, ev.ReplicaReady)
-
-
-class BadRun(RuntimeError):
-    """The run has not come through; the text says what it did instead."""
 
 
 class Kill(NamedTuple):
@@ -101,89 +89,37 @@ class Passed(NamedTuple):
     summary: dict[str, Any]
 
 
-class Run:
-    """A `laminar train` whose processes are killed."""
+def kill_one(training: Run, role: str, chance: random.Random) -> Kill:
+    """SIGKILL for a process of this role, a random time after the next step."""
+    training.until_step(training.step() + 1)
+    time.sleep(chance.uniform(0, APART_S))
+    training.until(lambda: bool(_processes(training, role)), f"there is a {role}")
+    name, process = chance.choice(_processes(training, role))
+    kill = Kill(role, name, process.pid, time.time_ns())
+    process.send_signal(signal.SIGKILL)
+    if role != REWARD_WORKER:
+        training.until(
+            lambda: _pids(training).get(name, 0) not in (0, process.pid), f"{name} is back"
+        )
+    training.until_step(training.step() + 1)
+    return kill
 
-    def __init__(self, run_dir: Path, config: str, settings: Sequence[str]) -> None:
-        self.run_dir = run_dir
-        place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        self.output = run_dir.parent / f"{run_dir.name}.output"
-        self.train = self._start("-c", config, *settings, *place)
 
-    def resume(self, settings: Sequence[str] = ()) -> None:
-        """Of a run whose processes are all gone."""
-        self.train = self._start("--resume", str(self.run_dir), *settings)
+def _processes(training: Run, role: str) -> list[tuple[str, psutil.Process]]:
+    """Those of the role that live, with what the log calls them: none while it is started."""
+    place = Role.ROLLOUT if role == REWARD_WORKER else role
+    found = []
+    for name, pid in sorted(_pids(training).items()):
+        if name.partition("-")[0] == place and psutil.pid_exists(pid):
+            process = psutil.Process(pid)
+            found += [(name, p) for p in (process.children() if role != place else [process])]
+    if role == REWARD_WORKER:
+        return [(name, p) for name, p in found if "reward_worker" in " ".join(p.cmdline())]
+    return found
 
-    def _start(self, *words: str) -> subprocess.Popen[bytes]:
-        with self.output.open("ab") as output:
-            return subprocess.Popen(
-                laminar("train", *words), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
-            )
 
-    def step(self) -> int:
-        return int(read_json(self.run_dir / "status.json").get("step", -1))
-
-    def kill_one(self, role: str, chance: random.Random) -> Kill:
-        """SIGKILL for a process of this role, a random time after the next step."""
-        self.until_step(self.step() + 1)
-        time.sleep(chance.uniform(0, APART_S))
-        self._until(lambda: bool(self._processes(role)), f"there is a {role}")
-        name, process = chance.choice(self._processes(role))
-        kill = Kill(role, name, process.pid, time.time_ns())
-        process.send_signal(signal.SIGKILL)
-        if role != REWARD_WORKER:
-            self._until(lambda: self._pid(name) not in (0, process.pid), f"{name} is back")
-        self.until_step(self.step() + 1)
-        return kill
-
-    def until_step(self, step: int) -> None:
-        self._until(lambda: self.step() >= step, f"step {step} is done")
-
-    def drain(self) -> None:
-        """Ends it gracefully, two steps from now: `status.json` may lag behind by one."""
-        self.until_step(self.step() + 2)
-        self.train.send_signal(signal.SIGTERM)
-
-    def end(self) -> int:
-        return self.train.wait(WAIT_S * 5)
-
-    def close(self) -> None:
-        """Nothing of it stays behind, also when it has not come through."""
-        if self.train.poll() is None:
-            self.train.send_signal(signal.SIGTERM)
-            self.train.send_signal(signal.SIGTERM)
-            self.train.wait(WAIT_S)
-
-    def _processes(self, role: str) -> list[tuple[str, psutil.Process]]:
-        """Those of the role that live, with what the log calls them: none while it is started."""
-        place = Role.ROLLOUT if role == REWARD_WORKER else role
-        found = []
-        for name, pid in sorted(self._pids().items()):
-            if name.partition("-")[0] == place and psutil.pid_exists(pid):
-                process = psutil.Process(pid)
-                found += [(name, p) for p in (process.children() if role != place else [process])]
-        if role == REWARD_WORKER:
-            return [(name, p) for name, p in found if "reward_worker" in " ".join(p.cmdline())]
-        return found
-
-    def _pid(self, name: str) -> int:
-        return self._pids().get(name, 0)
-
-    def _pids(self) -> dict[str, int]:
-        return {holder.name: holder.pid for holder in holders(self.run_dir)}
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            if self.train.poll() is not None:
-                raise BadRun(f"the run ended before {what}: {self.said()}")
-            if time.monotonic() > deadline:
-                raise BadRun(f"waited {WAIT_S:.0f} s until {what}: {self.said()}")
-            time.sleep(POLL_S)
-
-    def said(self) -> str:
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
+def _pids(training: Run) -> dict[str, int]:
+    return {holder.name: holder.pid for holder in holders(training.run_dir)}
 
 
 def run(
@@ -203,7 +139,7 @@ def run(
     training = Run(run_dir, config, settings)
     try:
         training.until_step(1)
-        kills = [training.kill_one(role, chance) for role in roles]
+        kills = [kill_one(training, role, chance) for role in roles]
         if drained:
             training.drain()
         if code := training.end():
@@ -212,17 +148,6 @@ def run(
         training.close()
     check(run_dir)
     return Passed(kills, read_log(run_dir), read_json(run_dir / "summary.json"))
-
-
-def check(run_dir: Path, *, weights: bool = True) -> None:
-    """The books agree, the log replays, the weights come out again, where asked; BadRun."""
-    retrain = weights and not run_config(run_dir).is_emulated
-    for words in (*CHECKS, RETRAIN) if retrain else CHECKS:
-        done = subprocess.run(
-            laminar(*words, str(run_dir)), cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise BadRun(f"laminar {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def times(kill: Kill, events: Sequence[Told]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Is a run worse for power cuts? All its processes are killed at once, then it is resumed; again.
 
-Usage: python tools/bench/power_cuts.py [-c configs/quickstart.toml] [--cuts 2] [--seed 0]
+Usage: python -m tools.bench.power_cuts [-c configs/quickstart.toml] [--cuts 2] [--seed 0]
            [--keep DIR] [key=value ...]
 Prints one JSON line per cut and one for the run; exits 1 when the run fails, its books do not
 agree, its log does not replay, its weights cannot be trained again from it, a prompt has not ended
@@ -27,18 +27,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.analysis.log.run_log import replay_log  # noqa: E402
-from laminar.core.state.state import State  # noqa: E402
-from laminar.core.state.statuses import TrajectoryStatus  # noqa: E402
-from laminar.events import commands as cmd  # noqa: E402
-from laminar.events import events as ev  # noqa: E402
-from laminar.events.base import Command, Stamped  # noqa: E402
-from laminar.names.ids import Purpose  # noqa: E402
-from laminar.run.lock import holders  # noqa: E402
-from tools.bench.kills import APART_S, POLL_S, BadRun, Run, check  # noqa: E402
+from laminar.analysis.log.run_log import replay_log
+from laminar.core.state.state import State
+from laminar.core.state.statuses import TrajectoryStatus
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.base import Command, Stamped
+from laminar.names.ids import Purpose
+from laminar.run.lock import holders
+from tools.bench.kills import APART_S
+from tools.kit.real_run import POLL_S, BadRun, Run, check
 
 
 class Cut:

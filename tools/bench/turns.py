@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tools.bench.emulated import laminar
+from tools.kit.real_run import laminar
 from tools.kit.tool_models import END, tokenizer
 
 CLOSE = 1e-4

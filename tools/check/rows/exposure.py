@@ -25,10 +25,9 @@ from zmq.utils import z85
 
 from laminar.run.directory import SECRET_FILE
 from laminar.run.secret import Secret, read_secret
-from tools.bench import kills
-from tools.bench.emulated import laminar
 from tools.check.rows import strangers
 from tools.check.rows.base import Figure, Gate, Row
+from tools.kit.real_run import ROOT, BadRun, Run, laminar
 
 QUICKSTART = "configs/quickstart.toml"
 SMALL = (
@@ -110,7 +109,7 @@ def _files(directory: Path) -> dict[str, bytes]:
 def look_at(config: str, settings: Sequence[str]) -> Shown:
     """A run that works, then one that has ended; BadRun if it does not end well."""
     with tempfile.TemporaryDirectory() as directory:
-        training = kills.Run(Path(directory) / "run", config, settings)
+        training = Run(Path(directory) / "run", config, settings)
         try:
             training.until_step(1)
             run_dir = training.run_dir
@@ -119,7 +118,7 @@ def look_at(config: str, settings: Sequence[str]) -> Shown:
             listening = {ip for process, _ in living for ip in _listening(process)}
             training.drain()
             if code := training.end():
-                raise kills.BadRun(f"code {code}: {training.said()}")
+                raise BadRun(f"code {code}: {training.said()}")
         finally:
             training.close()
         shown = {
@@ -128,9 +127,7 @@ def look_at(config: str, settings: Sequence[str]) -> Shown:
             for name, content in kept.items()
         }
         for words in COMMANDS:
-            done = subprocess.run(
-                laminar(*words, str(run_dir)), capture_output=True, cwd=kills.ROOT
-            )
+            done = subprocess.run(laminar(*words, str(run_dir)), capture_output=True, cwd=ROOT)
             shown[f"output of {' '.join(words)}"] = done.stdout + done.stderr
         files = _files(Path(directory))
     return Shown(

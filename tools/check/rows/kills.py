@@ -17,6 +17,7 @@ from pathlib import Path
 from laminar.names.roles import Role
 from tools.bench import kills
 from tools.check.rows.base import Figure, Gate, Row
+from tools.kit.real_run import BadRun
 
 CONFIG = "configs/quickstart.toml"
 SMALL = (
@@ -44,7 +45,7 @@ def run(gate: Gate) -> Figure:
             try:
                 run_dir = Path(directory) / "run"
                 passed = kills.run(run_dir, CONFIG, SMALL, order, seed, drained=True)
-            except kills.BadRun as error:
+            except BadRun as error:
                 return Figure(f"{_said(hit)}; run {seed} failed", False, str(error))
         hit.update(kill.role for kill in passed.kills)
         times = (kills.times(kill, passed.log.events) for kill in passed.kills)

@@ -13,8 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.bench import kills, power_cuts
+from tools.bench import power_cuts
 from tools.check.rows.base import Figure, Gate, Row
+from tools.kit.real_run import BadRun
 
 CONFIG = "configs/quickstart.toml"
 SMALL = (
@@ -38,7 +39,7 @@ def cut(cuts: int) -> Figure:
         try:
             run_dir = Path(directory) / "run"
             watch = power_cuts.run(run_dir, CONFIG, SMALL, cuts, 0, last=LAST, drained=True)
-        except kills.BadRun as error:
+        except BadRun as error:
             return Figure(f"not {cuts} times", False, str(error))
     resumed = sum(one.resumed for one in watch.cuts)
     over = sum(one.started_over for one in watch.cuts)

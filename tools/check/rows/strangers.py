@@ -32,9 +32,9 @@ from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, LOGS_DIR, SECRE
 from laminar.run.lock import holders
 from laminar.run.secret import SECRET_BYTES, Secret, make_secret, read_secret
 from laminar.weights.chain import wire
-from tools.bench import kills
 from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.greetings import ended, greet, hello, received
+from tools.kit.real_run import ROOT, BadRun, Run
 
 CONFIG = "configs/emulated_256.toml"
 SMALL = (
@@ -159,7 +159,7 @@ def no_handler(place: Place) -> str:
     """A server that has nobody to ask lets nobody in, of the run or not."""
     command = [sys.executable, "-c", NO_HANDLER, str(place.run_dir)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=kills.ROOT) as server:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         said = _client_of(RunKeys(place.secret), server.stdout.readline().strip())
         came, _ = server.communicate("")
@@ -209,7 +209,7 @@ def other_run(place: Place) -> str:
     output = other / "output"
     with (
         output.open("w") as file,
-        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=kills.ROOT) as node,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT) as node,
     ):
         try:
             return _until(output.read_text)
@@ -282,9 +282,7 @@ def _ended_by_mistake(module: str, run_dir: Path) -> str:
     """What a daemon says that ends with code 2; without a module: laminar-coord of another user."""
     what = ["-m", module] if module else ["-c", NOT_ITS_OWNER]
     command = [sys.executable, *what, str(run_dir)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=kills.ROOT, timeout=GIVEN_UP_S
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=GIVEN_UP_S)
     if done.returncode != 2 or len(done.stderr.splitlines()) != 1:
         raise NotRefused(f"code {done.returncode}: {done.stdout}{done.stderr}")
     return done.stderr
@@ -296,7 +294,7 @@ def _ended_by_mistake(module: str, run_dir: Path) -> str:
 def run(gate: Gate) -> Figure:
     found: list[Refused] = []
     with tempfile.TemporaryDirectory() as directory:
-        training = kills.Run(Path(directory) / "run", CONFIG, SMALL)
+        training = Run(Path(directory) / "run", CONFIG, SMALL)
         try:
             training.until_step(1)
             place = Place(training.run_dir)
@@ -305,7 +303,7 @@ def run(gate: Gate) -> Figure:
             training.drain()
             if code := training.end():
                 raise NotRefused(f"the run ended with code {code}: {training.said()}")
-        except (NotRefused, kills.BadRun) as error:
+        except (NotRefused, BadRun) as error:
             return Figure(f"{len(found)} of {len(STRANGERS)} refused", False, str(error))
         finally:
             training.close()

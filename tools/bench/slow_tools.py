@@ -1,6 +1,6 @@
 """What slow tools cost in tokens per second: 64 trajectories at a time, whose turns wait for them.
 
-Usage: python tools/bench/latency.py [--bounds 1000 4 2] [--p99 20 120] [--window 400]
+Usage: python -m tools.bench.slow_tools [--bounds 1000 4 2] [--p99 20 120] [--window 400]
 Prints a line for each way to take weights, staleness bound and p99 of an answer, as it comes:
 tokens per second by those of the same run whose answers take no time, and what bound the engines.
 

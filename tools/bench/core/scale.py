@@ -1,6 +1,6 @@
 """What the coordinator costs at size: every kind of event, losses, and what it does beside them.
 
-Usage: python tools/bench/scale.py [--replicas 10000] [--trajectories 160000]
+Usage: python -m tools.bench.core.scale [--replicas 10000] [--trajectories 160000]
 Prints one JSON line per figure with its limit; exits 1 when one is missed.
 
 event_ms_KIND[_SITUATION]   CPU time of one turn of the real tick with one such event: decided,
@@ -38,22 +38,19 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.coordinator.background import Forked  # noqa: E402
-from laminar.coordinator.system import RealDisk  # noqa: E402
-from laminar.core.state.state import Trajectory, digest  # noqa: E402
-from laminar.eventlog.record import Takeover  # noqa: E402
-from laminar.eventlog.snapshot import write_snapshot  # noqa: E402
-from laminar.events import events as ev  # noqa: E402
-from laminar.events.base import Stamped  # noqa: E402
-from laminar.observe.logs import get_logger  # noqa: E402
-from laminar.observe.status import StatusWriter  # noqa: E402
-from laminar.observe.telemetry import Telemetry  # noqa: E402
-from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
-from tools.bench.cluster import GROUP_SIZE, Cluster  # noqa: E402
-from tools.bench.stories import STORIES, Story, newer_version  # noqa: E402
+from laminar.coordinator.background import Forked
+from laminar.coordinator.system import RealDisk
+from laminar.core.state.state import Trajectory, digest
+from laminar.eventlog.record import Takeover
+from laminar.eventlog.snapshot import write_snapshot
+from laminar.events import events as ev
+from laminar.events.base import Stamped
+from laminar.observe.logs import get_logger
+from laminar.observe.status import StatusWriter
+from laminar.observe.telemetry import Telemetry
+from laminar.weights.arena.arena import SHARED_MEMORY
+from tools.bench.core.cluster import GROUP_SIZE, Cluster
+from tools.bench.core.stories import STORIES, Story, newer_version
 
 STEPS_UNDER_WAY = 80
 """Batches that the running trajectories make: one holds 2,000 of 160,000."""

@@ -1,30 +1,26 @@
 """How many events one turn after another can handle: the coordinator without its sockets.
 
-Usage: python tools/bench/tick.py [--peers 2 64 1024] [--events 100000]
+Usage: python -m tools.bench.core.tick [--peers 2 64 1024] [--events 100000]
 Prints one JSON line per figure.
 
 tick_events_per_s_at_N    events in the log / CPU time inside Tick.turn, with N replicas
 
 Frames in, sessions, decoding, decisions, log records with one write and one sync a turn on a memory
 disk, sessions, frames out; the actors' own ends of the links are not counted. A turn takes what
-arrives within 2 ms of the made-up cluster's time (tools/bench/traffic.py): with few replicas that
-is one event or none, so each turn's fixed cost weighs most there.
+arrives within 2 ms of the made-up cluster's time (traffic.py): with few replicas that is one event
+or none, so each turn's fixed cost weighs most there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.coordinator.system import RealDisk  # noqa: E402
-from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
-from tools.bench.traffic import Traffic  # noqa: E402
+from laminar.coordinator.system import RealDisk
+from laminar.weights.arena.arena import SHARED_MEMORY
+from tools.bench.core.traffic import Traffic
 
 CAPACITY = 64
 

@@ -1,8 +1,8 @@
 """What repack gains: the core in virtual time, beside the paper's policy and weights in flight.
 
-Usage: python tools/bench/repack.py [--quick | --grid] [-j 2] [--results FILE]
-Prints one JSON line per run, progress on standard error, and then the figures, with what was fitted
-and what is predicted. From one run of it to another only `cpu_s` and `duration` differ.
+Usage: python -m tools.bench.repack [--quick | --grid] [-j 2] [--results FILE]
+Prints one JSON line per run, progress on standard error, and then the figures. From one run of it
+to another only `cpu_s` and `duration` differ.
 
 (none)        the paper's table: 16 replicas of 32B on four GPUs, 1,024 trajectories with each
               version, staleness 4, three seeds; and one seed with the engine of its Figure 4, with
@@ -16,7 +16,7 @@ and what is predicted. From one run of it to another only `cpu_s` and `duration`
 Policies: `paper-off` and `paper-on` drain 1,024 trajectories and then pull, without and with the
 packing of the paper's Algorithm 1 (destinations pinned); `off`, `best-fit` and `gain` are the
 core's own; `keep` and `recompute` model replicas that take new weights in mid-trajectory and go on
-with their cache or prefill it again (repack_in_flight.py). All keep the staleness bound, which is
+with their cache or prefill it again (in_flight.py). All keep the staleness bound, which is
 asserted in each run, as is that tokens sampled = trained + live. Always with it: eight replicas,
 answers of one length, staleness 0, where every policy must do the same; more than 1 % apart is an
 error.
@@ -34,152 +34,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
+from tools.bench.repack.cells import EQUAL, IN_FLIGHT, Cell, equal, grid, measured, results, table
 
-from tools.bench.repack_fit import FIGURE_4, FITTED, PAPER, figures
-from tools.bench.repack_in_flight import InFlight
-from tools.bench.repack_measures import Seen, Setup
-from tools.bench.repack_paper import drains
-from tools.bench.repack_world import RepackWorld
-
-PAPERS = {"paper-off": "", "paper-on": "best-fit"}
-OWN = {"off": "", "best-fit": "best-fit", "gain": "gain"}
-IN_FLIGHT = {"keep": False, "recompute": True}
-MAX_BATCH = 192
-EQUAL, LONG_TAIL = "equal-lengths", "long-tail"
-ENGINES = {
-    "figure-9": FITTED,
-    "figure-4": FIGURE_4,
-    LONG_TAIL: FITTED._replace(p99_to_median=10.0, median_tokens=2_200),  #: as many tokens
-    EQUAL: FITTED._replace(p99_to_median=1.0, median_tokens=750),  #: all fit in the cache
-}
-TRAIN_S, TRAINER_OF = 236.0, 16  #: a step of 32B on as many GPUs as so many replicas have
 AGREE = 0.01  #: where all must agree
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  #: 95 % interval of a mean, by number of values
-
-
-class Cell(NamedTuple):
-    """One run."""
-
-    policy: str
-    seed: int = 1
-    replicas: int = 16
-    staleness: int = 4
-    prefill: int = 20_000
-    engine: str = "figure-9"
-    warm_steps: int = 6
-    steps: int = 8
-
-    def setup(self) -> Setup:
-        parameters = ENGINES[self.engine]
-        return Setup(
-            replicas=self.replicas,
-            staleness=self.staleness,
-            policy=PAPERS.get(self.policy, OWN.get(self.policy, "")),
-            max_batch=MAX_BATCH,
-            timing=parameters.timing(self.prefill),
-            lengths=parameters.lengths(),
-            seed=self.seed,
-            warm_steps=self.warm_steps,
-            steps=self.steps,
-            start_s=0.0 if self.engine == EQUAL else 600.0,
-            train_s=TRAIN_S * TRAINER_OF / self.replicas if self.engine != EQUAL else 60.0,
-        )
-
-    def run(self) -> Seen:
-        setup = self.setup()
-        if self.policy in IN_FLIGHT:
-            return InFlight(setup, IN_FLIGHT[self.policy]).run()
-        if self.policy in PAPERS:
-            with drains():
-                return RepackWorld(setup).run()
-        return RepackWorld(setup).run()
-
-
-def measured(cell: Cell) -> dict[str, Any]:
-    """Its line."""
-    begun = time.process_time()
-    seen = cell.run()
-    line = cell._asdict() | {
-        "trained_per_s": round(seen.trained_per_s, 1),
-        "generated_per_s": round(seen.generated_per_s, 1),
-    }
-    rounded = {n: round(v, 4) for n, v in seen._asdict().items()}
-    return line | rounded | {"cpu_s": round(time.process_time() - begun, 1)}
-
-
-def table(seeds: Iterable[int], **changes: int) -> list[Cell]:
-    """The paper's; beside it Figure 4's engine, a longer tail, and slower prefill."""
-    policies = [*PAPERS, *OWN, *IN_FLIGHT]
-    cells = [Cell(policy, seed, **changes) for seed in seeds for policy in policies]
-    cells += [Cell(policy, 1, engine="figure-4", **changes) for policy in PAPERS]
-    compared = ("off", "gain", *IN_FLIGHT)
-    cells += [Cell(policy, 1, engine=LONG_TAIL, **changes) for policy in compared]
-    return cells + [Cell(policy, 1, prefill=5_000, **changes) for policy in compared]
-
-
-def equal() -> list[Cell]:
-    """Every step takes all that there is, so no policy has anything to decide."""
-    return [
-        Cell(policy, 1, 8, 0, engine=EQUAL, warm_steps=1, steps=2)
-        for policy in (*PAPERS, *OWN, *IN_FLIGHT)
-    ]
-
-
-def grid() -> list[Cell]:
-    """A step is of 8,192 trajectories, whatever the number of replicas."""
-    return [
-        Cell(policy, seed, replicas, staleness, prefill)
-        for prefill in (20_000, 5_000)
-        for seed in range(1, 4)
-        for replicas in (4, 8, 16, 64)
-        for staleness in (1, 2, 4)
-        for policy in ("off", "gain", *IN_FLIGHT, *(PAPERS if replicas == 64 else ()))
-    ]
-
-
-def results(
-    cells: list[Any], measured: Callable[[Any], dict[str, Any]], jobs: int, kept: Path | None
-) -> Iterator[dict[str, Any]]:
-    """A line for each cell, all of one kind: those that are in the file, then the others, each in
-    the order of `cells`, so that a run prints the same as any other."""
-    kind, known = type(cells[0]), {}
-    if kept is not None and kept.exists():
-        lines = map(json.loads, kept.read_text().splitlines())
-        known = {kind(*(line[name] for name in kind._fields)): line for line in lines}
-    yield from (known[cell] for cell in cells if cell in known)
-    missing = [cell for cell in cells if cell not in known]
-    if not missing:
-        return
-    with get_context("spawn").Pool(jobs) as pool:
-        for number, line in enumerate(pool.imap(measured, missing), 1):
-            print(f"{number} of {len(missing)} runs", file=sys.stderr, flush=True)
-            if kept is not None:
-                with kept.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            yield line
-
-
-# --- figures --------------------------------------------------------------------------------------
-
-
-def fitted() -> Iterator[dict[str, Any]]:
-    """What the engine and the lengths were fitted to, all of it without repack."""
-    yield {"name": "parameters", "fitted": FITTED._asdict(), "figure_4": FIGURE_4._asdict()}
-    found = figures(FITTED)
-    for name, paper in PAPER.items():
-        yield {"name": name, "fitted_to": paper.value, "fit": round(found[name], 3)}
-
-
 World = dict[str, dict[int, dict[str, Any]]]  #: runs by policy and seed
 
 
@@ -278,8 +143,6 @@ def main() -> None:
         cells = equal() + grid()
     elif arguments.quick:
         cells = equal() + table([1], steps=4)
-    for line in fitted():
-        print(json.dumps(line), flush=True)
     lines = []
     for line in results(cells, measured, arguments.jobs, arguments.results):
         print(json.dumps(line), flush=True)

@@ -1,6 +1,6 @@
-"""What the weight plane costs: one hop, chains, and the other ways to broadcast.
+"""What the weight plane costs: one hop, chains, a fetch beside a broadcast, the trainer's ranks.
 
-Usage: python tools/bench/weights.py [--quick] [--parts hop cpu topologies chunks fetch ranks]
+Usage: python -m tools.bench.weights [--quick] [--parts hop cpu chains fetch ranks]
 Prints one JSON line per figure; one that has a limit says whether it is met.
 
 hop         hop_gb_s               2 GiB through one socket, network unlimited
@@ -13,13 +13,12 @@ cpu         over plain loopback, without emulated cards, per hop:
             chain_all_cpu_per_gb_vs_hop, chain_cpu_per_gb_vs_checked_hop  hashes included
             checksum_cpu_share     of the CPU time of the chain
             chain_delivered_vs_hop bytes per second at all relays / of one hop
-topologies  seconds and ratios of times over emulated network cards, for 1, 2, 4 and 8 relays:
+chains      seconds and ratios of times over emulated network cards, for 1, 2, 4 and 8 relays:
             hop_seconds_N          one socket, beside the chain to N
             chain_seconds_N        from publish to the last relay that holds the verified version,
                                    beside the time of the formula (version/chunking.py)
-            star_seconds_N, gloo_seconds_N, gloo_chunked_seconds_N, chainN_vs_...
+            chainN_vs_hop
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
-chunks      chain_seconds_4_chunk_M  the same for chunks of M MiB, beside the formula
 fetch       a chain to 4 over emulated cards, while a fifth relay, which is not in it, fetches the
             version before from the head, or from the middle of the chain:
             fetch_slows_broadcast_X   a broadcast beside that / one without, in the same round
@@ -27,11 +26,10 @@ fetch       a chain to 4 over emulated cards, while a fifth relay, which is not 
 ranks       CPU time of two ranks of the trainer together, of which each has half of the rows:
             ranks_publish_cpu_s_per_gb, ranks_publish_vs_copy  each puts its rows into the slot, by
                                    a copy of the same rows to the same place
-            ranks_gather_vs_copy   rank 0 is sent all rows and writes them
 
-The chain is the product's plane, a process for each relay. Topologies are compared with one
-emulated network card per machine (weights_net.py), 200 MB/s each up to 4 relays and 100 MB/s for 8,
-so that two cores suffice. Ratios are medians over interleaved rounds.
+The chain is the product's plane, a process for each relay. Chains and hops have one emulated
+network card per machine (network.py), 200 MB/s each up to 4 relays and 100 MB/s for 8, so that two
+cores suffice. Ratios are medians over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -42,38 +40,29 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.actors.system.warm import COPY_TUNABLE  # noqa: E402
-from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds  # noqa: E402
-from tools.bench import weights_net as net  # noqa: E402
-from tools.bench.weights_baselines import Group, buffers, gloo, star  # noqa: E402
-from tools.bench.weights_ranks import layout, ranks_rounds  # noqa: E402
-from tools.bench.weights_relay import ANSWER_S, RelayProcess  # noqa: E402
+from laminar.actors.system.warm import COPY_TUNABLE
+from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds
+from tools.bench.weights import network as net
+from tools.bench.weights.hop import Hop, buffers
+from tools.bench.weights.ranks import layout, ranks_rounds
+from tools.bench.weights.relay_process import ANSWER_S, RelayProcess
 
 MIB = 1 << 20
 MACHINES = 9
 CHUNK = CHUNK_BYTES_MIN
 """What laminar.weights.version.chunking.chunk_bytes gives for these sizes and speeds."""
-SWEEP_MIB = (1, 4, 16, 64)
 RELAYS = {1: 1600, 2: 1600, 4: 1600, 8: 800}  #: Mbit/s of a card, by relays in the chain
-COMPARED = (4, 8)  #: chains that are compared with a star and with gloo
 GATES = {
     "chain4_vs_hop": (">=", 0.90),
     "chain8_vs_hop": (">=", 0.88),
-    "chain4_vs_gloo": (">=", 3.5),
-    "chain8_vs_gloo": (">=", 5.0),
     "chain_cpu_per_gb_vs_hop": ("<=", 1.2),
     "last_relay_vs_wire_time": ("<=", 1.10),
     "checksum_cpu_share": ("<=", 0.35),
@@ -91,8 +80,8 @@ class Scale:
 
     large: int  #: bytes of the one hop
     size: int  #: bytes of a version
-    rounds: int  #: gloo's time scatters by a fifth, so that few say little
-    rounds_of_8: int  #: a star to 8 relays takes 8 times as long as one hop
+    rounds: int
+    rounds_of_8: int  #: of a chain to 8 relays, over cards half as fast
 
 
 FULL = Scale(2048 * MIB, 256 * MIB, 9, 3)
@@ -167,9 +156,9 @@ def _stamp(version: int, view: np.ndarray) -> None:
 
 def hop(scale: Scale) -> Iterator[Figure]:
     net.limit(MACHINES)
-    group = star(buffers(2, scale.large))
-    seconds = [group.round().seconds for _ in range(scale.rounds)]
-    group.close()
+    single = Hop(buffers(scale.large))
+    seconds = [single.round().seconds for _ in range(scale.rounds)]
+    single.close()
     yield figure("hop_gb_s", scale.large / statistics.median(seconds) / 1e9, "GB/s")
 
 
@@ -200,8 +189,8 @@ def cpu(scale: Scale) -> Iterator[Figure]:
 
 def _cpu_rows(scale: Scale) -> Iterator[tuple[float, ...]]:
     """Of each round: CPU seconds of the hops and of one of the chain; bytes delivered / hop's."""
-    memory = buffers(2, scale.size)
-    plain, checked = star(memory), star(memory, check=_Check())
+    memory = buffers(scale.size)
+    plain, checked = Hop(memory), Hop(memory, _Check())
     single, chain = Chain(2, scale.size), Chain(5, scale.size)
     single.extend(1)
     chain.extend(4)
@@ -234,103 +223,50 @@ class _Check:
         self._whole.update(piece)
 
 
-# --- topologies ---------------------------------------------------------------------------------
+# --- over emulated cards ------------------------------------------------------------------------
 
 
-def topologies(scale: Scale) -> Iterator[Figure]:
-    """A chain that grows; beside each length the hop and, for some, the other ways."""
+def chains(scale: Scale) -> Iterator[Figure]:
+    """A chain that grows; beside each length the hop."""
     net.limit(MACHINES)
-    memory = buffers(MACHINES, scale.size)
+    memory = buffers(scale.size)
     np.frombuffer(memory[0], np.uint64)[:] = np.arange(scale.size // 8, dtype=np.uint64)
-    chain = Chain(MACHINES, scale.size)
+    chain, single = Chain(MACHINES, scale.size), Hop(memory)
+    single.round()
     for relays, rate in RELAYS.items():
         net.limit(MACHINES)
         chain.extend(relays)
         for _ in range(3):
             chain.broadcast()  # every slot once: the first touch of a page is slow
-        with tempfile.TemporaryDirectory() as directory:
-            others = _others(memory, relays, Path(directory))
-            for group in others.values():
-                group.round()
         net.limit(MACHINES, rate)
         rounds = scale.rounds_of_8 if relays == 8 else scale.rounds
-        times = _interleaved(chain, others, rounds)
-        for group in others.values():
-            group.close()
-        yield from _compared(times, relays, rate, scale.size)
+        times = [(chain.broadcast(), single.round().seconds) for _ in range(rounds)]
+        yield from _compared(*zip(*times, strict=True), relays, rate, scale.size)
+    single.close()
     chain.close()
-
-
-def _others(memory: list[Any], relays: int, directory: Path) -> dict[str, Group]:
-    """`directory`: may go when every group has done its first round."""
-    others = {"hop": star(memory[:2])}
-    if relays in COMPARED:
-        machines = memory[: relays + 1]
-        others["star"] = star(machines)
-        others["gloo"] = gloo(machines, directory / "whole", chunked=False)
-        others["gloo_chunked"] = gloo(machines, directory / "chunked", chunked=True)
-    return others
-
-
-def _interleaved(chain: Chain, others: dict[str, Group], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round by name."""
-    times: dict[str, list[float]] = {name: [] for name in ("chain", *others)}
-    for _ in range(rounds):
-        times["chain"].append(chain.broadcast())
-        for name, group in others.items():
-            times[name].append(group.round().seconds)
-    return times
 
 
 def _compared(
-    times: dict[str, list[float]], relays: int, rate_mbit: int, size: int
+    chained: tuple[float, ...], hops: tuple[float, ...], relays: int, rate_mbit: int, size: int
 ) -> Iterator[Figure]:
     card = f"{rate_mbit // 8} MB/s"
-    hop_s = statistics.median(times["hop"])
-    for name, row in times.items():
-        extra: Figure = {"card": card, "rounds": [round(seconds, 3) for seconds in row]}
-        if name == "chain":
-            extra["formula_s"] = _formula(relays, CHUNK, size, hop_s)
-        yield figure(f"{name}_seconds_{relays}", statistics.median(row), "s", **extra)
-    for name, row in times.items():
-        if name != "chain":
-            ratio = _median_ratio(row, times["chain"])
-            yield figure(f"chain{relays}_vs_{name}", ratio, "ratio")
+    chain_s, hop_s = statistics.median(chained), statistics.median(hops)
+    formula_s = _formula(relays, size, hop_s)
+    rounds = [round(seconds, 3) for seconds in chained]
+    name = f"chain_seconds_{relays}"
+    yield figure(name, chain_s, "s", card=card, rounds=rounds, formula_s=formula_s)
+    rounds = [round(seconds, 3) for seconds in hops]
+    yield figure(f"hop_seconds_{relays}", hop_s, "s", card=card, rounds=rounds)
+    yield figure(f"chain{relays}_vs_hop", _median_ratio(hops, chained), "ratio")
     if relays == 4:
         wire_s = size / (rate_mbit * 1e6 / 8)
-        last = statistics.median(times["chain"]) / wire_s
-        yield figure("last_relay_vs_wire_time", last, "ratio")
+        yield figure("last_relay_vs_wire_time", chain_s / wire_s, "ratio")
 
 
-def _formula(relays: int, chunk: int, size: int, hop_s: float) -> float:
+def _formula(relays: int, size: int, hop_s: float) -> float:
     """Of the paper, for chunks that cost nothing to start."""
-    chunks = -(-size // chunk)
+    chunks = -(-size // CHUNK)
     return round(broadcast_seconds(relays + 1, chunks, size, hop_s / size, 0.0), 4)
-
-
-def chunks(scale: Scale) -> Iterator[Figure]:
-    """The chain to 4 relays against the size of a chunk."""
-    net.limit(MACHINES)
-    chain = Chain(5, scale.size)
-    chain.extend(4)
-    for _ in range(3):
-        chain.broadcast()
-    single = star(buffers(2, scale.size))
-    single.round()
-    net.limit(MACHINES, RELAYS[4])
-    fitting = [mib for mib in SWEEP_MIB if mib * MIB <= scale.size]
-    times: dict[int, list[float]] = {mib: [] for mib in fitting}
-    hops = []
-    for _ in range(max(1, scale.rounds // 2)):
-        hops.append(single.round().seconds)
-        for mib in fitting:
-            times[mib].append(chain.broadcast(mib * MIB))
-    chain.close()
-    single.close()
-    for mib, row in times.items():
-        formula_s = _formula(4, mib * MIB, scale.size, statistics.median(hops))
-        name = f"chain_seconds_4_chunk_{mib}"
-        yield figure(name, statistics.median(row), "s", formula_s=formula_s)
 
 
 def fetch(scale: Scale) -> Iterator[Figure]:
@@ -366,11 +302,10 @@ def _median_ratio(above: Any, below: Any) -> float:
 def ranks(scale: Scale) -> Iterator[Figure]:
     specs = layout(scale.size)
     spent = list(ranks_rounds(specs, scale.rounds))
-    published, copied, gathered = ([row[w] for row in spent] for w in ("publish", "copy", "gather"))
+    published, copied = ([row[way] for row in spent] for way in ("publish", "copy"))
     gb = sum(spec.nbytes for spec in specs) / 1e9
     yield figure("ranks_publish_cpu_s_per_gb", statistics.median(published) / gb, "s/GB")
     yield figure("ranks_publish_vs_copy", _median_ratio(published, copied), "ratio")
-    yield figure("ranks_gather_vs_copy", _median_ratio(gathered, copied), "ratio")
 
 
 # --- all ----------------------------------------------------------------------------------------
@@ -379,8 +314,7 @@ def ranks(scale: Scale) -> Iterator[Figure]:
 PARTS: dict[str, Callable[[Scale], Iterator[Figure]]] = {
     "hop": hop,
     "cpu": cpu,
-    "topologies": topologies,
-    "chunks": chunks,
+    "chains": chains,
     "fetch": fetch,
     "ranks": ranks,
 }
@@ -418,7 +352,7 @@ def main() -> None:
             "install iproute2 and run it as root or allow user namespaces"
         )
     environment = {**os.environ, "GLIBC_TUNABLES": COPY_TUNABLE}
-    command = [*prefix, sys.executable, *sys.argv, "--inside"]
+    command = [*prefix, sys.executable, "-m", "tools.bench.weights", *sys.argv[1:], "--inside"]
     sys.exit(subprocess.run(command, env=environment).returncode)
 
 

@@ -17,7 +17,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.events.reasons import FailureReason
-from tools.bench.cluster import Cluster
+from tools.bench.core.cluster import Cluster
 
 Story = Iterator[tuple[str, Event]]
 TIMES = 5

@@ -1,6 +1,7 @@
 """How fast a log is replayed: every decision made and compared again, every state hash, one core.
 
-Usage: python tools/bench/replay.py [--events 1000000] [--replicas 16 128 1024] [--log DIRECTORY]
+Usage: python -m tools.bench.core.replay [--events 1000000] [--replicas 16 128 1024]
+           [--log DIRECTORY]
 Prints one JSON line per figure; exits 1 when the replay differs from the log.
 
 replay_events_per_s         CPU time of the whole replay; with --log, of that log
@@ -9,7 +10,7 @@ replay_vs_read_ratio        CPU time of the replay / of reading the log: CRCs an
 replay_events_per_s_at_N    the same for a cluster of N replicas of 64 trajectories each
 
 The first number of replicas gives the figures without "_at_N". Where no log is given, one is made
-in shared memory by tools/bench/traffic.py, with the real tick and log writer: a minute for a
+in shared memory by tools/bench/core/traffic.py, with the real tick and log writer: a minute for a
 million events. The logs of the other clusters have a third of the events.
 """
 
@@ -23,16 +24,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.coordinator.system import RealDisk  # noqa: E402
-from laminar.eventlog.reader import read_log  # noqa: E402
-from laminar.eventlog.record import DecisionRecord, EventRecord  # noqa: E402
-from laminar.eventlog.replay import replay  # noqa: E402
-from laminar.events.codec import decode_command, decode_event  # noqa: E402
-from laminar.weights.arena.arena import SHARED_MEMORY  # noqa: E402
-from tools.bench.traffic import Traffic  # noqa: E402
+from laminar.coordinator.system import RealDisk
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import DecisionRecord, EventRecord
+from laminar.eventlog.replay import replay
+from laminar.events.codec import decode_command, decode_event
+from laminar.weights.arena.arena import SHARED_MEMORY
+from tools.bench.core.traffic import Traffic
 
 CAPACITY = 64
 

@@ -16,7 +16,7 @@ to the held-out prompts. A score is reached at the first of them that has it, at
 step had ended. CPU seconds of a step: of Laminar by process, of TRL by the part of a step, over
 both processes.
 
-    python tools/bench/beside_trl.py --venv DIR [--rounds 3] [--steps 60] [--score 0.93]
+    python -m tools.bench.beside_trl --venv DIR [--rounds 3] [--steps 60] [--score 0.93]
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -49,8 +47,9 @@ from laminar.tasks.data.tokenizer import load_tokenizer
 from laminar.tasks.rewards.results import RewardCall
 from laminar.tasks.rewards.reward_functions import open_scorer, reward_spec
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "configs/quickstart.toml"
+TRL_SIDE = Path(__file__).with_name("trl_side.py")
 PROCESSES = 2
 FIRST = 5  #: steps until both are at their pace
 MEAN_OF = 5
@@ -143,7 +142,7 @@ def trl(directory: Path, python: Path, job: Mapping[str, Any]) -> Course:
     path = directory / "job.json"
     path.write_text(json.dumps({**job, "out": str(directory)}))
     command = [str(python), "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={PROCESSES}", str(ROOT / "tools/bench/trl_side.py"), str(path)]
+    command += [f"--nproc-per-node={PROCESSES}", str(TRL_SIDE), str(path)]
     libraries = sysconfig.get_paths()["purelib"]
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{libraries}",

@@ -1,6 +1,6 @@
 """One generation engine as a replica uses it: loads, probe, mismatch with the trainer, speed.
 
-Usage: python tools/bench/engine.py --model DIR [--engine torch|vllm] [--device cuda] ...
+Usage: python -m tools.bench.engines --model DIR [--engine torch|vllm] [--device cuda] ...
 
 Reads   a model directory (tools/make/random_model.py makes one)
 Writes  a version of the weights in /dev/shm, removed at the end
@@ -34,13 +34,11 @@ import json
 import mmap
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file, from anywhere
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM forks: no CUDA before that
 
 import numpy as np
@@ -174,7 +172,7 @@ class Trainer:
         shapes = [(name, tuple(tensor.shape)) for name, tensor in self.weights]
         self.specs = layout(shapes, config.weights.dtype)
         self.nbytes = check_tensors(self.specs)
-        self.path = SHARED_MEMORY / f"laminar-bench-engine-{os.getpid()}"
+        self.path = SHARED_MEMORY / f"laminar-bench-engines-{os.getpid()}"
         with self.path.open("w+b") as file:
             file.truncate(self.nbytes)
             self._memory = mmap.mmap(file.fileno(), self.nbytes)

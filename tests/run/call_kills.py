@@ -1,45 +1,24 @@
-"""Is a call of a tool made twice? kill -9 around calls, of each process that has to do with them.
+"""Kill processes around calls of a tool, and compare the run with one that nobody disturbed.
 
-Usage: python -m tools.bench.call_kills [--effects once pure] [--victims replica,worker,...]
-           [--places rollout-noted,...] [--seed 0] [--keep DIR] [key=value ...]
-Prints one JSON line per run; exits 1 when a run is the worse for its kills.
+Gives   Kills: a run in which one kind of process is killed at each place in turn; Stored;
+        problems_of a run with kills
 
-A real run of the calculator's model, with a learning rate of 0: what a trajectory samples then
-depends on nothing but its name, and a run without kills says what it is to be. The tool appends
-each of its calls to a file. A run has one victim, which is killed at each place in turn: the
-process that reaches the place is stopped there, the victim killed, the process let go on.
-
-places    fail points (laminar/names/failpoint_names.py), and two in the tool itself: tool-begun,
-before it
-          appends, and tool-done, after that
-victims   replica; worker, the process from which a replica forks its sessions; session, one of
-          these; store; coordinator; all, every process of the run, which is then resumed
-kills     that were made; `missed`: places at which there was no victim
-noted     calls that the store knows; `made`: lines of the file; `lost`: whose end nobody knows
-dropped   trajectories that ended as env-lost or env-failed; `smaller`: groups trained without one
-compared  trajectories that were scored in both runs; `differ`: in tokens, contexts or score
-advantage largest difference of a step's smallest, mean and largest advantage, as the trainer had
-          them, from those worked out here over the rows that it trained
-
-A run is the worse when a call was made twice (by its arguments: as many times as the store knows,
-at most, and where no end of them is lost exactly as often), a trajectory differs, one that was
-dropped has a score, `pure` has dropped any, an advantage differs by more than 1e-6, its books do
-not agree or its log does not replay.
+The runs are of the calculator's model, with a learning rate of 0: what a trajectory samples then
+depends on its name only, so a run without kills says what it is to be. The tool appends each of its
+calls to a file. The process that reaches a place is stopped there, the victim is killed, and the
+stopped process continues.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import sqlite3
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +29,7 @@ from laminar.names.failpoint_names import POINTS
 from laminar.names.roles import Role
 from laminar.run.fail_points import STOP_VARIABLE
 from laminar.run.lock import holders
-from tools.bench.kills import POLL_S, WAIT_S, BadRun, Run, check
+from tools.kit.real_run import POLL_S, WAIT_S, BadRun, Run, check
 
 CONFIG = "configs/calculator.toml"
 SMALL = (
@@ -64,26 +43,23 @@ SMALL = (
     "recovery.restart_window_s=1",  # no restart waits
     "recovery.coordinator_restart_ms=10",
 )
-STEPS_MAX = 400
-REFERENCE_STEPS = 60
-"""More than a run with kills takes: those end two steps after the last kill."""
+REFERENCE_STEPS, STEPS_MAX = 60, 400
+"""A run with kills ends two steps after the last kill, before the reference does."""
 BACK_S = 20.0  #: for a victim that is being started after the kill before
-TOOL = ("tool-begun", "tool-done")
+TOOL = ("tool-done",)
 PLACES = (
     "rollout-finished",
     "rollout-score",
     "rollout-noted",
     *TOOL,
     "rollout-called",
-    "store-commit",
-    "store-committed",
     "rollout-rewarded",
+    "store-commit",
     "coordinator-durable",
 )
-ONLY_ONCE = "rollout-noted"  #: calls that may be repeated are not noted before
+"""Fail points (laminar/names/failpoint_names.py), and one in the tool itself."""
 TIMES = {"store": (30, 120), "coordinator": (40, 160), "rollout": (3, 20), "tool": (5, 60)}
 """The how manieth time a place is reached, from and to, by the beginning of its name."""
-VICTIMS = ("replica", "worker", "session", "store", "coordinator", "all")
 CONTEXTS = "SELECT trajectory_id, tokens FROM contexts ORDER BY trajectory_id, turn"
 CHUNKS = (
     "SELECT trajectory_id, chunks.tokens FROM chunks JOIN trajectories ON id = trajectory_id AND "
@@ -125,7 +101,6 @@ class Counting:
             a: The first number.
             b: The second number.
         """
-        reached("tool-begun")
         with (HERE / "calls").open("a") as log:
             log.write(json.dumps([a, b]) + "\\n")
         reached("tool-done")
@@ -134,31 +109,35 @@ class Counting:
 
 
 class Kills:
-    """The kills of one run: who is killed where."""
+    """The kills of one run."""
 
-    def __init__(self, home: Path, effects: str, plan: Mapping[str, str], seed: int) -> None:
-        """`home`: of the tool's file, its calls and marks, and the run's directory."""
-        chance = random.Random(seed)
-        self.home, self.plan, self.chance = home, dict(plan), chance
-        self.times = {place: chance.randint(*TIMES[place.partition("-")[0]]) for place in plan}
+    def __init__(self, home: Path, effects: str, victim: str = "") -> None:
+        """`home`: of the tool's file, its calls and marks, and the run's directory.
+
+        `victim`: "replica" or "store"; empty: nothing is killed.
+        """
+        self.home, self.victim, self.chance = home, victim, random.Random(0)
+        places = PLACES if victim else ()
+        self.times = {p: self.chance.randint(*TIMES[p.partition("-")[0]]) for p in places}
         self.kills, self.missed = 0, list[str]()
         home.mkdir(parents=True, exist_ok=True)
         tool = home / "counting.py"
         tool.write_text(CLASS.format(stops={p: n for p, n in self.times.items() if p in TOOL}))
-        self.settings = (*SMALL, f"env.path={tool}", "env.name=Counting", f"env.effects={effects}")
+        steps = STEPS_MAX if victim else REFERENCE_STEPS
+        self.settings = (*SMALL, f"env.path={tool}", "env.name=Counting", f"env.effects={effects}",
+                         f"trainer.total_training_steps={steps}")  # fmt: skip
 
-    def run(self, settings: Sequence[str] = ()) -> Path:
+    def run(self) -> Path:
         """The run's directory, once it has ended; BadRun."""
         armed = [f"{place}:{n}" for place, n in self.times.items() if place not in TOOL]
         os.environ[STOP_VARIABLE] = ",".join(armed)
-        words = (*self.settings, *settings)
         try:
-            training = Run(self.home / "run", CONFIG, words)
+            training = Run(self.home / "run", CONFIG, self.settings)
         finally:
             del os.environ[STOP_VARIABLE]
         try:
-            self._until_all_are_met(training, armed)
-            if self.plan:
+            self._until_all_are_met(training)
+            if self.victim:
                 training.drain()
             if code := training.end():
                 raise BadRun(f"exit code {code}: {training.said()}")
@@ -167,29 +146,19 @@ class Kills:
         check(training.run_dir, weights=False)
         return training.run_dir
 
-    def _until_all_are_met(self, training: Run, armed: list[str]) -> None:
-        wanted, deadline = set(self.plan), time.monotonic() + WAIT_S
+    def _until_all_are_met(self, training: Run) -> None:
+        wanted, deadline = set(self.times), time.monotonic() + WAIT_S
         while wanted:
             met = {place: pid for place in wanted if (pid := self._stopped_at(place))}
             for place, pid in met.items():
                 wanted.remove(place)
                 deadline = time.monotonic() + WAIT_S
                 self._kill(training, place, pid)
-                if self.plan[place] == "all":
-                    self._resume(training, armed)
-                    break
             if time.monotonic() > deadline:
                 raise BadRun(f"{sorted(wanted)} not reached in {WAIT_S:.0f} s: {training.said()}")
             if training.train.poll() is not None:
                 raise BadRun(f"the run ended before {sorted(wanted)}: {training.said()}")
             time.sleep(POLL_S)
-
-    def _resume(self, training: Run, armed: list[str]) -> None:
-        os.environ[STOP_VARIABLE] = ",".join(armed)
-        try:
-            training.resume()
-        finally:
-            del os.environ[STOP_VARIABLE]
 
     def _stopped_at(self, place: str) -> int:
         """The process that stands still there; 0: none does."""
@@ -205,15 +174,13 @@ class Kills:
 
     def _kill(self, training: Run, place: str, stopped: int) -> None:
         deadline = time.monotonic() + BACK_S
-        while not (victims := list(self._victims(training, self.plan[place], stopped))):
+        while not (victims := self._victims(training, stopped)):
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        for pid in victims:
-            with _may_be_gone():
-                os.kill(pid, signal.SIGKILL)
-        if self.plan[place] == "all":
-            training.train.wait()
+        with _may_be_gone():
+            if victims:
+                os.kill(self.chance.choice(victims), signal.SIGKILL)
         with _may_be_gone():
             os.kill(stopped, signal.SIGCONT)
         if victims:
@@ -221,49 +188,11 @@ class Kills:
         else:
             self.missed.append(place)
 
-    def _victims(self, training: Run, victim: str, stopped: int) -> Iterator[int]:
+    def _victims(self, training: Run, stopped: int) -> list[int]:
         """Process ids; none where there is no such process now."""
-        if victim == "all":
-            yield from _everything(training)
-            return
-        found = {holder.name: holder.pid for holder in holders(training.run_dir)}
-        if victim in ("store", "coordinator"):
-            yield from (pid for name, pid in found.items() if name.partition("-")[0] == victim)
-            return
-        replicas = [pid for name, pid in found.items() if name.partition("-")[0] == Role.ROLLOUT]
-        near = [pid for pid in replicas if pid in (stopped, *_ancestors(stopped))] or replicas
-        candidates = list[int]()
-        for pid in near:
-            warm = _warm(pid)
-            sessions = [p for one in warm for p in _sessions(one)]
-            own = [stopped] if stopped in sessions else sessions
-            candidates += {"replica": [pid], "worker": warm, "session": own}[victim]
-        if candidates:
-            yield self.chance.choice(candidates)
-
-
-def _everything(training: Run) -> list[int]:
-    """The processes of a run; the one that would start others again is the first."""
-    with _may_be_gone():
-        tree = psutil.Process(training.train.pid).children(recursive=True)
-        pids = [training.train.pid, *(process.pid for process in tree)]
-        return list(dict.fromkeys([*pids, *(h.pid for h in holders(training.run_dir))]))
-    return []
-
-
-def _warm(replica: int) -> list[int]:
-    with _may_be_gone():
-        children = psutil.Process(replica).children()
-        return [p.pid for p in children if "session_process" in " ".join(p.cmdline())]
-    return []
-
-
-def _sessions(warm: int) -> list[int]:
-    """The oldest child is the guard."""
-    with _may_be_gone():
-        children = sorted(psutil.Process(warm).children(), key=lambda p: p.create_time())
-        return [process.pid for process in children[1:]]
-    return []
+        role = Role.ROLLOUT if self.victim == "replica" else Role.STORE
+        pids = [h.pid for h in holders(training.run_dir) if h.name.partition("-")[0] == role]
+        return [pid for pid in pids if pid in (stopped, *_ancestors(stopped))] or pids
 
 
 def _ancestors(pid: int) -> list[int]:
@@ -309,6 +238,17 @@ class Stored:
         """Those that the environment has lost, with their rewards."""
         return [(row[0], row[2]) for row in self.rows if row[4] in LOST]
 
+    @property
+    def lost(self) -> int:
+        """Calls whose end nobody knows."""
+        return sum(status == "lost" for _, status in self.calls)
+
+    @property
+    def smaller(self) -> int:
+        """Groups that were trained without one of their trajectories."""
+        sizes = [len(rows) for of_step in self.groups().values() for rows in of_step.values()]
+        return sum(size < max(sizes) for size in sizes)
+
     def groups(self) -> dict[int, dict[str, list[tuple[float, int]]]]:
         """(reward, tokens) of the trained rows, by step and group."""
         steps: dict[int, dict[str, list[tuple[float, int]]]] = {}
@@ -346,7 +286,7 @@ def _per_token(rows: list[tuple[float, int]]) -> np.ndarray[Any, np.dtype[np.flo
     return np.repeat((rewards - rewards.mean()) / (rewards.std(ddof=1) + CLOSE), tokens)
 
 
-def twice(made: Iterable[str], calls: Sequence[tuple[str, str]]) -> list[str]:
+def miscounted(made: Iterable[str], calls: Sequence[tuple[str, str]]) -> list[str]:
     """Arguments with which more calls were made than the store knows of, or fewer than it has."""
     times = Counter(_key(*json.loads(line)) for line in made)
     known, done, lost = Counter[str](), Counter[str](), Counter[str]()
@@ -364,88 +304,28 @@ def _key(a: object, b: object) -> str:
     return f"{a}+{b}"
 
 
-def judged(kills: Kills, run_dir: Path, effects: str, reference: Stored) -> dict[str, Any]:
-    """The figures of a run with kills, and what is wrong with them."""
-    stored, should = Stored(run_dir), reference.scored
-    made = (kills.home / "calls").read_text().splitlines()
+def problems_of(kills: Kills, stored: Stored, reference: Stored) -> list[str]:
+    """What is wrong with a run with kills whose calls are to be made once.
+
+    A call was made twice (by its arguments: as many times as the store knows, at most, and where no
+    end of them is lost exactly as often), a trajectory that was scored in both runs differs in
+    tokens, contexts or score, one that was dropped has a score, or the smallest, mean or largest
+    advantage of a step is another than that of the rows that it trained.
+    """
+    should, made = reference.scored, (kills.home / "calls").read_text().splitlines()
     both = {key: value for key, value in stored.scored.items() if key in should}
     differ = sorted(name for name, value in both.items() if value != should[name])
-    groups = [rows for of_step in stored.groups().values() for rows in of_step.values()]
-    size = max(map(len, groups))
-    found: dict[str, Any] = {
-        "kills": kills.kills,
-        "missed": kills.missed,
-        "noted": len(stored.calls),
-        "made": len(made),
-        "lost": sum(status == "lost" for _, status in stored.calls),
-        "dropped": len(stored.dropped),
-        "smaller": sum(len(rows) < size for rows in groups),
-        "compared": len(both),
-        "differ": len(differ),
-        "advantage": stored.advantages(),
-    }
     problems = [f"{name} differs from the run without kills" for name in differ[:5]]
     could = min(len(stored.scored), len(should))  # the longer run has trajectories of its own
     if len(both) < could // 2:
         problems.append(f"{len(both)} of {could} trajectories could be compared")
     scored = [name for name, reward in stored.dropped if reward is not None]
     problems += [f"{name} was dropped and has a score" for name in scored]
-    if effects == "once":
-        problems += [f"calls of {k}" for k in twice(made, stored.calls)[:5]]
-    elif stored.dropped:
-        problems.append(f"{len(stored.dropped)} trajectories were dropped")
-    if found["advantage"] > CLOSE:
+    wrong = miscounted(made, stored.calls)
+    problems += [f"calls of {key} were not made as often as the store says" for key in wrong[:5]]
+    if stored.advantages() > CLOSE:
         problems.append("advantages differ")
-    return found | {"problems": problems}
-
-
-def places_of(effects: str, places: Sequence[str] = PLACES) -> tuple[str, ...]:
-    return tuple(p for p in places if effects == "once" or p != ONLY_ONCE)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--effects", nargs="+", choices=("once", "pure"), default=("once", "pure"))
-    parser.add_argument("--victims", type=_names_of(VICTIMS), default=VICTIMS)
-    parser.add_argument("--places", type=_names_of(PLACES), default=PLACES)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="directory of the runs, to be left there")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
-    args = parser.parse_args()
-    worse, kills = False, 0
-    with tempfile.TemporaryDirectory() as directory:
-        parent = (args.keep or Path(directory)).absolute()
-        undisturbed = Kills(parent / "undisturbed", "pure", {}, args.seed)
-        steps = f"trainer.total_training_steps={REFERENCE_STEPS}"
-        reference = Stored(undisturbed.run((*args.settings, steps)))
-        steps = f"trainer.total_training_steps={STEPS_MAX}"
-        for effects in args.effects:
-            for victim in args.victims:
-                plan = dict.fromkeys(places_of(effects, args.places), victim)
-                one = Kills(parent / f"{effects}-{victim}", effects, plan, args.seed)
-                try:
-                    run_dir = one.run((*args.settings, steps))
-                    found = judged(one, run_dir, effects, reference)
-                except BadRun as error:
-                    found = {"kills": one.kills, "problems": [str(error)]}
-                print(json.dumps({"effects": effects, "victim": victim, **found}), flush=True)
-                worse |= bool(found["problems"])
-                kills += one.kills
-    print(json.dumps({"kills": kills, "worse": worse}))
-    return int(worse)
-
-
-def _names_of(known: Sequence[str]) -> Any:
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(text.split(","))
-        if not set(found) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text!r}: known are {', '.join(known)}")
-        return found
-
-    return parse
+    return problems
 
 
 assert set(PLACES) <= {*POINTS, *TOOL}
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""TRL's half of tools/bench/beside_trl.py: the same GRPO run, by TRL's trainer.
+"""TRL's half of tools/bench/beside_trl: the same GRPO run, by TRL's trainer.
 
-Reads   JOB: a JSON file that beside_trl.py has written, with the rows and all settings
+Reads   JOB: a JSON file that the other half has written, with the rows and all settings
 Writes  OUT/rank-N.jsonl: a line after every step, with the reward and the CPU seconds so far of
         this process and of the parts of its steps; OUT/step-N/: the model after every few steps
 

@@ -1,5 +1,4 @@
-"""What a rank of the trainer pays for a publish: its rows into the slot, beside a plain copy of
-them and beside a gather of all rows at rank 0.
+"""What a rank of the trainer pays for a publish: its rows into the slot, beside a copy of them.
 
 Gives   `layout`, of a version; `ranks_rounds`: CPU seconds of all ranks together, by round and way
 
@@ -33,7 +32,7 @@ from laminar.weights.version.slot_writer import Target, encode
 from laminar.weights.version.tensors import write_tensors
 
 RANKS = 2
-WAYS = ("publish", "copy", "gather")
+WAYS = ("publish", "copy")
 LIMIT_S = 300.0
 WIDTH, VOCABULARY = 1024, 4096
 CPU = torch.device("cpu")
@@ -110,7 +109,7 @@ def _serve(
     os._exit(0)
 
 
-def _ways(ranks: Ranks, slot: str, specs: tuple[mf.TensorSpec, ...]) -> tuple[Way, Way, Way]:
+def _ways(ranks: Ranks, slot: str, specs: tuple[mf.TensorSpec, ...]) -> tuple[Way, Way]:
     mesh, put = ranks.mesh(CPU), RowWriter()
     tensors = {}
     for spec in specs:
@@ -120,7 +119,6 @@ def _ways(ranks: Ranks, slot: str, specs: tuple[mf.TensorSpec, ...]) -> tuple[Wa
     nbytes = mf.check_tensors(specs)
     target = encode(Target(path=slot, offset=0, nbytes=nbytes, specs=specs, kept=True))
     view = np.memmap(slot, np.uint8, "r+")
-    whole = [torch.empty(spec.shape) for spec in specs] if ranks.rank == 0 else []
 
     def publish() -> None:
         rows = ((name, rows_of(tensor)) for name, tensor in tensors.items())
@@ -133,12 +131,4 @@ def _ways(ranks: Ranks, slot: str, specs: tuple[mf.TensorSpec, ...]) -> tuple[Wa
             nbytes = data.numel() * data.element_size()
             np.copyto(view[begin : begin + nbytes].view(np.float32), data.numpy().reshape(-1))
 
-    def gather() -> None:
-        for number, spec in enumerate(specs):
-            own = rows_of(tensors[spec.name]).data
-            parts = list(whole[number].chunk(RANKS)) if ranks.rank == 0 else None
-            dist.gather(own, parts)
-        if ranks.rank == 0:
-            write_tensors(view, specs, zip(tensors, whole, strict=True))
-
-    return publish, copy, gather
+    return publish, copy

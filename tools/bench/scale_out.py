@@ -1,6 +1,7 @@
 """Does the control plane keep up? An emulated run of many replicas, whose coordinator is killed.
 
-Usage: python tools/bench/emulated.py [-c configs/emulated_256.toml] [--seconds 300] [key=value ...]
+Usage: python -m tools.bench.scale_out [-c configs/emulated_256.toml] [--seconds 300]
+           [key=value ...]
 Prints one JSON line per figure; exits 1 when the run fails, its books do not agree or its log does
 not replay.
 
@@ -38,22 +39,16 @@ from typing import Any
 import numpy as np
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
-
-from laminar.analysis.log.process_logs import log_lines  # noqa: E402
-from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event  # noqa: E402
-from laminar.analysis.log.timeline import read_spans  # noqa: E402
-from laminar.eventlog.record import DecisionRecord, EventRecord  # noqa: E402
-from laminar.events import commands as cmd  # noqa: E402
-from laminar.events import events as ev  # noqa: E402
+from laminar.analysis.log.process_logs import log_lines
+from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event
+from laminar.analysis.log.timeline import read_spans
+from laminar.eventlog.record import DecisionRecord, EventRecord
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from tools.kit.real_run import ROOT, laminar, read_json
 
 POLL_S = 0.5
 START_S, END_S = 300.0, 300.0
-
-
-def laminar(*words: str) -> list[str]:
-    return [sys.executable, "-m", "laminar.cli.main", *words]
 
 
 def tell(name: str, value: Any) -> None:
@@ -100,15 +95,6 @@ class Meter:
 
     def _log_bytes(self) -> int:
         return sum(file.stat().st_size for file in (self._run_dir / "events").glob("events-*"))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Of a run that may not have written it yet."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except (OSError, ValueError):
-        return {}
 
 
 @dataclass

@@ -25,7 +25,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import TrajectoryId
-from tools.bench.repack_measures import (
+from tools.bench.repack.measures import (
     GROUP_SIZE,
     SAMPLE_S,
     SECOND,

@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from laminar.core.scheduling.admission import bound_holds
 from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.names import ids
-from tools.bench.repack_measures import (
+from tools.bench.repack.measures import (
     GROUP_SIZE,
     SAMPLE_S,
     SECOND,

@@ -1,0 +1,105 @@
+"""A `laminar train` of real processes, for the benches and the scorecard: started, watched, ended.
+
+Gives   Run; check, of a run that has ended; laminar, the command line; read_json; BadRun
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from laminar.run.directory import run_config
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.05
+WAIT_S = 180.0
+CHECKS = (("audit",), ("log", "replay"))
+RETRAIN = ("retrain",)  #: an emulated run has nothing that could be trained again
+
+
+class BadRun(RuntimeError):
+    """The run has not come through; the text says what it did instead."""
+
+
+class Run:
+    """A `laminar train`."""
+
+    def __init__(self, run_dir: Path, config: str, settings: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.output = run_dir.parent / f"{run_dir.name}.output"
+        self.train = self._start("-c", config, *settings, *place)
+
+    def resume(self, settings: Sequence[str] = ()) -> None:
+        """Of a run whose processes are all gone."""
+        self.train = self._start("--resume", str(self.run_dir), *settings)
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(
+                laminar("train", *words), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def step(self) -> int:
+        return int(read_json(self.run_dir / "status.json").get("step", -1))
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step() >= step, f"step {step} is done")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            if self.train.poll() is not None:
+                raise BadRun(f"the run ended before {what}: {self.said()}")
+            if time.monotonic() > deadline:
+                raise BadRun(f"waited {WAIT_S:.0f} s until {what}: {self.said()}")
+            time.sleep(POLL_S)
+
+    def drain(self) -> None:
+        """Ends it gracefully, two steps from now: `status.json` may lag behind by one."""
+        self.until_step(self.step() + 2)
+        self.train.send_signal(signal.SIGTERM)
+
+    def end(self) -> int:
+        return self.train.wait(WAIT_S * 5)
+
+    def close(self) -> None:
+        """Nothing of it stays behind, also when it has not come through."""
+        if self.train.poll() is None:
+            self.train.send_signal(signal.SIGTERM)
+            self.train.send_signal(signal.SIGTERM)
+            self.train.wait(WAIT_S)
+
+    def said(self) -> str:
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
+
+
+def check(run_dir: Path, *, weights: bool = True) -> None:
+    """The books agree, the log replays, the weights come out again, where asked; BadRun."""
+    retrain = weights and not run_config(run_dir).is_emulated
+    for words in (*CHECKS, RETRAIN) if retrain else CHECKS:
+        done = subprocess.run(
+            laminar(*words, str(run_dir)), cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise BadRun(f"laminar {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def laminar(*words: str) -> list[str]:
+    return [sys.executable, "-m", "laminar.cli.main", *words]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Of a run that may not have written it yet."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
