@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from laminar.weights.arena.region import Region
-from laminar.weights.arena.slots import Lease, SlotTable
+from laminar.weights.arena.slots import SlotTable
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Status
 from laminar.weights.chain.transfer_thread import Plane
@@ -37,6 +37,7 @@ from laminar.weights.version import manifest as mf
 RUN = "bench"
 KEY = b"the key of the run"
 ANSWER_S = 60.0
+SLOTS = 3
 Fill = Callable[[int, np.ndarray], None]  #: (version, bytes of a slot)
 _MADV_POPULATE_WRITE = 23  # Python's mmap has no name for it
 
@@ -80,7 +81,6 @@ class RelayProcess:
         fill: Fill,
         *,
         host: str = "127.0.0.1",
-        slots: int = 3,
         incarnation: int = 1,
         run: str = RUN,
         grants: bool = True,
@@ -91,7 +91,7 @@ class RelayProcess:
         context = mp.get_context("fork")
         self.name = name
         self.happened: list[Happened] = []
-        files = [os.memfd_create(f"{name}-{slot}") for slot in range(slots)]
+        files = [os.memfd_create(f"{name}-{slot}") for slot in range(SLOTS)]
         for file in files:
             os.truncate(file, slot_bytes)
         self.memory = [mmap.mmap(file, slot_bytes) for file in files]
@@ -128,23 +128,6 @@ class RelayProcess:
         """Fill a slot, hash and publish it; its digest, and when it went to the plane."""
         answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
         return answer
-
-    def grant(self) -> int:
-        """A slot for a trainer that writes itself; `commit` follows."""
-        slot: int = self._call("grant")
-        return slot
-
-    def commit(self, slot: int, version: int, chunk_bytes: int) -> None:
-        """The slot is written; the relay hashes and publishes it after its answer."""
-        self._call("commit", slot, version, chunk_bytes)
-
-    def lease(self) -> tuple[int, int, int]:
-        """(lease, slot, version) of the latest version that is here."""
-        answer: tuple[int, int, int] = self._call("lease")
-        return answer
-
-    def release(self, lease_id: int) -> None:
-        self._call("release", lease_id)
 
     def publish_share(self, like: mf.Draft, rank: int) -> None:
         """Fill a slot, but count only the chunks of one rank as written."""
@@ -184,11 +167,6 @@ class RelayProcess:
 
     def bytes_of(self, slot: int) -> memoryview:
         return memoryview(self.memory[slot])
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
 
     def kill(self) -> None:
         """kill -9."""
@@ -286,8 +264,6 @@ class _Stub:
             if kind == "report":
                 self._handle(value.report)
                 pipe.send((kind, value))
-            elif kind == "publish":
-                self._publish(*value)
             else:
                 method, args = value
                 pipe.send(("answer", getattr(self, f"do_{method}")(*args)))
@@ -339,25 +315,7 @@ class _Stub:
         self.plane.fetch(version, holder)
 
     def do_publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
-        return self._publish(self._filled("trainer", version), version, chunk_bytes)
-
-    def do_grant(self) -> int:
-        grant = self.slots.grant("trainer")
-        assert grant is not None, self.slots
-        return grant.slot
-
-    def do_commit(self, slot: int, version: int, chunk_bytes: int) -> None:
-        self.todo.put(("publish", (slot, version, chunk_bytes)))
-
-    def do_lease(self) -> tuple[int, int, int]:
-        lease = self.slots.lease(0, "replica", exact=False)
-        assert isinstance(lease, Lease), lease
-        return lease.lease_id, lease.slot, lease.version
-
-    def do_release(self, lease_id: int) -> None:
-        self.slots.release(lease_id)
-
-    def _publish(self, slot: int, version: int, chunk_bytes: int) -> tuple[str, float]:
+        slot = self._filled("trainer", version)
         view = memoryview(self.memory[slot])
         like = draft(version, view.nbytes, chunk_bytes)
         bounds = mf.chunk_bounds(like)
