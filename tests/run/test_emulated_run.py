@@ -12,7 +12,7 @@ from laminar.cli.commands import run
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.run.conftest import Finished, history, laminar
-from tools.kit.lost_answers import lost_answers, read_log
+from tools.bench.kills.lost_answers import lost_answers, read_log
 
 pytestmark = pytest.mark.process
 

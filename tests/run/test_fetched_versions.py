@@ -19,7 +19,7 @@ from laminar.events import events as ev
 from laminar.names.ids import GroupId, trajectory_seed
 from tests.run.conftest import ROOT, Finished, check_books, command, history
 from tests.run.test_interruptions import end, status, until
-from tools.kit.lost_answers import lost_answers, read_log
+from tools.bench.kills.lost_answers import lost_answers, read_log
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 

@@ -11,7 +11,7 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event
 from laminar.names import ids
 from laminar.names.ids import Purpose
-from tools.kit.lost_answers import Log, Told, lost_answers
+from tools.bench.kills.lost_answers import Log, Told, lost_answers
 
 MS = 1_000_000  #: nanoseconds
 NAME = "rollout-4"

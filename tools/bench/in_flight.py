@@ -37,10 +37,10 @@ from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.run.directory import run_config
+from tools.bench.kills.lost_answers import Log, read_log
 from tools.bench.repack.in_flight import InFlight
 from tools.bench.repack.measures import GROUP_SIZE, Seen, Setup
 from tools.bench.repack.world import RepackWorld
-from tools.kit.lost_answers import Log, read_log
 from tools.kit.real_run import BadRun, Run, check, read_json
 
 CONFIG = "configs/emulated_4.toml"

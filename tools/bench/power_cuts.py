@@ -35,7 +35,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.ids import Purpose
 from laminar.run.lock import holders
-from tools.bench.kills import APART_S
+from tools.bench.kills.killed_run import APART_S
 from tools.kit.real_run import POLL_S, BadRun, Run, check
 
 

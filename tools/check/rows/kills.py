@@ -4,7 +4,7 @@ Reads   configs/quickstart.toml
 Gives   ROWS
 
 A run must end with exit code 0, three books that agree, a log that replays and weights that can be
-trained again from it (tools/bench/kills.py, which also says how long each part took).
+trained again from it (tools/bench/kills, which also says how long each part took).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from laminar.names.roles import Role
-from tools.bench import kills
+from tools.bench.kills import killed_run as kills
 from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.real_run import BadRun
 
