@@ -109,27 +109,6 @@ def test_ends_with_negative_counts_leave_the_command_to_its_deadline() -> None:
     assert (order.actor, order.reason) == ("store-0", "EndTrajectories was not done in time")
 
 
-def test_replica_cannot_finish_what_runs_elsewhere() -> None:
-    bench = Bench(replicas=2, capacity=2, max_staleness=2)
-    bench.start()
-    here = bench.trajectory("0.0.0")
-    other = "rollout-1" if here.replica == "rollout-0" else "rollout-0"
-    finished = ev.TrajectoryFinished(
-        trajectory_id=here.id, placement=here.placement, num_tokens=3, finish_reason="stop"
-    )
-    assert bench.say(other, finished) == []
-    assert here.status == "dispatched"
-
-
-def test_rows_are_counted_once() -> None:
-    """A second store process under another name must not change how many prompts there are."""
-    bench = trained()
-    bench.join("store-1")
-    again = ev.DataLoaded(num_train=1, num_eval=9, overlap=0, digest="d")
-    assert bench.say("store-1", again) == []
-    assert (bench.state.num_train, bench.state.num_eval) == (40, 0)
-
-
 def test_head_that_received_what_was_not_published_is_no_end_of_the_wait() -> None:
     """The relay of the trainer's machine names the last version before its step is completed."""
     bench = Bench(total_steps=1, groups_per_step=1)
@@ -161,14 +140,6 @@ def test_exit_of_a_process_that_nobody_knows(restarting: bool) -> None:
     assert bool(bench.state.failure) == (not restarting)
     bench.say("node-0", exited)
     assert bench.state.ignored == {"ProcessExited: never-joined": 2 if restarting else 1}
-
-
-def test_exit_that_is_told_twice_is_counted_once() -> None:
-    bench = Bench(replicas=2)
-    bench.start()
-    bench.kill("rollout-0", restarting=False)
-    assert bench.kill("rollout-0", restarting=False) == []
-    assert bench.state.ignored == {"ProcessExited: repeat": 1}
 
 
 def test_complaint_of_a_run_that_ends_anyway_is_counted() -> None:

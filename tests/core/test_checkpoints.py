@@ -117,22 +117,3 @@ def test_lost_work_whose_checkpoint_is_removed_starts_over() -> None:
     assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
     again = only(cmd.GenerateTrajectory, save(bench, 1, "checkpoints/step_1", kept=(1,)))
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
-
-
-def test_checkpoints_that_are_not_kept_are_forgotten() -> None:
-    bench = with_an_evicted_version()
-    save(bench, 0)
-    save(bench, 1, "checkpoints/step_1", kept=(1,))
-    assert bench.state.saved == {1: "checkpoints/step_1"}
-
-
-def test_words_of_checkpoints_that_change_nothing_are_counted() -> None:
-    bench = with_an_evicted_version()
-    save(bench, 0)
-    save(bench, 0)
-    bench.say("rollout-1", ev.CheckpointRefused(version=0, reason="late"))
-    assert bench.state.saved == {0: PATH}
-    assert bench.state.ignored == {
-        "CheckpointSaved: repeat": 1,
-        "CheckpointRefused: not-pulling": 1,
-    }

@@ -111,27 +111,6 @@ def test_evicted_version_means_start_over_at_once() -> None:
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
 
 
-def test_replica_whose_last_answer_fails_pulls_what_is_newer() -> None:
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
-    bench.start()
-    bench.complete("0.1")
-    bench.train()
-    bench.finish("0.0.0")
-    assert [p.version for p in only(cmd.PullWeights, bench.fail("0.0.1"))] == [1]
-
-
-def test_version_that_is_evicted_while_lost_work_waits_for_it_is_not_waited_for() -> None:
-    """The relay was asked for version 1 once more, and says what it holds by now."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2)
-    bench.start()
-    bench.complete("0.1")
-    bench.train()
-    bench.load("rollout-1")
-    assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
-    again = only(cmd.GenerateTrajectory, bench.publish(1, 1, held=(1,)))
-    assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
-
-
 def test_version_gone_during_a_reserved_pull() -> None:
     """The version was evicted between the command and the load: the relay says so, and the lost
     answer starts over on what there is."""
@@ -150,23 +129,6 @@ def test_version_gone_during_a_reserved_pull() -> None:
     }
 
 
-def test_version_gone_for_an_evaluation_pulls_what_there_is() -> None:
-    """The version of an unfinished evaluation is evicted while it is pulled: the evaluation moves
-    to the newest version, which is pulled instead."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, num_eval=2, val_before_train=True)
-    bench.start()
-    bench.complete("0.0")
-    bench.train()
-    bench.fail("0.1.0")
-    bench.fail("0.1.1")
-    bench.kill()
-    bench.come_back()
-    pull = bench.pull_of("rollout-0")
-    assert pull is not None and (pull.version, pull.purpose) == (0, "evaluation")
-    again = bench.say("rollout-0", ev.VersionGone(version=0, held=(1,)))
-    assert [c.version for c in only(cmd.PullWeights, again)] == [1]
-
-
 def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
     """A prompt kills whatever runs it. After the third death it is given up and its group ends, so
     that the run goes on with the others."""
@@ -182,19 +144,6 @@ def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
     assert bench.open_groups() == ["0.1"]
 
 
-def test_rewards_of_a_lost_replica_are_worked_out_elsewhere() -> None:
-    """The answer is durable, only its reward was lost with the process: no token is generated
-    again, another replica scores it."""
-    bench = pair()
-    bench.finish("0.0.0")
-    commands = bench.kill("rollout-0")
-    scored = only(cmd.ScoreTrajectories, commands)
-    assert [(c.to, [i.trajectory_id for i in c.items]) for c in scored] == [
-        ("rollout-1", ["0.0.0"])
-    ]
-    assert "0.0.0" not in {c.trajectory_id for c in only(cmd.GenerateTrajectory, commands)}
-
-
 def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
     """The only replica dies while it scores: the reward is unscored until it is back."""
     bench = Bench(max_staleness=0)
@@ -204,32 +153,6 @@ def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
     assert list(bench.state.unscored) == ["0.0.0"]
     assert only(cmd.ScoreTrajectories, bench.come_back())
     assert not bench.state.unscored
-
-
-def test_answer_that_was_complete_before_the_death_is_not_generated_again() -> None:
-    """The replica died between its last token and saying so. Whoever opens it next finds it
-    complete and reports it finished without having started it."""
-    bench = pair()
-    bench.kill("rollout-0")
-    assert bench.trajectory("0.0.0").status == "dispatched"
-    assert only(cmd.ScoreTrajectories, bench.finish("0.0.0"))
-
-
-def test_complaining_replica_is_fenced_and_its_work_moves() -> None:
-    """An engine runs out of memory and says so before it exits."""
-    bench = pair()
-    failed = ev.ActorFailed(reason="out of memory", user_error=False)
-    moved = bench.say("rollout-0", failed)
-    assert {c.to for c in only(cmd.GenerateTrajectory, moved)} == {"rollout-1"}
-    assert not bench.state.failure
-
-
-def test_engine_that_stays_silent_is_restarted_once() -> None:
-    """Its node needs longer than one progress interval to kill it: it is not asked again."""
-    bench = Bench(stall_ms=1_000)
-    bench.start()
-    restarts = only(cmd.RestartActor, bench.wait(5_500))
-    assert [(c.to, c.actor) for c in restarts] == [("node-0", "rollout-0")]
 
 
 def starting(**changes: object) -> Bench:
@@ -252,13 +175,6 @@ def test_engine_that_does_not_come_up_is_started_again() -> None:
     assert not only(cmd.RestartActor, bench.wait(6_999))
     bench.ready("rollout-0")
     assert not only(cmd.RestartActor, bench.wait(7_000)) and not bench.state.failure
-
-
-def test_engine_that_does_not_come_up_and_is_not_started_again_is_fenced() -> None:
-    bench = starting(engine_start_ms=7_000)
-    bench.wait(7_000 + RESTART_TIMEOUT_MS)
-    assert not bench.state.actor_alive("rollout-0")
-    assert "rejoin:rollout-0" in bench.state.timers
 
 
 def test_engine_that_starts_while_the_run_ends_is_left_alone() -> None:

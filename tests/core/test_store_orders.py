@@ -215,26 +215,3 @@ def test_silence_while_the_run_ends_has_it_restarted_and_others_not() -> None:
     assert only(cmd.RestartActor, bench.silent("rollout-0")) == []
     (refused,) = only(cmd.RefuseActor, bench.join("rollout-0", "b"))
     assert refused.reason == "the run is ending"
-
-
-def test_its_death_while_the_run_stops_is_no_news() -> None:
-    bench = trained()
-    bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
-    bench.write_ends()
-    assert bench.state.phase == Phase.STOPPING
-    bench.kill("store-0")
-    (refused,) = only(cmd.RefuseActor, bench.join("store-0", "b"))
-    assert refused.reason == "the run is ending"
-
-
-def test_another_process_joins_before_its_death_is_known() -> None:
-    bench = trained()
-    bench.come_back("store-0")
-    bench.write_ends()
-    assert bench.state.ledger.trajectories.trained == 2 and not bench.state.failure
-
-
-def test_ready_twice_is_a_repeat() -> None:
-    bench = trained()
-    bench.ready("store-0")
-    assert bench.state.ignored["DataLoaded: repeat"] == 1

@@ -133,18 +133,6 @@ def test_drain_while_the_trainer_waits() -> None:
     assert books_closed(bench)
 
 
-def test_drain_before_the_weights_are_loaded_begins_no_evaluation() -> None:
-    """An evaluation was due when Ctrl-C came; it is not begun any more."""
-    bench = small(val_before_train=True)
-    for name in ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0"):
-        bench.join(name)
-    for name in ("store-0", "relay-0", "trainer-0", "rollout-0"):
-        bench.ready(name)
-    bench.publish(0, 0)
-    commands = bench.own(DRAIN)
-    assert not only(cmd.GenerateTrajectory, commands + bench.load_all())
-
-
 def test_drain_while_a_batch_is_trained_completes_it() -> None:
     """The step that is under way is not thrown away."""
     bench = small()
@@ -174,14 +162,6 @@ def test_start_without_a_replica_ends_the_run_in_time() -> None:
     assert bench.state.failure.endswith("missing rollout")
 
 
-def test_start_waits_for_one_replica() -> None:
-    """The last to join is a replica: from then on its own silence tells of it."""
-    bench = small()
-    published_without_a_replica(bench)
-    bench.join("rollout-0")
-    assert "start" not in bench.state.timers
-
-
 @pytest.mark.parametrize("draining", [False, True])
 def test_stop_at_once_neither_completes_the_step_nor_exports(draining: bool) -> None:
     """Ctrl-C for the second time, or without a first: everybody stops when the books are closed."""
@@ -200,35 +180,6 @@ def test_stop_at_once_neither_completes_the_step_nor_exports(draining: bool) -> 
     assert bench.state.ledger.groups.trained == 0 and books_closed(bench)
 
 
-def test_stop_at_once_while_exporting_waits_for_no_export() -> None:
-    bench = small()
-    to_the_export(bench)
-    bench.own(DRAIN)
-    bench.own(AT_ONCE)
-    bench.write_ends()
-    bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 130)
-
-
-def test_stop_at_once_of_a_run_that_has_failed_keeps_its_reason() -> None:
-    bench = small()
-    bench.start()
-    bench.say("trainer-0", ev.ActorFailed(reason="no memory", user_error=False))
-    bench.own(AT_ONCE)
-    bench.write_ends()
-    bench.stop()
-    assert (bench.state.exit_code, bench.state.failure) == (1, "trainer-0: no memory")
-
-
-def test_drain_while_exporting_leaves_out_the_last_evaluation() -> None:
-    bench = small()
-    to_the_export(bench)
-    bench.own(DRAIN)
-    exported(bench)
-    bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
-
-
 def test_drain_while_exporting_gives_up_a_running_evaluation() -> None:
     """A regular evaluation was still running; when the export is out, its answers are dropped."""
     bench = small(total_steps=1, val_before_train=True)
@@ -244,22 +195,6 @@ def test_drain_while_exporting_gives_up_a_running_evaluation() -> None:
     }
     bench.stop()
     assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
-
-
-def test_drain_pays_an_owed_publish_before_the_export() -> None:
-    """The last weights were skipped while their batch was trained, and then Ctrl-C came."""
-    bench = small(total_steps=6, max_staleness=2)
-    bench.start()
-    bench.complete("0.0")
-    bench.skip_publish()
-    bench.train(publish=False)
-    bench.publish(1, 1)
-    bench.complete("0.1")
-    bench.skip_publish()
-    bench.own(DRAIN)
-    commands = bench.train(publish=False)
-    assert [c.version for c in only(cmd.PublishWeights, commands)] == [2]
-    assert only(cmd.ExportModel, bench.publish(2, 2))
 
 
 def test_drain_during_the_last_evaluation_ends_it() -> None:
@@ -313,13 +248,6 @@ def test_start_that_waits_for_the_first_weights_says_so() -> None:
     assert "the first weights to be published" in bench.state.failure
 
 
-def test_start_without_anybody_names_all() -> None:
-    bench = small(start_timeout_ms=1_000)
-    bench.wait(1_000)
-    assert bench.state.failure.endswith("missing store, relay, trainer, rollout")
-    assert bench.state.phase == "ended"
-
-
 @pytest.mark.parametrize("name", ["trainer-0", "relay-0"])
 def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None:
     """Its process dies in the middle of the run, with a batch in training and answers under way."""
@@ -339,17 +267,6 @@ def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None
     assert set(bench.state.ledger.trajectories.dropped) == {"run-ended"}
 
 
-def test_loss_of_the_store_ends_the_run_and_leaves_the_books_open() -> None:
-    """Nobody can write the ends, so nothing may claim that they were written."""
-    bench = small()
-    bench.start()
-    bench.kill("store-0", restarting=False)
-    assert bench.state.failure.startswith("the store is lost")
-    bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
-    assert bench.state.ledger.trajectories.live == 2
-
-
 def test_trainer_that_cannot_go_on_gives_its_reason_and_user_errors_exit_2() -> None:
     """A mistake in the model's path is the user's; out of memory is not."""
     for user_error, code in ((True, 2), (False, 1)):
@@ -358,14 +275,6 @@ def test_trainer_that_cannot_go_on_gives_its_reason_and_user_errors_exit_2() -> 
         bench.say("trainer-0", ev.ActorFailed(reason="no such model", user_error=user_error))
         assert bench.state.failure == "trainer-0: no such model"
         assert bench.state.exit_code == code
-
-
-def test_user_error_of_a_replica_ends_the_run_too() -> None:
-    """A reward function that cannot be imported fails on every replica."""
-    bench = small()
-    bench.start()
-    bench.say("rollout-0", ev.ActorFailed(reason="no module named rewards", user_error=True))
-    assert (bench.state.failure, bench.state.exit_code) == ("rollout-0: no module named rewards", 2)
 
 
 def test_last_replica_that_is_not_restarted_ends_the_run() -> None:
@@ -463,15 +372,6 @@ def test_process_that_exits_instead_of_saying_goodbye_counts_as_stopped() -> Non
         bench.kill(name, restarting=False)
     bench.say("node-0", ev.ActorLeft())
     assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")
-
-
-def test_replica_that_never_comes_back_is_not_missed_by_the_others() -> None:
-    bench = Bench(replicas=2)
-    bench.start()
-    bench.kill("rollout-0")
-    bench.wait(bench.settings.start_timeout_ms)
-    assert "rejoin:rollout-0" not in bench.state.timers
-    assert bench.state.phase == "running" and not bench.state.failure
 
 
 def test_replica_that_said_goodbye_is_watched_no_more() -> None:

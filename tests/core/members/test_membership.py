@@ -8,26 +8,12 @@ import pytest
 from laminar.core.machine import Machine
 from laminar.core.rules import LOGIC_VERSION, LogicError
 from laminar.core.state.indexes import take_left
-from laminar.core.state.state import digest
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
 from tools.kit.bench import Bench, only
-from tools.kit.world_parts import coordinator_started, settings
-
-
-def test_every_process_gets_its_own_incarnation() -> None:
-    bench = Bench()
-    accepted = [bench.join(n)[0] for n in ("node-0", "store-0", "rollout-0")]
-    assert [c.incarnation for c in only(cmd.AcceptActor, accepted)] == [1, 2, 3]
-
-
-def test_join_that_is_repeated_changes_nothing() -> None:
-    bench = Bench()
-    bench.join("store-0")
-    assert bench.join("store-0") == []
-    assert bench.state.ignored == {"ActorJoined: repeat": 1}
+from tools.kit.world_parts import coordinator_started
 
 
 def test_new_process_of_a_name_fences_the_old_one() -> None:
@@ -122,33 +108,14 @@ def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_i
     )
 
 
-def test_stranger_is_not_heard() -> None:
-    """Events of a name that never joined."""
-    bench = Bench()
-    assert bench.hear("rollout-7", 3, ev.ActorLeft()) == []
-    assert bench.state.ignored == {"ActorLeft: fenced": 1}
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        coordinator_started(settings(), 9, logic=LOGIC_VERSION + 1),
-        ev.TimerFired(timer="start"),
-        ev.DrainRequested(reason="I say so"),
-        ev.HeartbeatLost(actor="rollout-0", actor_incarnation=5, silent_ms=1),
-        ev.DataLoaded(num_train=0, num_eval=0, overlap=0, digest=""),
-        ev.RelayReady(address="mine", bulk="mine"),
-        ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False),
-    ],
-)
-def test_event_that_is_not_its_senders_to_report_is_refused(event: ev.Event) -> None:
-    """The trainer reports what only the coordinator, the store, the relay or a node can know."""
+def test_an_event_that_is_not_its_senders_to_report_is_refused() -> None:
+    """The trainer reports what only a node can know; every other pair is in the table of events."""
     bench = Bench(max_staleness=0)
     bench.start()
-    before = bench.state.actors["rollout-0"].alive, bench.state.num_train, bench.state.phase
+    event = ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False)
     assert bench.say("trainer-0", event) == []
-    assert bench.state.ignored == {f"{type(event).__name__}: wrong-sender": 1}
-    assert before == (bench.state.actor_alive("rollout-0"), bench.state.num_train, "running")
+    assert bench.state.ignored == {"ProcessExited: wrong-sender": 1}
+    assert bench.state.actor_alive("rollout-0")
 
 
 @pytest.mark.parametrize(("name", "role"), [("x-0", "king"), (COORDINATOR, "rollout")])
@@ -167,14 +134,6 @@ def test_joining_while_the_run_ends_is_refused() -> None:
     bench.wait(10)
     assert bench.state.phase == "stopping"
     assert only(cmd.RefuseActor, bench.join("relay-0"))
-
-
-def test_actor_that_leaves_in_the_middle_is_lost() -> None:
-    """A goodbye that nobody asked for: the trainer was terminated by hand."""
-    bench = Bench()
-    bench.start()
-    bench.say("trainer-0", ev.ActorLeft())
-    assert bench.state.failure == "trainer-0 is lost: left the run"
 
 
 def test_coordinator_that_comes_back_changes_nothing_but_its_number() -> None:
@@ -208,19 +167,6 @@ def test_log_must_begin_with_a_coordinator() -> None:
         _ = machine.state
 
 
-def test_late_timer_is_counted_and_changes_nothing() -> None:
-    """The clock of a batch's wait was cleared in the very turn in which it fell due."""
-    bench = Bench(max_staleness=0)
-    bench.start()
-    before = digest(bench.state)
-    for timer in ("batch-wait-of-old", "start", "resume:0.0.0", "command:publish"):
-        assert bench.own(ev.TimerFired(timer=timer)) == []
-    assert bench.state.ignored == {"TimerFired: late": 4}
-    bench.state.ignored.clear()
-    bench.state.seq -= 4
-    assert digest(bench.state) == before
-
-
 def test_who_has_left_or_was_replaced_is_told_once() -> None:
     bench = Bench()
     bench.start()
@@ -229,14 +175,6 @@ def test_who_has_left_or_was_replaced_is_told_once() -> None:
     bench.say("trainer-0", ev.ActorLeft())
     assert set(take_left(bench.state)) == {"rollout-0/a", "trainer-0/a"}
     assert take_left(bench.state) == []
-
-
-def test_progress_of_a_replica_that_is_not_ready_is_ignored() -> None:
-    bench = Bench()
-    bench.join("rollout-0")
-    progress = ev.TokenProgress(tokens_total=1, kv_used_tokens=0, running=1, waiting=0)
-    assert bench.say("rollout-0", progress) == []
-    assert bench.state.ignored == {"TokenProgress: not-ready": 1}
 
 
 def test_a_warning_is_remembered_and_decides_nothing() -> None:
@@ -255,16 +193,6 @@ def test_a_name_keeps_its_role() -> None:
     (refused,) = only(cmd.RefuseActor, bench.hear("store-0", 0, other))
     assert refused.reason == "'store-0' is a store of this run, and no trainer"
     assert bench.state.actors["store-0"].boot_id == "store-0/a"
-
-
-def test_restart_that_is_not_carried_out_leaves_a_lost_process_its_time_to_come_back() -> None:
-    bench = Bench(replicas=2)
-    bench.start()
-    bench.silent("rollout-0")
-    due = bench.state.timers["rejoin:rollout-0"]
-    bench.own(ev.TimerFired(timer="command:restart:rollout-0"))
-    assert "restart:rollout-0" not in bench.state.commands
-    assert bench.state.timers["rejoin:rollout-0"] == due
 
 
 # --- an engine that fails at its start ------------------------------------------------------------

@@ -65,12 +65,6 @@ def test_the_step_in_training_is_completed_and_saved_and_nothing_is_done_again()
     assert is_open == set(bench.state.trajectories) != set()
 
 
-def test_between_two_steps_the_last_one_is_saved() -> None:
-    bench = test_step_replay.run(2, save_freq=10)
-    assert only(cmd.SaveCheckpoint, bench.own(PAUSE))
-    assert only(cmd.StopActor, saved(bench))
-
-
 def test_a_step_that_is_saved_already_is_not_saved_again() -> None:
     bench = test_step_replay.run(2)
     test_step_replay.save(bench, 2)

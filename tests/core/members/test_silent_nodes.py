@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -67,18 +66,6 @@ def test_last_replica_whose_node_stays_silent_ends_the_run_when_a_start_would_be
     )
 
 
-def test_who_is_lost_while_the_run_ends_changes_nothing() -> None:
-    """It has failed already, for a reason of its own."""
-    bench = Bench(nodes=2)
-    bench.start()
-    fall_silent(bench, "node-1")
-    bench.kill("trainer-0", restarting=False)
-    failure = bench.state.failure
-    assert failure.startswith("trainer-0")
-    complains(bench, "rollout-1.0")
-    assert bench.state.failure == failure and not bench.state.actor_alive("rollout-1.0")
-
-
 @pytest.mark.parametrize("way", [silent, complains])
 @pytest.mark.parametrize("node_first", [True, False])
 def test_relay_of_the_trainer_whose_node_stays_silent_ends_the_run_when_a_start_would_be_over(
@@ -95,20 +82,6 @@ def test_relay_of_the_trainer_whose_node_stays_silent_ends_the_run_when_a_start_
     bench.wait(bench.settings.start_timeout_ms)
     assert bench.state.failure.startswith("the trainer's machine has no relay: relay-0 is lost")
     assert "nothing is heard from node-0" in bench.state.failure
-
-
-def test_restart_that_a_silent_node_does_not_carry_out_is_given_up() -> None:
-    """The engine stands still, its node is told, and falls silent: after the order's time the
-    replica is fenced, and waited for."""
-    bench = Bench(nodes=2, stall_ms=1_000)
-    bench.start()
-    fall_silent(bench, "node-1")
-    bench.now_ms += 1_000
-    assert only(cmd.RestartActor, bench.own(ev.TimerFired(timer="progress:rollout-1.0")))
-    bench.now_ms += RESTART_TIMEOUT_MS
-    bench.own(ev.TimerFired(timer="command:restart:rollout-1.0"))
-    assert not bench.state.actor_alive("rollout-1.0")
-    assert "rejoin:rollout-1.0" in bench.state.timers
 
 
 def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:
@@ -159,14 +132,6 @@ def test_new_process_of_a_node_takes_its_machine_over() -> None:
     bench.receive("relay-1", 0)
     bench.load_all()
     assert bench.replica("rollout-1.0").running
-
-
-def test_processes_of_a_new_node_have_a_time_to_come() -> None:
-    bench = Bench(nodes=2)
-    only_node_1(bench)
-    bench.join("node-1", "b")
-    bench.wait(bench.settings.start_timeout_ms)
-    assert bench.state.failure.startswith("no replica is left")
 
 
 def test_machine_that_is_lost_in_parts_is_waited_for_no_longer_than_a_start_takes() -> None:

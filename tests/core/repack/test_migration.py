@@ -186,20 +186,6 @@ def test_report_of_the_start_that_crosses_the_order_changes_nothing() -> None:
     assert list(bench.replica(SOURCE).given) == [MOVED]
 
 
-def test_nothing_moves_while_something_waits_for_a_slot() -> None:
-    bench = Tail()
-    bench.tell(waiting=1)
-    assert not releases(bench.publish(1, 1))
-    bench.tell()
-    assert releases(bench.wait(INTERVAL_MS)) == [(SOURCE, [MOVED])]
-
-
-def test_gauge_that_does_not_know_of_the_last_command_says_nothing() -> None:
-    bench = Tail()
-    bench.tell(as_of=1)
-    assert not releases(bench.publish(1, 1))
-
-
 def test_nothing_moves_to_where_the_cache_is_too_small() -> None:
     """Two replicas hold 40 tokens each and are expected to sample 20 more, of which an eighth
     counts."""
@@ -228,21 +214,6 @@ def test_nothing_moves_against_a_binding_bound() -> None:
     assert not releases(Tail(groups_per_version=3, max_staleness=3).publish(1, 1))
 
 
-def test_what_a_batch_has_waited_for_is_not_moved() -> None:
-    bench = Tail()
-    for name in ("0.0.1", "0.2.1", "0.3.1", "0.4.1"):
-        bench.trajectory(name).waits = 1
-    assert not releases(bench.publish(1, 1))
-
-
-def test_what_has_seen_a_replica_die_or_moved_often_is_not_moved() -> None:
-    bench = Tail()
-    for name in ("0.0.1", "0.2.1", "0.3.1"):
-        bench.trajectory(name).deaths = 1
-    bench.state.progress[TrajectoryId("0.4.1")].moves = 3
-    assert not releases(bench.publish(1, 1))
-
-
 def test_policy_that_is_off_keeps_nothing() -> None:
     bench = Tail(
         repack_policy="", repack_interval_ms=0, repack_release_ms=0, repack_prefill_tokens=0
@@ -250,12 +221,6 @@ def test_policy_that_is_off_keeps_nothing() -> None:
     assert not releases(bench.publish(1, 1)) and "repack" not in bench.state.timers
     assert bench.replica(SOURCE).packing is None
     assert not bench.state.progress and not bench.state.finished
-
-
-def test_run_that_drains_moves_nothing_more() -> None:
-    bench = Tail()
-    bench.own(ev.DrainRequested(reason="SIGINT"))
-    assert not releases(bench.publish(1, 1))
 
 
 def two_moving() -> Tail:

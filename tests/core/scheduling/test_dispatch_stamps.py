@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from laminar.events import commands as cmd
-from laminar.events import events as ev
 from tools.kit.bench import Bench, only
 
 
@@ -36,29 +35,6 @@ def test_the_second_pass_over_the_data_draws_other_numbers() -> None:
     assert len({c.seed for c in generated}) == 8
 
 
-def test_work_that_goes_on_keeps_its_seed() -> None:
-    """On the same version, the next token is drawn as it would have been where it was."""
-    bench = Bench(groups_per_step=1, max_staleness=0, capacity=2)
-    first = {c.trajectory_id: c.seed for c in told(bench.start())}
-    resumed = told(bench.kill() + bench.come_back() + bench.load_all())
-    assert {(c.attempt, c.placement) for c in resumed} == {(1, 2)}
-    assert {c.trajectory_id: c.seed for c in resumed} == first
-
-
-def test_work_that_starts_over_draws_other_numbers() -> None:
-    """Its version is gone: it begins again on a newer one, under that one's label."""
-    bench = Bench(groups_per_step=1, max_staleness=2, capacity=4)
-    first = {c.trajectory_id: c.seed for c in told(bench.start())}
-    bench.complete("0.1")
-    bench.train(publish=False)
-    bench.publish(1, 1, held=(1,))
-    commands = bench.kill() + bench.come_back() + bench.load_all() + bench.wait(10_000)
-    over = [c for c in told(commands) if c.attempt == 2]
-    assert {c.trajectory_id for c in over} >= {"0.0.0", "0.0.1"}
-    assert {(c.version, c.version_step) for c in over} == {(1, 1)}
-    assert not {c.seed for c in over} & set(first.values())
-
-
 def test_the_label_is_that_of_the_weights_that_the_replica_has_loaded() -> None:
     """Version v was made by step v; the store keeps the label, and the trainer corrects by it."""
     bench = Bench(groups_per_step=1, max_staleness=0, capacity=2, total_steps=3)
@@ -71,17 +47,6 @@ def test_the_label_is_that_of_the_weights_that_the_replica_has_loaded() -> None:
         bench.train()
         commands = bench.load_all()
     assert bench.state.staleness_max == 0
-
-
-def test_the_exported_weights_are_labelled_with_the_last_step() -> None:
-    bench = Bench(groups_per_step=1, max_staleness=0, total_steps=1, num_eval=1, capacity=2)
-    bench.start()
-    bench.complete(*bench.open_groups())
-    bench.train()
-    bench.load_all()
-    bench.say("trainer-0", ev.ModelExported(version=2, path="export"))
-    bench.publish(2, 1)
-    assert [(c.version, c.version_step) for c in told(bench.load_all(), "eval")] == [(2, 1)]
 
 
 def test_staleness_is_counted_from_the_step_that_made_the_weights() -> None:

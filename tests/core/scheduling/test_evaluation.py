@@ -50,12 +50,6 @@ def test_first_evaluation_is_of_the_base_model_and_comes_first() -> None:
     assert bench.state.ledger.trajectories.evaluated == 3
 
 
-def test_no_evaluation_without_held_out_prompts() -> None:
-    bench = evaluated(num_eval=0, val_before_train=True, test_freq=1)
-    commands = bench.start()
-    assert not asked(commands) and bench.state.evaluation_due == -1
-
-
 def test_evaluation_every_test_freq_steps() -> None:
     """test_freq=2 of 4 steps: after step 2 on version 2; after step 4 the export is evaluated
     instead, which has the same weights."""
@@ -160,13 +154,6 @@ def test_due_evaluation_waits_for_the_one_before() -> None:
     assert {c.version for c in asked(answer_all(bench) + bench.load_all())} == {1}
 
 
-def test_training_goes_on_during_an_evaluation() -> None:
-    """Held-out prompts take three of eight places; the rest generates training groups."""
-    bench = evaluated(val_before_train=True, max_staleness=2)
-    commands = bench.start()
-    assert sum(c.purpose == "train" for c in only(cmd.GenerateTrajectory, commands)) == 4
-
-
 def test_open_answers_are_given_up_with_their_version() -> None:
     """One answer is generated and waits for its reward, one is lost, and the relay had evicted the
     version: nobody can give the second on it, so the first is dropped and both are asked anew."""
@@ -197,19 +184,6 @@ def test_evaluation_moves_on_when_the_relay_comes_back_without_its_version() -> 
     assert bench.state.evaluation is not None
     assert [p.version for p in only(cmd.PinVersion, bench.publish(1, 1, held=(1,)))][-1:] == [-1]
     assert bench.state.evaluation_due == 1
-
-
-def test_open_answers_are_given_up_when_their_version_is_gone_at_the_load() -> None:
-    """The same, but the relay evicts the version when the replica is already told to pull it."""
-    bench = evaluated(val_before_train=True, num_eval=2, max_staleness=1)
-    bench.start()
-    bench.complete("0.0")
-    bench.train()
-    bench.finish("e0.0.0")
-    bench.kill()
-    bench.come_back()
-    gone = bench.say("rollout-0", ev.VersionGone(version=0, held=(1,)))
-    assert [c.endings[0].reason for c in only(cmd.EndTrajectories, gone)] == ["version-gone"]
 
 
 def test_run_that_is_ending_begins_no_evaluation() -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from laminar.core.state.state import RewardErrors, decode, encode
+from laminar.core.state.state import RewardErrors
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tools.kit.bench import Bench, only
@@ -193,14 +193,6 @@ def test_the_first_detail_that_arrives_is_kept() -> None:
         scores.bench.finish(answer)
         give(answer, 0.0, "error", detail)
     assert scores.found.first == ("first " * 200)[:500]
-
-
-def test_the_ring_is_part_of_the_state() -> None:
-    """A coordinator that comes back judges by the same attempts."""
-    scores = Scores()
-    scores.all("ooe")
-    state = scores.bench.state
-    assert decode(encode(state)).rewards == state.rewards
 
 
 def test_an_environment_that_fails_on_a_fifth_of_its_calls_ends_the_run() -> None:

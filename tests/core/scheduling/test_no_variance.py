@@ -7,7 +7,6 @@ import pytest
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.statuses import GroupStatus
 from laminar.events import commands as cmd
-from laminar.events import events as ev
 from tools.kit.bench import Bench, only
 
 FLAT, MIXED = (1.0, 1.0), (0.0, 1.0)
@@ -126,24 +125,6 @@ def test_one_that_is_kept_begins_the_row_again() -> None:
     assert not bench.state.draining
     bench.complete("0.3", scores=FLAT)
     assert bench.state.draining
-
-
-def test_the_batch_in_training_is_completed_and_the_run_has_failed() -> None:
-    bench = begun(filter_batches=1, max_staleness=2, capacity=20)
-    first, second, *others = bench.open_groups()
-    bench.complete(first, second)
-    bench.complete(*others[:2], scores=FLAT)
-    assert bench.state.draining and bench.state.batch is not None
-    assert only(cmd.ExportModel, bench.train())
-    bench.write_ends()
-    assert bench.state.ledger.groups.trained == 2
-    version = bench.state.exported
-    bench.say("trainer-0", ev.ModelExported(version=version, path="export"))
-    bench.publish(version, 1)
-    bench.stop()
-    state = bench.state
-    assert (state.phase, state.exit_code, state.ledger.tokens.live) == ("ended", 1, 0)
-    assert "no two answers differ" in state.failure
 
 
 def test_without_a_limit_the_end_of_the_data_ends_it() -> None:

@@ -153,25 +153,8 @@ def test_tokens_of_earlier_attempts_are_dropped_as_restarted() -> None:
     assert (tokens.issued, tokens.trained, tokens.dropped) == (51, 30, {"restarted": 21})
 
 
-def test_score_is_kept_as_the_bits_of_its_float() -> None:
-    """The state holds no floats, and 0.1 comes back as 0.1."""
-    bench = begun()
-    bench.finish("0.0.0")
-    bench.reward("0.0.0", 0.1)
-    assert bench.trajectory("0.0.0").score_bits == bits_of(0.1)
-    assert not bench.trajectory("0.0.0").correct
-
-
 @pytest.mark.parametrize("score", [0.0, -0.0, 0.1, -1e300, 5e-324])
 def test_scores_keep_every_bit(score: float) -> None:
     bits = scores.bits_of(score)
     assert bits == bits_of(score)
     assert struct.pack("<d", scores.float_of(bits)) == struct.pack("<d", score)
-
-
-def test_failure_of_the_last_prompt_ends_the_data() -> None:
-    """Neither sibling can be scored: the group is dropped, and was the last."""
-    bench = Bench(total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2)
-    bench.start()
-    bench.fail("0.0.0")
-    assert only(cmd.ExportModel, bench.fail("0.0.1"))

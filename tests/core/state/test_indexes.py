@@ -91,13 +91,3 @@ def test_who_is_not_lost_has_no_wait_that_ends() -> None:
     indexes.end_wait(bench.state, next(iter(bench.state.trajectories)))
     assert digest(bench.state) == before
     invariants.check(bench.state)
-
-
-def test_a_replica_whose_process_is_gone_has_no_kind() -> None:
-    bench = Bench(replicas=2)
-    bench.start()
-    index = indexes_of(bench.state).replicas
-    kind = index.kind_of("rollout-0")
-    assert kind is not None and kind.serving and kind == index.kind_of("rollout-1")
-    bench.kill("rollout-0")
-    assert indexes_of(bench.state).replicas.kind_of("rollout-0") is None

@@ -101,13 +101,3 @@ def test_replica_that_samples_is_left_alone() -> None:
         assert not only(cmd.RestartActor, bench.wait(20_000))
         gauge = ev.TokenProgress(tokens_total=total, kv_used_tokens=1, running=2, waiting=0)
         bench.say("rollout-0", gauge)
-
-
-def test_prompt_that_is_given_up_as_the_last_one_ends_the_data() -> None:
-    """Three times the trainer waited for it; nothing else is left, and the model is exported."""
-    bench = Bench(
-        total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2,
-        batch_wait_ms=1_000, resume_wait_ms=100,
-    )  # fmt: skip
-    bench.start()
-    assert only(cmd.ExportModel, bench.wait(3_000))

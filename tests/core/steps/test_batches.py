@@ -191,19 +191,6 @@ def test_prompts_come_in_a_permutation_of_each_pass() -> None:
     assert sorted(first) == sorted(second) == list(range(5)) and first != second
 
 
-def test_answer_to_an_older_question_leaves_the_present_one_open() -> None:
-    """The strategy's worker was too slow for batch 0; what it says then is not about batch 1."""
-    bench = Bench(batch_strategy=STRATEGY, max_staleness=2, capacity=16, groups_per_version=8)
-    bench.start()
-    bench.complete(*bench.open_groups()[:2])
-    assert trained(bench.wait(5_000))
-    bench.complete(*bench.open_groups()[:2])
-    assert [c.step_index for c in only(cmd.ProposeBatch, bench.train())] == [1]
-    assert bench.own(ev.BatchProposed(step_index=0, groups=())) == []
-    assert "propose" in bench.state.commands
-    assert bench.state.ignored == {"BatchProposed: late": 1}
-
-
 def test_without_shuffle_prompts_come_in_the_order_of_the_data() -> None:
     bench = Bench(shuffle=False, max_staleness=2)
     commands = bench.start()

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from laminar.core.state.state import Batch
-from laminar.core.steps import step_replay as redo
 from laminar.core.steps.step_replay import DEATHS_MAX
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -121,12 +119,6 @@ def test_without_a_checkpoint_it_begins_with_the_first_step() -> None:
     assert redo.step_index == 0
     redone(bench)
     assert [o.version for o in only(cmd.TrainStep, redone(bench))] == [4]
-
-
-def test_the_first_batch_is_ordered_again_at_once() -> None:
-    bench = run(in_training=True)
-    bench.kill(NAME)
-    assert [o.version for o in only(cmd.TrainStep, come_back(bench))] == [2]
 
 
 @pytest.mark.parametrize(
@@ -256,20 +248,6 @@ def test_a_trainer_that_was_away_when_the_user_stopped_the_run_exports_what_ther
     assert (export.version, export.step) == (1, 0)
 
 
-def test_a_run_that_needs_it_no_more_ends_without_it() -> None:
-    bench = run(1, total_steps=1, num_eval=2)
-    bench.say(NAME, ev.ModelExported(version=2, path="export"))
-    bench.kill(NAME)
-    bench.publish(2, 1)
-    bench.load_all()
-    evaluated = [t.id for t in bench.state.trajectories.values() if t.id.startswith("e")]
-    for trajectory in evaluated:
-        bench.finish(trajectory)
-        bench.reward(trajectory)
-    bench.write_ends()
-    assert bench.state.phase == "stopping" and not bench.state.failure
-
-
 def test_a_batch_that_ends_its_trainer_three_times_ends_the_run() -> None:
     bench = run(in_training=True)
     (group,) = bench.state.batch.groups if bench.state.batch else ()
@@ -286,12 +264,6 @@ def test_a_batch_that_ends_its_trainer_three_times_ends_the_run() -> None:
     assert bench.state.exit_code == 1
 
 
-def test_of_a_large_batch_that_ends_its_trainer_the_first_groups_are_named() -> None:
-    groups = [GroupId(f"0.{number}") for number in range(10)]
-    said = redo._deadly(Batch(step_index=6, groups=groups, version=7), NAME, "r")
-    assert "(groups 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 and 2 more)" in said
-
-
 def test_a_trainer_that_does_not_come_back_ends_the_run() -> None:
     for gone in (False, True):
         bench = run(1)
@@ -299,14 +271,6 @@ def test_a_trainer_that_does_not_come_back_ends_the_run() -> None:
         if not gone:
             bench.wait(bench.settings.start_timeout_ms)
         assert NAME in bench.state.failure and bench.state.exit_code == 1
-
-
-def test_one_that_joins_and_is_never_ready_ends_the_run() -> None:
-    bench = run(1)
-    bench.kill(NAME)
-    bench.join(NAME, "b")
-    bench.wait(bench.settings.start_timeout_ms)
-    assert NAME in bench.state.failure
 
 
 @pytest.mark.parametrize("when", ["train", "load", "redo"])
@@ -359,14 +323,6 @@ def test_lost_again_while_it_does_a_step_again() -> None:
     assert bench.state.batch is not None and bench.state.batch.deaths == 1
 
 
-def test_what_nobody_asked_for_is_ignored() -> None:
-    bench = run(1)
-    bench.say(NAME, ev.CheckpointLoaded(version=1, step=1))
-    bench.say(NAME, ev.StepRedone(step_index=0, version=1, digest="", published=""))
-    ignored = bench.state.ignored
-    assert ignored["CheckpointLoaded: not-loading"] == ignored["StepRedone: not-redoing"] == 1
-
-
 def test_another_trainer_is_refused() -> None:
     bench = run(1)
     bench.kill(NAME)
@@ -397,12 +353,6 @@ def test_a_strategy_is_asked_when_it_is_back() -> None:
     assert not only(cmd.ProposeBatch, bench.complete(second))
     come_back(bench)
     assert [p.step_index for p in only(cmd.ProposeBatch, redone(bench))] == [1]
-
-
-def test_without_checkpoints_the_loss_ends_the_run() -> None:
-    bench = run(1, save_freq=0)
-    bench.kill(NAME)
-    assert bench.state.failure.startswith("trainer-0 is lost") and not bench.state.trained
 
 
 def test_a_run_that_ends_has_nothing_done_again() -> None:

@@ -68,17 +68,6 @@ def test_run_starts_without_the_other_machines() -> None:
     assert only(cmd.PublishWeights, bench.ready("trainer-0"))
 
 
-def test_start_names_the_relay_that_it_waits_for() -> None:
-    """Another machine's relay is not enough."""
-    bench = Bench(nodes=2, start_timeout_ms=1_000)
-    for name in ("node-0", "node-1", "store-0", "relay-1", "trainer-0"):
-        bench.join(name)
-    for name in ("store-0", "relay-1", "trainer-0"):
-        bench.ready(name)
-    bench.wait(1_000)
-    assert bench.state.failure.endswith("missing relay, rollout")
-
-
 @pytest.mark.parametrize(("name", "node"), [("relay-7", "node-1"), ("relay-0", "elsewhere")])
 def test_relay_that_is_not_its_machines_is_refused(name: str, node: str) -> None:
     bench = Bench()
@@ -96,16 +85,6 @@ def test_replica_pulls_what_the_relay_of_its_machine_holds() -> None:
     assert {c.to for c in only(cmd.PullWeights, commands)} == {"rollout-0"}
     pulls = only(cmd.PullWeights, bench.receive("relay-1", 1))
     assert [(p.to, p.version) for p in pulls] == [("rollout-1.0", 1)]
-
-
-def test_replica_goes_on_with_its_version_until_its_relay_has_another() -> None:
-    """It has taken its share, but there is nothing newer for it."""
-    bench = started(capacity=2, groups_per_version=1, groups_per_step=3)
-    bench.complete(*bench.open_groups())
-    bench.train()
-    bench.complete(*bench.open_groups())
-    assert bench.pull_of("rollout-0") is not None
-    assert bench.replica("rollout-1.0").running and bench.replica("rollout-1.0").version == 0
 
 
 def test_version_that_arrives_before_the_word_of_its_publication_can_be_pulled() -> None:
@@ -142,44 +121,6 @@ def test_evaluation_waits_for_a_machine_that_has_its_version_and_pins_it_everywh
     bench.join("relay-2", "b")
     late = only(cmd.PinVersion, bench.ready("relay-2"))
     assert [(p.to, p.version) for p in late] == [("relay-2", 1)]
-
-
-def test_lost_evaluation_is_run_by_a_machine_that_holds_its_version() -> None:
-    bench = together(num_eval=2, test_freq=1)
-    bench.train()
-    bench.receive("relay-1", 1)
-    bench.load("rollout-0")
-    assert bench.replica("rollout-0").running
-    bench.kill("rollout-0")
-    assert bench.state.evaluation is not None
-    bench.load("rollout-1.0")
-    assert bench.replica("rollout-1.0").running
-
-
-def test_evaluation_of_the_newest_version_waits_for_the_machine_that_gets_it_next() -> None:
-    """The only replica that could pull it is gone."""
-    bench = together(num_eval=2, test_freq=1)
-    bench.train()
-    bench.load("rollout-0")
-    bench.kill("rollout-0", restarting=False)
-    evaluation = bench.state.evaluation
-    assert evaluation is not None and evaluation.version == 1
-    bench.receive("relay-2", 1)
-    assert bench.pull_of("rollout-2.0") is not None
-    again = only(cmd.GenerateTrajectory, bench.load("rollout-2.0"))
-    assert [c.purpose for c in again[:2]] == ["eval", "eval"]
-
-
-def test_lost_work_waits_until_the_last_relay_has_evicted_its_version() -> None:
-    bench = started(nodes=2, groups_per_step=1, max_staleness=1)
-    bench.complete("0.1")
-    bench.train()
-    bench.receive("relay-1", 1)
-    bench.load("rollout-1.0")
-    assert not only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
-    assert not only(cmd.GenerateTrajectory, bench.publish(1, 1, held=(1,)))
-    again = only(cmd.GenerateTrajectory, bench.receive("relay-1", 1, held=(1,)))
-    assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
 
 
 def test_evaluation_of_the_newest_version_stays_when_that_was_evicted_on_its_arrival() -> None:
@@ -229,22 +170,6 @@ def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is
     assert why_not_admitted(bench.state, bench.replica("rollout-0")) == "draining"
     given = only(cmd.GenerateTrajectory, bench.kill("relay-0"))
     assert {c.to for c in given} == {"rollout-0"}
-
-
-def test_replicas_of_a_lost_relay_go_on() -> None:
-    bench = started()
-    before = dict(bench.replica("rollout-1.0").running)
-    assert not only(cmd.AbortTrajectories, bench.kill("relay-1"))
-    assert bench.replica("rollout-1.0").running == before
-
-
-def test_late_answer_to_an_earlier_order_is_counted() -> None:
-    bench = started()
-    bench.kill("relay-1")
-    assert bench.say("relay-0", ev.RelayLinked(command_id=1, successor="relay-1")) == []
-    assert "forward:relay-0" in bench.state.commands
-    bench.link("relay-0")
-    assert "forward:relay-0" not in bench.state.commands
 
 
 def test_connection_that_does_not_come_about_restarts_the_successor_then_the_relay_itself() -> None:
@@ -306,27 +231,6 @@ def test_other_bytes_are_found_when_the_publication_comes_later() -> None:
     assert restarted(bench.publish(1, 1)) == [("node-1", "relay-1")]
 
 
-def test_reports_of_a_relay_that_is_not_ready_are_counted() -> None:
-    bench = started()
-    bench.kill("relay-1")
-    bench.join("relay-1", "b")
-    assert bench.receive("relay-1", 0) == []
-    trouble = ev.TransferTrouble(kind="refused", relay="relay-0", version=0, detail="")
-    bench.say("relay-1", trouble)
-    assert bench.state.ignored == {
-        "WeightsReceived: not-ready": 1, "TransferTrouble: not-ready": 1,
-    }  # fmt: skip
-
-
-def test_only_the_head_publishes() -> None:
-    bench = started()
-    bench.complete(*bench.open_groups()[:2])
-    bench.train(publish=False)
-    published = ev.WeightsPublished(version=1, step=1, digest="d1", num_bytes=4, held=(1,))
-    assert bench.say("relay-1", published) == []
-    assert bench.state.newest == 0
-
-
 # --- the head -------------------------------------------------------------------------------------
 
 
@@ -357,17 +261,6 @@ def test_publish_that_went_to_a_dead_head_is_owed() -> None:
     assert (order.version, order.step) == (1, 1)
     bench.publish(1, 1)
     assert (bench.state.owed, bench.state.newest) == (-1, 1)
-
-
-def test_step_completed_without_a_head_is_owed_until_it_is_back() -> None:
-    bench = started(batch_wait_ms=10**9)
-    bench.complete(*bench.open_groups()[:2])
-    bench.kill("relay-0")
-    assert not only(cmd.PublishWeights, bench.train(publish=False))
-    assert bench.state.owed == 1
-    bench.join("relay-0", "b")
-    (order,) = only(cmd.PublishWeights, bench.ready("relay-0"))
-    assert order.version == 1
 
 
 def test_first_publish_is_asked_for_again_when_its_relay_died() -> None:
@@ -417,20 +310,6 @@ def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
     )
 
 
-def test_export_that_went_to_a_dead_head_is_published_again() -> None:
-    bench = Bench(total_steps=1, groups_per_step=1, capacity=2, num_eval=1)
-    bench.start()
-    bench.complete("0.0")
-    bench.train()
-    bench.write_ends()
-    assert "export" in bench.state.commands
-    bench.kill("relay-0")
-    bench.come_back("relay-0")
-    exported = ev.ModelExported(version=bench.state.exported, path="export")
-    (order,) = only(cmd.PublishWeights, bench.say("trainer-0", exported))
-    assert order.version == bench.state.exported
-
-
 def test_head_lost_during_the_last_evaluation_gets_the_export_again() -> None:
     bench = Bench(total_steps=1, groups_per_step=1, capacity=2, num_eval=1)
     bench.start()
@@ -477,13 +356,6 @@ def test_run_ends_when_no_replica_has_a_relay() -> None:
     )
 
 
-def test_replica_that_is_coming_back_keeps_the_run_alive() -> None:
-    bench = started(nodes=2)
-    bench.kill("rollout-0")
-    bench.kill("relay-1", restarting=False)
-    assert not bench.state.failure
-
-
 def test_machine_without_a_relay_is_waited_for() -> None:
     """Its replica is ready, its relay never joins."""
     bench = started(nodes=1)
@@ -501,22 +373,6 @@ def test_lost_machine_takes_its_processes_with_it_and_the_run_goes_on() -> None:
     assert forwarded(bench.silent("node-1")) == [("relay-0", "relay-2")]
     assert not any(bench.state.actor_alive(n) for n in ("node-1", "relay-1", "rollout-1.0"))
     assert not bench.state.failure
-
-
-def test_machine_lost_during_the_start_is_done_without() -> None:
-    bench = Bench(nodes=2)
-    for name in ("node-0", "node-1", "rollout-0", "relay-1"):
-        bench.join(name)
-    bench.say("node-1", ev.ActorLeft())
-    assert not bench.state.failure
-
-
-def test_silent_process_of_a_lost_machine_is_not_waited_for() -> None:
-    """Its node is not there to restart it."""
-    bench = started(nodes=2)
-    bench.join("rollout-5.0")
-    assert not restarted(bench.silent("rollout-5.0"))
-    assert "rejoin:rollout-5.0" not in bench.state.timers
 
 
 # --- slow ones ------------------------------------------------------------------------------------

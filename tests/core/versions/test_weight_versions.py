@@ -144,17 +144,6 @@ def test_older_version_that_arrives_late_leaves_the_clock_running() -> None:
     assert bench.state.failure == "the relay did not publish the weights of step 2"
 
 
-def test_export_that_the_relay_never_publishes_ends_the_run() -> None:
-    """The export is written, but its weights never reach the relay: no silent wait."""
-    bench = on_policy(total_steps=1)
-    bench.complete("0.0")
-    bench.train()
-    bench.write_ends()
-    bench.say("trainer-0", ev.ModelExported(version=2, path="export"))
-    bench.wait(PUBLISH_TIMEOUT_MS)
-    assert "did not publish" in bench.state.failure
-
-
 def test_rejected_weights_are_loaded_once_more_then_the_replica_is_restarted() -> None:
     """The probe differs: perhaps a flipped bit, so it loads again. Twice in a row is its own
     fault: the process is restarted, and comes back with a clean record."""
@@ -212,12 +201,3 @@ def test_ordinary_pull_takes_what_is_newest_at_the_load() -> None:
     assert pull is not None and (pull.version, pull.exact) == (1, False)
     bench.load("rollout-0")
     assert bench.replica().version == 2
-
-
-def test_skip_that_is_told_twice_is_owed_once() -> None:
-    bench = Bench(max_staleness=1)
-    bench.start()
-    bench.complete(*bench.open_groups()[:2])
-    bench.skip_publish()
-    assert bench.skip_publish() == []
-    assert (bench.state.owed, bench.state.ignored) == (1, {"PublishSkipped: repeat": 1})
