@@ -7,7 +7,6 @@ import itertools
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import (
     NeighbourDown,
-    NeighbourUp,
     Received,
     Report,
     SlotWanted,
@@ -16,7 +15,7 @@ from laminar.weights.chain.reports import (
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import manifest_of, verify
-from tools.kit.sim_worlds import calm, config
+from tools.kit.sim_worlds import calm
 from tools.simulator.machine.memory import SimArena
 from tools.simulator.machine.relay import SimMachine, SimPlane
 from tools.simulator.machine.versions import CHUNK_BYTES, VERSION_BYTES
@@ -102,31 +101,6 @@ def run(world: World, until_s: float) -> None:
         pass
 
 
-def test_versions_go_down_the_chain_each_chunk_as_soon_as_it_is_proved() -> None:
-    world = World(calm(transfer_s=3.0), 1)
-    relays = chain(world, 4)
-    run(world, 1)
-    relays[0].publish(1)
-    run(world, 4.2)  # a version and two chunks, not three versions
-    assert [relay.received() for relay in relays[1:]] == [[1], [1], [1]]
-    assert world.coverage.counts["relay:cut-through"] > 0
-    relays[0].publish(4)
-    run(world, 5)
-    assert relays[3].received() == [1, 4]
-
-
-def test_a_chunk_that_was_damaged_is_asked_for_again() -> None:
-    world = World(config("chunk-damaged"), 1)
-    world.faults.active, world.faults.healed = ["chunk-damaged"], False
-    world.faults.rates["chunk-damaged"] = 0.3
-    relays = chain(world, 3)
-    relays[0].publish(1)
-    run(world, 20)
-    assert [relay.received() for relay in relays[1:]] == [[1], [1]]
-    damaged = [r for relay in relays for r in relay.all(Trouble)]
-    assert damaged and {r.kind for r in damaged} == {"damaged-chunk"}
-
-
 def test_a_plane_that_is_closed_while_it_stands_still_does_nothing_more() -> None:
     """A turn of it was due, with a frame that had arrived: nobody will read that."""
     world = World(calm(transfer_s=3.0), 1)
@@ -141,20 +115,6 @@ def test_a_plane_that_is_closed_while_it_stands_still_does_nothing_more() -> Non
         action, args = second.process._backlog.popleft()
         action(*args)
     assert second.received() == []
-
-
-def test_the_next_predecessor_sends_what_is_lacking() -> None:
-    world = World(calm(transfer_s=8.0), 1)
-    first, second, third = chain(world, 3)
-    first.publish(1)
-    run(world, 4.5)
-    second.die()
-    run(world, 1.5)  # with the chunk that was on its way
-    assert first.all(NeighbourDown) and third.all(NeighbourDown)
-    first.feed(third, 7)
-    run(world, 6)
-    assert third.received() == [1]
-    assert world.coverage.counts["relay:resumed"] == 1
 
 
 def test_a_line_that_is_cut_is_waited_for_and_then_given_up() -> None:
@@ -185,17 +145,3 @@ def test_a_relay_that_stands_still_holds_up_its_predecessor_and_nobody_else() ->
         action(*args)
     run(world, 3)
     assert third.received() == [1]
-
-
-def test_who_was_taken_out_of_the_chain_cannot_come_back() -> None:
-    world = World(calm(), 1)
-    old, new, fed = (Relay(world, name) for name in ("relay-0", "relay-1", "relay-2"))
-    old.feed(fed, 4)
-    run(world, 1)
-    new.feed(fed, 5)
-    run(world, 3)
-    assert [up.name for up in fed.all(NeighbourUp)] == ["relay-0", "relay-1"]
-    assert world.coverage.counts["relay:stale-predecessor"] > 0
-    old.publish(3)
-    run(world, 3)
-    assert fed.received() == []

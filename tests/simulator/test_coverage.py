@@ -18,14 +18,6 @@ def test_every_row_of_the_tables_has_a_mark() -> None:
     assert len(set(EXPECTED)) == len(EXPECTED)
 
 
-def test_marks_are_merged_by_adding() -> None:
-    marks = Coverage()
-    marks.hit("a")
-    marks.merge({"a": 2, "b": 1})
-    assert marks.counts == {"a": 3, "b": 1}
-    assert marks.missing() == list(EXPECTED)
-
-
 @pytest.mark.long
 def test_a_few_runs_hit_more_than_half_and_keep_every_promise() -> None:
     """Safety after every event, an end after the faults, a replay that is equal. (Row 1 of the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import random
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from tools.simulator.runtime.disk import (
     CRASH_MODES,
     SECTOR_BYTES,
     CrashMode,
-    Fault,
     PowerCut,
     SimDisk,
 )
@@ -55,22 +53,6 @@ def test_it_is_a_disk() -> None:
     assert disk.size("a") == 6
 
 
-def test_a_name_can_be_replaced_and_removed() -> None:
-    disk = SimDisk({"old": b"1", "new": b"2", "gone": b"3"})
-    disk.replace("old", "new")
-    disk.remove("gone")
-    assert contents(disk) == {"new": b"1"}
-    assert drawn(disk, "none", 1) == [{"new": b"1"}]
-
-
-def test_an_open_file_follows_its_content_when_its_name_changes() -> None:
-    disk = SimDisk()
-    file = disk.create("temp")
-    disk.replace("temp", "final")
-    file.append(b"x")
-    assert disk.read("final") == b"x"
-
-
 def test_what_does_not_exist_is_told_like_a_real_disk_does() -> None:
     disk = SimDisk({"a": b""})
     with pytest.raises(FileExistsError):
@@ -102,11 +84,6 @@ def test_a_crash_leaves_a_disk_on_which_everything_is_durable(mode: CrashMode) -
     disk = unsynced_tail().after_crash(mode, random.Random(1))
     assert disk.durable_size("a") == disk.size("a")
     assert drawn(disk, "none", 1) == [contents(disk)]
-
-
-def test_none_and_all_are_the_two_ends() -> None:
-    assert drawn(unsynced_tail(), "none", 1) == [{"a": SYNCED}]
-    assert drawn(unsynced_tail(), "all", 1) == [{"a": SYNCED + VOLATILE}]
 
 
 def test_a_prefix_ends_at_any_byte() -> None:
@@ -285,30 +262,6 @@ def test_every_call_can_be_cut_and_nothing_works_after_it() -> None:
         assert disk.calls == call
 
 
-@pytest.mark.parametrize(("fault", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
-def test_every_call_can_fail_once(fault: Fault, number: int) -> None:
-    for call in range(1, CALLS + 1):
-        disk = SimDisk()
-        disk.plan(call, fault)
-        with pytest.raises(DiskError, match=f"call {call} failed") as caught:
-            scenario(disk)
-        assert caught.value.errno == number
-        assert disk.calls == call
-        disk.create("after")
-        assert "after" in disk.names()
-
-
-def test_a_failed_append_writes_nothing_and_a_full_disk_half() -> None:
-    disk = SimDisk()
-    file = disk.create("a")
-    faults: list[tuple[Fault, bytes]] = [("eio", b""), ("enospc", b"01234")]
-    for fault, left in faults:
-        disk.plan(disk.calls + 1, fault)
-        with pytest.raises(DiskError):
-            file.append(b"0123456789")
-        assert disk.read("a") == left
-
-
 def test_a_failed_sync_made_nothing_durable() -> None:
     disk = unsynced_tail()
     disk.plan(disk.calls + 1, "eio")
@@ -345,26 +298,3 @@ def test_after_a_kill_everything_written_is_there_and_still_volatile() -> None:
         file.append(b"from the grave")
     heir.sync("a")
     assert drawn(heir, "none", 1) == [{"a": SYNCED + VOLATILE}]
-
-
-def test_a_disk_that_nobody_cut_can_be_killed_too() -> None:
-    disk = unsynced_tail()
-    heir = disk.after_kill()
-    with pytest.raises(PowerCut):
-        disk.names()
-    assert heir.names() == ["a"]
-
-
-def test_two_files_that_grow_in_turn_keep_their_own_volatile_parts() -> None:
-    disk = SimDisk()
-    first, second = disk.create("x"), disk.create("y")
-    for number in range(10):
-        first.append(b"1" * 10)
-        second.append(b"2" * 10)
-        if number == 4:
-            second.sync()
-    assert (disk.durable_size("x"), disk.durable_size("y")) == (0, 50)
-    assert drawn(disk, "none", 1) == [{"x": b"", "y": b"2" * 50}]
-    assert drawn(disk, "all", 1) == [{"x": b"1" * 100, "y": b"2" * 100}]
-    first.sync()
-    assert drawn(disk, "none", 1) == [{"x": b"1" * 100, "y": b"2" * 50}]

@@ -8,13 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.config import ConfigError
 from laminar.engines.emulated.batch_clock import BatchClock, Sequence
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from tools.kit.sim_worlds import calm, config
 from tools.simulator.config import SimConfig, load
 from tools.simulator.faults.faults import KINDS
-from tools.simulator.scenario import BOUNDARIES, draw, stream
+from tools.simulator.scenario import BOUNDARIES, draw
 from tools.simulator.scheduler import SECOND, Scheduler
 from tools.simulator.world import World
 
@@ -30,11 +29,6 @@ def test_things_happen_in_order_of_time_then_of_planning() -> None:
     while scheduler.step():
         seen.append(str(scheduler.now))
     assert seen == ["a", "1", "b", "1", "c", "5", "d", "5"]
-
-
-def test_streams_of_other_concerns_are_other_streams() -> None:
-    assert stream(1, "a").random() == stream(1, "a").random() != stream(1, "b").random()
-    assert stream(1, "a").random() != stream(2, "a").random()
 
 
 @pytest.mark.parametrize(("group_size", "waits"), [(4, {1_000, 5_000}), (11, {5_000})])
@@ -53,17 +47,6 @@ def test_response_lengths_have_a_long_tail() -> None:
     assert drawn[0] >= 1 and lengths.of(7) == lengths.of(7)
     assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
     assert drawn[19_800] == pytest.approx(1_000, rel=0.15)
-
-
-def test_response_lengths_end_at_the_limit() -> None:
-    assert max(ResponseLengths(median=100, limit=150).of(seed) for seed in range(1_000)) == 150
-
-
-def test_larger_batches_decode_more_tokens_a_little_slower() -> None:
-    timing = EngineTiming(step_us=8_000, sequence_us=60, prefill_tokens_per_s=10_000)
-    assert timing.step_ns(1) == 8_060_000
-    assert timing.step_ns(1) < timing.step_ns(64) < 2 * timing.step_ns(1)
-    assert timing.prefill_ns(5_000) == 0.5e9
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -116,26 +99,6 @@ def test_sequences_advance_together_and_end_in_order() -> None:
     assert bench.finished == ["short", "long"]
 
 
-def test_a_full_engine_lets_others_wait() -> None:
-    bench = Bench(slots=1)
-    bench.add("a", 3)
-    waiting = bench.add("b", 2)
-    bench.until(2.5)
-    assert (bench.engine.running, bench.engine.waiting) == (1, 1)
-    assert bench.engine.tokens(waiting) == 0
-    bench.until(5.5)
-    assert bench.finished == ["a", "b"]
-
-
-def test_resumed_sequence_generates_only_the_rest() -> None:
-    bench = Bench()
-    bench.add("r", total=10, done=8)
-    bench.until(1.5)
-    assert bench.finished == []
-    bench.until(2.5)
-    assert bench.finished == ["r"]
-
-
 def test_aborted_and_hanging_sequences_never_end() -> None:
     bench = Bench()
     bench.add("hung", 3, hangs=True)
@@ -169,35 +132,6 @@ def test_shipped_configs_are_legal(name: str) -> None:
     config = load(ROOT / "configs" / f"sim_{name}.toml", KINDS)
     for seed in range(20):
         draw(config, seed)
-
-
-def test_small_config_is_the_default_swarm() -> None:
-    """But for [repack]: its worlds hand more over."""
-    small = load(ROOT / "configs" / "sim_small.toml", KINDS)
-    assert msgspec.structs.replace(small, repack=SimConfig().repack) == SimConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("[work]\nreplica = 3\n", "unknown key work.replica; did you mean 'replicas'?"),
-        ("[wrok]\n", "unknown section [wrok]; did you mean 'work'?"),
-        ("[work]\nreplicas = 'two'\n", "Expected `int | array`, got `str` - at `$.work.replicas`"),
-        ("[faults]\nmenu = ['fire']\n", "faults.menu names 'fire'; there are replica-dies"),
-        ("work = [\n", "is not valid TOML"),
-    ],
-)
-def test_mistakes_in_a_config_are_named(tmp_path: Path, text: str, told: str) -> None:
-    file = tmp_path / "sim.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as error:
-        load(file, KINDS)
-    assert told in str(error.value) and str(file) in str(error.value)
-
-
-def test_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        load(tmp_path / "none.toml", KINDS)
 
 
 def test_every_choice_is_drawn_at_its_boundaries_too_and_what_is_none_is_not() -> None:

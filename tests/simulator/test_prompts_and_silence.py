@@ -91,40 +91,6 @@ def ended(trajectory: str, end: str = "dropped", reason: str = "unscored") -> li
     return [cmd.EndTrajectories(to="store-0", endings=(ending,))]
 
 
-def test_prompt_that_is_passed_over(prompts: Prompts) -> None:
-    prompts.note(at(1), given("0.0", 5))
-    prompts.note(at(2), given("0.0", 5, placement=2))
-    assert broken(lambda: prompts.note(at(3), given("0.2", 7))) == "prompts_in_order"
-
-
-def test_row_that_a_pass_has_twice(prompts: Prompts) -> None:
-    """The next pass may have it."""
-    for position in range(20):
-        prompts.note(at(position), given(f"0.{position}", position))
-    prompts.note(at(20), given("1.0", 3))
-    assert broken(lambda: prompts.note(at(21), given("1.1", 3))) == "prompts_in_order"
-
-
-def test_answer_that_ends_twice(prompts: Prompts) -> None:
-    """The same event may be told again by a replay."""
-    prompts.note(at(1), ended("0.0.0"))
-    prompts.note(at(1), ended("0.0.0"))
-    assert broken(lambda: prompts.note(at(2), ended("0.0.0", "trained"))) == "prompt_ends_once"
-
-
-@pytest.mark.parametrize(("end", "reason"), [("dropped", ""), ("evaluated", ""), ("", "x")])
-def test_end_that_is_none_for_a_prompt(prompts: Prompts, end: str, reason: str) -> None:
-    assert broken(lambda: prompts.note(at(1), ended("0.0.0", end, reason))) == "prompt_ends_once"
-
-
-def test_what_a_crash_takes_back_was_never_decided(prompts: Prompts) -> None:
-    prompts.note(at(1), given("0.0", 5))
-    prompts.note(at(2), [*given("0.1", 6), *ended("0.0.0")])
-    prompts.take_back(1)
-    prompts.note(at(2), ended("0.0.0", "trained"))
-    prompts.note(at(3), given("0.1", 6))
-
-
 def test_prompt_without_an_end_and_data_that_is_left(world: World) -> None:
     state, prompts = world.coordinator.state, world.checks.prompts
     assert state is not None

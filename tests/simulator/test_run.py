@@ -12,7 +12,7 @@ from laminar.core.state.statuses import Phase
 from laminar.training.steps import TrainSample
 from tests.hash_seeds import printed_under
 from tools.kit.sim_worlds import PACKED, calm, config, ran
-from tools.simulator.run import event_line, run_seed, run_seeds, story
+from tools.simulator.run import run_seed, run_seeds, story
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
@@ -58,19 +58,6 @@ def test_runs_in_processes_are_the_same_runs() -> None:
     alone = {outcome.seed: outcome for outcome in run_seeds(calm(**SHORT), range(5, 8), 1)}
     together = {outcome.seed: outcome for outcome in run_seeds(calm(**SHORT), range(5, 8), 2)}
     assert alone == together
-
-
-def test_event_lines_have_fixed_columns() -> None:
-    lines: list[str] = []
-    run_seed(
-        calm(), 8, lambda stamped, commands, state: lines.append(event_line(stamped, commands))
-    )
-    assert len(lines) > 100
-    for line in lines:
-        assert line[:8].strip().isdigit()
-        assert line[20:22] == "  " and line[21] == " "
-        assert float(line[9:20]) >= 0
-    assert lines[0].split()[2] == "coordinator"
 
 
 def test_violation_is_an_outcome_with_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
