@@ -231,22 +231,6 @@ def chunks_here(relay: Relay) -> int:
     return 0 if relay.receiver.incoming is None else relay.receiver.incoming.num_have
 
 
-def test_an_idle_chain_forwards_at_once_and_a_newcomer_is_fed_the_newest() -> None:
-    a, b, c = Relay("a"), Relay("b"), Relay("c")
-    links = [*join(a, b), *join(b, c)]
-    a.publish(0)
-    run([a, b, c], links)
-    assert b.holds(0) and c.holds(0)
-    a.publish(1)
-    run([a, b, c], links)
-    assert b.received() == c.received() == [0, 1]
-    d = Relay("d")
-    links += join(c, d)
-    run([a, b, c, d], links)
-    assert d.received() == [1]  # not what is older
-    assert d.holds(1) and not a.troubles() + b.troubles() + c.troubles() + d.troubles()
-
-
 def test_the_pace_of_a_version_is_told_each_minute_in_which_something_came() -> None:
     a, b = Relay("a"), Relay("b")
     links = [*join(a, b)]
@@ -284,32 +268,6 @@ def test_without_a_free_slot_the_version_is_owed_and_the_newest_is_sent_when_the
     b.grants = True
     run([a, b], links)
     assert b.received() == [2]
-
-
-def test_an_offer_that_nobody_took_does_not_pin_its_slot() -> None:
-    a, b = Relay("a"), Relay("b", grants=False)
-    links = [*join(a, b)]
-    for version in range(6):  # twice as many as there are slots
-        a.publish(version)
-        run([a, b], links)
-    b.grants = True
-    run([a, b], links)
-    assert b.received() == [5]
-
-
-def test_the_present_version_is_finished_then_comes_the_newest() -> None:
-    a, b = Relay("a"), Relay("b")
-    links = [*join(a, b)]
-    a.publish(0)
-    run([a, b], links, lambda: chunks_here(b) == 3)
-    for version in (1, 2, 3, 4):
-        a.publish(version)  # slot after slot, never the one that is being sent
-    assert 0 in a.slots.versions_held
-    run([a, b], links)
-    assert b.received() == [0, 4]
-    assert b.holds(0) and b.holds(4)
-    assert a.slots.grant("trainer") is not None  # and nothing stays pinned
-    assert a.table.forget(0)
 
 
 def test_a_dead_relay_is_spliced_out_and_only_what_lacks_is_sent() -> None:
@@ -375,18 +333,6 @@ def test_a_publisher_does_not_wait_for_the_chain_that_is_over() -> None:
     assert b.receiver.incoming is None
     part(a, b)
     run([b, c], links[2:])
-    assert c.received() == [1]
-
-
-def test_a_relay_that_becomes_the_publisher_drops_what_nobody_will_complete() -> None:
-    a, b, c = Relay("a"), Relay("b"), Relay("c")
-    links = [*join(a, b), *join(b, c)]
-    a.publish(0)
-    run([a, b, c], links, lambda: chunks_here(c) == 3)
-    part(a, b)
-    b.publish(1)
-    run([b, c], links[2:])
-    assert b.receiver.incoming is None
     assert c.received() == [1]
 
 
@@ -483,43 +429,6 @@ def test_a_version_that_does_not_fit_is_declined() -> None:
     assert b.slots.grant("plane") is not None
 
 
-def test_the_relay_may_deny_a_slot_for_good() -> None:
-    a, b = Relay("a"), Relay("b", grants=False)
-    links = [*join(a, b)]
-    a.publish(0)
-    run([a, b], links)
-    b.receiver.denied("over the limit")
-    run([a, b], links)
-    assert a.troubles() == [("declined", 0)]
-
-
-def test_a_slot_that_comes_when_nothing_is_offered_any_more_goes_back() -> None:
-    a, b = Relay("a"), Relay("b", grants=False)
-    links = [*join(a, b)]
-    a.publish(0)
-    run([a, b], links)
-    part(a, b)
-    b.grants = True
-    b.turn()
-    assert isinstance(b.reports[-1], SlotReturned)
-
-
-def test_two_publishers_complete_one_version_and_feed_a_third_relay() -> None:
-    a, b, c = Relay("a"), Relay("b"), Relay("c")
-    # A relay with a trainer gives no slot: its version goes where its trainer wrote its share.
-    a.grants = b.grants = False
-    links = [*join(a, b), *join(b, c), *join(c, a)]
-    a.publish_share(3, 0)
-    run([a, b, c], links)
-    assert chunks_here(c) == 0 and b.received() == []
-    b.publish_share(3, 1)
-    run([a, b, c], links)
-    for relay in (a, b, c):
-        assert relay.received() == [3], relay.reports
-        assert relay.holds(3) and not relay.troubles()
-        assert relay.memory[relay.table.get(3).slot] == content(3).tobytes()
-
-
 def test_a_digest_that_comes_while_a_slot_is_awaited_is_not_lost() -> None:
     a, b, c = Relay("a"), Relay("b"), Relay("c", grants=False)
     a.grants = b.grants = False
@@ -531,18 +440,6 @@ def test_a_digest_that_comes_while_a_slot_is_awaited_is_not_lost() -> None:
     c.grants = True
     run([a, b, c], links)
     assert c.received() == [3]
-
-
-def test_a_share_of_a_version_that_others_have_finished_with_is_given_back() -> None:
-    a, b = Relay("a", grants=False), Relay("b", grants=False)
-    links = [*join(a, b), *join(b, a)]
-    a.publish_share(1, 0)  # the other rank skipped this one
-    for relay, rank in ((a, 0), (b, 1)):
-        relay.publish_share(2, rank)
-    run([a, b], links)
-    assert a.received() == b.received() == [2]
-    assert [r for r in a.reports if isinstance(r, SlotReturned)]
-    assert sum(isinstance(a.slots.state(i), Writing) for i in range(SLOTS)) == 0
 
 
 def test_a_version_that_got_stuck_gives_way_to_a_newer_one() -> None:
@@ -633,17 +530,6 @@ def test_a_delta_that_does_not_pay_is_not_sent() -> None:
     a.publish(1)  # nothing in common with version 0
     settle([a, b], links, lambda: b.holds(1))
     assert set(seen) == {Kind.CHUNK} and not b.troubles()
-
-
-def test_no_room_for_a_delta_means_chunks() -> None:
-    a, b = (Relay(name, delta_bytes=1) for name in "ab")
-    links = [*join(a, b)]
-    a.publish(0)
-    settle([a, b], links, lambda: b.holds(0))
-    seen = kinds_of(links[0])
-    a.publish(1, close_to(0))
-    settle([a, b], links, lambda: b.holds(1))
-    assert set(seen) == {Kind.CHUNK}
 
 
 def test_chunks_that_a_delta_leaves_wrong_are_sent_in_full() -> None:

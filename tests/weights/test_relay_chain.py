@@ -6,7 +6,7 @@ holds, so that "in the middle of a transfer" is a place and not a moment.
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -172,10 +172,6 @@ def check(relay: RelayProcess, version: int, digest: str) -> None:
 def troubles(relay: RelayProcess) -> list[str]:
     relay.status()  # what it said before this
     return [h.report.kind for h in relay.happened if isinstance(h.report, Trouble)]
-
-
-def wants_slot(version: int) -> Callable[[object], bool]:
-    return lambda report: isinstance(report, SlotWanted) and report.version == version
 
 
 def test_every_relay_gets_every_version_byte_for_byte(cluster: Cluster) -> None:

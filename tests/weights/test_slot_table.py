@@ -25,12 +25,6 @@ def publish(table: SlotTable, version: int) -> Grant:
     return grant
 
 
-def leased(table: SlotTable, version: int, reader: str = "r", exact: bool = True) -> Lease:
-    lease = table.lease(version, reader, exact=exact)
-    assert isinstance(lease, Lease)
-    return lease
-
-
 def filled() -> SlotTable:
     table = SlotTable(3)
     assert [publish(table, version).evicted for version in range(3)] == [None] * 3
@@ -40,59 +34,6 @@ def filled() -> SlotTable:
 def test_at_least_three_slots() -> None:
     with pytest.raises(SlotError, match="at least 3"):
         SlotTable(2)
-
-
-def test_oldest_idle_version_is_evicted() -> None:
-    table = filled()
-    assert publish(table, 3) == Grant(slot=0, evicted=0)
-    assert publish(table, 4) == Grant(slot=1, evicted=1)
-    assert table.versions_held == (2, 3, 4)
-    assert table.latest == 4
-
-
-def test_pinned_and_leased_are_kept_and_then_there_is_none() -> None:
-    table = filled()
-    assert table.pin(0) is None
-    lease = leased(table, 1)
-    assert table.grant("trainer") is None
-    assert table.versions_held == (0, 1, 2)
-    assert table.release(lease.lease_id)
-    assert table.grant("trainer") == Grant(slot=1, evicted=1)
-
-
-def test_a_version_being_written_is_not_held() -> None:
-    table = SlotTable(3)
-    assert table.latest is None
-    grant = table.grant("trainer")
-    assert grant is not None
-    assert table.state(grant.slot) == Writing("trainer")
-    assert table.lease(0, "r", exact=False) == VersionGone(wanted=0, held=())
-    assert table.pin(0) == VersionGone(wanted=0, held=())
-
-
-def test_at_least_leases_the_latest_and_exact_the_one_named() -> None:
-    table = filled()
-    assert leased(table, 1, exact=False).version == 2
-    assert leased(table, 1, exact=True).version == 1
-    for exact in (False, True):
-        assert table.lease(3, "r", exact=exact) == VersionGone(wanted=3, held=(0, 1, 2))
-    publish(table, 3)
-    assert table.lease(0, "r", exact=True) == VersionGone(wanted=0, held=(1, 2, 3))
-
-
-def test_only_the_holder_of_a_slot_commits_it() -> None:
-    table = SlotTable(3)
-    grant = table.grant("trainer.1")
-    assert grant is not None
-    assert table.abandon("trainer.1") == grant.slot
-    assert table.abandon("trainer.1") is None
-    again = table.grant("trainer.2")
-    assert again == grant
-    with pytest.raises(SlotError, match=r"slot 0 is not being written by trainer\.1"):
-        table.commit(grant.slot, "trainer.1", 5)
-    table.commit(grant.slot, "trainer.2", 5)
-    with pytest.raises(SlotError, match="not being written"):
-        table.commit(grant.slot, "trainer.2", 6)
 
 
 def test_wrong_use_names_the_state() -> None:
@@ -109,44 +50,6 @@ def test_wrong_use_names_the_state() -> None:
         table.state(-1)
     with pytest.raises(SlotError, match="never was a lease 0"):
         table.release(0)
-
-
-def test_a_revoked_lease_is_told_so_at_release() -> None:
-    table = filled()
-    first, second = leased(table, 1, "a"), leased(table, 1, "a")
-    other = leased(table, 0, "b")
-    assert table.revoke("a") == (first, second)
-    assert table.revoke("a") == ()
-    assert not table.release(first.lease_id)
-    assert table.release(other.lease_id)
-    assert not table.release(other.lease_id)
-    assert leased(table, 1, "a").lease_id not in {first.lease_id, second.lease_id}
-
-
-def test_versions_with_unfinished_work_are_evicted_last() -> None:
-    table = filled()
-    table.evict_last([0, 9])
-    assert publish(table, 3).evicted == 1
-    table.evict_last([0, 2])
-    assert publish(table, 4).evicted == 0  # a publish needs a slot
-    table.evict_last([3])
-    table.pin(2)
-    assert publish(table, 5).evicted == 3
-    table.unpin()
-    assert publish(table, 6).evicted == 2
-
-
-def test_one_pin_at_a_time() -> None:
-    table = filled()
-    table.pin(0)
-    assert table.pin(1) is None
-    assert publish(table, 3).evicted == 0
-    assert table.pin(7) == VersionGone(wanted=7, held=(1, 2, 3))
-    assert table.pinned == 1
-    assert publish(table, 4).evicted == 2
-    table.unpin()
-    assert table.pinned is None
-    assert publish(table, 5).evicted == 1
 
 
 def test_a_version_that_is_being_sent_is_passed_over() -> None:
