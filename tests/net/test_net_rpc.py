@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from functools import partial
+from contextlib import asynccontextmanager
 
 import pytest
 
 from laminar.config import ConfigError
 from laminar.net.calls import RpcError
-from laminar.net.client import read_address, write_address
 from laminar.net.frames import Data, Hello, Welcome, decode_server, encode
 from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
@@ -57,11 +56,20 @@ def port_of(server):
     return int(server.address.rpartition(":")[2])
 
 
-def client_of(server, name="rollout-0", **options):
+def client_at(address, **options):
     options = {"heartbeat_ms": 100, "keys": KEYS, "on_trouble": print, **options}
-    return RpcClient(
-        lambda: server.address, name, "rollout", f"b-{name}", server="store", **options
-    )
+    return RpcClient(address, "rollout-0", "rollout", "b-rollout-0", server="store", **options)
+
+
+@asynccontextmanager
+async def connected(server, flush_s=None, **options):
+    """A client of this server, both at work; `flush_s`: as the client's `close` takes it."""
+    await server.start()
+    client = client_at(lambda: server.address, **options)
+    await client.start()
+    yield client
+    await (client.close() if flush_s is None else client.close(flush_s=flush_s))
+    await server.close()
 
 
 @pytest.fixture
@@ -69,33 +77,14 @@ def store():
     return Store()
 
 
-async def test_many_calls_at_once_get_their_own_replies(store):
-    server = store.serve()
-    await server.start()
-    clients = [client_of(server, f"rollout-{n}") for n in range(2)]
-    for client in clients:
-        await client.start()
-    calls = [(client, f"{i} {n}".encode()) for i, client in enumerate(clients) for n in range(500)]
-    replies = await asyncio.gather(*(client.call(body + b"x", 20.0) for client, body in calls))
-    assert replies == [body + b"X" for _, body in calls]
-    for client in clients:
-        await client.close()
-    await until(lambda: sorted(store.lost) == ["b-rollout-0", "b-rollout-1"])
-    await server.close()
-
-
 async def test_requests_of_one_turn_are_one_batch_in_order(store):
     server = store.serve()
-    await server.start()
-    client = client_of(server)
-    await client.start()
-    await client.call(b"warm", 20.0)
-    await asyncio.gather(*(client.call(b"%d" % n, 20.0) for n in range(300)))
-    seen = [(name, body) for batch in store.batches[1:] for name, _, body in batch]
-    assert seen == [("b-rollout-0", b"%d" % n) for n in range(300)]
-    assert len(store.batches) < 100
-    await client.close()
-    await server.close()
+    async with connected(server) as client:
+        await client.call(b"warm", 20.0)
+        await asyncio.gather(*(client.call(b"%d" % n, 20.0) for n in range(300)))
+        seen = [(name, body) for batch in store.batches[1:] for name, _, body in batch]
+        assert seen == [("b-rollout-0", b"%d" % n) for n in range(300)]
+        assert len(store.batches) < 100
 
 
 async def test_a_refused_request_raises_the_servers_sentence(store):
@@ -106,33 +95,11 @@ async def test_a_refused_request_raises_the_servers_sentence(store):
         ]
 
     server = store.serve(fence)
-    await server.start()
-    client = client_of(server)
-    await client.start()
-    good, bad = client.call(b"0.3.2", 20.0), client.call(b"0.3.1", 20.0)
-    assert await good == b"ok"
-    with pytest.raises(RpcError, match=r"placement of 0\.3\.1 is fenced"):
-        await bad
-    await client.close()
-    await server.close()
-
-
-async def test_calls_survive_a_server_that_restarts(store):
-    server = store.serve()
-    await server.start()
-    port = port_of(server)
-    client = client_of(server)
-    await client.start()
-    assert await client.call(b"before", 20.0) == b"BEFORE"
-    await server.close()
-    calls = [asyncio.create_task(client.call(b"during %d" % n, 20.0)) for n in range(50)]
-    await asyncio.sleep(0.1)
-    server = store.serve(port=port, boot="s2")
-    await server.start()
-    assert await asyncio.gather(*calls) == [b"DURING %d" % n for n in range(50)]
-    assert await client.call(b"after", 20.0) == b"AFTER"
-    await client.close()
-    await server.close()
+    async with connected(server) as client:
+        good, bad = client.call(b"0.3.2", 20.0), client.call(b"0.3.1", 20.0)
+        assert await good == b"ok"
+        with pytest.raises(RpcError, match=r"placement of 0\.3\.1 is fenced"):
+            await bad
 
 
 async def test_a_handler_that_raises_ends_the_server_and_the_next_one_answers(store):
@@ -141,8 +108,9 @@ async def test_a_handler_that_raises_ends_the_server_and_the_next_one_answers(st
 
     server = store.serve(disk_full)
     await server.start()
+    address = server.address
     port = port_of(server)
-    client = client_of(server)
+    client = client_at(lambda: address)
     await client.start()
     call = asyncio.create_task(client.call(b"chunk", 20.0))
     async with asyncio.timeout(DEADLINE_S):
@@ -160,16 +128,7 @@ async def test_a_request_that_was_acknowledged_but_never_answered_is_asked_again
     """The first server takes the request, says so, and is gone before its reply."""
     first = ServerSocket("127.0.0.1", 0, KEYS)
     port = port_of(first)
-    client = RpcClient(
-        lambda: first.address,
-        "rollout-0",
-        "rollout",
-        "b",
-        server="store",
-        heartbeat_ms=100,
-        keys=KEYS,
-        on_trouble=print,
-    )
+    client = client_at(lambda: first.address)
     await client.start()
     call = asyncio.create_task(client.call(b"chunk", 20.0))
     link, taken = None, []
@@ -178,7 +137,7 @@ async def test_a_request_that_was_acknowledged_but_never_answered_is_asked_again
             await asyncio.sleep(0.005)
             for route, frame in first.drain():
                 if link is None:
-                    hello = Hello("rollout-0", "rollout", "b", 0, 1, {})
+                    hello = Hello("rollout-0", "rollout", "b-rollout-0", 0, 1, {})
                     link = ServerLink(hello, server_boot="s1", incarnation=0, now_ns=0)
                 taken += link.receive(frame, 0)
                 link.processed(len(taken))
@@ -193,43 +152,8 @@ async def test_a_request_that_was_acknowledged_but_never_answered_is_asked_again
     await server.close()
 
 
-async def test_a_server_that_moved_is_found(store, tmp_path):
-    path = tmp_path / "store.json"
-    first = store.serve()
-    await first.start()
-    client = RpcClient(
-        partial(read_address, path),
-        "t",
-        "trainer",
-        "b",
-        server="store",
-        heartbeat_ms=100,
-        keys=KEYS,
-        on_trouble=print,
-    )
-    await client.start()
-    write_address(path, first.address)
-    assert await client.call(b"a", 20.0) == b"A"
-    second = store.serve(boot="s2")
-    await second.start()
-    await first.close()
-    write_address(path, second.address)
-    assert await client.call(b"b", 20.0) == b"B"
-    await client.close()
-    await second.close()
-
-
 async def test_a_timeout_says_what_was_waited_for(store):
-    client = RpcClient(
-        lambda: None,
-        "rollout-0",
-        "rollout",
-        "b",
-        server="store",
-        heartbeat_ms=100,
-        keys=KEYS,
-        on_trouble=print,
-    )
+    client = client_at(lambda: None)
     await client.start()
     with pytest.raises(
         TimeoutError,
@@ -241,16 +165,7 @@ async def test_a_timeout_says_what_was_waited_for(store):
 
 
 async def test_open_calls_fail_when_the_client_closes(store):
-    client = RpcClient(
-        lambda: None,
-        "rollout-0",
-        "rollout",
-        "b",
-        server="store",
-        heartbeat_ms=100,
-        keys=KEYS,
-        on_trouble=print,
-    )
+    client = client_at(lambda: None)
     await client.start()
     call = asyncio.create_task(client.call(b"chunk", 20.0))
     await asyncio.sleep(0)
@@ -263,69 +178,41 @@ async def test_open_calls_fail_when_the_client_closes(store):
 
 async def test_too_large_bodies_are_errors_in_both_directions(store):
     server = store.serve(lambda batch: [b"x" * 9_000] * len(batch), max_message=10_000)
-    await server.start()
-    client = client_of(server, max_message=10_000)
-    await client.start()
-    with pytest.raises(RpcError, match="reply of 9000 bytes is too large"):
-        await client.call(b"small", 20.0)
-    with pytest.raises(ValueError, match="exceeds the limit"):
-        await client.call(b"x" * 9_000, 20.0)
-    await client.close()
-    await server.close()
+    async with connected(server, max_message=10_000) as client:
+        with pytest.raises(RpcError, match="reply of 9000 bytes is too large"):
+            await client.call(b"small", 20.0)
+        with pytest.raises(ValueError, match="exceeds the limit"):
+            await client.call(b"x" * 9_000, 20.0)
 
 
 async def test_replies_beyond_the_outbox_wait_for_the_reader(store):
     """100 replies of 1 MiB exceed the server's outbox of 64 MiB; none is lost or refused."""
     large = b"x" * 1024 * 1024
     server = store.serve(lambda batch: [body + large for _, _, body in batch])
-    await server.start()
-    client = client_of(server, heartbeat_ms=1_000)
-    await client.start()
-    replies = await asyncio.gather(*(client.call(b"%03d" % n, 60.0) for n in range(100)))
-    assert [reply[:3] for reply in replies] == [b"%03d" % n for n in range(100)]
-    await client.close()
-    await server.close()
+    async with connected(server, heartbeat_ms=1_000) as client:
+        replies = await asyncio.gather(*(client.call(b"%03d" % n, 60.0) for n in range(100)))
+        assert [reply[:3] for reply in replies] == [b"%03d" % n for n in range(100)]
 
 
 async def test_a_silent_peer_is_lost_after_its_lease_and_welcome_again(store):
     server = store.serve(lease_ms=600)
-    await server.start()
-    client = client_of(server)
-    await client.start()
-    await client.call(b"a", 20.0)
-    client._shell._socket.detach()  # the process is paused: it neither hears nor speaks
-    await until(lambda: store.lost == ["b-rollout-0"])
-    client._shell._socket.attach(asyncio.get_running_loop(), client._shell._turn)
-    assert await client.call(b"b", 20.0) == b"B"
-    await client.close()
-    await server.close()
-
-
-async def test_a_talking_peer_keeps_its_lease(store):
-    server = store.serve(lease_ms=600)
-    await server.start()
-    client = client_of(server)
-    await client.start()
-    await client.call(b"a", 20.0)
-    await asyncio.sleep(1.5)
-    assert store.lost == []
-    await client.close()
-    await server.close()
+    async with connected(server) as client:
+        await client.call(b"a", 20.0)
+        client._shell._socket.detach()  # the process is paused: it neither hears nor speaks
+        await until(lambda: store.lost == ["b-rollout-0"])
+        client._shell._socket.attach(asyncio.get_running_loop(), client._shell._turn)
+        assert await client.call(b"b", 20.0) == b"B"
 
 
 async def test_a_server_that_was_paused_itself_gives_every_peer_a_new_lease(store):
     server = store.serve(lease_ms=600)
-    await server.start()
-    client = client_of(server)
-    await client.start()
-    await client.call(b"a", 20.0)
-    client._shell._socket.detach()
-    time.sleep(0.8)
-    await asyncio.sleep(0.2)
-    assert store.lost == []
-    await until(lambda: store.lost == ["b-rollout-0"])
-    await client.close(flush_s=0.0)
-    await server.close()
+    async with connected(server, flush_s=0.0) as client:
+        await client.call(b"a", 20.0)
+        client._shell._socket.detach()
+        time.sleep(0.8)
+        await asyncio.sleep(0.2)
+        assert store.lost == []
+        await until(lambda: store.lost == ["b-rollout-0"])
 
 
 async def test_a_peer_whose_message_is_no_request_is_refused_and_bad_frames_are_counted(store):

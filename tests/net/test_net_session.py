@@ -73,14 +73,6 @@ def test_hello_is_repeated_with_growing_pauses_until_welcomed():
     assert times == [0, 200, 600, 1400, 3000, 5000, 7000]
 
 
-def test_joining_client_is_due_when_its_hello_is():
-    """Its owner sleeps until then."""
-    link = client()
-    assert link.next_due_ns() == 0
-    said(link, 0)
-    assert link.next_due_ns() == 200 * MS
-
-
 def test_data_waits_for_the_welcome():
     link = client()
     link.send(b"a")
@@ -129,23 +121,6 @@ def test_a_server_acknowledges_only_what_is_processed():
 def test_processed_beyond_delivered_is_our_mistake():
     with pytest.raises(ValueError, match="5 is declared processed, but 0 came last"):
         server().processed(5)
-
-
-def test_a_gap_is_not_delivered_and_is_answered():
-    link = server()
-    said(link, 0)
-    assert hear(link, Data("s1", 2, 0, b"b")) == []
-    assert said(link, 0) == [Ack("s1", 0)]
-    assert hear(link, Data("s1", 1, 0, b"a")) == [(1, b"a")]
-    assert hear(link, Data("s1", 2, 0, b"b")) == [(2, b"b")]
-
-
-def test_data_carries_the_acknowledgement_that_is_due():
-    link = up_client()
-    assert hear(link, Data("s1", 1, 0, b"command")) == [b"command"]
-    link.send(b"event")
-    assert said(link, 0) == [Data("s1", 1, 1, b"event")]
-    assert said(link, 0) == []
 
 
 def test_an_acknowledgement_of_what_was_never_sent_changes_nothing():
@@ -253,15 +228,6 @@ def test_a_new_server_gets_the_rest_and_starts_its_own_numbers():
     assert hear(link, Data("s2", 1, 2, b"new command")) == [b"new command"]
 
 
-def test_late_sequenced_frames_of_a_former_server_are_ignored():
-    link = up_client("s1")
-    link.send(b"a")
-    hear(link, Welcome("s2", 4, 0))
-    assert hear(link, Data("s1", 1, 1, b"late")) == []
-    hear(link, Ack("s1", 1))
-    assert len(link.outbox) == 1
-
-
 def test_a_late_welcome_of_a_dead_server_costs_a_pause_but_no_place_in_the_numbers():
     """Refusing every server that was left once would lock the living one out here."""
     link = up_client("s2")
@@ -285,13 +251,6 @@ def test_an_acknowledgement_for_a_former_server_does_not_count():
     said(link, 0)
     hear(link, Ack("s2", 1))
     assert len(link.outbox) == 0
-
-
-def test_a_server_with_a_record_goes_on_behind_it():
-    link = server(Hello("rollout-0", "rollout", "c1", 4, 5, {}), last_seq=6)
-    assert said(link, 0) == [Welcome("s1", 4, 6)]
-    assert hear(link, Data("s0", 6, 0, b"known")) == []
-    assert hear(link, Data("s0", 7, 0, b"new")) == [(7, b"new")]
 
 
 def test_a_server_without_a_record_starts_where_the_client_says():
@@ -354,12 +313,6 @@ def test_a_gauge_before_the_welcome_is_forgotten():
     assert said(link, 0) == []
 
 
-def test_pardon_counts_silence_anew():
-    link = server()
-    link.pardon(70)
-    assert link.silent_ns(100) == 30
-
-
 # Endings.
 
 
@@ -374,15 +327,6 @@ def test_bye_closes_both_ends():
         with pytest.raises(LinkClosed):
             end.send(b"a")
     assert hear(peer, Data("s1", 1, 0, b"a")) == []
-
-
-def test_a_refusing_server_repeats_its_reason_when_asked():
-    link = server()
-    link.refuse("incarnation 2 was replaced by 3")
-    for _ in range(2):
-        assert said(link, 0) == [Refused("incarnation 2 was replaced by 3")]
-        assert said(link, 0) == []
-        assert hear(link, Data("s1", 1, 0, b"a")) == []
 
 
 def test_one_connection_speaks_for_one_process():

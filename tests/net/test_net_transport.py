@@ -38,23 +38,6 @@ def wait_for_frames(server):
     return frames
 
 
-def test_frames_go_both_ways(opened):
-    server = opened(ServerSocket("127.0.0.1", 0, KEYS))
-    client = connected(opened, server.address)
-    assert client.send(b"up")
-    ((route, frame),) = wait_for_frames(server)
-    assert frame == b"up"
-    assert server.send(route, b"down")
-    assert wait_for_frames(client) == [b"down"]
-
-
-def test_port_zero_gives_an_address_with_a_port(opened):
-    server = opened(ServerSocket("localhost", 0, KEYS))
-    host, _, port = server.address.rpartition(":")
-    assert host == "tcp://127.0.0.1"
-    assert int(port) > 0
-
-
 def test_all_clients_may_wait_to_be_accepted_at_the_same_time(opened):
     """The kernel knows how many: in what it says of a socket that listens."""
     server = opened(ServerSocket("127.0.0.1", 0, KEYS))
