@@ -8,7 +8,6 @@ from laminar.coordinator.exit_reason import exit_code_of, sentence_of
 from laminar.coordinator.restarts import GiveUp, Restarts
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
-from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import digest
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
@@ -23,17 +22,7 @@ from laminar.net.session import MS, LinkState
 from tests.coordinator.desk import NODE_LEASE_MS, READY, Desk, begin_tick
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.sim_worlds import LoggedRun
-from tools.kit.world_parts import coordinator_started, settings
-
-
-def test_hello_becomes_a_member_with_an_incarnation() -> None:
-    """One process says hello; the log has its joining before it is welcomed."""
-    desk = Desk()
-    link = desk.client("trainer-0")
-    desk.talk()
-    assert link.state is LinkState.UP and link.incarnation == 1
-    assert desk.tick.machine.state.actors["trainer-0"].pid == 7
-    assert desk.events() == ["trainer-0"]
+from tools.kit.world_parts import settings
 
 
 def test_events_are_durable_before_they_are_acknowledged() -> None:
@@ -158,17 +147,6 @@ def test_peer_that_speaks_another_language_is_refused() -> None:
     assert link.state is LinkState.REFUSED and "language" in link.reason
 
 
-def test_actor_cannot_report_what_is_the_coordinators_to_know() -> None:
-    """A member says that the coordinator has started with another logic: refused, not fatal."""
-    desk = Desk()
-    link = desk.client("trainer-0")
-    desk.talk()
-    other = coordinator_started(settings(), 7, logic=LOGIC_VERSION + 1)
-    link.send(encode(other))
-    desk.talk()
-    assert desk.tick.machine.state.ignored == {"CoordinatorStarted: wrong-sender": 1}
-
-
 def test_unknown_peer_says_hello_again() -> None:
     """Its frames arrive at a coordinator that does not know its connection (it was restarted): they
     are counted, nothing is answered, and its next hello finds it in the log."""
@@ -202,20 +180,6 @@ def test_peer_that_was_acknowledged_beyond_the_log_is_refused() -> None:
     assert "record ends at 0" in link.reason
 
 
-def test_process_that_was_declared_lost_is_refused() -> None:
-    """It wakes up after its lease and its coordinator was restarted meanwhile."""
-    desk = Desk()
-    node = desk.client("node-0")
-    link = desk.client("rollout-0")
-    desk.talk()
-    lost = ev.HeartbeatLost(actor="rollout-0", actor_incarnation=2, silent_ms=9)
-    desk.turn(own=[lost])
-    desk.restart()
-    desk.talk()
-    assert link.state is LinkState.REFUSED and "declared lost" in link.reason
-    assert node.state is LinkState.UP
-
-
 def test_late_hello_of_a_former_member_does_not_push_out_its_successor() -> None:
     """The first process says who it is while the network is cut, and ends; its words arrive on a
     connection of their own when the second one has joined."""
@@ -244,42 +208,6 @@ def test_who_was_given_up_for_its_silence_may_come_again() -> None:
     ((_, told),) = desk.turn(own=[lost])
     link.receive(told, desk.now)
     assert link.state is LinkState.REFUSED and link.again
-
-
-def test_second_process_of_a_name_replaces_the_first() -> None:
-    desk = Desk()
-    first = desk.client("rollout-0", "one")
-    desk.talk()
-    second = desk.client("rollout-0", "two")
-    desk.talk()
-    assert (first.incarnation, second.incarnation) == (1, 2)
-    assert first.state is LinkState.REFUSED and first.reason == "another process has its place"
-    assert not first.again
-    assert second.state is LinkState.UP
-    assert desk.tick.machine.state.actors["rollout-0"].alive
-
-
-def test_process_that_joins_an_ended_run_is_refused() -> None:
-    desk = Desk()
-    desk.turn(own=[ev.DrainRequested(reason="SIGINT")])
-    link = desk.client("trainer-0")
-    desk.talk()
-    assert link.state is LinkState.REFUSED and link.reason == "the run is ending"
-
-
-def test_timers_fire_in_order_once_and_in_time() -> None:
-    """The start timer of the first coordinator also counts for its successor: time in the log goes
-    on where it ended."""
-    desk = Desk()
-    due = desk.tick.next_timer_ns()
-    assert due == settings().start_timeout_ms * MS
-    desk.now = due - 1
-    desk.turn()
-    assert not desk.tick.machine.state.failure
-    desk.now = due
-    desk.turn()
-    assert "not started within" in desk.tick.machine.state.failure
-    assert desk.tick.next_timer_ns() is None
 
 
 def test_timers_of_the_log_are_due_in_time_for_a_successor() -> None:
@@ -382,11 +310,6 @@ def test_frames_of_the_same_turn_are_decoded_and_logged_in_order() -> None:
     acks = [decode_server(frame, 1 << 20) for _, frame in answers]
     assert {getattr(m, "ack", None) for m in acks} == {2}
     assert desk.tick.machine.state.actors["trainer-0"].last_peer_seq == 2
-
-
-def test_tick_can_be_read_without_a_first_event() -> None:
-    """Before its first turn a coordinator has no state."""
-    assert not begin_tick(MemoryDisk(), 0).machine.started
 
 
 def breaks_on(patch: pytest.MonkeyPatch, kind: type[Event], error: Exception) -> None:

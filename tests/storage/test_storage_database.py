@@ -177,34 +177,6 @@ def reply_with(found: m.Trajectory) -> m.FetchReply:
     return m.FetchReply(trajectories=(found,))
 
 
-def test_of_an_attempt_that_was_started_over_no_span_is_left(database):
-    answers(database, open_("0.1.0", replica="rollout-a"), append("0.1.0", (1, 2, 3)))
-    again = open_("0.1.0", 2, attempt=2, replica="rollout-b", weight_version=8, version_step=7)
-    answers(database, again)
-    assert fetched(database, "0.1.0").spans == ()
-    answers(database, append("0.1.0", (4, 5), placement=2, version=8))
-    assert fetched(database, "0.1.0").spans == (("rollout-b", 8, 7, 2),)
-
-
-def test_append_refuses_gaps_and_other_bytes(database, path):
-    answers(database, open_("0.1.0"), append("0.1.0", (1, 2)))
-    before = contents(path)
-    assert one(database, append("0.1.0", (1, 2))).answer == "ok"
-    for wrong in [
-        append("0.1.0", (1, 3)),
-        append("0.1.0", (1,)),
-        append("0.1.0", (1, 2, 3)),
-        append("0.1.0", (2,), offset=1),
-        append("0.1.0", (3,), offset=3),
-        append("0.1.0", (3,), segment=1),
-        append("0.1.0", (-3,), offset=2),
-        append("0.9.0", (1,)),
-    ]:
-        result = one(database, wrong)
-        assert result.answer == "refused" and result.reason
-    assert contents(path) == before
-
-
 def test_chunks_of_one_request_see_one_another(database):
     answers(database, open_("0.1.0"))
     parts = [append("0.1.0", (1,)), append("0.1.0", (1,)), append("0.1.0", (2,), offset=1)]
@@ -213,33 +185,10 @@ def test_chunks_of_one_request_see_one_another(database):
     assert fetched(database, "0.1.0").tokens == ints(1, 2)
 
 
-def test_finish_refuses_another_count(database):
-    answers(database, open_("0.1.0"), append("0.1.0", (1, 2)))
-    assert answers(database, finish("0.1.0", 3), finish("0.1.0", 2)) == ["refused", "ok"]
-
-
-def test_the_first_reward_stays_and_is_told(database):
-    answers(database, *LIFE[:6])
-    assert one(database, LIFE[5]).answer == "ok"
-    other = one(database, reward("0.1.0", 0.9, text="five"))
-    assert (other.answer, other.score, other.reward_reason) == ("already", 0.1, "right")
-    assert fetched(database, "0.1.0").score == 0.1
-
-
 def test_what_no_function_could_score_is_rewarded_without_a_score(database):
     answers(database, open_("0.1.0"), finish("0.1.0", 0), reward("0.1.0", None, reason="none"))
     kept = fetched(database, "0.1.0")
     assert (kept.status, kept.score, kept.reward_reason) == ("rewarded", None, "none")
-
-
-def test_an_end_is_final_and_leaves_one_row_even_for_what_was_never_opened(database, path):
-    assert answers(database, end("0.1.0", reason="quarantined", step=3)) == ["ok"]
-    before = contents(path)
-    assert len(before["trajectories"]) == 1
-    assert answers(database, end("0.1.0", reason="quarantined", step=3)) == ["ok"]
-    assert answers(database, end("0.1.0", reason="x", step=3), end("0.1.0")) == ["refused"] * 2
-    assert answers(database, open_("0.1.0"), open_("0.1.0", 9)) == ["ended"] * 2
-    assert contents(path) == before
 
 
 def test_unknown_prompts_and_ids(database, path):

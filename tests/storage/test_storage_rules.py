@@ -29,11 +29,6 @@ OTHER = rules.Source("rollout-7", 5, 4)
 CHUNK = Chunk(0, 2, ints(1, 2), floats(-1, -2), HELD.source)
 
 
-def test_the_first_open_creates():
-    assert rules.judge_open(None, ASKED) == ("open", "create", "")
-    assert rules.opened(None, "create", ASKED) == ASKED
-
-
 @pytest.mark.parametrize(
     ("changes", "answer", "change"),
     [
@@ -225,13 +220,6 @@ def test_a_trajectory_has_a_greatest_length():
     assert "at most" in rules.judge_append(full, 3, CHUNK, None).reason
 
 
-def test_grown_counts_the_chunk():
-    grown = rules.grown(HELD, CHUNK)
-    assert (grown.segments, grown.segment_tokens, grown.num_tokens) == (1, 4, 4)
-    grown = rules.grown(HELD, CHUNK._replace(segment=1, offset=0))
-    assert (grown.segments, grown.segment_tokens, grown.num_tokens) == (2, 2, 4)
-
-
 def test_finish_must_agree_on_the_tokens_and_repeats_only_itself():
     assert rules.judge_finish(HELD, 3, "stop", 2).changes
     assert rules.judge_finish(HELD, 3, "stop", 3).answer == "refused"
@@ -304,13 +292,6 @@ def test_the_digest_does_not_depend_on_the_cut_and_covers_every_byte():
     assert len(digest) == 32
     assert rules.payload_digest(ints(1, 2, 4), logprobs) != digest
     assert rules.payload_digest(tokens, floats(-1, -2, -4)) != digest
-
-
-def test_segment_lengths():
-    first, second = CHUNK._replace(offset=0), CHUNK._replace(offset=2)
-    third = Chunk(1, 0, ints(1), floats(-1))
-    assert rules.segment_lengths([first, second, third]) == (4, 1)
-    assert rules.segment_lengths([]) == ()
 
 
 def test_spans_join_what_one_source_sampled_in_a_row():
