@@ -310,14 +310,3 @@ async def test_close_answers_what_still_waits_and_may_be_called_again() -> None:
         await asyncio.wait_for(late, 10)
     await asyncio.wait_for(runner.close(), 10)
     assert engine.closed
-
-
-async def test_stats_follow_the_engine() -> None:
-    engine = CountingEngine()
-    engine.hold_at = 1
-    runner, _ = start(engine)
-    assert runner.stats().running == 0
-    await runner.add(request("a", (1,), limit=5))
-    assert runner.stats().running == 1
-    engine.let_go()
-    await runner.close()

@@ -36,7 +36,7 @@ from laminar.training.model.policy import (
 from laminar.training.steps import CRITIC_WARMUP, TrainSample
 from laminar.training.threaded import ThreadedLearner
 from laminar.training.trainer_state import CheckpointError
-from tools.kit.checkpoints import saved
+from tests.training.saved_checkpoint import saved
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")

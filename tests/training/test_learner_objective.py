@@ -395,23 +395,6 @@ def test_a_masked_sequence_has_no_gradient_and_stays_in_the_counts(
     assert_same_gradient(scaled, found[0])
 
 
-def test_a_masked_group_changes_nothing_where_nothing_is_divided(
-    make_policy: Make, make_config: Make, make_samples: Make
-) -> None:
-    config = make_config({"algorithm.truncated": "mask", "algorithm.loss_agg_mode": "token-sum"})
-    samples = make_samples()
-    masked = [
-        replace(s, sample_id="m" + s.sample_id, group_id="m", truncated=True)
-        for s in make_samples(groups=1, seed=5)
-    ]
-    found = []
-    for batch in (samples, samples + masked):
-        policy = make_policy(0)
-        Learner(config, policy).train_step(batch, 0)
-        found.append(gradients(policy.model))
-    assert_same_gradient(found[1], found[0])
-
-
 def test_ids_beyond_the_tokenizer_are_outside_the_softmax(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:

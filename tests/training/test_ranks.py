@@ -129,20 +129,6 @@ def test_suspects_that_each_rank_finds_for_itself_are_seen(ranks: RankGroup) -> 
     assert all(apart(found, gradient) > 0.01 for _, found in planted)
 
 
-@pytest.mark.long
-def test_a_pass_fewer_of_one_rank_ends_in_time() -> None:
-    """On both, and not with a wrong gradient."""
-    group = RankGroup(timeout_s=3.0)
-    settings, rows, _ = CASES["empty passes"]
-    try:
-        with pytest.raises(AssertionError) as failed:
-            group.call(2, "gradient", settings, make_samples(**rows), planted="a pass fewer")
-    finally:
-        group.close()
-    text = str(failed.value)
-    assert "rank 0 of 2" in text and "rank 1 of 2" in text and "without answer" not in text
-
-
 def test_shares_are_whole_and_balanced_by_tokens() -> None:
     lengths = [9, 3, 12, 7, 1, 5, 8, 2]
     found = shares(lengths, 3)

@@ -17,10 +17,6 @@ def test_warm_up_moves_at_the_first_step_and_peaks_at_its_last() -> None:
     assert rates("constant", 4, 0, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_without_warm_up_the_rate_is_constant() -> None:
-    assert rates("constant", 0, 0, 3) == [1.0, 1.0, 1.0]
-
-
 def test_linear_decay_falls_evenly_and_stays_at_zero() -> None:
     assert rates("linear", 2, 6, 8) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
@@ -37,7 +33,3 @@ def test_a_decay_needs_steps_after_the_warm_up(kind: str, total: int) -> None:
     with pytest.raises(ConfigError, match="total_training_steps"):
         check_schedule(optim, total)
     check_schedule(optim, 6)
-
-
-def test_a_constant_schedule_needs_no_total() -> None:
-    check_schedule(OptimConfig(lr_warmup_steps=5), 0)

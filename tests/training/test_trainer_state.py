@@ -17,7 +17,7 @@ from laminar.training.checkpoints.checkpoint import named_moments
 from laminar.training.learner import Learner
 from laminar.training.model.policy import LoadedPolicy, load_policy
 from laminar.training.trainer_state import CheckpointError, Resume
-from tools.kit.checkpoints import saved
+from tests.training.saved_checkpoint import saved
 
 Make = Callable[..., Any]
 SETTINGS = {

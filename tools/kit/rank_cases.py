@@ -27,7 +27,6 @@ from laminar.config import Config, resolve
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Span
 from laminar.training import distributed_learner
-from laminar.training import learner as learner_module
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.checkpoints.checkpoint import named_moments
 from laminar.training.critic import Critic
@@ -361,23 +360,12 @@ def others_write_late() -> Iterator[None]:
         yield
 
 
-def a_pass_fewer() -> Any:
-    """A rank makes no empty passes."""
-    usual = learner_module.passes
-
-    def passes(*args: Any, **named: Any) -> Any:
-        return [micro for micro in usual(*args, **named) if not micro.empty]
-
-    return replaced(learner_module, "passes", passes)
-
-
 PLANTED: dict[str, Callable[[], Any]] = {
     "": nothing,
     "averaged": averaged,
     "counts of a rank": counts_of_a_rank,
     "suspects of a rank": suspects_of_a_rank,
     "values of a rank": values_of_a_rank,
-    "a pass fewer": a_pass_fewer,
     "not resharded": not_resharded,
     "tied by address": tied_by_address,
     "buffers as they are": buffers_as_they_are,

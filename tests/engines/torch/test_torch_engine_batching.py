@@ -134,12 +134,6 @@ def test_a_cut_sequence_continues_elsewhere_with_the_same_tokens(temperature: fl
         assert rest.reason == "length"
 
 
-def test_the_limit_counts_what_was_done_before() -> None:
-    out = run_one(engine_of(MODEL), request("a", (1, 2), done=(3, 4, 5), limit=5))
-    assert len(out.tokens) == 2
-    assert out.reason == "length"
-
-
 def test_a_stop_id_ends_the_response_and_belongs_to_it() -> None:
     engine = engine_of(MODEL)
     whole = run_one(engine, request("a", (1, 2), limit=30))
@@ -173,22 +167,6 @@ def test_a_row_costs_the_positions_it_holds(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     engine.step()
     assert sum(read) == 3 * (7 * 64 + 192), "three layers"
-
-
-def test_rows_that_move_keep_what_they_hold() -> None:
-    model = engine_of(MODEL, slots=6)._model
-    rng = random.Random(5)
-    for _ in range(20):
-        lengths = [rng.randrange(1, 40) for _ in range(6)]
-        model.cache.k.normal_()
-        model.cache.v.normal_()
-        k, v = model.cache.k.clone(), model.cache.v.clone()
-        order = rng.sample(range(6), 6)
-        model.cache.reorder(order, lengths)
-        for slot, source in enumerate(order):
-            held = slice(0, lengths[source])
-            assert torch.equal(model.cache.k[:, slot, :, held], k[:, source, :, held])
-            assert torch.equal(model.cache.v[:, slot, :, held], v[:, source, :, held])
 
 
 class Spy:
@@ -266,16 +244,6 @@ def test_abort_tells_whether_there_was_something_to_abort() -> None:
     assert not engine.abort("a")
     assert not engine.abort("never")
     assert engine.step() == []
-
-
-def test_close_drops_everything() -> None:
-    engine = engine_of(MODEL, slots=1)
-    for name in "ab":
-        engine.add(request(name, (1, 2, 3)))
-    engine.step()
-    engine.close()
-    assert engine.step() == []
-    assert engine.stats().kv_used_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
-import torch
 
 from laminar.engines.protocol import EngineError, GenerateRequest, KvOnUpdate, TokenDelta
 from laminar.engines.torch.engine import TorchEngine
@@ -77,16 +76,6 @@ class Engine:
         answer.logprobs += delta.logprobs
         answer.loads += [delta.load] * len(delta.token_ids)
         answer.reason = delta.finish_reason
-
-
-def nudged(model: Any, seed: int, by: float) -> Any:
-    """A copy whose tensors have moved by `by` of their standard deviation."""
-    torch.manual_seed(seed)
-    other = build("qwen2")
-    with torch.no_grad():
-        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs + by * theirs.std() * torch.randn_like(theirs))
-    return other
 
 
 @pytest.fixture(params=["one span", "rows move"])

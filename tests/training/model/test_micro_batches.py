@@ -37,11 +37,6 @@ def test_micro_batches_hold_every_row_once_within_the_budget(
     assert flat == sorted(lengths, reverse=True)
 
 
-def test_micro_batches_fill_the_budget() -> None:
-    assert micro_batches([3, 5, 5, 2, 4], 10) == [[1, 2], [4, 0], [3]]
-    assert micro_batches([3, 5, 5, 2, 4], 25) == [[1, 2, 4, 0, 3]]
-
-
 def test_mini_batches_are_whole_groups_in_their_order(make_samples: Samples) -> None:
     samples = make_samples(groups=5, siblings=2)
     samples = [samples[i] for i in (4, 5, 0, 8, 1, 9, 2, 3, 6, 7)]  # groups 2, 0, 4, 1, 3
