@@ -163,18 +163,23 @@ def left(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-async def test_a_slow_disk_costs_checkpoints_and_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one that is due while another is being written is left out."""
-    go_on = threading.Event()
-    write_model = export.write_model
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No model is written before this is set."""
+    may, write_model = threading.Event(), export.write_model
 
     def slowly(*args: object) -> None:
-        assert go_on.wait(30)
+        assert may.wait(30)
         write_model(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_model", slowly)
+    return may
+
+
+async def test_a_slow_disk_costs_checkpoints_and_no_time(
+    tmp_path: Path, go_on: threading.Event
+) -> None:
+    """The one that is due while another is being written is left out."""
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     await trainer.step(1)
     await trainer.step(2)
@@ -185,37 +190,23 @@ async def test_a_slow_disk_costs_checkpoints_and_no_time(
     assert [event.version for event in trainer.saved] == [1, 3]
 
 
-async def test_a_disk_that_fails_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    trainer = Trainer(tmp_path, "trainer.save_freq=1")
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "write_model", full)
-        await trainer.step(1)
-        await trainer.writer.close()
-    await trainer.step(2)
-    await trainer.writer.close()
-    assert [event.kept for event in trainer.saved] == [(2,)]
-    assert not trainer.host.failures
-
-
-async def test_a_file_that_cannot_be_written_is_named(
+async def test_a_disk_that_fails_ends_nothing_and_the_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("laminar.training.shared_safetensors.os.pwrite", full)
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
-    with capture_logs() as lines:
+    with capture_logs() as lines, monkeypatch.context() as patch:
+        patch.setattr("laminar.training.shared_safetensors.os.pwrite", full)
         await trainer.step(1)
         await trainer.writer.close()
     assert [line["event"] for line in lines] == ["checkpoint-failed"]
     assert "model.safetensors" in lines[0]["reason"] and "No space left" in lines[0]["reason"]
-    assert not trainer.saved
+    await trainer.step(2)
+    await trainer.writer.close()
+    assert [event.kept for event in trainer.saved] == [(2,)]
+    assert not trainer.host.failures
 
 
 async def test_an_old_checkpoint_that_cannot_be_removed_does_not_hide_the_new_one(
@@ -232,13 +223,6 @@ async def test_an_old_checkpoint_that_cannot_be_removed_does_not_hide_the_new_on
     assert [event.kept for event in trainer.saved] == [(1,), (2,)]
 
 
-async def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, "trainer.save_freq=0")
-    await trainer.step(1)
-    await trainer.writer.close()
-    assert not trainer.saved and not (tmp_path / "checkpoints").exists()
-
-
 async def test_one_that_is_ordered_is_written_between_those_that_are_due(tmp_path: Path) -> None:
     """And the chain of what was trained has all of them, in order."""
     trainer = Trainer(tmp_path, "trainer.save_freq=3")
@@ -253,17 +237,9 @@ async def test_one_that_is_ordered_is_written_between_those_that_are_due(tmp_pat
 
 
 async def test_one_that_is_ordered_waits_for_the_one_that_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, go_on: threading.Event
 ) -> None:
     """Which may be the one that is ordered."""
-    go_on = threading.Event()
-    write_model = export.write_model
-
-    def slowly(*args: object) -> None:
-        assert go_on.wait(30)
-        write_model(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(export, "write_model", slowly)
     trainer = Trainer(tmp_path, "trainer.save_freq=1")
     await trainer.step(1)
     ordered = asyncio.ensure_future(trainer.writer.save(1, 1, 1))

@@ -43,15 +43,6 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     structlog.reset_defaults()
 
 
-async def test_who_is_told_to_stop_has_done_what_was_wanted(run_dir: Path) -> None:
-    host = real_host(run_dir, "rollout-0", "rollout")
-    running = asyncio.create_task(host.run(Idle()))
-    stop = cmd.StopActor(to="rollout-0", reason="the run is complete")
-    await asyncio.sleep(0)
-    host.obey(cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b"")), stop)
-    assert await running == exit_codes.COMPLETE
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Signals) -> None:
     host = real_host(run_dir, "rollout-0", "rollout")

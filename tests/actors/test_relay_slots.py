@@ -103,12 +103,6 @@ async def test_a_restarted_trainer_does_not_inherit_what_its_former_self_was_wri
     assert len({grant(slots, f"trainer-{n}-x") for n in range(1, 3)}) == 2  # none was lost
 
 
-async def test_a_trainer_of_another_name_does_not_end_this_ones_grant(slots: Slots) -> None:
-    mine, theirs = grant(slots), grant(slots, "trainer-1-c3")
-    assert mine != theirs
-    assert grant(slots) == mine
-
-
 async def test_a_slot_is_digested_to_the_end_also_when_its_writer_was_started_again(
     slots: Slots,
 ) -> None:
@@ -165,27 +159,6 @@ async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: Slots)
     arena = arena_of(slots)
     assert not slots.release(m.ReleaseLease(arena=arena, lease_id=old.lease_id)).valid
     assert slots.release(m.ReleaseLease(arena=arena, lease_id=new.lease_id)).valid
-
-
-async def test_a_pin_may_come_before_its_version(slots: Slots) -> None:
-    slots.pin(2)
-    for version in (1, 2, 3, 4, 5):
-        await publish(slots, version)
-    assert 2 in slots.held
-    slots.pin(-1)
-    await publish(slots, 6)
-    await publish(slots, 7)
-    assert 2 not in slots.held
-
-
-async def test_versions_with_unfinished_work_go_last(slots: Slots) -> None:
-    slots.pin(-1, (2, 3))
-    for version in (1, 2, 3, 4):
-        await publish(slots, version)
-    assert 2 in slots.held and 1 not in slots.held
-    slots.pin(-1, (3, 4))
-    await publish(slots, 5)
-    assert 2 not in slots.held and 3 in slots.held
 
 
 async def test_a_pin_before_there_is_an_arena(tmp_path: Path) -> None:

@@ -115,34 +115,6 @@ async def test_what_is_only_being_opened_is_let_go_at_once(replica: Replica) -> 
     assert (replica.engine.added, replica.reports()) == ([], ["TrajectoriesReleased"])
 
 
-async def test_one_that_is_released_with_its_command_is_never_opened(replica: Replica) -> None:
-    replica.tell(generate(), release(1))
-    await replica.host.wait(ev.TrajectoriesReleased)
-    assert (replica.store.asked, replica.engine.added) == ([], [])
-
-
-async def test_other_trajectories_go_on(replica: Replica) -> None:
-    await replica.runs()
-    await replica.runs(trajectory=OTHER)
-    replica.tell(release(1))
-    await replica.host.wait(ev.TrajectoriesReleased)
-    assert replica.engine.running == {f"{OTHER}@1"}
-    replica.sampled(1, 3, trajectory=OTHER)
-    replica.host.spawn(replica.rollout._flush())
-    assert await stored(replica) == [3]
-
-
-async def test_several_leave_together(replica: Replica) -> None:
-    await replica.runs()
-    await replica.runs(trajectory=OTHER)
-    replica.sampled(1, 3)
-    replica.sampled(1, 4, trajectory=OTHER)
-    replica.tell(release(1, T, OTHER))
-    request, _ = await replica.store.next(m.Append)
-    assert {item.trajectory_id for item in request.items} == {T, OTHER}
-    assert replica.engine.running == set()
-
-
 async def test_a_newer_placement_is_left_alone(replica: Replica) -> None:
     await replica.runs(2)
     replica.tell(release(1))

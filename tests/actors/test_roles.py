@@ -16,12 +16,6 @@ def config(*settings: str) -> Config:
     return load([], ["model.name=m", "data.dataset=gcd", *settings])
 
 
-def test_with_the_embedded_engine_all_processes_are_of_one_kind() -> None:
-    found = needs(ROLES, config(), gpus=False)
-    assert {kind(role, config()) for role in ROLES} == {*found} == {"torch"}
-    assert found["torch"].environment == {}
-
-
 @pytest.mark.parametrize("gpus", [True, False])
 def test_vllm_has_imports_and_variables_of_its_own(gpus: bool) -> None:
     """Those of a vLLM on CPU would make the trainer slow, and another's make vLLM wrong."""
@@ -30,15 +24,6 @@ def test_vllm_has_imports_and_variables_of_its_own(gpus: bool) -> None:
     assert found["torch"].environment == {}
     assert ("OMP_NUM_THREADS" in found["vllm"].environment) == (not gpus)
     assert not any("vllm" in module for module in found["torch"].modules)
-
-
-def test_a_machine_imports_what_its_own_actors_need() -> None:
-    relay = needs(["relay"], config(), gpus=False)["torch"].modules
-    assert relay == ["uvloop", "laminar.actors.relay", "laminar.weights.machine"]
-    data = "data.train_files=['rows.jsonl']"
-    store = needs(["store"], config(data, "data.dataset="), gpus=False)["torch"].modules
-    assert "reasoning_gym.factory" not in store
-    assert "reasoning_gym.factory" in needs(["store"], config(), gpus=False)["torch"].modules
 
 
 def test_an_emulated_run_has_one_kind_of_process_which_never_loads_a_model() -> None:

@@ -39,16 +39,6 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     made.host.telemetry.drain(60)
 
 
-async def test_what_is_opened_runs_and_is_reported(replica: Replica) -> None:
-    """The plain way, by which the others are measured."""
-    await replica.runs()
-    replica.sampled(1, 3, END_ID, finish_reason=STOP)
-    await replica.store.answer(m.Append, "ok")
-    await replica.store.answer(m.Finish, "ok")
-    await replica.host.wait(ev.TrajectoryFinished)
-    assert replica.reports() == ["TrajectoryStarted", "TrajectoryFinished"]
-
-
 async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica: Replica) -> None:
     replica.rollout._interval_s = 0.001
     await replica.runs()
@@ -162,19 +152,6 @@ async def test_a_pull_while_the_store_answers_ends_every_opening(replica: Replic
     assert (replica.engine.added, replica.reports()) == ([], [])
 
 
-async def test_an_abort_that_arrives_with_the_command_ends_it(replica: Replica) -> None:
-    replica.tell(generate(), abort())
-    await replica.settled()
-    assert (replica.store.asked, replica.engine.added, replica.reports()) == ([], [], [])
-
-
-async def test_an_abort_of_an_older_placement_leaves_the_newer_opening(replica: Replica) -> None:
-    replica.tell(abort(1), generate(2), abort(1))
-    await replica.store.answer_open()
-    await replica.settled()
-    assert replica.engine.running == {f"{T}@2"}
-
-
 async def test_what_was_taken_back_is_not_reported_as_generated_either(replica: Replica) -> None:
     for answer in ("generated", "refused"):
         replica.tell(generate())
@@ -204,16 +181,6 @@ async def test_a_newer_placement_ends_the_older_one_here(replica: Replica) -> No
     await replica.runs(1)
     await replica.runs(2)
     assert replica.engine.running == {f"{T}@2"}
-
-
-async def test_a_newer_placement_ends_the_older_opening(replica: Replica) -> None:
-    replica.tell(generate(1))
-    await until(lambda: bool(replica.store.asked))
-    replica.tell(generate(2))
-    await replica.store.answer_open()
-    await replica.store.answer_open()
-    await replica.settled()
-    assert replica.engine.added == [f"{T}@2"]
 
 
 async def test_the_answer_about_an_old_placement_leaves_the_new_one_alone(

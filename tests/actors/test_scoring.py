@@ -122,15 +122,6 @@ async def test_a_group_reward_that_raises_gives_every_sibling_the_error_score(
     assert [i.detail for i in store.items] == ["KeyError: 'text of 1' (reward.py:4)"] * 3
 
 
-async def test_a_group_reward_that_hangs_gives_every_sibling_the_error_score(
-    tmp_path: Path,
-) -> None:
-    source = "def f(completions):\n    while True: pass"
-    host, _ = await scored(tmp_path, source, [("0.0.0", "0.0.1")], "reward.timeout_s=0.3")
-    events = host.all(ev.TrajectoryRewarded)
-    assert [(e.reason, e.detail) for e in events] == [("timeout", "no result within 0.3 s")] * 2
-
-
 async def test_details_go_with_the_first_failures_of_each_reason_only(tmp_path: Path) -> None:
     """The event log of a run whose reward always raises does not grow by a sentence per answer;
     the log of the process tells the same ones."""
@@ -142,15 +133,6 @@ async def test_details_go_with_the_first_failures_of_each_reason_only(tmp_path: 
     assert [i.detail for i in store.items] == [sentence] * 8
     warnings = [line for line in lines if line["event"] == "reward-failed"]
     assert [line["detail"] for line in warnings] == [sentence] * 3
-
-
-async def test_what_a_reward_gives_besides_the_score_is_in_the_store(tmp_path: Path) -> None:
-    source = """
-        def f(completion):
-            return {"score": 0.5, "acc": True, "pred": completion}
-    """
-    _, store = await scored(tmp_path, source, [("0.0.0",)])
-    assert [item.extras for item in store.items] == [{"acc": 1.0, "pred": "text of 1"}]
 
 
 async def test_what_a_reward_prints_is_in_a_file_of_its_replica(

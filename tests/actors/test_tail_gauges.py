@@ -87,12 +87,6 @@ async def test_what_is_not_generated_is_known_too(replica: Replica, answer: str)
     await until(lambda: told(replica).as_of == 1)
 
 
-async def test_what_was_whole_when_it_was_opened_is_known(replica: Replica) -> None:
-    replica.tell(generate(2))
-    await replica.store.answer_open(tokens=ids(3, 4, 3, 4, 3, 4), num_tokens=6)
-    await until(lambda: told(replica).as_of == 1)
-
-
 async def test_lengths_are_those_of_the_whole_response(replica: Replica) -> None:
     """With what an earlier replica sampled, whether it is stored yet or not."""
     replica.tell(generate(2))
@@ -144,14 +138,6 @@ async def test_the_batch_is_measured_against_the_budget(replica: Replica) -> Non
     assert told(replica).max_batch == 16  # one size tells nothing
     replica.engine.steps = decoded((4, 14.0))
     assert told(replica).max_batch == 10
-
-
-@pytest.mark.parametrize(
-    "replica", [("rollout.decode_budget_ms=20", "rollout.max_batch=3")], indirect=True
-)
-async def test_a_batch_that_is_given_is_not_measured(replica: Replica) -> None:
-    replica.engine.steps = decoded((2, 12.0), (4, 14.0))
-    assert told(replica).max_batch == 3
 
 
 async def test_a_start_says_how_long_the_prompt_is(replica: Replica) -> None:

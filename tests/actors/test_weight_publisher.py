@@ -92,14 +92,6 @@ async def trainer(
     assert not made.host.failures
 
 
-async def restarted(relay: Machine, tmp_path: Path) -> Machine:
-    """Kill this relay; the one in its place is stopped with it."""
-    await relay.kill()
-    again = Machine(tmp_path, 0, incarnation=relay.host.incarnation + 1)
-    await again.start()
-    return again
-
-
 async def test_every_step_is_published_when_slots_are_free(
     relay: Machine, trainer: Trainer
 ) -> None:
@@ -148,21 +140,6 @@ async def test_steps_go_on_while_the_relay_is_away_and_the_owed_version_follows(
     assert await trainer.publisher.publish_owed(3, 3)
     assert (await again.host.wait(ev.WeightsPublished)).version == 3
     assert content(await again.lease(0)) == (3, 3.0)
-    await again.stop()
-
-
-async def test_a_new_relay_is_noticed_before_the_next_publish(
-    relay: Machine, trainer: Trainer, tmp_path: Path
-) -> None:
-    await trainer.slot_is_there()
-    again = await restarted(relay, tmp_path)
-    await until(lambda: bool(again.machine.slots.slot_bytes))
-    await trainer.slot_is_there()
-    await until(lambda: again.machine.slots.path == str(trainer.publisher._arena.path))
-    await trainer.slot_is_there()
-    await trainer.step(1)
-    await again.host.wait(ev.WeightsPublished)
-    assert trainer.skipped() == []
     await again.stop()
 
 
