@@ -94,14 +94,6 @@ def append(run_dir: Path, record: EventRecord | DecisionRecord | StateHashRecord
         file.write(encode_frame(record, tail.end.crc)[0])
 
 
-def test_another_state_hash_is_a_difference(copy: Path, cli: Cli) -> None:
-    last = world_log()[-1][0].seq
-    append(copy, StateHashRecord(seq=last, digest="0" * 32))
-    code, out = cli("log", "replay", copy)
-    assert code == 1
-    assert f"state {'0' * 32} after event {last}" in out
-
-
 # --- dump, tail, stats --------------------------------------------------------------------------
 
 
@@ -216,24 +208,6 @@ def test_stories_of_a_group_an_actor_and_a_version(made: Path, cli: Cli) -> None
     assert version == cli("log", "story", "2", made)[1]
     assert "weights-published version=2" in version
     assert "version=1 " not in version
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("0.17.3", "trajectory"),
-        ("e2.5-2.0", "trajectory"),
-        ("0.17", "group"),
-        ("e2.5", "group"),
-        ("v12", "version"),
-        ("12", "version"),
-        ("rollout-0", "actor"),
-        ("rollout-3.0", "actor"),
-        ("coordinator", "actor"),
-    ],
-)
-def test_names(text: str, kind: str) -> None:
-    assert Subject.parse(text).kind == kind
 
 
 def test_a_machine_is_not_its_replicas() -> None:

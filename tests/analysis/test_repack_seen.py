@@ -13,14 +13,10 @@ import pytest
 from laminar.analysis.export.perfetto import write_trace
 from laminar.analysis.log.engine_use import EngineUse
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.report.charts import Bar, draw_bars
 from laminar.analysis.report.confidence import estimate, relative_gain
 from laminar.analysis.report.page import html
 from laminar.analysis.report.page_data import page_data
-from laminar.analysis.report.repack_book import RepackBook
-from laminar.analysis.report.replica_series import series
 from laminar.analysis.report.replicas_page import gains, policies
-from laminar.analysis.report.summary_lines import headline
 from laminar.analysis.why.why import why
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -88,15 +84,6 @@ def test_every_hand_over_is_in_the_summary(packed: tuple[Path, Log]) -> None:
     assert told["sooner_s"]["sum"] > 0
 
 
-def test_a_run_without_repack_has_nothing_of_it(plain: Path) -> None:
-    data = page_data(plain, None)
-    assert data.summary["repack"] is None
-    assert not {"repack", "  hand-over", "  free sooner by"} & dict(headline(data)).keys()
-    page = html([data])
-    assert "Repack" not in page and "moved" not in page
-    assert "Cache in use" not in page  # its engines said nothing of themselves
-
-
 def test_the_policies_are_compared_where_there_are_two(
     packed: tuple[Path, Log], plain: Path
 ) -> None:
@@ -125,16 +112,6 @@ def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
     ends = [end for pair in data.series.kv_percent.ends for end in pair]
     assert 100 * min(shares) <= min(ends) <= max(ends) <= 100 * max(shares)
     assert data.series.moved[1][-1] == data.summary["repack"]["moves"]
-
-
-def test_replicas_are_a_mean_in_a_band(packed: tuple[Path, Log]) -> None:
-    use, book = EngineUse(), RepackBook()
-    replay_log(packed[0], use)
-    found = series(use, book, CLOCK_NS)
-    lowest, highest = zip(*found.running.ends, strict=True)
-    assert all(a <= b <= c for a, b, c in zip(lowest, found.running.mean, highest, strict=True))
-    assert max(highest) > min(lowest)
-    assert found.moved == ([0.0], [0.0])
 
 
 def test_why_a_replica_was_left_and_when_it_was_emptied(packed: tuple[Path, Log]) -> None:
@@ -174,12 +151,3 @@ def test_an_interval_is_that_of_students_t() -> None:
     assert many is not None and many.half == pytest.approx(1.960 * 1.00504 / 10, rel=1e-4)
     gain = relative_gain([100, 50], [110, 60])
     assert gain is not None and gain.mean == pytest.approx(0.15)
-
-
-def test_bars_have_their_interval() -> None:
-    svg = draw_bars("Speed", [Bar("off", 10, 2), Bar("<on>", 20, 0)], "tokens/s")
-    ElementTree.fromstring(svg)
-    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
-    assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
-    assert svg.count("<path") == 1 and "off: 10 ± 2" in svg
-    assert "no figures yet" in draw_bars("Speed", [], "tokens/s")

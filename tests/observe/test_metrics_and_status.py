@@ -95,14 +95,6 @@ def test_a_file_without_a_step_needs_the_whole_replay(tmp_path: Path) -> None:
     assert MetricsWriter(tmp_path, TELEMETRY).replay_from == 0
 
 
-def test_steps_and_evaluations_have_their_lines(tmp_path: Path) -> None:
-    feed(MetricsWriter(tmp_path, TELEMETRY), small_world())
-    steps = [line["step"] for line in lines(tmp_path) if "staleness/mean" in line]
-    shares = [line["step"] for line in lines(tmp_path) if "val/version" in line]
-    assert steps == [1, 2, 3, 4, 5, 6]
-    assert (shares[0], shares[-1]) == (0, 6)
-
-
 def test_a_step_that_left_the_weights_as_they_were_is_marked(tmp_path: Path) -> None:
     world = small_world()
     world.log = [(_unchanged(stamped), commands) for stamped, commands in world.log]
@@ -149,21 +141,6 @@ def test_an_evaluation_has_its_score_its_error_and_its_lengths(tmp_path: Path) -
     assert last["val-core/export/response_length/mean"] == 10.0
     told = json.loads((tmp_path / "status.json").read_text())["evaluations"]
     assert (told[0]["total"], told[0]["share"]) == (12, first["val-core/policy/acc/mean@3"])
-
-
-def test_status_tells_the_last_state(tmp_path: Path) -> None:
-    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert status["phase"] == "ended"
-    assert status["step"] == 6
-    assert status["processes"].keys() == {
-        "node-0",
-        "store-0",
-        "relay-0",
-        "trainer-0",
-        "rollout-0",
-        "rollout-1",
-    }
 
 
 def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> None:
@@ -231,13 +208,6 @@ def test_rows_that_were_left_out_are_named_with_replica_and_version(tmp_path: Pa
     assert all("differ from the trainer's by 0.5 a token, where 0.1 is" in line for line in told)
 
 
-def test_without_a_failure_nothing_is_told(tmp_path: Path) -> None:
-    feed(MetricsWriter(tmp_path, TELEMETRY), small_world())
-    feed(StatusWriter(tmp_path, TELEMETRY, clock=iter(range(10**9)).__next__), small_world())
-    assert {line.get("reward/errors/total", 0) for line in lines(tmp_path)} == {0}
-    assert json.loads((tmp_path / "status.json").read_text())["reward_errors"] is None
-
-
 def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(
     tmp_path: Path,
 ) -> None:
@@ -298,13 +268,6 @@ def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: P
     assert shown(tmp_path, bench)["trainer"] == "waiting"
     bench.kill("trainer-0", restarting=False)  # as when the run stops: nobody waits for it
     assert shown(tmp_path, bench)["trainer"] == "waiting"
-
-
-def test_why_somebody_is_lost_is_shown(tmp_path: Path) -> None:
-    bench = Bench()
-    bench.start()
-    killed = ev.ProcessExited(actor="store-0", boot_id="a", code=-9, restarting=True)
-    assert shown(tmp_path, bench, killed)["lost_by"] == {"store-0": "killed by SIGKILL"}
 
 
 TIMER = ev.TimerFired(timer="start")

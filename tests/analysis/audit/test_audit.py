@@ -64,37 +64,6 @@ def test_books_of_a_sound_run_agree(made: Path, cli: Cli) -> None:
     assert int(lines["issued"][1]) == ended.total()
 
 
-@pytest.mark.parametrize("table", ["meta", "prompts", "trajectories", "chunks"])
-def test_any_deleted_row_is_found(made: Path, tmp_path: Path, table: str) -> None:
-    with sqlite3.connect(made / "store.sqlite") as db:
-        numbers = [number for (number,) in db.execute(f"SELECT rowid FROM {table} ORDER BY rowid")]
-    for number in {numbers[0], numbers[len(numbers) // 2], numbers[-1]}:
-        damaged = tmp_path / str(number)
-        shutil.copytree(made, damaged)
-        execute(damaged, f"DELETE FROM {table} WHERE rowid = {number}")
-        assert audit(damaged).problems, f"row {number} of {table}"
-
-
-TRAINED = "(SELECT MIN(id) FROM trajectories WHERE \"end\" = 'trained')"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (f"UPDATE trajectories SET end_step = 7 WHERE id = {TRAINED}", "end"),
-        (f"UPDATE trajectories SET tokens_lost = 5 WHERE id = {TRAINED}", "lost"),
-        (f"UPDATE trajectories SET finish_reason = 'length' WHERE id = {TRAINED}", "finish reason"),
-        (f"UPDATE trajectories SET reward_reason = 'error' WHERE id = {TRAINED}", "reward"),
-        (f"UPDATE trajectories SET reward_bits = x'00' WHERE id = {TRAINED}", "reward"),
-        (f"UPDATE trajectories SET id = '9.9.9' WHERE id = {TRAINED}", "never issued"),
-        ("UPDATE meta SET value = 'other' WHERE key = 'data_digest'", "data_digest"),
-    ],
-)
-def test_any_changed_row_is_found(copy: Path, change: str, words: str) -> None:
-    execute(copy, change)
-    assert any(words in problem for problem in audit(copy).problems), audit(copy).problems
-
-
 def test_a_store_that_is_gone_or_no_database_is_a_problem(copy: Path, cli: Cli) -> None:
     (copy / "store.sqlite").write_bytes(b"not a database" * 1000)
     assert cli("audit", copy)[0] == 1

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from laminar.analysis.export.perfetto import write_trace
@@ -195,46 +194,6 @@ def test_what_processes_recorded_of_themselves_is_added(tmp_path: Path) -> None:
     check(events)
     own = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert own == [("fetching", 30_000, 10_000), ("busy", 40_000, 20_000)]
-
-
-def test_rare_events_are_flags_without_the_configuration(made: Path) -> None:
-    flags = [e for e in read(made) if e["ph"] == "i"]
-    assert flags[0]["name"] == "coordinator-started"
-    assert "config" not in flags[0]["args"]
-    assert {e["name"] for e in flags} >= {"actor-joined", "actor-left", "trajectory-failed"}
-
-
-def test_processes_are_sorted_by_role_machine_and_number(tmp_path: Path) -> None:
-    names = ["rollout-10", "rollout-2", "rollout-3.0", "relay-0", "node-1", "trainer-0", "store-0"]
-    log = world_log()[:1]
-    for seq, name in enumerate(names, 2):
-        role = name.partition("-")[0]
-        joined = ev.ActorJoined(name=name, role=role, boot_id=name, node="node-0", pid=1)
-        stamped = msgspec.structs.replace(log[0][0], seq=seq, peer=name, event=joined)
-        log.append((stamped, []))
-    events = trace_of(decided(log), tmp_path)
-    order = {
-        e["pid"]: e["args"]["sort_index"] for e in events if e.get("name") == "process_sort_index"
-    }
-    by_name = process_of(events)
-    assert [by_name[pid] for pid in sorted(order, key=lambda pid: order[pid])] == [
-        "coordinator",
-        "trainer-0",
-        "relay-0",
-        "rollout-2",
-        "rollout-10",
-        "rollout-3.0",
-        "store-0",
-        "node-1",
-    ]
-
-
-def decided(log: Log) -> Log:
-    """The same events with what the machine decides."""
-    from laminar.core.machine import Machine
-
-    machine = Machine()
-    return [(stamped, machine.handle(stamped)) for stamped, _ in log]
 
 
 def test_of_the_command_line(copy: Path, tmp_path: Path, cli: Cli) -> None:

@@ -11,20 +11,14 @@ from laminar.analysis.report.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,
-    LEGEND_HEIGHT,
-    POINTS_MAX,
     RIGHT,
     TOP,
     Chart,
     Line,
-    alone,
     draw,
     draw_shares,
-    number,
     ticks,
-    value_range,
 )
-from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, rows
 
 
 @pytest.mark.parametrize(
@@ -39,20 +33,6 @@ from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, rows
 def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
     found = ticks(low, high, 5)
     assert found == pytest.approx(expected)
-
-
-def test_a_range_begins_at_zero_unless_zero_is_far_away() -> None:
-    assert value_range([(0, 0.2, 0), (1, 0.9, 0.2)]) == (0, pytest.approx(1.1))
-    assert value_range([(0, 90, 0), (1, 95, 0)]) == (90, 95)
-    assert value_range([(0, -1e-9, 0), (1, 1, 0)]) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0, "0"), (0.25, "0.25"), (1234.0, "1,234"), (0.00015, "1.5e-4"), (2.5e7, "2.5e7")],
-)
-def test_numbers_are_short(value: float, shown: str) -> None:
-    assert number(value) == shown
 
 
 def test_every_value_and_its_error_bar_are_inside_the_frame() -> None:
@@ -76,12 +56,6 @@ def test_what_is_missing_or_not_finite_is_left_out() -> None:
     ElementTree.fromstring(empty)
 
 
-def test_lines_of_the_same_points_are_one() -> None:
-    first, second = Line("trained", [0, 1], [1, 2]), Line("generated", [0, 1], [1, 2], dashed=True)
-    svg = draw(Chart("t", "x", "y", [first, second, Line("c", [0, 1], [2, 1])]))
-    assert svg.count("<polyline") == 2 and ">trained = generated</text>" in svg
-
-
 def test_a_band_and_a_histogram_are_inside_the_frame() -> None:
     band = Line("a", [0, 1, 2], [1.0, 2.0, 3.0], band=[(0.5, 4.0), (1.0, 9.0), (2.5, 3.5)])
     stairs = Line("b", [0.5, 1.5], [2.0, 7.0], stairs=True)
@@ -94,30 +68,6 @@ def test_a_band_and_a_histogram_are_inside_the_frame() -> None:
     assert "a: 2 (1 to 9) (at 1)" in draw(Chart("t", "x", "y", [band]))
 
 
-@pytest.mark.parametrize(
-    ("charts", "counts"),
-    [(0, []), (1, [1]), (2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (7, [3, 2, 2])],
-)
-def test_no_row_of_charts_is_half_empty(charts: int, counts: list[int]) -> None:
-    widths: list[float] = []
-    page = list(rows([lambda width: str(widths.append(width)) for _ in range(charts)]))
-    assert [row.count("<div>") for row in page] == counts
-    assert [sum(widths[:count]) + GAP * (count - 1) for count in counts[:1]] == (
-        [pytest.approx(PAGE_WIDTH)] if charts else []
-    )
-
-
-def test_a_chart_alone_is_a_file() -> None:
-    svg = ElementTree.fromstring(alone(draw(Chart("T > t", "x", "y", [Line("a", [0], [1])]))))
-    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
-
-
-def test_many_points_are_drawn_as_means() -> None:
-    line = Line("a", list(range(100_000)), [3.0] * 100_000)
-    svg = draw(Chart("t", "x", "y", [line, Line("b", [0], [1])]))
-    assert POINTS_MAX / 2 < svg.count("<circle") <= POINTS_MAX + 1
-
-
 def test_bars_of_shares_fill_their_row_and_only_what_occurs_is_in_the_legend() -> None:
     bars = {"rollout-0": {"stepping": 0.75, "no_work": 0.25}, "<x>": {"stepping": 1.0}}
     colours = {"stepping": "#111111", "no_work": "#222222", "pulling": "#333333"}
@@ -127,13 +77,3 @@ def test_bars_of_shares_fill_their_row_and_only_what_occurs_is_in_the_legend() -
     told = [title.text for title in svg.iter("title")]
     assert told == ["rollout-0: stepping 75.0%", "rollout-0: no work 25.0%", "<x>: stepping 100.0%"]
     ElementTree.fromstring(draw_shares("t", {}, colours))
-
-
-def test_a_legend_that_is_too_wide_has_several_rows() -> None:
-    lines = [Line(f"a run with a long name, {n}", [0, 1], [n, n + 1]) for n in range(7)]
-    svg = draw(Chart("Many", "x", "y", lines))
-    places = [float(x) for x in re.findall(r'<line x1="(-?\d+)" x2="-?\d+" y1="\d+" y2', svg)]
-    assert min(places) >= 0 and svg.count("a run with a long name, 6</text>") == 1
-    few = draw(Chart("Few", "x", "y", lines[:2]))
-    height, least = (int(re.findall(r'viewBox="0 0 \d+ (\d+)"', s)[0]) for s in (svg, few))
-    assert height == least + 3 * LEGEND_HEIGHT

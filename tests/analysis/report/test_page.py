@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from laminar.analysis.report.page import TIME_COLOURS, by_process, html
+from laminar.analysis.report.page import html
 from laminar.analysis.report.page_data import PageData, page_data
 from laminar.analysis.report.summary import summarize
 from laminar.analysis.report.summary_lines import headline, troubles
@@ -75,14 +75,6 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
     assert "&lt;script&gt;" in page, "what a model wrote is text"
 
 
-def test_a_figure_that_never_changes_is_a_line_of_text(run: Path) -> None:
-    page = html([page_data(run, decode)])
-    assert "The same in every step: learning rate <b>1e-6</b>, clip fraction <b>0</b></p>" in page
-    assert not re.search('aria-label="(Clip|Learning)', page)
-    advantages = next(svg for svg in svgs(page) if 'aria-label="Advantages' in svg)
-    assert advantages.count("<polyline") == 1 and ": 2 (at 2)" in advantages
-
-
 def test_the_head_says_what_ran_where(run: Path) -> None:
     """With what was set; of a run without these files, what is known."""
     page = html([page_data(run, decode)])
@@ -108,20 +100,6 @@ def test_the_closed_line_of_a_sample_has_prompt_and_right_answer(run: Path) -> N
     assert closed and all("…" in line and "the question" in line for line in closed)
     assert all('<span class="of">right</span>' in line for line in closed)
     assert not any("im_start" in line.partition("response")[0] for line in closed)
-
-
-def test_what_processes_did_has_a_colour_each() -> None:
-    assert len(set(TIME_COLOURS.values())) == len(TIME_COLOURS)
-
-
-def test_many_replicas_have_one_bar() -> None:
-    few = {"trainer-0": {"busy": 1.0}, "rollout-0": {"stepping": 1.0}}
-    assert by_process(few) == few
-    many = {f"rollout-{n}": {"stepping": n % 2, "no_work": 1 - n % 2} for n in range(100)}
-    assert by_process(few | many) == {
-        "trainer-0": {"busy": 1.0},
-        "100 replicas": {"stepping": 0.5, "no_work": 0.5},
-    }
 
 
 def test_figures_are_those_of_the_run(run: Path) -> None:

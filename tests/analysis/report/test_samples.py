@@ -7,7 +7,6 @@ import sqlite3
 import struct
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from laminar.analysis.report.samples import Choice, Sample, find_samples
@@ -171,28 +170,6 @@ def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
     with sqlite3.connect(run_dir / "store.sqlite") as store:
         store.execute("ALTER TABLE trajectories DROP COLUMN extras")
     assert [sample.extras for sample in find_samples(run_dir, Choice(step=3), decode)] == [{}, {}]
-
-
-def test_an_answer_that_was_moved_is_shown_with_who_sampled_what(tmp_path: Path) -> None:
-    run_dir = made_store(tmp_path)
-    database = Database(run_dir / "store.sqlite", 1)
-    for placement, replica in enumerate(("rollout-1", "rollout-2"), 1):
-        item = open_("0.1", 2, 0)
-        item = msgspec.structs.replace(item, placement=placement, replica=replica)
-        chunk = m.AppendItem(
-            trajectory_id="0.1.2",
-            placement=placement,
-            offset=placement - 1,
-            tokens=b"\7\0\0\0" * placement,
-            logprobs=b"\0\0\0\0" * placement,
-            weight_version=item.weight_version,
-            version_step=item.version_step,
-        )
-        database.handle_batch([m.Open(items=(item,)), m.Append(items=(chunk,))])
-    database.close()
-    (sample,) = find_samples(run_dir, Choice(name="0.1.2"), decode)
-    told = "  3 tokens, by version 10 (made by 0 steps) on rollout-1 (1), rollout-2 (2)"
-    assert told in list(lines(sample))
 
 
 @pytest.mark.parametrize(

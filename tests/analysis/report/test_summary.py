@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.log.timeline import Span, read_spans, read_steps
+from laminar.analysis.log.timeline import read_spans, read_steps
 from laminar.analysis.log.tool_calls import Calls
-from laminar.analysis.report.summary import Milestones, publish_windows, summarize, token_rates
+from laminar.analysis.report.summary import Milestones, summarize
 from laminar.analysis.report.summary_lines import calls_line
 from laminar.config import ConfigError
 from laminar.core.machine import Machine
@@ -67,11 +67,6 @@ def test_outcome_and_lengths_agree_with_the_store(copy: Path) -> None:
     assert summary["processes"]["rollout-1"] == 1000
     # Weighted by the tokens of the steps: (0 * 10 + 0.1 * 20 + 0.2 * 30) / 60.
     assert summary["mismatch_kl_mean"] == pytest.approx(8 / 60)
-
-
-def test_the_coordinators_pid_is_in_its_address_file(copy: Path) -> None:
-    (copy / "coordinator.json").write_text('{"address": "tcp://127.0.0.1:1", "pid": 4711}')
-    assert summarize(copy)["processes"]["coordinator"] == 4711
 
 
 def test_lengths_are_of_training_truncated_responses_included(tmp_path: Path) -> None:
@@ -161,12 +156,6 @@ def test_publishing_is_measured_from_payload_to_published_weights(copy: Path) ->
     assert summarize(copy)["publish_stall_share"] == pytest.approx(0.1)
 
 
-def test_a_publish_lasts_until_the_relay_has_the_version() -> None:
-    spans = [Span("publishing", 10, 20, 1, 1), Span("publishing", 30, 40, 2, -1)]
-    spans.append(Span("busy", 0, 100, 1, -1))
-    assert publish_windows(spans, {1: 25}).tolist() == [[10, 25], [30, 40]]
-
-
 def test_time_shares_add_up_and_tokens_are_counted(copy: Path) -> None:
     start = CLOCK_NS
     span = {"start_ns": start + SECOND, "end_ns": start + 2 * SECOND, "step": 0}
@@ -215,10 +204,6 @@ def test_what_a_crash_cut_short_is_left_out(copy: Path) -> None:
             file.write(path.read_bytes()[:20])
     assert [s.state for s in read_spans(copy, "trainer-0")] == ["busy"]
     assert read_steps(copy, "rollout-0").tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-
-
-def test_no_steps_give_no_speed() -> None:
-    assert token_rates([], 3) == []
 
 
 def test_rewards_that_failed_are_in_the_summary(tmp_path: Path) -> None:
