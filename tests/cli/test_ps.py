@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli import commands, ps, tail
+from laminar.cli import commands, tail
 from laminar.cluster.slurm import Jobs, write_jobs
 from laminar.config import dumps, load
 from laminar.names import exit_codes
@@ -204,15 +204,3 @@ def test_ctrl_c_ends_the_following(run_dir: Path, logs: Path) -> None:
         assert "four" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == exit_codes.COMPLETE
-
-
-def test_order_of_processes_is_that_of_their_numbers() -> None:
-    names = ["rollout-10.1", "rollout-9", "rollout-10.0", "node-2", "serve", "node-10"]
-    assert sorted(names, key=ps._order) == [
-        "serve",
-        "node-2",
-        "node-10",
-        "rollout-9",
-        "rollout-10.0",
-        "rollout-10.1",
-    ]

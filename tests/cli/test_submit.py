@@ -75,10 +75,6 @@ def test_the_scripts_are_for_people_too(monkeypatch: pytest.MonkeyPatch) -> None
     golden_pages.check("submit", f"{given.service}\n{given.rollout('81234')}")
 
 
-def test_a_config_for_a_cluster_is_short() -> None:
-    assert len(Path(CLUSTER).read_text().splitlines()) <= 25
-
-
 @pytest.mark.parametrize(
     ("overrides", "replicas"),
     [
@@ -200,16 +196,6 @@ def test_a_controller_that_does_not_answer_refuses_nothing(
     assert "correct" not in said
 
 
-@pytest.mark.usefixtures("calls")
-def test_the_rollout_job_asks_for_its_tasks_too(
-    submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_ARRAY", "1")
-    assert "slurm.rollouts = 4, slurm.spares = 2" in refused(
-        submit, "-c", CLUSTER, "slurm.spares=2"
-    )
-
-
 def test_no_task_has_a_higher_number_than_a_machine_may(submit: Submit) -> None:
     said = refused(submit, "-c", CLUSTER, "slurm.rollouts=200", "slurm.spares=54")
     assert "slurm.rollouts + slurm.spares = 254" in said and "has 253 machines at most" in said
@@ -245,12 +231,6 @@ def test_a_run_that_exists_is_resumed_and_not_submitted_again(
 ) -> None:
     (tmp_path / "runs" / "run").mkdir(parents=True)
     assert "--resume" in refused(submit, "-c", CLUSTER)
-
-
-def test_a_finished_run_is_refused(submit: Submit, calls: Path, tmp_path: Path) -> None:
-    finished = run_of(tmp_path, step=0)
-    assert "is finished after step 4" in refused(submit, "--resume", str(finished))
-    assert not calls.read_text()
 
 
 def test_a_run_goes_on_with_its_own_settings_and_what_is_changed(

@@ -58,11 +58,6 @@ def test_a_run_that_this_machine_cannot_have(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_cuda_that_is_there_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    preflight.check_devices(config(tmp_path, "trainer.device=cuda", "rollout.device=cuda"))
-
-
 @pytest.mark.parametrize(
     ("gpus", "device", "refused"),
     [
