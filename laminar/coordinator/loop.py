@@ -387,14 +387,14 @@ class Coordinator:
         self._wake_for_timer()
 
     def _tell_unhandled(self, failed: HandlingFailed) -> None:
-        """Log the event and what led to it, and let the processes of the run leave."""
+        """Log the event and what led to it; a node that starts later finds that the run is over."""
         try:
             story = last_lines(self.run_dir, failed.stamped, STORY_LINES)
         except (ConfigError, NotInHistory) as error:
             story = [f"no story: {error}"]
         event = msgspec.to_builtins(failed.stamped.event)
         self.log.error("not-handled", what=failed.what, body=event, story=story, exc_info=failed)
-        with contextlib.suppress(DiskError):  # without the file they leave later
+        with contextlib.suppress(DiskError):  # then it waits for a coordinator in vain
             self._tell_address(run_over=True)
 
     def _wake_for_timer(self) -> None:
