@@ -29,7 +29,7 @@ from laminar.names.ports import AtOnce, DiskError, DiskFull
 from tools.kit.logs import begin_log, log_event
 from tools.kit.memory_disk import MemoryDisk, MemoryFile
 from tools.kit.sim_worlds import KILLED, LoggedRun
-from tools.simulator.runtime.disk import SimDisk
+from tools.simulator.disk import SimDisk
 
 SEED = 4  #: some 300 events
 EVERY = 30  #: events between two snapshots

@@ -19,6 +19,7 @@ from tools.kit.sim_worlds import calm
 from tools.simulator.machine.memory import SimArena
 from tools.simulator.machine.relay import SimMachine, SimPlane
 from tools.simulator.machine.versions import CHUNK_BYTES, VERSION_BYTES
+from tools.simulator.run import make_world
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds
 from tools.simulator.world import World
@@ -34,10 +35,10 @@ class Relay:
     """A plane, and slots that are granted in turn."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.process = SimProcess(world, name, "relay", "node-0")
+        self.process = SimProcess(world, name, "relay", "node-0", world._make_model)
         self.process.alive, self.process.boot_id = True, f"{name}/{next(_boots)}"
         self.reports: list[Report] = []
-        self.machine = SimMachine(self.process)
+        self.machine = SimMachine(self.process, world.bulk, world.arenas)
         self.machine.slots.create(3, VERSION_BYTES)
         self.plane = SimPlane(
             self.machine, Identity("run", name, 1, b"key"), self.take, PlaneOptions()
@@ -103,7 +104,7 @@ def run(world: World, until_s: float) -> None:
 
 def test_a_plane_that_is_closed_while_it_stands_still_does_nothing_more() -> None:
     """A turn of it was due, with a frame that had arrived: nobody will read that."""
-    world = World(calm(transfer_s=3.0), 1)
+    world = make_world(calm(transfer_s=3.0), 1)
     first, second = chain(world, 2)
     run(world, 1)
     second.process.paused = True
@@ -119,7 +120,7 @@ def test_a_plane_that_is_closed_while_it_stands_still_does_nothing_more() -> Non
 
 def test_a_line_that_is_cut_is_waited_for_and_then_given_up() -> None:
     for cut_s, kept in ((5.0, True), (15.0, False)):
-        world = World(calm(transfer_s=4.0), 1)
+        world = make_world(calm(transfer_s=4.0), 1)
         first, second = chain(world, 2)
         first.publish(1)
         run(world, 2)
@@ -133,7 +134,7 @@ def test_a_line_that_is_cut_is_waited_for_and_then_given_up() -> None:
 
 
 def test_a_relay_that_stands_still_holds_up_its_predecessor_and_nobody_else() -> None:
-    world = World(calm(transfer_s=1.0), 1)
+    world = make_world(calm(transfer_s=1.0), 1)
     first, second, third = chain(world, 3)
     third.process.pause = None  # type: ignore[method-assign]
     third.process.paused = True

@@ -42,7 +42,7 @@ from tools.simulator.checks.liveness import heals_in_time
 from tools.simulator.checks.moves import share_is_kept
 from tools.simulator.faults.effects import LOST
 from tools.simulator.machine.memory import ReachableWeights
-from tools.simulator.run import run_seed
+from tools.simulator.run import make_world, run_seed
 from tools.simulator.runtime.coordinator import SimCoordinator
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import seconds
@@ -63,7 +63,7 @@ def broken(check: Callable[[], object]) -> str:
 
 
 def test_a_run_that_kept_everything_passes_again(world: World) -> None:
-    assert final_checks.judge(world)
+    assert world.checks.judge()
 
 
 def test_row_without_an_end(world: World) -> None:
@@ -224,9 +224,9 @@ def test_failure_that_no_fault_explains() -> None:
     cause = seq_of(world, ev.ActorLeft, "store-0")
     state = failed(world, FailureKind.PROCESS_LOST, "store-0", cause)
     with pytest.raises(Violation, match="no fault and no limit"):
-        failures.failure_has_a_reason(world, state)
+        failures.failure_has_a_reason(world.checks, state)
     world.faults.harm("store-0")
-    failures.failure_has_a_reason(world, state)
+    failures.failure_has_a_reason(world.checks, state)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_failure_whose_cause_is_another_matter(kind: FailureKind, subject: str, 
         world.faults.harm(name)
     state = failed(world, kind, subject, seq_of(world, ev.ActorLeft, "store-0"))
     with pytest.raises(Violation, match=said):
-        failures.failure_has_a_reason(world, state)
+        failures.failure_has_a_reason(world.checks, state)
 
 
 def test_failure_whose_cause_is_not_in_the_log() -> None:
@@ -251,12 +251,12 @@ def test_failure_whose_cause_is_not_in_the_log() -> None:
     world.faults.harm("store-0")
     state = failed(world, FailureKind.PROCESS_LOST, "store-0", 10**6)
     with pytest.raises(Violation, match="its cause is None"):
-        failures.failure_has_a_reason(world, state)
+        failures.failure_has_a_reason(world.checks, state)
 
 
 def test_books_stay_open_only_where_a_fault_has_ended_the_store() -> None:
     """The run had failed before; nobody can write what had no end by then."""
-    with World(calm(**SMALL), 3) as world:
+    with make_world(calm(**SMALL), 3) as world:
         world.begin()
         while not world.rows:
             world.scheduler.step()
@@ -266,13 +266,13 @@ def test_books_stay_open_only_where_a_fault_has_ended_the_store() -> None:
         world.processes["store-0"].die(exit_codes.FAILED)
         while not world.finished:
             world.scheduler.step()
-        assert broken(lambda: final_checks.judge(world)) == "books_are_closed"
+        assert broken(lambda: world.checks.judge()) == "books_are_closed"
         world.faults.harm("store-0", LOST)
-        assert final_checks.judge(world)
+        assert world.checks.judge()
 
 
 def test_relay_that_dies_too_often_before_it_has_joined() -> None:
-    with World(calm(max_restarts=0, **SMALL), 3) as world:
+    with make_world(calm(max_restarts=0, **SMALL), 3) as world:
         world.begin()
         world.network.cut("relay-0", COORDINATOR, +1)
         world.faults.harm("relay-0")
@@ -285,7 +285,7 @@ def test_relay_that_dies_too_often_before_it_has_joined() -> None:
         state = world.coordinator.state
         assert state is not None and state.failed is not None
         assert (state.failed.kind, state.failed.subject) == (FailureKind.NEVER_JOINED, "relay-0")
-        assert final_checks.judge(world)
+        assert world.checks.judge()
 
 
 def test_state_that_the_log_does_not_lead_to() -> None:
@@ -294,7 +294,7 @@ def test_state_that_the_log_does_not_lead_to() -> None:
     assert state is not None
     state.staleness_sum += 1
     disk = world.coordinator.disk
-    assert broken(lambda: final_checks.replay_equal(world, disk, state)) == "replay_equal"
+    assert broken(lambda: final_checks.replay_equal(world.checks, disk, state)) == "replay_equal"
 
 
 def test_event_that_was_sent_otherwise() -> None:
@@ -388,7 +388,7 @@ def test_a_share_is_kept_by_what_runs_when_new_groups_are_given() -> None:
 @pytest.mark.parametrize("end", ["cut off", "silent", "left"])
 def test_a_death_on_a_silent_machine_or_after_leaving_is_blamed_on_no_prompt(end: str) -> None:
     """One replica died while its machine was silent, or left; three others of the same prompt."""
-    with World(calm(nodes=1, **SMALL), 3) as world:
+    with make_world(calm(nodes=1, **SMALL), 3) as world:
         world.begin()
         checks, names = world.checks, [f"rollout-{i}" for i in range(4)]
         while not {name for name, _ in checks.boots} >= set(names):
@@ -440,7 +440,7 @@ def test_a_slow_run_with_many_gauges_is_not_endless() -> None:
 
 
 def without_faults() -> World:
-    return World(calm(**SMALL), 3)
+    return make_world(calm(**SMALL), 3)
 
 
 def healed(world: World) -> None:
@@ -508,7 +508,7 @@ def test_run_that_failed_may_have_waited_for_a_process_and_for_the_store() -> No
 
 def test_processes_that_only_wake_up() -> None:
     """A clock that something pushes on by a nanosecond at a time never comes to a quiet end."""
-    world = World(calm(**SMALL), 3)
+    world = make_world(calm(**SMALL), 3)
 
     def wake() -> None:
         world.scheduler.after(1, wake)

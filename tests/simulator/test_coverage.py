@@ -7,7 +7,7 @@ import pytest
 from laminar.core.machine import HANDLING
 from laminar.core.state.transitions import TRAJECTORY_MOVES
 from tools.kit.sim_worlds import config
-from tools.simulator.checks.coverage import EXPECTED, Coverage
+from tools.simulator.coverage import EXPECTED, Coverage
 from tools.simulator.run import run_seeds
 
 

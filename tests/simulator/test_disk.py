@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from laminar.names.ports import Disk, DiskError
-from tools.simulator.runtime.disk import (
+from tools.simulator.disk import (
     CRASH_MODES,
     SECTOR_BYTES,
     CrashMode,

@@ -10,8 +10,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.names import exit_codes
 from tools.kit.sim_worlds import config
-from tools.simulator.run import run_seed
-from tools.simulator.world import World
+from tools.simulator.run import make_world, run_seed
 
 SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
 
@@ -41,7 +40,7 @@ def test_handler_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_disk_that_stays_full_ends_the_run_from_outside() -> None:
     """When it has been waited for; the log is whole, so the run could go on."""
-    world = World(config("disk-full-for-good", disk_wait_s=60.0, **SMALL), 3)
+    world = make_world(config("disk-full-for-good", disk_wait_s=60.0, **SMALL), 3)
     assert world.run()
     over = world.coordinator.over
     assert over is not None and over.code == exit_codes.LOG_UNWRITABLE

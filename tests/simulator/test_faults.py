@@ -29,9 +29,8 @@ from tools.simulator.faults.faults import (
 )
 from tools.simulator.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from tools.simulator.faults.targeted_faults import TARGETED
-from tools.simulator.run import Outcome, run_seed
+from tools.simulator.run import Outcome, make_world, run_seed
 from tools.simulator.scheduler import MS, SECOND
-from tools.simulator.world import World
 
 SMALL = {
     "replicas": 4, "groups_per_step": 4, "group_size": 2, "total_steps": 3, "num_train": 30,
@@ -83,7 +82,7 @@ def test_all_processes_end_and_the_run_completes(kind: str, how: str) -> None:
 
 def test_a_node_is_not_lost_before_it_has_started_its_processes_again() -> None:
     """It would leave a run that cannot go on, as one that is lost too early could not start."""
-    with World(calm(**SMALL), 3) as world:
+    with make_world(calm(**SMALL), 3) as world:
         world.begin()
         node, children = world.processes["node-0"], world.children_of("node-0")
         while not all(child.boot for child in children):
@@ -126,7 +125,7 @@ def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -
     """Every replica or relay lives and does nothing: somebody acts in time, and the run
     completes."""
     patient = {"batch_wait_ms": 600_000, "train_s": 3.0, "total_steps": 0, "num_train": 48}
-    with World(config("command-ignored", nodes=2, **{**SMALL, **patient}), 1) as world:
+    with make_world(config("command-ignored", nodes=2, **{**SMALL, **patient}), 1) as world:
         world.faults.ignored, world.faults.rates["command-ignored"] = ignored, 1.0
         world.run()
         state = world.coordinator.state
@@ -137,7 +136,7 @@ def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -
 def test_a_transfer_that_sticks_is_waited_for_no_longer_than_the_check_allows() -> None:
     """That a chunk has come is reported after a minute, and the rest has its time from then on."""
     late = config("transfer-sticks", nodes=2, **SMALL | {"replicas": 2, "train_s": 60.0})
-    with World(late, 1) as world:
+    with make_world(late, 1) as world:
         faults, deadlines, number = world.faults, [0], itertools.count()
         sticks, faults.rates["transfer-sticks"] = faults.sticks, 1.0
         with patch.object(faults, "sticks", lambda: next(number) > 0 and sticks()):
@@ -152,7 +151,7 @@ def test_a_transfer_that_sticks_is_waited_for_no_longer_than_the_check_allows() 
 
 @pytest.mark.parametrize("kind", WEATHER)
 def test_weather_breaks_nothing(kind: str) -> None:
-    with World(config(kind, **SMALL), 3) as world:
+    with make_world(config(kind, **SMALL), 3) as world:
         world.begin()
         assert not world.network.weather.fair
     outcome = run(kind)
@@ -162,7 +161,7 @@ def test_weather_breaks_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize(("rate", "fails"), [(0.1, False), (1.0, True)])
 def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> None:
-    with World(config(REWARD_ERRORS, **SMALL), 3) as world:
+    with make_world(config(REWARD_ERRORS, **SMALL), 3) as world:
         world.faults.rates[REWARD_ERRORS] = rate
         world.run()
         state = world.coordinator.state
@@ -196,7 +195,7 @@ def test_menu_is_complete() -> None:
 
 def test_replicas_that_are_lost_are_replaced() -> None:
     outcome = run("replica-dies")
-    processes = len(World(config("replica-dies", **SMALL), 3).processes)
+    processes = len(make_world(config("replica-dies", **SMALL), 3).processes)
     assert outcome.coverage["fault:replica-dies"] > 4
     assert outcome.coverage["event:ActorJoined"] > processes
 
@@ -236,7 +235,7 @@ def test_data_is_poisoned_only_beside_a_batch_of_other_prompts(
     num_train: int, poisoned: bool
 ) -> None:
     """A batch is four groups: with fewer others a step costs the deaths of several passes."""
-    world = World(config("poison-prompt", **{**SMALL, "num_train": num_train}), 3)
+    world = make_world(config("poison-prompt", **{**SMALL, "num_train": num_train}), 3)
     assert (bool(world.faults.poison), world.faults.may_poison) == (poisoned, poisoned)
 
 
@@ -246,7 +245,7 @@ def test_a_line_that_holds_through_flaps_may_be_silent_alone(
 ) -> None:
     """What it costs then is not held against the product as the cost of a cut of a machine."""
     monkeypatch.setattr(cuts, "HOLDS", float(holds))
-    faults = World(config("machine-flaps", nodes=2, **SMALL), 3).faults
+    faults = make_world(config("machine-flaps", nodes=2, **SMALL), 3).faults
     cuts.CUTS["machine-flaps"](faults, random.Random(1))
     struck = [name for name, times in faults.cuts.items() if times]
     assert struck and all(faults.explains(faults.world.processes[name]) for name in struck)
@@ -254,14 +253,14 @@ def test_a_line_that_holds_through_flaps_may_be_silent_alone(
 
 
 def test_node_storm_joins_together() -> None:
-    stormy = World(config("node-storm", **SMALL), 3)
-    assert stormy.faults.storm and not World(calm(), 3).faults.storm
+    stormy = make_world(config("node-storm", **SMALL), 3)
+    assert stormy.faults.storm and not make_world(calm(), 3).faults.storm
     assert not run("node-storm").invariant
 
 
 def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> None:
     """Everything is done; whoever joins is refused, and its node tries again, and again."""
-    with World(calm(max_restarts=2, nodes=1, num_eval=0, **SMALL), 3) as world:
+    with make_world(calm(max_restarts=2, nodes=1, num_eval=0, **SMALL), 3) as world:
         world.begin()
 
         def until(phase: Phase) -> None:
@@ -285,7 +284,9 @@ def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> Non
 
 def test_nothing_goes_wrong_after_the_faults() -> None:
     """What strikes, strikes before; the weather is fair, nobody is paused, slow or cut off."""
-    with World(config("loss", "partition", "replica-paused", "replica-slow", **SMALL), 3) as world:
+    with make_world(
+        config("loss", "partition", "replica-paused", "replica-slow", **SMALL), 3
+    ) as world:
         world.begin()
         while not world.faults.healed:
             world.scheduler.step()

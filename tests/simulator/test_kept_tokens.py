@@ -6,8 +6,8 @@ import pytest
 
 from tools.kit.sim_worlds import config
 from tools.simulator.models.replica import Replica
+from tools.simulator.run import make_world
 from tools.simulator.runtime.process import SimProcess
-from tools.simulator.world import World
 
 PROGRESS_MS = 500
 ON_ITS_WAY_S = 0.05
@@ -37,7 +37,7 @@ def test_only_one_progress_interval_is_generated_again(
     monkeypatch.setattr(SimProcess, "_end", looked_at)
     swarm = config(fault, progress_ms=PROGRESS_MS, save_freq=1, median_tokens=200)
     for seed in SEEDS:
-        world = World(swarm, seed)
+        world = make_world(swarm, seed)
         world.run()
     most = (PROGRESS_MS / 1000 + ON_ITS_WAY_S) * 1e9 / world.scenario.engine.step_ns(1)
     assert len(again) > 20

@@ -6,7 +6,7 @@ import random
 
 from laminar.events.base import COORDINATOR
 from laminar.net.frames import Ack, encode
-from tools.simulator.runtime.network import Network, Weather
+from tools.simulator.network import Network, Weather
 from tools.simulator.scheduler import MS, Scheduler
 
 FRAME = encode(Ack("boot", 7))

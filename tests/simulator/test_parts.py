@@ -13,9 +13,9 @@ from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from tools.kit.sim_worlds import calm, config
 from tools.simulator.config import SimConfig, load
 from tools.simulator.faults.faults import KINDS
+from tools.simulator.run import make_world
 from tools.simulator.scenario import BOUNDARIES, draw
 from tools.simulator.scheduler import SECOND, Scheduler
-from tools.simulator.world import World
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ class Bench:
     """An engine alone in a world."""
 
     def __init__(self, slots: int = 2) -> None:
-        self.world = World(calm(), 1)
+        self.world = make_world(calm(), 1)
         self.process = self.world.processes["rollout-0"]
         self.process.boot, self.process.alive = 1, True
         self.process.model = self  # type: ignore[assignment]

@@ -23,9 +23,8 @@ from laminar.names import exit_codes
 from tests.core.test_lost_replica import behind_a_turn
 from tools.kit.sim_worlds import calm, config
 from tools.simulator.checks.recoveries import NAME, Recoveries
-from tools.simulator.run import run_seed
+from tools.simulator.run import make_world, run_seed
 from tools.simulator.runtime.violation import Violation
-from tools.simulator.world import World
 
 SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
 LAST = "only-one-of-its-version-lost"
@@ -72,7 +71,7 @@ def test_a_held_out_answer_waits_for_room_at_its_own_version() -> None:
     stamped = Stamped(
         seq=bench.seq, time_ns=0, peer="rollout-0", incarnation=1, peer_seq=1, event=event
     )
-    Recoveries(World(calm(), 1)).observe(stamped, commands, bench.state)
+    Recoveries(make_world(calm(), 1)).observe(stamped, commands, bench.state)
 
 
 def test_no_empty_replica_loads_the_version_of_lost_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +135,7 @@ def test_a_replica_that_works_is_started_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_process_that_ends_without_a_fault() -> None:
-    with World(calm(**SMALL), 3) as world:
+    with make_world(calm(**SMALL), 3) as world:
         world.begin()
         victim = world.rollouts[0]
         while not victim.welcomed:

@@ -6,6 +6,7 @@ import pytest
 
 from laminar.net.calls import Batch
 from tools.kit.sim_worlds import calm
+from tools.simulator.run import make_world
 from tools.simulator.runtime.boot import Boot
 from tools.simulator.runtime.rpc import AGAIN_NS, Message, SimServer
 from tools.simulator.world import World
@@ -45,7 +46,7 @@ class Desk:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_peer_that_has_said_bye_is_given_nothing_any_more(leaves: bool) -> None:
-    with World(calm(nodes=1, replicas=2), 3) as world:
+    with make_world(calm(nodes=1, replicas=2), 3) as world:
         desk = Desk(world, ready=True)
         desk.ask()
         if leaves:
@@ -55,7 +56,7 @@ def test_a_peer_that_has_said_bye_is_given_nothing_any_more(leaves: bool) -> Non
 
 
 def test_nor_when_its_request_could_not_be_handled_at_first() -> None:
-    with World(calm(nodes=1, replicas=2), 3) as world:
+    with make_world(calm(nodes=1, replicas=2), 3) as world:
         desk = Desk(world, ready=False)
         desk.ask()
         desk.wait(AGAIN_NS // 2)

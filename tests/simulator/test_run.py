@@ -12,9 +12,8 @@ from laminar.core.state.statuses import Phase
 from laminar.training.steps import TrainSample
 from tests.hash_seeds import printed_under
 from tools.kit.sim_worlds import PACKED, calm, config, ran
-from tools.simulator.run import run_seed, run_seeds, story
+from tools.simulator.run import make_world, run_seed, run_seeds, story
 from tools.simulator.runtime.violation import Violation
-from tools.simulator.world import World
 
 SHORT = {"replicas": 4, "num_train": 20, "total_steps": 3, "seconds": 20.0}
 SEEDS = (4, 6)
@@ -50,7 +49,7 @@ def test_same_seed_same_log_in_every_process() -> None:
 
 def test_faults_of_one_kind_do_not_shift_the_work() -> None:
     """What a scenario is, and how long its answers are, does not depend on what goes wrong."""
-    quiet, rough = World(calm(), 5), World(config("replica-dies"), 5)
+    quiet, rough = make_world(calm(), 5), make_world(config("replica-dies"), 5)
     assert quiet.scenario == rough.scenario
 
 

@@ -12,8 +12,7 @@ from tools.kit.sim_worlds import calm, config
 from tools.simulator.config import SimConfig, load
 from tools.simulator.faults.faults import FATAL_ROLES, KINDS
 from tools.simulator.faults.targeted import LAST_WORDS, WAYS, TargetedFault, lose
-from tools.simulator.run import run_seed
-from tools.simulator.world import World
+from tools.simulator.run import make_world, run_seed
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +52,7 @@ def _sources(kind: str) -> SimConfig:
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_lose_a_replica(way: str) -> None:
     """The coordinator hears of it as of such a loss, and somebody of that name comes back."""
-    with World(calm(replicas=4, total_steps=0, num_train=100), 1) as world:
+    with make_world(calm(replicas=4, total_steps=0, num_train=100), 1) as world:
         world.begin()
         victim = world.rollouts[0]
         while not victim.welcomed:
@@ -70,7 +69,7 @@ def test_ways_to_lose_a_replica(way: str) -> None:
 
 
 def test_who_is_gone_is_not_lost_again() -> None:
-    with World(calm(replicas=4), 1) as world:
+    with make_world(calm(replicas=4), 1) as world:
         lose(world.faults, world.rollouts[0], "replaced")
         assert not world.rollouts[0].alive
 
@@ -94,7 +93,7 @@ def _losses() -> list[Any]:
 def test_what_a_run_needs_is_lost_in_every_way(role: str, way: str) -> None:
     """The run ends with a reason, whatever the way."""
     fatal = config("hangs", replicas=4, total_steps=0, num_train=400, seconds=60.0)
-    with World(fatal, 1) as world:
+    with make_world(fatal, 1) as world:
         world.faults.rates["hangs"] = 0.0
         world.faults.fatal_role, world.faults.fatal_way = role, way
         world.run()
@@ -106,6 +105,6 @@ def test_what_a_run_needs_is_lost_in_every_way(role: str, way: str) -> None:
 
 def test_an_aim_has_to_look() -> None:
     """What does not say when its moment is cannot be made."""
-    world = World(calm(), 1)
+    world = make_world(calm(), 1)
     with pytest.raises(TypeError, match="look"):
         TargetedFault(world.faults, world.faults.chance("aim"))  # type: ignore[abstract]

@@ -37,8 +37,8 @@ from tools.simulator.config import (
     TimeConfig,
     WorkConfig,
 )
+from tools.simulator.run import make_world
 from tools.simulator.scheduler import SECOND
-from tools.simulator.world import World
 
 MEDIAN_S, NO_TIME_S = 0.5, 1e-4
 WARM_S, LOOK_S = 200, 1
@@ -116,7 +116,7 @@ def world_of(update: str, bound: int, p99_s: float) -> SimConfig:
 def watch(config: SimConfig, window_s: int) -> Seen:
     """A run for so long, as the coordinator sees it each second."""
     wanted, free, looks, began = Counter[str](), 0, 0, 0
-    with World(config, 1) as world:
+    with make_world(config, 1) as world:
         world.begin()
         for second in range(0, WARM_S + window_s, LOOK_S):
             while world.scheduler.now < second * SECOND and not world.finished:

@@ -26,6 +26,7 @@ from tools.simulator.config import (
     TimeConfig,
     WorkConfig,
 )
+from tools.simulator.run import make_world
 from tools.simulator.world import World
 
 
@@ -56,7 +57,7 @@ def calm(**changes: Any) -> SimConfig:
 
 def ran(config: SimConfig, seed: int = 1) -> World:
     """A world that has run to its end."""
-    world = World(config, seed)
+    world = make_world(config, seed)
     world.run()
     return world
 
@@ -94,7 +95,7 @@ class LoggedRun:
         calm_share = 0.0 if faults else 1.0
         values = {**SMALL, "every_s": 1.0, "calm_share": calm_share, **changes}
         self.digests: dict[int, str] = {}  #: of the state after each event
-        self.world = World(config(*faults, **values), seed, self._observe)
+        self.world = make_world(config(*faults, **values), seed, self._observe)
         self.coordinator = self.world.coordinator
 
     def _observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:

@@ -36,7 +36,8 @@ from tools.check.rows.golden import (  # noqa: E402
     problem,
 )
 from tools.kit.sim_worlds import PACKED, SMALL, config  # noqa: E402
-from tools.simulator.runtime.disk import SimDisk  # noqa: E402
+from tools.simulator.disk import SimDisk  # noqa: E402
+from tools.simulator.run import make_world  # noqa: E402
 from tools.simulator.world import World  # noqa: E402
 
 SEEDS = 300
@@ -50,7 +51,7 @@ class Recipe(NamedTuple):
     name: str
     what: str
     faults: tuple[str, ...] = ()
-    shows: tuple[str, ...] = ()  #: marks of tools/simulator/checks/coverage.py, TIDIED
+    shows: tuple[str, ...] = ()  #: marks of tools/simulator/coverage.py, TIDIED
     changes: dict[str, Any] = {}  # noqa: RUF012  (of SMALL; never written to)
 
 
@@ -287,7 +288,7 @@ def make(folder: Path, seeds: dict[str, int]) -> None:
 def run(recipe: Recipe, first: int = 1) -> tuple[int, SimDisk]:
     """The first seed whose run shows what it is for, and the coordinator's disk after it."""
     for seed in (first, *range(1, SEEDS + 1)):
-        world = World(config(*recipe.faults, **{**SMALL, **recipe.changes}), seed)
+        world = make_world(config(*recipe.faults, **{**SMALL, **recipe.changes}), seed)
         world.run()
         if set(recipe.shows) <= _shown(world):
             print(f"{recipe.name}: seed {seed}, {world.checks.events} events", file=sys.stderr)

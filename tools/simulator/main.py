@@ -14,8 +14,8 @@ from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
 from laminar.launch.exit_handling import exit_code
-from tools.simulator.checks.coverage import EXPECTED, Coverage
 from tools.simulator.config import SimConfig, load
+from tools.simulator.coverage import EXPECTED, Coverage
 from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import Outcome, event_line, run_seed, run_seeds, story
 

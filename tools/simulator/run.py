@@ -21,8 +21,10 @@ from laminar.analysis.log.story import Subject, describe
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped
+from tools.simulator.checks.final_checks import AllChecks
 from tools.simulator.checks.liveness import heals_in_time
 from tools.simulator.config import FaultConfig, SimConfig
+from tools.simulator.faults.faults import Faults
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
 from tools.simulator.world import Observer, World
@@ -51,15 +53,20 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  #: of the last state
 
 
+def make_world(config: SimConfig, seed: int, observer: Observer | None = None) -> World:
+    """A world with the faults of its seed, and all checks."""
+    return World(config, seed, AllChecks, lambda world: Faults(world, config.faults), observer)
+
+
 def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
     """One run to its end, or to its first broken promise."""
-    world = World(config, seed, observer)
+    world = make_world(config, seed, observer)
     calm = msgspec.structs.replace(config, faults=CALM)
     violation: Violation | None = None
     digest = ""
     try:
         digest = world.run()
-        heals_in_time(world, lambda: World(calm, seed))
+        heals_in_time(world, lambda: make_world(calm, seed))
     except Violation as found:
         violation = found
     except Exception as error:  # whatever the product raises where it must not is a finding

@@ -10,7 +10,6 @@ disk, time and the operating system's processes.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 from laminar.core.state import keys
@@ -19,29 +18,23 @@ from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage.rules import Row
-from laminar.training.steps import MismatchSource, Origin
-from tools.simulator.checks.coverage import Coverage
-from tools.simulator.checks.final_checks import judge
-from tools.simulator.checks.safety import Checks
 from tools.simulator.config import SimConfig
-from tools.simulator.faults.faults import Faults
+from tools.simulator.context import Checks, Context, Faults, Process, Server
+from tools.simulator.coverage import Coverage
 from tools.simulator.machine.bulk import BulkNetwork
 from tools.simulator.machine.database import StoreDatabase
 from tools.simulator.machine.memory import SimArena
-from tools.simulator.machine.model_files import ModelDirectory, lay_origin
+from tools.simulator.machine.model_files import lay_origin
 from tools.simulator.machine.processes import MachineProcesses
 from tools.simulator.machine.relay import Relay, SimMachine
-from tools.simulator.machine.versions import VERSION_BYTES
-from tools.simulator.models.learner import SimTrainer
+from tools.simulator.machine.versions import VERSION_BYTES, ModelDirectory
+from tools.simulator.models.learner import Lineage, SimTrainer
 from tools.simulator.models.replica import Replica
 from tools.simulator.models.store import StoreProcess
-from tools.simulator.runtime.boot import Boot
+from tools.simulator.network import Network
 from tools.simulator.runtime.coordinator import SimCoordinator
-from tools.simulator.runtime.idle import Idle
 from tools.simulator.runtime.machines import Machines
-from tools.simulator.runtime.network import Network
-from tools.simulator.runtime.process import SimProcess
-from tools.simulator.runtime.rpc import SimServer
+from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import actor_config, draw, seconds, stream
 from tools.simulator.scheduler import SECOND, Scheduler
@@ -51,21 +44,20 @@ CALLS_PER_EVENT = 2_000
 """A hundred times what is usual: something wakes up again and again and does nothing."""
 CALLS_PER_LOOK = 16
 """So often a run is asked whether it has made too many calls or events."""
-_MODELS: dict[str, Callable[[SimProcess], Idle]] = {
-    "node": MachineProcesses,
-    "store": StoreProcess,
-    "trainer": SimTrainer,
-    "relay": Relay,
-    "rollout": Replica,
-}
-
 Observer = Callable[[Stamped, list[Command], State], None]
 
 
-class World:
+class World(Context):
     """Everything of one seed."""
 
-    def __init__(self, config: SimConfig, seed: int, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: SimConfig,
+        seed: int,
+        make_checks: Callable[[World], Checks],
+        make_faults: Callable[[World], Faults],
+        observer: Observer | None = None,
+    ) -> None:
         self.scenario = draw(config, seed)
         self.scheduler = Scheduler()
         self.network = Network(self.scheduler, stream(seed, "network"), self.scenario.delay_ms)
@@ -73,22 +65,18 @@ class World:
         bytes_per_s = VERSION_BYTES / self.scenario.transfer_s
         self.bulk = BulkNetwork(self, self.scenario.delay_ms, bytes_per_s)
         self.arenas: dict[str, SimArena] = {}  #: by path, of all machines
-        self.checks = Checks(self)
-        self.faults = Faults(self, config.faults)
-        self.coordinator = SimCoordinator(self)
+        self.checks = make_checks(self)
+        self.faults = make_faults(self)
+        self.coordinator: SimCoordinator = SimCoordinator(self)
         self.config = actor_config(self.scenario)
         self.machines = Machines(self)
         self.database = StoreDatabase(self)
         self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
-        #: by digest of the ids: suspects of a batch, and why it changed nothing
-        self.outcomes: dict[str, tuple[dict[Origin, MismatchSource], str | None]] = {}
-        self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
-        self.weights: dict[str, bytes] = {}  #: of all versions that relays have had, by digest
-        lay_origin(self)
+        self._lineage = Lineage()
+        lay_origin(self, self.models, self._lineage.names)
         self.healed_ns = 0
         self.processes: dict[str, SimProcess] = {}
-        self.boots: list[Boot] = []  #: all that there have been, kept to the end
-        self.servers: dict[str, SimServer] = {}  #: by the name under which they can be found
+        self.servers: dict[str, Server] = {}
         self._children: dict[str, list[SimProcess]] = {}
         self._observer = observer
         self._make_processes()
@@ -107,7 +95,7 @@ class World:
             self._make("rollout", ids.actor_name("rollout", node, index), node)
 
     def _make(self, role: str, name: str, node: str) -> None:
-        process = self.processes[name] = SimProcess(self, name, role, node)
+        process = self.processes[name] = SimProcess(self, name, role, node, self._make_model)
         if role != "node":
             self._children.setdefault(node, []).append(process)
 
@@ -139,7 +127,7 @@ class World:
                 self._stands_still()
             if not scheduler.made % CALLS_PER_LOOK:
                 self._must_not_be_endless()
-        digest = judge(self)
+        digest = self.checks.judge()
         if self.coordinator.state is not None:
             self.coverage.finish(self.coordinator.state)
         return digest
@@ -157,7 +145,8 @@ class World:
         nodes = [process for process in self.processes.values() if process.role == "node"]
         for process in (*nodes, *self.processes.values()):  # nobody is there to see it
             process.die(exit_codes.KILLED)
-        self.machines = Machines(self)  # who has started them has died as well
+        self.machines.die()  # who has started them has died as well
+        self.machines = Machines(self)
         self.faults.begun_again()
         self.coordinator.kill()
         again_s = stream(self.scenario.seed, f"again {self.scheduler.now}")
@@ -176,9 +165,10 @@ class World:
 
     def close(self) -> None:
         """Let go of what actors were doing when the world ended; nothing of it runs any more."""
-        for boot in self.boots:
+        boots = [boot for process in self.processes.values() for boot in process.boots]
+        for boot in boots:
             boot.end()
-        for boot in self.boots:
+        for boot in boots:
             boot.loop.discard()
 
     def _must_not_be_endless(self) -> None:
@@ -204,11 +194,18 @@ class World:
 
     # --- processes ----------------------------------------------------------------------------
 
-    def make_model(self, process: SimProcess) -> Idle:
-        return _MODELS[process.role](process)
-
-    def chance_of(self, process: SimProcess) -> random.Random:
-        return stream(self.scenario.seed, process.boot_id)
+    def _make_model(self, process: SimProcess) -> Idle:
+        match process.role:
+            case "node":
+                return MachineProcesses(process, self.children_of(process.name))
+            case "store":
+                return StoreProcess(process, self.database)
+            case "trainer":
+                return SimTrainer(process, self.arenas, self.models, self._lineage, self.rows)
+            case "relay":
+                return Relay(process, self.bulk, self.arenas)
+            case _:
+                return Replica(process, self.arenas, self.models, self.rows)
 
     def lose_checkpoints(self) -> None:
         """Somebody has removed them from the disk; not the one that is being written, nor while a
@@ -238,12 +235,12 @@ class World:
     def children_of(self, node: str) -> list[SimProcess]:
         return self._children.get(node, [])
 
-    def process_ended(self, process: SimProcess, code: int, boot_id: str) -> None:
+    def process_ended(self, process: Process, code: int, boot_id: str) -> None:
         """A process ended: its kernel closes its connections, and its node sees it, or who started
         a node."""
         self.bulk.process_ended(boot_id)
         if process.role == "node":
-            self.machines.ended(process, code)
+            self.machines.ended(self.processes[process.name], code)
         else:
             node = self.processes[process.node]
             if node.alive:

@@ -25,7 +25,7 @@ from laminar.eventlog.restore import restore, take_over
 from laminar.eventlog.writer import LogTaken, LogWriter
 from laminar.names.ports import AtOnce, Disk
 from tools.kit.logs import digests, real_run, records_of
-from tools.simulator.runtime.disk import CrashMode, PowerCut, SimDisk
+from tools.simulator.disk import CrashMode, PowerCut, SimDisk
 
 MORE = 12
 """Events that a successor adds: enough to sync, not to sync, and begin a segment."""

@@ -25,7 +25,7 @@ from laminar.events.base import COORDINATOR, Stamped
 from laminar.names.ports import Disk
 from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.world_parts import coordinator_started
-from tools.simulator.runtime.disk import SimDisk
+from tools.simulator.disk import SimDisk
 
 GOLDEN = Path(__file__).resolve().parents[3] / "tests" / "golden"
 MANIFEST = "MANIFEST.json"

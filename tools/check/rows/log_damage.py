@@ -28,7 +28,7 @@ from laminar.eventlog.writer import LogTaken
 from tools.check.rows.base import Figure, Gate, Row
 from tools.check.rows.crash_points import Crash, Scenario, calls_of
 from tools.kit.logs import begin_log, real_run, records_of
-from tools.simulator.runtime.disk import CRASH_MODES, CrashMode, SimDisk
+from tools.simulator.disk import CRASH_MODES, CrashMode, SimDisk
 
 FIRST = segment_name(1)
 SEGMENT_BYTES = 1 << 20  #: one segment holds the log

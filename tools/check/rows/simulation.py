@@ -20,8 +20,8 @@ from functools import cache
 from pathlib import Path
 
 from tools.check.rows.base import Figure, Gate, Row
-from tools.simulator.checks.coverage import EXPECTED, Coverage
 from tools.simulator.config import SimConfig, load
+from tools.simulator.coverage import EXPECTED, Coverage
 from tools.simulator.faults.faults import KINDS, WEATHER
 from tools.simulator.run import Outcome, run_seeds, story
 

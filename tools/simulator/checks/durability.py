@@ -16,8 +16,8 @@ from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.storage import rules
 from laminar.storage.rules import Row
-from tools.simulator.checks.coverage import Coverage
-from tools.simulator.runtime.disk import SimDisk
+from tools.simulator.coverage import Coverage
+from tools.simulator.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
 
 _EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"

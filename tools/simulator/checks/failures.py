@@ -8,8 +8,6 @@ Nothing here reads the sentence for people.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.state import State
 from laminar.core.steps import step_replay
@@ -20,11 +18,10 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.names import exit_codes
 from laminar.names.ids import Purpose
+from tools.simulator.checks.safety import Checks
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.runtime.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 _LOSSES: tuple[type[Event], ...] = (
     ev.ActorFailed, ev.ActorJoined, ev.ActorLeft, ev.HeartbeatLost, ev.NodeSilent,
@@ -56,10 +53,10 @@ _UNNAMED = (
 """Kinds whose cause names no process."""
 
 
-def failure_has_a_reason(world: World, state: State) -> None:
+def failure_has_a_reason(checks: Checks, state: State) -> None:
     """The cause is an event of the log about the subject, and a fault or a limit explains the
     kind."""
-    failed = state.failed
+    failed, world = state.failed, checks.world
     if failed is None:
         return
     cause = _event(world, failed.cause)
@@ -71,10 +68,10 @@ def failure_has_a_reason(world: World, state: State) -> None:
         raise Violation("failure_has_a_reason", f"{what}: its cause is {cause!r}")
     if failed.kind not in _UNNAMED and not _names(world, cause, failed.subject):
         raise Violation("failure_has_a_reason", f"{what}: {cause!r} is not about its subject")
-    if not _explained(world, failed, cause.event):
+    if not _explained(checks, failed, cause.event):
         raise Violation("failure_has_a_reason", f"{what}: no fault and no limit explains it")
     if failed.kind == FailureKind.NO_CHECKPOINT:
-        world.checks.training.none_to_go_on_from(failed.sentence)
+        checks.training.none_to_go_on_from(failed.sentence)
 
 
 def _event(world: World, seq: int) -> Stamped | None:
@@ -96,13 +93,14 @@ def _names(world: World, cause: Stamped, subject: str) -> bool:
     return not names.isdisjoint(said) or any(name in timer.split(":") for name in names)
 
 
-def _explained(world: World, failed: Failure, event: Event) -> bool:
+def _explained(checks: Checks, failed: Failure, event: Event) -> bool:
+    world = checks.world
     if failed.kind in _STOPS:
         return True  # the user asked, as the cause says
     if failed.kind in _OF_REWARDS:
         return _rewards_failed(world)
     if failed.kind == FailureKind.NO_VARIANCE:
-        return _found_no_variance(world)
+        return _found_no_variance(checks)
     if failed.kind == FailureKind.BATCH_DEADLY:
         return world.processes[failed.subject].boot >= step_replay.DEATHS_MAX
     return any(world.faults.explains(process) for process in _subjects(world, failed))
@@ -118,11 +116,11 @@ def _subjects(world: World, failed: Failure) -> list[SimProcess]:
     return found or [p for p in world.processes.values() if p.role in ("trainer", "relay")]
 
 
-def _found_no_variance(world: World) -> bool:
+def _found_no_variance(checks: Checks) -> bool:
     """As many groups ended so as the limit has, or no batch was ever trained."""
-    settings, found = world.scenario.settings, world.checks.prompts.groups_ended_as("no-variance")
+    settings, found = checks.world.scenario.settings, checks.prompts.groups_ended_as("no-variance")
     limit = settings.filter_batches * settings.groups_per_step
-    return 0 < limit <= found or (found > 0 and not world.checks.training.book)
+    return 0 < limit <= found or (found > 0 and not checks.training.book)
 
 
 def _rewards_failed(world: World) -> bool:

@@ -7,7 +7,6 @@ Gives   the digest of the last state; raises Violation
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from laminar.core import invariants
 from laminar.core.state.state import State, digest
@@ -21,40 +20,42 @@ from laminar.storage import books
 from laminar.storage.rules import Row, score_of
 from tools.simulator.checks.failures import failure_has_a_reason
 from tools.simulator.checks.safety import Checks
-from tools.simulator.runtime.disk import SimDisk
+from tools.simulator.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 SNAPSHOTS_SAMPLE = 8
 """In one run of so many the replay from every snapshot is made, not only from the newest."""
 
 
-def judge(world: World) -> str:
-    """Everything; gives the state's digest."""
-    state, disk, rows = world.coordinator.state, world.coordinator.disk, world.rows
-    if world.coordinator.over is not None:
-        return given_up_run_can_go_on(world, disk)
-    if state is None:
-        raise Violation("run_ends", "no coordinator ever made a turn")
-    invariants.check(state)
-    failure_has_a_reason(world, state)
-    store_agrees_with_itself(world)
-    groups_are_filtered(world.scenario.settings, rows)
-    if not _may_stay_open(world, state):
-        books_are_closed(state, rows)
-        world.checks.prompts.every_prompt_ends(state)
-    if state.failed is None:
-        two_books(state, rows, world.checks.training.book)
-        work_is_done(state)
-    events_once(world.checks, disk)
-    return replay_equal(world, disk, state)
+class AllChecks(Checks):
+    """All checks of one run, also those of its end."""
+
+    def judge(self) -> str:
+        """Check a run that has ended; the digest of its last state."""
+        world = self.world
+        state, disk, rows = world.coordinator.state, world.coordinator.disk, world.rows
+        if world.coordinator.over is not None:
+            return given_up_run_can_go_on(self, disk)
+        if state is None:
+            raise Violation("run_ends", "no coordinator ever made a turn")
+        invariants.check(state)
+        failure_has_a_reason(self, state)
+        store_agrees_with_itself(world)
+        groups_are_filtered(world.scenario.settings, rows)
+        if not _may_stay_open(world, state):
+            books_are_closed(state, rows)
+            self.prompts.every_prompt_ends(state)
+        if state.failed is None:
+            two_books(state, rows, self.training.book)
+            work_is_done(state)
+        events_once(self, disk)
+        return replay_equal(self, disk, state)
 
 
-def given_up_run_can_go_on(world: World, disk: SimDisk) -> str:
+def given_up_run_can_go_on(checks: Checks, disk: SimDisk) -> str:
     """A run whose disk stayed full has no end; its log is whole and leads to a state."""
-    events_once(world.checks, disk)
+    events_once(checks, disk)
     found = replay(disk)
     if found.difference is not None:
         raise Violation("replay_equal", str(found.difference))
@@ -163,7 +164,7 @@ def events_once(checks: Checks, disk: SimDisk) -> None:
         logged[key] = number
 
 
-def replay_equal(world: World, disk: SimDisk, state: State) -> str:
+def replay_equal(checks: Checks, disk: SimDisk, state: State) -> str:
     """The log alone, and each snapshot with what follows it, lead to the same state.
 
     The log alone meets every snapshot on its way. What follows the newest is replayed in each
@@ -177,10 +178,10 @@ def replay_equal(world: World, disk: SimDisk, state: State) -> str:
         if met is not None and digest(state) != met.digest:
             raise Violation("replay_equal", f"{met.name} holds another state than the log")
 
-    sampled = world.scenario.seed % SNAPSHOTS_SAMPLE == 0
+    sampled = checks.world.scenario.seed % SNAPSHOTS_SAMPLE == 0
     for start in (None, *(kept if sampled else kept[:1])):
         found = replay(disk, observer=None if start else meet, snapshot=start)
-        world.checks.replays += 1
+        checks.replays += 1
         name = start.name if start is not None else "the first event"
         if found.difference is not None:
             raise Violation("replay_equal", f"from {name}: {found.difference}")

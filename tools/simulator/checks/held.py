@@ -14,16 +14,16 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.weights.version.hashes import WeightsCorrupt, verify
-from tools.simulator.runtime.process import SimProcess
 from tools.simulator.runtime.violation import Violation
+from tools.simulator.world import World
 
 
-def reported(process: SimProcess, event: Event) -> None:
+def reported(world: World, relay: str, event: Event) -> None:
     """held_is_published: whoever is told of a version finds its bytes where it is held."""
     if not isinstance(event, ev.WeightsReceived | ev.WeightsPublished):
         return
-    what = f"{process.name} reports version {event.version}"
-    machine = process.world.machine_of(process.name)
+    what = f"{relay} reports version {event.version}"
+    machine = world.machine_of(relay)
     copy = machine.versions.get(event.version)
     if copy is None or not copy.complete or copy.digest != event.digest:
         raise Violation("held_is_published", f"{what}, and does not hold it")
@@ -33,12 +33,12 @@ def reported(process: SimProcess, event: Event) -> None:
         raise Violation("held_is_published", f"{what}: {error}") from error
 
 
-def obeyed(process: SimProcess, command: Command) -> None:
+def obeyed(world: World, relay: str, command: Command) -> None:
     """A version to be kept may not be here yet."""
     if not isinstance(command, cmd.PinVersion) or command.version < 0:
         return
-    if command.version not in process.world.machine_of(process.name).versions.complete():
-        process.world.coverage.hit("relay:pin-of-a-version-not-here")
+    if command.version not in world.machine_of(relay).versions.complete():
+        world.coverage.hit("relay:pin-of-a-version-not-here")
 
 
 def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:

@@ -9,8 +9,6 @@ Raises  Violation
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from laminar.core.machine import Machine
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
@@ -22,9 +20,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names.roles import Role
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import MS
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 MACHINES_MIN = 3
 """Of two machines, one that is not heard is no more likely to be at fault than the other."""

@@ -11,7 +11,6 @@ takes to know that the healed run was quick enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from laminar.core.steps.batch_wait import WAITS_MAX
 from laminar.core.store_orders import END_TIMEOUT_MS
@@ -20,9 +19,7 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import START_TIMEOUT_MS, seconds
 from tools.simulator.scheduler import MS, SECOND
 from tools.simulator.turns import made_of
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 FACTOR = 10
 QUICK_NS = seconds(30.0)
@@ -81,5 +78,5 @@ def _begin_ns(world: World) -> int:
     failed = state is not None and state.failed is not None
     first = world.processes[world.processes["store-0"].node]
     if failed or world.faults.dead_for_good(first):
-        begin_ns += (START_TIMEOUT_MS + END_TIMEOUT_MS) * MS + world.checks.log_time.behind_ns
+        begin_ns += (START_TIMEOUT_MS + END_TIMEOUT_MS) * MS + world.checks.log_behind_ns
     return begin_ns

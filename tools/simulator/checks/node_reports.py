@@ -8,19 +8,16 @@ Raises  Violation; for what a node owes, once it had time for it: not while it s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from tools.simulator.runtime.process import SimProcess
+from tools.simulator.context import Process
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 LOOKS, LOOK_NS = 6, 5 * SECOND
 """So often and after so long: a node that stands still between two of them has had the others."""
@@ -35,12 +32,12 @@ class NodeReports:
         self._reported: dict[str, bool] = {}  #: by boot id: it is started again
         self._told: set[str] = set()  #: boot ids of whom a node is to start again
 
-    def node_started(self, node: SimProcess) -> None:
+    def node_started(self, node: Process) -> None:
         """The coordinator has taken a node, perhaps in the place of one that died."""
         before = {child.name: child.boot for child in self._world.children_of(node.name)}
         self._later(node, self._has_started_all, node, before)
 
-    def _has_started_all(self, node: SimProcess, before: dict[str, int]) -> None:
+    def _has_started_all(self, node: Process, before: dict[str, int]) -> None:
         """node_starts_its_processes: each, whatever the node before it had started."""
         for child in self._world.children_of(node.name):
             if child.boot == before[child.name] and not child.alive:
@@ -65,7 +62,7 @@ class NodeReports:
             if isinstance(command, cmd.RestartActor):
                 self._told.add(state.actors[command.actor].boot_id)
 
-    def killed(self, node: SimProcess, boot_id: str) -> None:
+    def killed(self, node: Process, boot_id: str) -> None:
         """order_ends_whom_it_means: a node kills no process that has come after that one."""
         if not node.stopping and boot_id not in self._told:
             what = f"{node.boot_id} kills {boot_id}, and was not told to"
@@ -83,12 +80,12 @@ class NodeReports:
         if not self._world.faults.is_gone(self._world.processes[process.node]):
             raise Violation("machine_comes_back", failed.sentence, process.node)
 
-    def ended(self, node: SimProcess, boot_id: str, code: int) -> None:
+    def ended(self, node: Process, boot_id: str, code: int) -> None:
         """A node learns that one of its processes has ended."""
         self._ended[boot_id] = code
         self._later(node, self._is_reported, boot_id)
 
-    def sent(self, node: SimProcess, event: ev.ProcessExited) -> None:
+    def sent(self, node: Process, event: ev.ProcessExited) -> None:
         """exit_is_reported_once: with the code that it had."""
         code, boot_id = self._ended.get(event.boot_id), event.boot_id
         if boot_id in self._reported or code != event.code:
@@ -107,7 +104,7 @@ class NodeReports:
             what = f"{event.boot_id} was only cut off; {event.reason}"
             raise Violation("cuts_are_not_counted", what, event.actor)
 
-    def left(self, node: SimProcess, alive: list[str]) -> None:
+    def left(self, node: Process, alive: list[str]) -> None:
         """machine_is_left_empty: a node that ends gracefully has ended its processes."""
         if alive:
             what = f"{node.name} ends, and {', '.join(alive)} go on"
@@ -117,17 +114,17 @@ class NodeReports:
         if boot_id not in self._reported:
             raise Violation("exit_is_reported_once", f"the end of {boot_id} is not reported")
 
-    def _is_started(self, process: SimProcess, ended: str) -> None:
+    def _is_started(self, process: Process, ended: str) -> None:
         """who_is_started_again: the processes of which a node has said that it starts them
         again."""
         if process.boot_id == ended:
             raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
 
-    def _later(self, node: SimProcess, look: Callable[..., None], *args: object) -> None:
+    def _later(self, node: Process, look: Callable[..., None], *args: object) -> None:
         node.after(LOOK_NS, self._again, LOOKS, node, look, args)
 
     def _again(
-        self, left: int, node: SimProcess, look: Callable[..., None], args: tuple[object, ...]
+        self, left: int, node: Process, look: Callable[..., None], args: tuple[object, ...]
     ) -> None:
         if node.stopping:
             return

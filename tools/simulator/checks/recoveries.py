@@ -14,7 +14,7 @@ overdue. A limit that the scenario sets is the wait of a batch, or of a hand-ove
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from laminar.core.loading import FAILED_LOADS_MAX
 from laminar.core.state import keys
@@ -25,12 +25,10 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.events.reasons import DropReason, PullPurpose
 from laminar.names.ids import Purpose
-from tools.simulator.runtime.process import SimProcess
+from tools.simulator.context import Process
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import MS
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 NAME = "no_recovery_without_a_cause"
 _OVERDUE: tuple[type[Event], ...] = (
@@ -76,7 +74,7 @@ class Recoveries:
         for trajectory, placed in list(self._placed.items()):
             self._placed[trajectory] = [entry for entry in placed if entry.seq <= seq]
 
-    def process_started(self, process: SimProcess) -> None:
+    def process_started(self, process: Process) -> None:
         """A process has ended before, and another one takes its place."""
         faults, starts = self._world.faults, process.boot - 1
         if starts and not faults.explains(process):

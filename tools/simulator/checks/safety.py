@@ -15,7 +15,6 @@ state itself (core/invariants.py) are called from here as well.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,13 +38,10 @@ from tools.simulator.checks.node_reports import NodeReports
 from tools.simulator.checks.prompts import Prompts, answers_its_prompt
 from tools.simulator.checks.recoveries import Recoveries
 from tools.simulator.checks.training import TrainingChecks
-from tools.simulator.runtime.coordinator import SimCoordinator
-from tools.simulator.runtime.disk import SimDisk
-from tools.simulator.runtime.process import SimProcess
+from tools.simulator.context import Process
+from tools.simulator.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 SMALL = 16
 """Up to so many trajectories and replicas the whole state is checked after every event."""
@@ -69,7 +65,7 @@ class Checks:
         self.prompts = Prompts(world.scenario)
         self.node_reports = NodeReports(world)
         self.log_time = LogTime()
-        self.training = TrainingChecks(world)
+        self.training = TrainingChecks(world, lambda: bool(self.failed_at))
         self.contents = Contents(world.scenario, self.training.made_as)
         self.released = Released()
         self.moves = Moves()
@@ -262,13 +258,20 @@ class Checks:
 
     # --- what goes over the wire ------------------------------------------------------------------
 
-    def process_started(self, process: SimProcess) -> None:
+    def process_started(self, process: Process) -> None:
         self.bodies[process.boot_id] = []
         self.recoveries.process_started(process)
 
-    def sent(self, process: SimProcess, event: Event, body: bytes) -> None:
+    @property
+    def log_behind_ns(self) -> int:
+        return self.log_time.behind_ns
+
+    def log_is_whole(self) -> bool:
+        return self.durability.is_whole()
+
+    def sent(self, process: Process, event: Event, body: bytes) -> None:
         self.bodies[process.boot_id].append(body)
-        held.reported(process, event)
+        held.reported(self.world, process.name, event)
         if isinstance(event, ev.ProcessExited):
             self.node_reports.sent(process, event)
         self.training.reported(process, event)
@@ -276,7 +279,7 @@ class Checks:
     def heard(self, boot_id: str) -> None:
         self.leases.heard(boot_id)
 
-    def acknowledged(self, process: SimProcess) -> None:
+    def acknowledged(self, process: Process) -> None:
         """Nothing is acknowledged that the log does not have."""
         acknowledged = process.link.outbox.first - 1
         logged = len(self._numbers.get(process.boot_id, ()))
@@ -284,7 +287,7 @@ class Checks:
             what = f"{process.boot_id} was acknowledged up to {acknowledged}, the log has {logged}"
             raise Violation("acknowledged_is_logged", what, process.name)
 
-    def ordered(self, process: SimProcess, order: cmd.Order, command: Command) -> None:
+    def ordered(self, process: Process, order: cmd.Order, command: Command) -> None:
         """cause_exists: a command names the event that caused it, and was decided there."""
         kind = self._decided.get(order.command_id)
         right = order.cause == order.command_id >> 20 and kind == type(command).__name__
@@ -292,10 +295,10 @@ class Checks:
             what = f"{process.name} was told {command!r}, of event {order.cause}: {kind}"
             raise Violation("cause_exists", what, process.name)
 
-    def obeyed(self, process: SimProcess, order: cmd.Order, command: Command) -> None:
+    def obeyed(self, process: Process, order: cmd.Order, command: Command) -> None:
         self._acted.note(order.command_id, command, process.name, process.boot_id)
         self.training.told(process, command)
-        held.obeyed(process, command)
+        held.obeyed(self.world, process.name, command)
 
     def obeyed_here(self, command_id: int, command: Command) -> None:
         self._acted.note(command_id, command, COORDINATOR, COORDINATOR)
@@ -309,7 +312,7 @@ class Checks:
 
     # --- the coordinator's deaths -----------------------------------------------------------------
 
-    def coordinator_started(self, coordinator: SimCoordinator, machine: Machine) -> None:
+    def coordinator_started(self, disk: SimDisk, machine: Machine) -> None:
         """A successor has recovered: it must be where its predecessor was."""
         if machine.started and self._machine is not None:
             self.same_state_as_before(machine.state)
@@ -320,7 +323,7 @@ class Checks:
         self._idle_waits = 0
         self._refused = Counter(machine.state.ignored if machine.started else {})
         self._recent.clear()
-        self.durability.begin(coordinator.disk)
+        self.durability.begin(disk)
         self.world.coverage.hit("log:taken-over" if machine.started else "log:begun")
 
     def _take_back(self, seq: int) -> None:

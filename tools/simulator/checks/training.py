@@ -7,8 +7,8 @@ Raises  Violation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import xxhash
 
@@ -21,19 +21,17 @@ from laminar.run.directory import VERSION_FILE
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
+from tools.simulator.context import Process
 from tools.simulator.runtime.boot import RUN_DIR
-from tools.simulator.runtime.process import SimProcess
 from tools.simulator.runtime.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 
 class TrainingChecks:
     """The books of one run."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, has_failed: Callable[[], bool]) -> None:
+        self.world, self._has_failed = world, has_failed
         #: what each line of the book has trained, by step and version
         self._lines: dict[tuple[int, int], list[str]] = {}
         self._steps_of: dict[str, int] = {}  #: by trajectory
@@ -128,7 +126,7 @@ class TrainingChecks:
             raise Violation("trained_as_ordered", f"step {step} is of other rows than {told}")
         if isinstance(told, cmd.RedoStep):
             return self._redone_as_logged(told)
-        if self.world.checks.failed_at:
+        if self._has_failed():
             return
         for sample in samples:
             row = self.world.rows[sample.sample_id]
@@ -164,7 +162,7 @@ class TrainingChecks:
         if isinstance(told, cmd.RedoStep) and not self._redone.get(boot_id):
             raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
 
-    def told(self, process: SimProcess, command: Command) -> None:
+    def told(self, process: Process, command: Command) -> None:
         """The trainer carries out this command."""
         if isinstance(command, cmd.TrainStep | cmd.RedoStep):
             self._told.pop(process.boot_id, None)
@@ -173,11 +171,11 @@ class TrainingChecks:
         if isinstance(command, cmd.PullWeights):
             self._pulls.setdefault(process.boot_id, []).append(command)
 
-    def reported(self, process: SimProcess, event: Event) -> None:
+    def reported(self, process: Process, event: Event) -> None:
         """What the trainer says must be on the disk by now."""
         if isinstance(event, ev.TrainerReady):
             for found in event.checkpoints:
-                self._saved[found.version] = str(process.current.run_dir / found.path)
+                self._saved[found.version] = str(RUN_DIR / found.path)
         if isinstance(event, ev.StepRedone):
             self._redone[process.boot_id] = True
             others = self._others.get(event.step_index + 1, ())
@@ -191,10 +189,10 @@ class TrainingChecks:
         if isinstance(event, ev.WeightsLoaded):
             self.loaded(process, event)
 
-    def _checkpoint(self, process: SimProcess, event: ev.CheckpointSaved) -> None:
+    def _checkpoint(self, process: Process, event: ev.CheckpointSaved) -> None:
         """saved_is_whole: what is under its name gives the weights of the version back, and what
         is kept is there."""
-        path = self._saved[event.version] = str(process.current.run_dir / event.path)
+        path = self._saved[event.version] = str(RUN_DIR / event.path)
         for version in event.kept:
             kept = self._saved.get(version, "")
             if kept not in self.world.models and kept not in self.lost:
@@ -225,7 +223,7 @@ class TrainingChecks:
         self._made.setdefault(steps, set()).add(digest)
         self._others.setdefault(steps, set()).add(digest)
 
-    def loaded(self, process: SimProcess, event: ev.WeightsLoaded) -> None:
+    def loaded(self, process: Process, event: ev.WeightsLoaded) -> None:
         """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
         asked = any(
             event.version == pull.version if pull.exact else event.version >= pull.version

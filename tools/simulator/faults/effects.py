@@ -10,17 +10,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from laminar.core.versions import broadcast
 from laminar.events.base import COORDINATOR
 from laminar.names import exit_codes
+from tools.simulator.context import Process
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds, stream
 from tools.simulator.scheduler import MS
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 STALLED = 1e9
 EVERYBODY = "everybody"
@@ -77,27 +75,27 @@ class Effects:
         """A fault strikes: what checks hold a loss against."""
         self.harmed.setdefault(who, set()).add(how)
 
-    def has_lost(self, process: SimProcess) -> bool:
+    def has_lost(self, process: Process) -> bool:
         """A fault has ended or silenced this process, or its node, which would start it again."""
         names = (EVERYBODY, process.name, process.node)
         return any(LOST in self.harmed.get(name, ()) for name in names)
 
-    def explains(self, process: SimProcess) -> bool:
+    def explains(self, process: Process) -> bool:
         """A fault has struck this process, what it waits for, or everybody."""
         return bool(self._struck(process))
 
-    def only_cut_off(self, process: SimProcess) -> bool:
+    def only_cut_off(self, process: Process) -> bool:
         """No fault has struck any of those but cuts of machines."""
         return self._struck(process) == {CUT_OFF}
 
-    def _struck(self, process: SimProcess) -> set[str]:
+    def _struck(self, process: Process) -> set[str]:
         awaited = AWAITED[process.role]
         at_work = [process, *(p for p in self.world.processes.values() if p.role in awaited)]
         names = {EVERYBODY, process.role, *awaited}
         names.update(*((p.name, p.node) for p in at_work))
         return {how for name in names for how in self.harmed.get(name, ())}
 
-    def may_lose_trainer(self, process: SimProcess) -> bool:
+    def may_lose_trainer(self, process: Process) -> bool:
         """Whether the trainer comes back: there is a checkpoint, or the first step is known, and
         its node starts it again. A batch that is interrupted too often ends the run."""
         world, state = self.world, self.world.coordinator.state
@@ -112,7 +110,7 @@ class Effects:
         kept = bool(self.world.scenario.save_freq) and not self.world.checks.training.lost
         return kept and not self.dead and self.world.coordinator.up
 
-    def dies_at(self, process: SimProcess, point: str) -> bool:
+    def dies_at(self, process: Process, point: str) -> bool:
         """A process comes to this place in its code; some are come to only when all has healed."""
         if self.unheard_next and point == "trainer-book":
             self._cut(process.name, COORDINATOR, UNHEARD_S)
@@ -130,7 +128,7 @@ class Effects:
     def lease_of_s(self, role: str) -> float:
         return self.world.scenario.lease_of_ms(role) / 1000
 
-    def is_gone(self, node: SimProcess) -> bool:
+    def is_gone(self, node: Process) -> bool:
         """Nobody starts this node again."""
         return node.name in self.dead or node.name in self.gone
 
@@ -152,7 +150,7 @@ class Effects:
         coordinator = self.world.coordinator
         if not coordinator.up or coordinator.state is None:
             return False
-        return broadcast.ending(coordinator.state) and self.world.checks.durability.is_whole()
+        return broadcast.ending(coordinator.state) and self.world.checks.log_is_whole()
 
     def lose_node(self, node: SimProcess) -> None:
         """Lose one node for good, and alone, once it has started its processes. One of a run.

@@ -13,7 +13,6 @@ trainer, relay) is only disturbed for less than its lease, unless the run is one
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.loading import PULL_TIMEOUT_MS
@@ -28,20 +27,19 @@ from laminar.names import exit_codes
 from laminar.names.ids import Purpose
 from laminar.weights.chain.receiver import SLOW_S
 from tools.simulator.config import FaultConfig
+from tools.simulator.context import Process
+from tools.simulator.disk import CRASH_MODES, CrashMode, SimDisk
 from tools.simulator.faults.cuts import CUTS
 from tools.simulator.faults.effects import EVERYBODY, LOST, Effects
 from tools.simulator.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from tools.simulator.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from tools.simulator.faults.targeted_faults import TARGETED
 from tools.simulator.models.replica import Replica
-from tools.simulator.runtime.disk import CRASH_MODES, CrashMode, SimDisk
-from tools.simulator.runtime.network import Weather
+from tools.simulator.network import Weather
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import ENGINE_START_MS, seconds, stream
 from tools.simulator.scheduler import MS
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
+from tools.simulator.world import World
 
 WEATHER = ("loss", "duplicates", "reorder", "bit-flips")
 RATES = (
@@ -249,7 +247,7 @@ class Faults(Effects):
     def damages_chunk(self) -> bool:
         return self._strikes("chunk-damaged")
 
-    def ignores(self, process: SimProcess, command: Command) -> bool:
+    def ignores(self, process: Process, command: Command) -> bool:
         """The process lives and says so, but never carries out this command."""
         if process.role == "node" and isinstance(command, cmd.RestartActor):
             return self._keeps_stalled(command) or self._wedges(
@@ -274,11 +272,11 @@ class Faults(Effects):
             self.wedged_for(round(long_s * 1000))
         return long_s
 
-    def dead_for_good(self, process: SimProcess) -> bool:
+    def dead_for_good(self, process: Process) -> bool:
         """Whether a process's node gives up on it."""
         return process.name in self.dead
 
-    def corrupts_weights(self, process: SimProcess) -> bool:
+    def corrupts_weights(self, process: Process) -> bool:
         """What this replica has loaded is not what was published."""
         if self.wrong.get(process.name) and not self.healed:
             self.wrong[process.name] -= 1

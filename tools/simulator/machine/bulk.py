@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -21,12 +21,10 @@ from laminar.weights.chain.handshake import NONCE_BYTES
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
 from laminar.weights.chain.wire import Header, Kind
 from laminar.weights.version.table import VersionTable
+from tools.simulator.context import Context
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import stream
 from tools.simulator.scheduler import MS, SECOND
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 RETRY_NS = 200 * MS
 """The time after which what was lost is sent again."""
@@ -218,7 +216,7 @@ class View(NamedTuple):
 class BulkNetwork:
     """All connections of a world."""
 
-    def __init__(self, world: World, delay_ms: float, bytes_per_s: float) -> None:
+    def __init__(self, world: Context, delay_ms: float, bytes_per_s: float) -> None:
         """`delay_ms`: one way. `bytes_per_s`: of a relay at full speed."""
         self.delay_ns = int(delay_ms * MS)
         self._world, self._bytes_per_s = world, bytes_per_s

@@ -15,7 +15,6 @@ import errno
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from laminar.actors.store import READS
 from laminar.names.ports import DiskFull
@@ -24,14 +23,9 @@ from laminar.storage.rows import NotTokenised, PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Span
 from laminar.storage.tables import Tables
 from laminar.storage.transactions import Transactions
+from tools.simulator.context import Context
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.turns import made_of
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 _KINDS = {m.AppendReply: "append", m.FinishReply: "finish", m.PutRewardsReply: "reward"}
 
@@ -39,7 +33,7 @@ _KINDS = {m.AppendReply: "append", m.FinishReply: "finish", m.PutRewardsReply: "
 class StoreDatabase(Transactions):
     """The store's own, in memory. Its disk can be full; a process that ends takes nothing away."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Context) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         self.tables = WatchedTables(connection, world)
         in_flight = world.scenario.settings.in_flight
@@ -93,7 +87,7 @@ class StoreDatabase(Transactions):
 class WatchedTables(Tables):
     """Tables that tell the checks of a world who writes what, and under which placement."""
 
-    def __init__(self, connection: sqlite3.Connection, world: World) -> None:
+    def __init__(self, connection: sqlite3.Connection, world: Context) -> None:
         super().__init__(connection, folder=None)
         self.saved: dict[str, Row] = {}  #: each row as it was saved last
         self.without_payload: set[str] = set()

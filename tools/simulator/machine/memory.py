@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +22,8 @@ from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt, manifest_of, verify
-from tools.simulator.machine.versions import CHUNK_BYTES, manifest_for
+from tools.simulator.machine.versions import CHUNK_BYTES, ModelDirectory, manifest_for
 from tools.simulator.runtime.process import SimProcess
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 DIGEST_S = 0.05
 """The time of the digest of a whole version, and of some chunks that came in."""
@@ -48,15 +44,18 @@ class SimArena:
         return self._slots[index]
 
 
+Arenas = dict[str, SimArena]  #: by path
+
+
 class SimMemory:
     """The slots of one relay process (actors/relay_slots.py: SlotMemory)."""
 
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(self, process: SimProcess, arenas: Arenas) -> None:
         self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
-        self._process = process
+        self._process, self._arenas = process, arenas
 
     def create(self, slots: int, slot_bytes: int) -> None:
-        self._process.world.arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
+        self._arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
         self.slot_bytes = slot_bytes
 
     def region(self, slot: int) -> Region:
@@ -84,11 +83,13 @@ class SimMemory:
 class SimSlotWriter:
     """An arena that the trainer has mapped; `content` is what it hands over."""
 
-    def __init__(self, process: SimProcess, content: Callable[[], Bytes], path: str) -> None:
+    def __init__(
+        self, process: SimProcess, arenas: Arenas, content: Callable[[], Bytes], path: str
+    ) -> None:
         self.path, self._process, self._content = path, process, content
-        if path not in process.world.arenas:
+        if path not in arenas:
             raise ArenaError(f"{path} is not there")
-        self._arena = process.world.arenas[path]
+        self._arena = arenas[path]
 
     async def prepare(self, slot: int) -> None:
         """Memory may, as a fault, come late, and then be too little."""
@@ -112,8 +113,8 @@ class SimSlotWriter:
 class MappedArena:
     """Slots of the relay of this machine."""
 
-    def __init__(self, world: World, path: str) -> None:
-        self._arena: SimArena = world.arenas[path]
+    def __init__(self, arena: SimArena) -> None:
+        self._arena = arena
 
     def offset(self, index: int) -> int:
         return index
@@ -139,15 +140,22 @@ class CheckpointCopy:
 class ReachableWeights:
     """The bytes of versions that this replica can reach (actors/weight_loader.py)."""
 
-    def __init__(self, process: SimProcess, chance: random.Random) -> None:
+    def __init__(
+        self,
+        process: SimProcess,
+        chance: random.Random,
+        arenas: Arenas,
+        models: Mapping[str, ModelDirectory],
+    ) -> None:
         self._process, self._world, self._chance = process, process.world, chance
+        self._arenas, self._models = arenas, models
         self._mapped: dict[str, MappedArena] = {}
         self._copy: CheckpointCopy | None = None
 
     def attach(self, arena: str) -> MappedArena:
-        if arena not in self._world.arenas:
+        if arena not in self._arenas:
             raise NotReadable(f"there is no {arena}")
-        mapped = self._mapped[arena] = MappedArena(self._world, arena)
+        mapped = self._mapped[arena] = MappedArena(self._arenas[arena])
         return mapped
 
     async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
@@ -155,7 +163,7 @@ class ReachableWeights:
         world = self._world
         duration_s = world.scenario.load_s * self._chance.uniform(1, 3)
         await asyncio.sleep(duration_s * self._process.slow)
-        found = world.models.get(str(directory))
+        found = self._models.get(str(directory))
         if found is None or world.faults.corrupts_weights(self._process):
             raise NotReadable("it is not there" if found is None else "wrong digest")
         manifest = mf.decode(found.extra[VERSION_FILE])

@@ -2,8 +2,8 @@
 
 Reads   what the learner has; whether a fault strikes
 Writes  the directories of the world, which outlive the process; lines of the book
-Gives   ModelDirectory; SimModelFiles and SimBook, the ports of actors/model_files.py and
-        actors/trainer.py; lay_origin, for a fork. Raises Violation
+Gives   SimModelFiles and SimBook, the ports of actors/model_files.py and actors/trainer.py;
+        lay_origin, for a fork. Raises Violation
 """
 
 from __future__ import annotations
@@ -13,41 +13,25 @@ import errno
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from laminar.run.directory import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
 from laminar.training.trainer_state import LearnerFacts, Resume, encode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, manifest_of
 from laminar.weights.version.manifest import encode as encode_manifest
+from tools.simulator.context import Context
 from tools.simulator.machine.memory import COPY_S
-from tools.simulator.machine.versions import manifest_for, weights_of
+from tools.simulator.machine.versions import ModelDirectory, manifest_for, weights_of
 from tools.simulator.runtime.boot import RUN_DIR
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.runtime.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 SAVE_S, SYNC_S, LINE_S = 0.2, 0.3, 0.01
 
 ORIGIN_NAME = "of another run"
 """The name of the weights, and of the optimizer's moment, that a fork begins with."""
-
-
-@dataclass(slots=True)
-class ModelDirectory:
-    """What lies in a directory of the shared disk, and survives whoever wrote it."""
-
-    weights: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
-    moment: str = ""  #: of the optimizer; empty: it is not there
-    extra: Mapping[str, bytes] = field(default_factory=dict)
-    synced: bool = True
-    damaged: bool = False  #: in what only the trainer reads of it
 
 
 class Copied(NamedTuple):
@@ -78,9 +62,11 @@ class TrainersDisk:
 class SimModelFiles:
     """The directories of models, by path."""
 
-    def __init__(self, disk: TrainersDisk, present: Callable[[], Copied]) -> None:
+    def __init__(
+        self, disk: TrainersDisk, models: dict[str, ModelDirectory], present: Callable[[], Copied]
+    ) -> None:
         """`present`: what the learner has now."""
-        self._disk, self._models, self._present = disk, disk.process.world.models, present
+        self._disk, self._models, self._present = disk, models, present
 
     async def copy(self) -> Copied:
         copied = self._present()
@@ -144,7 +130,7 @@ class SimBook:
         """Every line of it is on the disk."""
 
 
-def lay_origin(world: World) -> None:
+def lay_origin(world: Context, models: dict[str, ModelDirectory], names: dict[bytes, str]) -> None:
     """Lay what a fork begins with on the shared disk: a checkpoint of a run that is none here."""
     origin = world.scenario.origin
     if origin is None:
@@ -156,6 +142,6 @@ def lay_origin(world: World) -> None:
     )
     manifest = manifest_for(weights, origin.version, origin.step)
     extra = {RESUME_FILE: encode(resume), VERSION_FILE: encode_manifest(manifest)}
-    world.models[str(RUN_DIR / ORIGIN_DIR)] = ModelDirectory(weights, ORIGIN_NAME, extra)
-    world.names[weights.tobytes()] = ORIGIN_NAME
+    models[str(RUN_DIR / ORIGIN_DIR)] = ModelDirectory(weights, ORIGIN_NAME, extra)
+    names[weights.tobytes()] = ORIGIN_NAME
     world.coverage.hit("fork:begun")

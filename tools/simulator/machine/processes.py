@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 from laminar.actors.host import Actor, Host
 from laminar.actors.node import Node
 from laminar.names import exit_codes
-from tools.simulator.runtime.idle import Idle
-from tools.simulator.runtime.process import SimProcess
+from tools.simulator.context import Process
+from tools.simulator.runtime.process import Idle, SimProcess
 
 LAUNCH_MAX_S = 0.3
 
@@ -24,10 +25,10 @@ LAUNCH_MAX_S = 0.3
 class Child:
     """One boot of a process: the ChildProcess of actors/node.py."""
 
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(self, process: SimProcess, node: Process) -> None:
         self.pid, self.boot_id = process.current.pid, process.boot_id
         self.returncode: int | None = None
-        self._boot = process.current
+        self._boot, self._process, self._node = process.current, process, node
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
@@ -51,30 +52,30 @@ class Child:
 
     def kill(self) -> None:
         if self.alive:
-            process, world = self._boot.process, self._boot.process.world
-            world.checks.node_reports.killed(world.processes[process.node], self.boot_id)
-            process.die(exit_codes.KILLED)
+            self._node.world.checks.node_reports.killed(self._node, self.boot_id)
+            self._process.die(exit_codes.KILLED)
 
 
 class MachineProcesses(Idle):
     """The processes of one machine, but its node."""
 
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(self, process: SimProcess, others: Sequence[SimProcess]) -> None:
         super().__init__(process)
+        self._others = {other.name: other for other in others}
         self._children: dict[str, Child] = {}  #: the last one of each actor
 
     def make_actor(self, host: Host) -> Actor:
-        roles = Counter(child.role for child in self.world.children_of(host.node))
+        roles = Counter(other.role for other in self._others.values())
         return Node(host, list(roles.items()), self)
 
     def begin(self) -> None: ...
 
     async def launch(self, name: str, role: str) -> Child:
-        faults, process = self.world.faults, self.world.processes[name]
+        faults, process = self.world.faults, self._others[name]
         await asyncio.sleep(0.0 if faults.storm else self.chance.uniform(0, LAUNCH_MAX_S))
         if not process.alive:
             process.start()
-        child = self._children[name] = Child(process)
+        child = self._children[name] = Child(process, self.process)
         if faults.dead_for_good(process):
             process.die(exit_codes.USER_ERROR)
         return child
@@ -82,7 +83,7 @@ class MachineProcesses(Idle):
     async def close(self) -> None:
         alive = [child.boot_id for child in self._children.values() if child.alive]
         self.world.checks.node_reports.left(self.process, alive)
-        for process in self.world.children_of(self.process.name):
+        for process in self._others.values():
             process.starter_gone()
 
     def ended(self, boot_id: str, name: str, code: int) -> None:

@@ -19,10 +19,9 @@ from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
 from laminar.weights.chain.reports import Report
 from laminar.weights.chain.upstream import Identity
 from laminar.weights.version.table import VersionTable
-from tools.simulator.machine.bulk import End, Listening, Owner, View
-from tools.simulator.machine.memory import DIGEST_S, SimMemory
-from tools.simulator.runtime.idle import Idle
-from tools.simulator.runtime.process import SimProcess
+from tools.simulator.machine.bulk import BulkNetwork, End, Listening, Owner, View
+from tools.simulator.machine.memory import DIGEST_S, Arenas, SimMemory
+from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.scenario import seconds
 
 MEMORY_BYTES = 1 << 40
@@ -47,9 +46,9 @@ class SimPlane:
             identity.name, boot_id, machine.versions, lambda: self._process.slow, self._wake
         )
         world = Surroundings(
-            View(self._process.world.bulk, owner),
+            View(machine.bulk, owner),
             lambda: scheduler.now / 1e9,
-            self._process.world.bulk.nonce,
+            machine.bulk.nonce,
             self._post,
             _at_once,
         )
@@ -126,9 +125,9 @@ class SimMachine:
 
     memory_bytes = MEMORY_BYTES
 
-    def __init__(self, process: SimProcess) -> None:
-        self.process = process
-        self.slots = SimMemory(process)
+    def __init__(self, process: SimProcess, bulk: BulkNetwork, arenas: Arenas) -> None:
+        self.process, self.bulk, self._arenas = process, bulk, arenas
+        self.slots = SimMemory(process, arenas)
         self.versions = VersionTable(nullcontext())
         self._plane: SimPlane | None = None
         self._chance = process.world.chance_of(process)
@@ -136,7 +135,7 @@ class SimMachine:
     async def sweep(self) -> list[tuple[str, int]]:
         """The arenas of earlier boots; who has them mapped keeps them."""
         await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
-        arenas, name = self.process.world.arenas, f"arena-{self.process.name}/"
+        arenas, name = self._arenas, f"arena-{self.process.name}/"
         former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
         return [(path, arenas.pop(path).num_bytes) for path in former]
 
@@ -151,7 +150,7 @@ class SimMachine:
     async def close(self) -> None:
         if self._plane is not None:
             self._plane.close()
-        self.process.world.arenas.pop(self.slots.path, None)
+        self._arenas.pop(self.slots.path, None)
 
 
 def _at_once(work: Callable[[], None]) -> None:
@@ -161,9 +160,9 @@ def _at_once(work: Callable[[], None]) -> None:
 class Relay(Idle):
     """What one boot of it has of its machine."""
 
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(self, process: SimProcess, bulk: BulkNetwork, arenas: Arenas) -> None:
         super().__init__(process)
-        self.machine = SimMachine(process)
+        self.machine = SimMachine(process, bulk, arenas)
 
     def make_actor(self, host: Host) -> Actor:
         return relay.Relay(host, self.machine)

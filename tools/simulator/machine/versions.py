@@ -1,10 +1,13 @@
 """Weight versions of a few bytes, and the manifests that belong to them.
 
 Reads   nothing
-Gives   SHAPES, weights_of, manifest_for
+Gives   SHAPES, weights_of, manifest_for; ModelDirectory
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -17,6 +20,17 @@ SHAPES = (("w", (32,)),)
 TENSORS = layout(SHAPES, "float32")
 PROBE = Probe(sequences=((1, 2),), logprobs=((PROBE_LOGPROB,),), tolerance=0.1, mean_tolerance=0.1)
 VERSION_BYTES, CHUNK_BYTES = 128, 16
+
+
+@dataclass(slots=True)
+class ModelDirectory:
+    """What lies in a directory of the shared disk, and survives whoever wrote it."""
+
+    weights: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
+    moment: str = ""  #: of the optimizer; empty: it is not there
+    extra: Mapping[str, bytes] = field(default_factory=dict)
+    synced: bool = True
+    damaged: bool = False  #: in what only the trainer reads of it
 
 
 def weights_of(name: str) -> Bytes:

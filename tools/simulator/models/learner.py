@@ -10,7 +10,7 @@ order, so their digest says what they have seen.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,11 @@ import xxhash
 from laminar.actors.host import Host
 from laminar.actors.trainer import Trainer
 from laminar.run.directory import RESUME_FILE
+from laminar.storage.rules import Row
 from laminar.training import steps
 from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode
 from laminar.weights.version.hashes import Bytes
-from tools.simulator.machine.memory import SimSlotWriter
+from tools.simulator.machine.memory import Arenas, SimSlotWriter
 from tools.simulator.machine.model_files import (
     SAVE_S,
     Copied,
@@ -30,8 +31,8 @@ from tools.simulator.machine.model_files import (
     SimModelFiles,
     TrainersDisk,
 )
-from tools.simulator.machine.versions import PROBE_LOGPROB, SHAPES, weights_of
-from tools.simulator.runtime.idle import Idle
+from tools.simulator.machine.versions import PROBE_LOGPROB, SHAPES, ModelDirectory, weights_of
+from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.runtime.violation import Violation
 
 LAYOUT = steps.ModelLayout(SHAPES, "float32")
@@ -41,8 +42,28 @@ MOMENT_CHARS = 66
 """A moment remembers two batches."""
 
 
+class Lineage:
+    """What learners have come to, which a new one comes to again."""
+
+    def __init__(self) -> None:
+        self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
+        #: by digest of the ids: suspects of a batch, and why it changed nothing
+        self.outcomes: dict[str, tuple[dict[steps.Origin, steps.MismatchSource], str | None]] = {}
+
+
 class SimTrainer(Idle):
     """The learner, and what else a trainer asks for."""
+
+    def __init__(
+        self,
+        process: SimProcess,
+        arenas: Arenas,
+        models: dict[str, ModelDirectory],
+        lineage: Lineage,
+        rows: Mapping[str, Row],
+    ) -> None:
+        super().__init__(process)
+        self._arenas, self._models, self._lineage, self._rows = arenas, models, lineage, rows
 
     def make_actor(self, host: Host) -> Trainer:
         self.name = self.moment = "w0"
@@ -50,8 +71,8 @@ class SimTrainer(Idle):
         self._boot = host.boot_id
         self._written = -1  #: the same of those that were put into a slot last
         disk = TrainersDisk(self.process)
-        files = SimModelFiles(disk, lambda: Copied(self.weights, self.moment))
-        writer = partial(SimSlotWriter, self.process, self.content)
+        files = SimModelFiles(disk, self._models, lambda: Copied(self.weights, self.moment))
+        writer = partial(SimSlotWriter, self.process, self._arenas, self.content)
         return Trainer(host, self, writer, files, SimBook(disk, self.chance))
 
     async def load(self) -> steps.ModelLayout:
@@ -62,11 +83,11 @@ class SimTrainer(Idle):
     async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
         self.world.checks.training.batch_fetched(step, samples)
         self.world.checks.contents.handed(samples, self._reward_failed(samples))
-        known = self.world.outcomes.get(digest := steps.ids_digest(samples))
+        known = self._lineage.outcomes.get(digest := steps.ids_digest(samples))
         duration = self.scenario.train_s * self.chance.uniform(0.5, 1.5)
         await self.work(duration + self.world.faults.long_step_s())
         suspects, reason = known or self._outcome(samples)
-        self.world.outcomes[digest] = suspects, reason
+        self._lineage.outcomes[digest] = suspects, reason
         left_out = steps.sampled_by(samples, suspects)
         self.step = step + 1
         if reason is None:
@@ -86,7 +107,7 @@ class SimTrainer(Idle):
 
     def _reward_failed(self, samples: Sequence[steps.TrainSample]) -> set[str]:
         """Samples whose reward function failed."""
-        reasons = {s.sample_id: self.world.rows[s.sample_id].reward_reason for s in samples}
+        reasons = {s.sample_id: self._rows[s.sample_id].reward_reason for s in samples}
         return {name for name, reason in reasons.items() if reason not in (None, "", "ok")}
 
     def _outcome(
@@ -114,7 +135,7 @@ class SimTrainer(Idle):
 
     async def restore(self, directory: Path) -> Resume:
         await self.work(SAVE_S)
-        found = self.world.models.get(str(directory))
+        found = self._models.get(str(directory))
         if found is None and str(directory) in self.world.checks.training.lost:
             raise CheckpointError(f"{directory} is not there")
         if found is not None and found.damaged:
@@ -123,7 +144,7 @@ class SimTrainer(Idle):
             raise Violation("saved_is_whole", f"{directory} is loaded, and is not there")
         resume = decode(found.extra[RESUME_FILE])
         self.moment, self.step = found.moment, resume.step
-        self.name = self.world.names[found.weights.tobytes()]
+        self.name = self._lineage.names[found.weights.tobytes()]
         self._made(self.weights)
         return resume
 
@@ -147,5 +168,5 @@ class SimTrainer(Idle):
         return self.world.faults.engine_differs()
 
     def _made(self, weights: Bytes) -> None:
-        self.world.names[weights.tobytes()] = self.name
+        self._lineage.names[weights.tobytes()] = self.name
         self.world.checks.training.made(self.step, weights)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -29,13 +29,12 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.names import exit_codes
-from laminar.storage.rules import TOKEN_BYTES
+from laminar.storage.rules import TOKEN_BYTES, Row
 from laminar.tasks.environments.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
-from tools.simulator.machine.memory import ReachableWeights
-from tools.simulator.machine.versions import PROBE_LOGPROB
-from tools.simulator.runtime.idle import Idle
-from tools.simulator.runtime.process import SimProcess
+from tools.simulator.machine.memory import Arenas, ReachableWeights
+from tools.simulator.machine.versions import PROBE_LOGPROB, ModelDirectory
+from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.scenario import seconds
 from tools.simulator.turns import begin_of, made_of, prompt_with
 
@@ -169,7 +168,7 @@ class Rewards:
         world = self._replica.world
         found = []
         for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
-            if (row := world.rows.get(trajectory)) is not None:
+            if (row := self._replica.rows.get(trajectory)) is not None:
                 made = made_of(world.scenario, world.scenario.seed_of(row))
                 data = made.tokens[: TOKEN_BYTES * row.num_tokens]
                 found.append(np.frombuffer(data, "<i4").tolist())
@@ -218,7 +217,7 @@ class Environments:
                 raise SessionLost("its replica has ended")
             self._sessions[session.trajectory_id] = (session.attempt, call.turn)
             answered = call.turn
-        row = replica.world.rows[session.trajectory_id]
+        row = replica.rows[session.trajectory_id]
         made = made_of(replica.scenario, replica.scenario.seed_of(row))
         if call.turn >= len(made.contexts):
             await self._pause()
@@ -247,9 +246,16 @@ class Replica(Idle):
 
     stop_ids = frozenset({END_ID})
 
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(
+        self,
+        process: SimProcess,
+        arenas: Arenas,
+        models: Mapping[str, ModelDirectory],
+        rows: Mapping[str, Row],
+    ) -> None:
         super().__init__(process)
-        self.rewards, self.weights = Rewards(self), ReachableWeights(process, self.chance)
+        self.rows, self.rewards = rows, Rewards(self)
+        self.weights = ReachableWeights(process, self.chance, arenas, models)
         self.environments = Environments(self) if process.world.scenario.effects else None
         self.engine: ReplicaEngine | None = None
 

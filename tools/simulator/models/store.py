@@ -15,7 +15,8 @@ from laminar.actors.store import Store
 from laminar.engines.emulated.fake_tokens import prompt_of
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
-from tools.simulator.runtime.idle import Idle
+from tools.simulator.machine.database import StoreDatabase
+from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.scenario import DATA_DIGEST
 
 _PROMPT = m.PromptPayload(prompt="", ground_truth=None, columns={}, data_source="made")
@@ -25,8 +26,12 @@ TOKENISE_S = 0.01
 class StoreProcess(Idle):
     """The process of the store; where its prompts come from, and a tokenizer that takes a while."""
 
+    def __init__(self, process: SimProcess, database: StoreDatabase) -> None:
+        super().__init__(process)
+        self._database = database
+
     def make_actor(self, host: Host) -> Actor:
-        return Store(host, lambda: self.world.database, self)
+        return Store(host, lambda: self._database, self)
 
     async def load(self) -> LoadedPrompts:
         await self._work(self.chance.uniform(0, self.scenario.start_s))

@@ -13,7 +13,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laminar.actors.host import Actor, Host
 from laminar.events import commands as cmd
@@ -23,13 +23,11 @@ from laminar.names import exit_codes
 from laminar.net.calls import FLUSH_S, Handler
 from laminar.net.session import NEVER_NS, ClientLink, LinkClosed, LinkState
 from laminar.training.trainer_state import CheckpointError
+from tools.simulator.context import Process
 from tools.simulator.runtime.loop import SimLoop
 from tools.simulator.runtime.rpc import Replies, SimClient, SimServer
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import Action
-
-if TYPE_CHECKING:
-    from tools.simulator.runtime.process import SimProcess
 
 FLUSH_POLL_S = 0.05
 RUN_DIR = Path("run")
@@ -104,7 +102,7 @@ class Obedient:
 class Boot:
     """What a host has of the world; ends with its process."""
 
-    def __init__(self, process: SimProcess) -> None:
+    def __init__(self, process: Process) -> None:
         world = process.world
         self.process, self.number = process, process.boot
         self.name, self.role, self.node = process.name, process.role, process.node

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from laminar.coordinator.restarts import GiveUp
 from laminar.coordinator.tick import Tick
@@ -31,15 +30,12 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.names.ports import AtOnce, Background, DiskError
 from laminar.net.session import MS, NEVER_NS, Limits
 from laminar.observe.warnings import Watch
-from tools.simulator.runtime.disk import PowerCut, SimDisk
+from tools.simulator.context import Context, Process
+from tools.simulator.disk import PowerCut, SimDisk
+from tools.simulator.network import Garbage
 from tools.simulator.runtime.exits import Exits
-from tools.simulator.runtime.network import Garbage
-from tools.simulator.runtime.process import SimProcess
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import seconds, stream
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 SAFETY_NS = 250 * MS
 """A loop looks at its socket and its links at least so often."""
@@ -53,7 +49,7 @@ UNIX_START_NS = 1_700_000_000 * 10**9
 class SimCoordinator:
     """The coordinator of a run, through all its incarnations."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Context) -> None:
         self.world = world
         self.disk = SimDisk()
         self.tick: Tick | None = None  #: None while there is no process
@@ -69,7 +65,7 @@ class SimCoordinator:
         self._chance = stream(world.scenario.seed, "coordinator")
         self._late = stream(world.scenario.seed, "outlived")
         self._strategy = stream(world.scenario.seed, "strategy")
-        self._routes: dict[bytes, SimProcess] = {}
+        self._routes: dict[bytes, Process] = {}
         #: connections of processes that have ended before their last words came: boot id, and by
         #: how much those come later than others
         self._outlived: dict[bytes, tuple[str, int]] = {}
@@ -133,7 +129,7 @@ class SimCoordinator:
             background=self.background(),
         )
         self.exits.serves()
-        self.world.checks.coordinator_started(self, found.machine)
+        self.world.checks.coordinator_started(self.disk, found.machine)
         self._tell_start(found.machine)
         self.world.connect_all()
         self._plan(self.world.scheduler.now)
@@ -160,7 +156,7 @@ class SimCoordinator:
         if not machine.started:
             return []
         alive = [process for process in self.world.processes.values() if process.alive]
-        living = {(process.name, process.current.pid) for process in alive}
+        living = {(process.name, process.pid) for process in alive}
         settings = self.world.scenario.settings
         news = resumption.news(machine.state, settings, living, asked=asked)
         if news is None:
@@ -207,7 +203,7 @@ class SimCoordinator:
 
     # --- connections --------------------------------------------------------------------------
 
-    def accept(self, process: SimProcess) -> bytes:
+    def accept(self, process: Process) -> bytes:
         """The routing id of a new connection; empty when no coordinator listens."""
         if self.tick is None:
             return b""

@@ -10,23 +10,19 @@ raises ends no coordinator here: it breaks the promise nothing_raises.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from laminar.coordinator.exit_reason import exit_code_of
 from laminar.coordinator.restarts import SERVED_S, GiveUp, Restart, Restarts
 from laminar.names import exit_codes
-from tools.simulator.runtime.disk import PowerCut
+from tools.simulator.context import Context
+from tools.simulator.disk import PowerCut
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 
 class Exits:
     """The deaths of one run's coordinators that are their own."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Context) -> None:
         self._world = world
         self.reset()
 

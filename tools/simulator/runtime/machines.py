@@ -8,15 +8,11 @@ A node that a fault has lost for good is not started again: its machine is gone,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from laminar.actors.restart_limit import RestartLimit, node_again
+from tools.simulator.context import Context
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds, stream
 from tools.simulator.scheduler import SECOND
-
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
 START_S = (0.2, 2.0)
 """The time from the end of a node to its successor's beginning, without the pause."""
@@ -25,10 +21,15 @@ START_S = (0.2, 2.0)
 class Machines:
     """The machines of one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Context) -> None:
         self._world = world
         self._limits: dict[str, RestartLimit] = {}
         self._chance = stream(world.scenario.seed, "machines")
+        self._dead = False
+
+    def die(self) -> None:
+        """`laminar train` is gone: it starts nothing any more."""
+        self._dead = True
 
     def ended(self, node: SimProcess, code: int) -> None:
         """A node has ended."""
@@ -44,8 +45,6 @@ class Machines:
 
     def _start(self, node: SimProcess) -> None:
         world = self._world
-        if world.machines is self and not (
-            node.alive or world.finished or world.faults.is_gone(node)
-        ):
+        if not (self._dead or node.alive or world.finished or world.faults.is_gone(node)):
             world.coverage.hit("node:started-again")
             node.start()

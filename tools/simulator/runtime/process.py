@@ -1,7 +1,7 @@
 """One process slot of a simulated machine: boots, pauses, dies; each boot is a new process.
 
 Reads   what a fault or its node does to it
-Gives   the boot that runs now (boot.py), and its model: what its role needs of the world
+Gives   the boot that runs now (boot.py), and its model: what its role needs of the world, an Idle
 
 A process that is paused does nothing and forgets nothing: what would have happened happens when it
 wakes, however late. Timers and messages of an earlier boot, and frames of an earlier connection,
@@ -10,26 +10,35 @@ are gone; but what a line held back when its process ended, its machine still se
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from laminar.actors.host import Actor, Host
 from laminar.events.base import COORDINATOR, Event
 from laminar.names import exit_codes
 from laminar.net.session import ClientLink, LinkState
+from tools.simulator.context import Context, Process
 from tools.simulator.runtime.boot import Boot
-from tools.simulator.runtime.idle import Idle
 from tools.simulator.scheduler import Action
 
-if TYPE_CHECKING:
-    from tools.simulator.world import World
 
-
-class SimProcess:
+class SimProcess(Process):
     """A process slot by name."""
 
-    def __init__(self, world: World, name: str, role: str, node: str) -> None:
+    def __init__(
+        self,
+        world: Context,
+        name: str,
+        role: str,
+        node: str,
+        make_model: Callable[[SimProcess], Idle],
+    ) -> None:
         self.world, self.name, self.role, self.node = world, name, role, node
+        self._make_model = make_model
+        self.boots: list[Boot] = []  #: all that there have been, kept to the end
         self.boot = 0
         self.boot_id = f"{name}/0"
         self.started_by = ""  #: boot id of its node then
@@ -57,6 +66,10 @@ class SimProcess:
         return self.current.link
 
     @property
+    def pid(self) -> int:
+        return self.current.pid
+
+    @property
     def stopping(self) -> bool:
         return self.current.host.ending
 
@@ -72,8 +85,8 @@ class SimProcess:
         self._backlog.clear()
         self.world.checks.process_started(self)
         self.current = Boot(self)
-        self.world.boots.append(self.current)
-        self.model: Idle = self.world.make_model(self)
+        self.boots.append(self.current)
+        self.model = self._make_model(self)
         self.current.begin(self.model.make_actor(self.current.host))
         self.connect()
 
@@ -177,3 +190,24 @@ class SimProcess:
     def _due_frame(self, route: bytes, frame: bytes) -> None:
         if route == self.route:
             self.due(self.boot, self.current.arrive, (frame,))
+
+
+class Idle:
+    """What one boot of a process has of the world; a role overrides what it has something to do
+    for."""
+
+    def __init__(self, process: SimProcess) -> None:
+        self.process = process
+        self.world = process.world
+        self.scenario = process.world.scenario
+        self.chance = process.world.chance_of(process)
+
+    @abstractmethod
+    def make_actor(self, host: Host) -> Actor:
+        """The real one, over this."""
+
+    def pause(self) -> None:
+        """Time that passes from now on must not count."""
+
+    def resume(self) -> None:
+        """Time counts again."""

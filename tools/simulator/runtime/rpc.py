@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from laminar.config import Config
 from laminar.net.calls import FLUSH_S, Batch, Handler, RpcError, Serving
 from laminar.net.session import LinkClosed
-from tools.simulator.scheduler import MS
-
-if TYPE_CHECKING:
-    from tools.simulator.runtime.boot import Boot
+from tools.simulator.context import Process
+from tools.simulator.runtime.loop import SimLoop
+from tools.simulator.scheduler import MS, Action
 
 RETRY_NS = 400 * MS
 """Above a round trip, so that repeats are rare in good weather."""
@@ -57,10 +57,27 @@ class Message:
     bye: bool = False
 
 
+class Endpoint(Protocol):
+    """The boot of a process that asks or answers."""
+
+    process: Process
+    name: str
+    boot_id: str
+    config: Config
+    loop: SimLoop
+
+    @property
+    def runs(self) -> bool: ...
+    def after(self, delay_ns: int, action: Action, *args: Any) -> None: ...
+    def after_turn(self, action: Callable[[], None]) -> None: ...
+    def deliver(self, action: Action, *args: Any) -> None: ...
+    def enter_reply(self, server: str, replies: Replies) -> None: ...
+
+
 class SimClient:
     """All requests of one boot to the server of one name."""
 
-    def __init__(self, boot: Boot, server: str) -> None:
+    def __init__(self, boot: Endpoint, server: str) -> None:
         self._boot, self._server = boot, server
         self._world = boot.process.world
         self._link = self._world.network.link(boot.name, server)
@@ -150,7 +167,7 @@ class SimClient:
 class Peer:
     """What a server remembers of one boot of a client."""
 
-    boot: Boot
+    boot: Endpoint
     heard_ns: int
     first: int = 1
     replies: dict[int, bytes | RpcError] = field(default_factory=dict)
@@ -162,7 +179,7 @@ class SimServer:
     """Handles requests of all clients, each client's in order."""
 
     def __init__(
-        self, boot: Boot, handle_batch: Handler, on_peer_lost: Callable[[str], None]
+        self, boot: Endpoint, handle_batch: Handler, on_peer_lost: Callable[[str], None]
     ) -> None:
         self._boot, self._handle_batch, self._on_peer_lost = boot, handle_batch, on_peer_lost
         self._world = boot.process.world
@@ -195,11 +212,11 @@ class SimServer:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def receive(self, client: Boot, message: Message) -> None:
+    def receive(self, client: Endpoint, message: Message) -> None:
         """A message arrives at the machine of this server."""
         self._boot.deliver(self._take, client, message)
 
-    def _take(self, client: Boot, message: Message) -> None:
+    def _take(self, client: Endpoint, message: Message) -> None:
         if not self._serving:
             return
         if message.bye:
