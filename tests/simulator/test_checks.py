@@ -17,11 +17,9 @@ from laminar.actors.admission_requests import Openings
 from laminar.actors.rollout import Rollout
 from laminar.actors.service_clients import StoreClient
 from laminar.actors.store import Store
-from laminar.core.machine import Machine
 from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.scores import bits_of
 from laminar.core.state.state import State
-from laminar.core.store_orders import END_TIMEOUT_MS
 from laminar.engines.emulated.fake_tokens import tokens_of
 from laminar.engines.protocol import WeightSource
 from laminar.eventlog.record import EventRecord
@@ -29,23 +27,20 @@ from laminar.eventlog.replay import stamped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Event, Stamped
-from laminar.events.reasons import DropReason
 from laminar.names import exit_codes
 from laminar.names.ids import Purpose, TrajectoryId
 from laminar.storage import messages as m
 from laminar.storage import rules
 from tools.kit.bench import Bench, only
 from tools.kit.sim_worlds import PACKED, calm, config, ran, records
-from tools.simulator.checks import failures, final_checks
+from tools.simulator.checks import final_checks
 from tools.simulator.checks.durability import reported_is_stored
-from tools.simulator.checks.liveness import heals_in_time
 from tools.simulator.checks.moves import share_is_kept
 from tools.simulator.faults.effects import LOST
 from tools.simulator.machine.memory import ReachableWeights
 from tools.simulator.run import make_world, run_seed
 from tools.simulator.runtime.coordinator import SimCoordinator
 from tools.simulator.runtime.violation import Violation
-from tools.simulator.scenario import seconds
 from tools.simulator.world import World
 
 SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
@@ -218,40 +213,24 @@ def seq_of(world: World, wanted: type[Event], peer: str = "") -> int:
     return next(s.seq for s in found if isinstance(s.event, wanted) and peer in ("", s.peer))
 
 
-def test_failure_that_no_fault_explains() -> None:
-    """The event that it names is about its subject; but nothing had happened to that."""
-    world = ran(calm(**SMALL), seed=3)
-    cause = seq_of(world, ev.ActorLeft, "store-0")
-    state = failed(world, FailureKind.PROCESS_LOST, "store-0", cause)
-    with pytest.raises(Violation, match="no fault and no limit"):
-        failures.failure_has_a_reason(world.checks, state)
-    world.faults.harm("store-0")
-    failures.failure_has_a_reason(world.checks, state)
-
-
 @pytest.mark.parametrize(
-    ("kind", "subject", "said"),
+    ("kind", "cause", "said"),
     [
-        (FailureKind.PROCESS_LOST, "trainer-0", "is not about its subject"),
-        (FailureKind.EXPORT_DIFFERS, "store-0", "its cause is"),
-        (FailureKind.STOPPED, "run", "another exit code"),
+        (FailureKind.PROCESS_LOST, ev.ActorLeft, ""),
+        (FailureKind.STOPPED, ev.ActorLeft, "ActorLeft causes no"),
+        (FailureKind.PROCESS_LOST, None, "nothing in the log causes no"),
     ],
 )
-def test_failure_whose_cause_is_another_matter(kind: FailureKind, subject: str, said: str) -> None:
+def test_failure_of_a_run_names_an_event_that_can_cause_it(
+    kind: FailureKind, cause: type[Event] | None, said: str
+) -> None:
     world = ran(calm(**SMALL), seed=3)
-    for name in ("store-0", "trainer-0"):
-        world.faults.harm(name)
-    state = failed(world, kind, subject, seq_of(world, ev.ActorLeft, "store-0"))
+    seq = seq_of(world, cause, "store-0") if cause is not None else 10**6
+    state = failed(world, kind, "store-0", seq)
+    if not said:
+        return world.checks.recoveries.run_failed_for_a_cause(state)
     with pytest.raises(Violation, match=said):
-        failures.failure_has_a_reason(world.checks, state)
-
-
-def test_failure_whose_cause_is_not_in_the_log() -> None:
-    world = ran(calm(**SMALL), seed=3)
-    world.faults.harm("store-0")
-    state = failed(world, FailureKind.PROCESS_LOST, "store-0", 10**6)
-    with pytest.raises(Violation, match="its cause is None"):
-        failures.failure_has_a_reason(world.checks, state)
+        world.checks.recoveries.run_failed_for_a_cause(state)
 
 
 def test_books_stay_open_only_where_a_fault_has_ended_the_store() -> None:
@@ -437,73 +416,6 @@ def test_endless_run() -> None:
 def test_a_slow_run_with_many_gauges_is_not_endless() -> None:
     outcome = run_seed(calm(events_max=400, **SMALL | {"progress_ms": 200}), 3)
     assert not outcome.invariant and outcome.events > 400
-
-
-def without_faults() -> World:
-    return make_world(calm(**SMALL), 3)
-
-
-def healed(world: World) -> None:
-    """As if everything had at its beginning, and all of its groups had ended by then."""
-    world.healed_ns, world.faults.ended_before = 1, set(world.rows)
-
-
-def test_healing_that_takes_too_long() -> None:
-    """A whole run takes 28 s, and 31 s when one of its prompts kills replicas, as it goes on to."""
-    world = ran(calm(**SMALL), seed=3)
-    heals_in_time(world, without_faults)
-    healed(world)
-    world.scheduler.now = seconds(296)
-    with pytest.raises(Violation, match=r"heals_in_time: it took 296 s after the faults"):
-        heals_in_time(world, without_faults)
-    world.faults.poison = (3,)
-    heals_in_time(world, without_faults)
-
-
-def test_each_sequence_that_hangs_may_cost_a_wait() -> None:
-    world = ran(calm(batch_wait_ms=1_000, **SMALL), seed=3)
-    healed(world)
-    world.faults.left_hanging = 1_000
-    world.scheduler.now = seconds(1_020)
-    heals_in_time(world, without_faults)
-    world.faults.left_hanging = 0
-    with pytest.raises(Violation, match=r"heals_in_time: it took 1020 s"):
-        heals_in_time(world, without_faults)
-
-
-def test_each_group_that_takes_longer_than_a_batch_waits_may_cost_its_waits() -> None:
-    world = ran(calm(**SMALL), seed=3)
-    rows = world.rows.values()
-    given_up = {row.group_id for row in rows if row.end_reason == DropReason.BATCH_WAIT}
-    waits_s = 3 * len(given_up) * world.scenario.settings.batch_wait_ms // 1000
-    world.healed_ns, world.scheduler.now = 1, seconds(5_000)
-    with pytest.raises(Violation, match=rf"it took {5_000 - waits_s} s") as raised:
-        heals_in_time(world, without_faults)
-    assert waits_s and "it took 5000 s" not in str(raised.value)
-
-
-def test_what_is_never_done_is_waited_for_until_its_deadline() -> None:
-    world = ran(calm(**SMALL), seed=3)
-    healed(world)
-    world.faults.wedged_until_ns = seconds(1_000)
-    world.scheduler.now = seconds(1_020)
-    heals_in_time(world, without_faults)
-    world.faults.wedged_until_ns = seconds(1)
-    with pytest.raises(Violation, match=r"heals_in_time: it took 1019 s"):
-        heals_in_time(world, without_faults)
-
-
-def test_run_that_failed_may_have_waited_for_a_process_and_for_the_store() -> None:
-    world = ran(calm(**SMALL), seed=3)
-    healed(world)
-    failed(world, FailureKind.NOT_STARTED, "store", 1)
-    world.scheduler.now = seconds(120 + END_TIMEOUT_MS / 1000 + 20)
-    heals_in_time(world, without_faults)
-    world.scheduler.now = seconds(5_000)
-    with pytest.raises(Violation, match=rf"it took {4_880 - END_TIMEOUT_MS // 1000} s"):
-        heals_in_time(world, without_faults)
-    world.checks.log_time.coordinator_started(Machine(), seconds(4_800))
-    heals_in_time(world, without_faults)  # deadlines are in the log's time, which stood still
 
 
 def test_processes_that_only_wake_up() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -99,11 +98,6 @@ class Faults(Protocol):
     active: list[str]
     reward_slow: float
     unscorable: set[str]
-    poison: tuple[int, ...]
-    cuts: Counter[str]
-    wedged_until_ns: int
-    left_hanging: int
-    ended_before: set[str]
 
     def begin(self) -> None: ...
     def begun_again(self) -> None: ...
@@ -198,8 +192,6 @@ class Checks(Protocol):
     def released(self) -> ReleaseChecks: ...
     @property
     def training(self) -> TrainingChecks: ...
-    @property
-    def log_behind_ns(self) -> int: ...
 
     def log_is_whole(self) -> bool: ...
     def process_started(self, process: Process) -> None: ...
@@ -233,7 +225,6 @@ class Context(ABC):
     checks: Checks
     coordinator: Coordinator
     processes: Mapping[str, Process]  #: by name
-    healed_ns: int
     servers: dict[str, Server]  #: by the name under which they can be found
 
     @property

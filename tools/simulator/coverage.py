@@ -19,7 +19,7 @@ from laminar.core.state.statuses import TrajectoryStatus
 from laminar.core.state.transitions import TRAJECTORY_MOVES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
+from laminar.events.base import Command, Event, Stamped
 
 _MOVE_NAMES = {
     (before, after): f"move:{before}-{trigger}"
@@ -85,11 +85,13 @@ EXPECTED: tuple[str, ...] = (
 )
 
 
-def _kind_of(timer: str) -> str:
-    """The kind of a timer, without the name of the process that it is about."""
-    kind, subject = keys.parse_timer(timer)
+def kind_of(event: Event) -> str:
+    """The kind of an event: of a timer's that of the timer, without the name that it is about."""
+    if not isinstance(event, ev.TimerFired):
+        return type(event).__name__
+    kind, subject = keys.parse_timer(event.timer)
     command = subject.partition(":")[0]
-    return f"{kind}:{command}" if kind == keys.TimerKind.COMMAND else kind
+    return f"timer:{kind}:{command}" if kind == keys.TimerKind.COMMAND else f"timer:{kind}"
 
 
 class Coverage:
@@ -117,7 +119,7 @@ class Coverage:
         for command in commands:
             self.hit(f"{kind} -> {type(command).__name__}")
         if isinstance(stamped.event, ev.TimerFired):
-            self.hit(f"timer:{_kind_of(stamped.event.timer)}")
+            self.hit(kind_of(stamped.event))
         self._look_at(getattr(stamped.event, "trajectory_id", ""), state)
         for command in commands:
             self._look_at(getattr(command, "trajectory_id", ""), state)

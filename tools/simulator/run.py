@@ -22,14 +22,12 @@ from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped
 from tools.simulator.checks.final_checks import AllChecks
-from tools.simulator.checks.liveness import heals_in_time
-from tools.simulator.config import FaultConfig, SimConfig
+from tools.simulator.config import SimConfig
 from tools.simulator.faults.faults import Faults
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
 from tools.simulator.world import Observer, World
 
-CALM = FaultConfig(calm_share=1.0)
 STORY_LINES = 40
 """The last lines of a story are the ones that matter."""
 
@@ -61,12 +59,10 @@ def make_world(config: SimConfig, seed: int, observer: Observer | None = None) -
 def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
     """One run to its end, or to its first broken promise."""
     world = make_world(config, seed, observer)
-    calm = msgspec.structs.replace(config, faults=CALM)
     violation: Violation | None = None
     digest = ""
     try:
         digest = world.run()
-        heals_in_time(world, lambda: make_world(calm, seed))
     except Violation as found:
         violation = found
     except Exception as error:  # whatever the product raises where it must not is a finding

@@ -74,7 +74,6 @@ class World(Context):
         self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
         self._lineage = Lineage()
         lay_origin(self, self.models, self._lineage.names)
-        self.healed_ns = 0
         self.processes: dict[str, SimProcess] = {}
         self.servers: dict[str, Server] = {}
         self._children: dict[str, list[SimProcess]] = {}

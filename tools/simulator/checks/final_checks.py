@@ -18,7 +18,6 @@ from laminar.events.base import Command, Settings, Stamped
 from laminar.events.reasons import FinishReason
 from laminar.storage import books
 from laminar.storage.rules import Row, score_of
-from tools.simulator.checks.failures import failure_has_a_reason
 from tools.simulator.checks.safety import Checks
 from tools.simulator.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
@@ -40,7 +39,8 @@ class AllChecks(Checks):
         if state is None:
             raise Violation("run_ends", "no coordinator ever made a turn")
         invariants.check(state)
-        failure_has_a_reason(self, state)
+        self.recoveries.run_failed_for_a_cause(state)
+        self.training.none_to_go_on_from(state)
         store_agrees_with_itself(world)
         groups_are_filtered(world.scenario.settings, rows)
         if not _may_stay_open(world, state):

@@ -122,11 +122,6 @@ class Prompts:
             raise Violation("prompt_ends_once", what, ending.trajectory_id)
         self._ended[ending.trajectory_id] = (seq, ending.end, ending.reason)
 
-    def groups_ended_as(self, reason: str) -> int:
-        """How many groups have an answer that ended for this reason."""
-        found = {t.rpartition(".")[0] for t, (_, _, why) in self._ended.items() if why == reason}
-        return len(found)
-
     # --- at the end -------------------------------------------------------------------------------
 
     def every_prompt_ends(self, state: State) -> None:

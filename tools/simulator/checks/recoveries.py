@@ -1,14 +1,12 @@
-"""no_recovery_without_a_cause: what is done again has a fault or a limit that explains it, and what
-would have cost less was impossible at that moment.
+"""failures_recover: each failure names a logged event whose kind can cause it, and after the faults
+each recovery completes within the longest deadline that applies.
 
-Reads   what is decided, the state that it leads to, where faults have struck
+Reads   what is decided, the state that it leads to; the failure of the run, and the log
 Raises  Violation
 
-Cheapest first: lost work goes on at once where its version is served, then where an empty replica
-can load that, then, when its wait is over or the version is gone, from its prompt; in flight at
-once on any replica that is at least as new as its tokens, and nowhere else; weights come from the
-relay of the machine before the disk; a process is started again when something of it is
-overdue. A limit that the scenario sets is the wait of a batch, or of a hand-over.
+A failure is one of a process, of a load, of a trajectory that starts over, or of the run. The check
+does not ask which fault struck whom: what can cause a failure is a matter of its kind alone.
+Deadlines are in the log's time, which stands still while no coordinator runs.
 """
 
 from __future__ import annotations
@@ -16,269 +14,214 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from laminar.core.loading import FAILED_LOADS_MAX
+from laminar.core.context import RESTART_TIMEOUT_MS
+from laminar.core.loading import PULL_TIMEOUT_MS
 from laminar.core.state import keys
-from laminar.core.state.state import Replica, State, Trajectory
-from laminar.core.state.statuses import Phase, TrajectoryStatus
+from laminar.core.state.failures import FailureKind
+from laminar.core.state.indexes import indexes_of
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
+from laminar.eventlog.reader import read_log
+from laminar.eventlog.record import EventRecord
+from laminar.eventlog.replay import stamped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event, Stamped
-from laminar.events.reasons import DropReason, PullPurpose
-from laminar.names.ids import Purpose
-from tools.simulator.context import Process
+from laminar.events.base import Command, Event, Settings, Stamped
+from tools.simulator.coverage import kind_of
 from tools.simulator.runtime.violation import Violation
-from tools.simulator.scheduler import MS
+from tools.simulator.scheduler import MS, SECOND
 from tools.simulator.world import World
 
-NAME = "no_recovery_without_a_cause"
-_OVERDUE: tuple[type[Event], ...] = (
-    ev.HeartbeatLost, ev.TimerFired, ev.WeightsPublished, ev.WeightsReceived, ev.WeightsRejected,
-)  # fmt: skip
-"""What may make a coordinator have a process started again."""
+NAME = "failures_recover"
+PROCESS, LOAD, WORK, RESTART = "process", "load", "work", "restart"
+_LOST = ("ActorFailed", "ActorJoined", "ActorLeft", "HeartbeatLost", "ProcessExited", "RunResumed")
+_CAUSES = {
+    PROCESS: (*_LOST, "timer:command:restart", "timer:command:stop"),
+    LOAD: ("WeightsRejected",),
+    WORK: (*_LOST, "timer:batch-wait", "timer:command:release", "timer:command:restart",
+           "VersionGone", "WeightsRejected"),
+    RESTART: ("HeartbeatLost", "WeightsPublished", "WeightsReceived", "WeightsRejected",
+              "timer:command:forward", "timer:command:pull", "timer:command:score",
+              "timer:progress", "timer:receive"),
+}  # fmt: skip
+"""Events that can end a process, fail a load, have a trajectory start over (by taking it from its
+replica), and have a process started again."""
+_LOSS = (*_LOST, "NodeSilent", "timer:command:restart", "timer:rejoin")
+_REWARDED = ("TrajectoryFailed", "TrajectoryRewarded")
+_CAUSES_OF_RUN = {
+    FailureKind.STOPPED: ("DrainRequested",),
+    FailureKind.STOPPED_EARLY: ("DrainRequested",),
+    FailureKind.NOT_STARTED: ("timer:start",),
+    FailureKind.NEVER_JOINED: ("ProcessExited",),
+    FailureKind.PROCESS_FAILED: ("ActorFailed",),
+    FailureKind.ENGINE_FAILS: ("ActorFailed",),
+    FailureKind.NOT_PUBLISHED: ("timer:weights", "timer:command:publish"),
+    FailureKind.EXPORT_DIFFERS: ("WeightsPublished",),
+    FailureKind.NO_CHECKPOINT: ("TrainerReady",),
+    FailureKind.REWARD_FAILS: _REWARDED,
+    FailureKind.NO_SCORES: _REWARDED,
+    FailureKind.ENV_FAILS: ("TrajectoryFailed",),
+}
+"""Of OVERDUE any timer, of NO_VARIANCE whatever ended the last sibling, of the others a loss."""
 _OVER = (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+LATE_NS = 5 * SECOND
+"""The longest from a deadline to the turn in which it has an effect."""
 
 
-class Placed(NamedTuple):
-    """Where work was placed last, as it was decided."""
+class Opened(NamedTuple):
+    """A recovery that has not completed."""
 
-    seq: int
-    attempt: int
-    version: int
-    replica: str
-
-
-class Lost(NamedTuple):
-    """Work without a place: since when, and whether a limit took it from its replica."""
-
-    since_ns: int
-    by_limit: bool
+    seq: int  #: of the event that made it necessary
+    since_ns: int  #: log time
+    cause: str  #: kind of that event; empty: unknown since a coordinator came back
 
 
 class Recoveries:
-    """The recoveries of one run."""
+    """The recoveries of one run, by what has failed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._placed: dict[str, list[Placed]] = {}  #: by trajectory
-        self._lost: dict[str, Lost] = {}  #: likewise
+        self._open: dict[str, dict[str, Opened]] = {PROCESS: {}, LOAD: {}, WORK: {}}
+        self._attempts: dict[str, int] = {}  #: of trajectories that were placed
+        self._dead: dict[str, None] = {}  #: processes
+        self._membership = (-1, -1)
+        self._healed_ns = -1  #: log time
 
-    def note(self, stamped: Stamped, commands: Iterable[Command]) -> None:
-        """Note what is decided, now or before a crash."""
-        for command in commands:
-            if isinstance(command, cmd.GenerateTrajectory):
-                placed = Placed(stamped.seq, command.attempt, command.version, command.to)
-                self._placed.setdefault(command.trajectory_id, []).append(placed)
+    def observe(self, stamped: Stamped, commands: Iterable[Command], state: State) -> None:
+        """The coordinator has handled an event."""
+        cause = kind_of(stamped.event)
+        self._attribute(cause, commands)
+        for name in self._newly_dead(state):
+            self._can_cause(PROCESS, name, cause)
+        opened = Opened(stamped.seq, stamped.time_ns, cause)
+        self._keep(WORK, state.lost, opened)
+        self._await_process(stamped.event, commands, state, opened)
+        self._await_load(stamped, state, opened)
+        self._complete_in_time(stamped, state)
+
+    def replayed(self, stamped: Stamped, state: State) -> None:
+        """A coordinator that comes back replays this event; its predecessor may not have lived to
+        handle it."""
+        opened = Opened(stamped.seq, stamped.time_ns, "")
+        self._keep(WORK, state.lost, opened)
+        if _has_failed_to_load(state, stamped.peer):
+            self._open[LOAD].setdefault(stamped.peer, opened)
 
     def take_back(self, seq: int) -> None:
         """What came after this event was lost with its coordinator."""
-        for trajectory, placed in list(self._placed.items()):
-            self._placed[trajectory] = [entry for entry in placed if entry.seq <= seq]
+        self._membership = (-1, -1)
+        for kind, found in self._open.items():
+            self._open[kind] = {n: opened for n, opened in found.items() if opened.seq <= seq}
 
-    def process_started(self, process: Process) -> None:
-        """A process has ended before, and another one takes its place."""
-        faults, starts = self._world.faults, process.boot - 1
-        if starts and not faults.explains(process):
-            self._uncaused(f"{process.boot_id} is started, and nothing struck {process.name}")
-        cuts = faults.cuts[process.name]
-        if starts > cuts and faults.only_cut_off(process):
-            self._uncaused(f"{process.boot_id} is started after {cuts} cuts of its machine")
+    # --- causes -------------------------------------------------------------------------------
 
-    def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """The coordinator has handled an event; `note` comes after this."""
+    def _attribute(self, cause: str, commands: Iterable[Command]) -> None:
         for command in commands:
-            if isinstance(command, cmd.GenerateTrajectory):
-                self._generates(stamped, command, state)
-            elif isinstance(command, cmd.PullWeights):
-                self._loads(command, state)
-            elif isinstance(command, cmd.RestartActor):
-                self._restarts(stamped, command)
-            elif isinstance(command, cmd.EndTrajectories):
-                self._quarantined(command)
-        for name in state.lost:
-            self._look_at_lost(stamped, state.trajectories[name], state)
-        self._keep_lost(state, self._just_lost(stamped))
+            if isinstance(command, cmd.RestartActor):
+                self._can_cause(RESTART, command.actor, cause)
+            elif isinstance(command, cmd.GenerateTrajectory):
+                name, before = command.trajectory_id, self._attempts.get(command.trajectory_id)
+                self._attempts[name] = command.attempt
+                lost = self._open[WORK].get(name)
+                if before is not None and command.attempt > before:
+                    self._can_cause(WORK, name, cause if lost is None else lost.cause)
 
-    def replayed(self, stamped: Stamped, state: State) -> None:
-        """A successor comes by this event, which its predecessor may not have lived to tell: since
-        when what it lost waits is not judged."""
-        self._keep_lost(state, Lost(stamped.time_ns, True))
+    def _newly_dead(self, state: State) -> list[str]:
+        membership = (indexes_of(state).num_alive, state.next_incarnation)
+        if membership == self._membership:
+            return []
+        known, came_back = self._dead, self._membership == (-1, -1)
+        self._membership = membership
+        self._dead = {actor.name: None for actor in state.actors.values() if not actor.alive}
+        return [] if came_back else [name for name in self._dead if name not in known]
 
-    def _keep_lost(self, state: State, just: Lost) -> None:
-        if not state.lost and not self._lost:
+    def _can_cause(self, kind: str, subject: str, cause: str) -> None:
+        if cause and cause not in _CAUSES[kind]:
+            raise Violation(NAME, f"{kind} {subject}: {cause} causes no such failure", subject)
+
+    # --- recoveries ---------------------------------------------------------------------------
+
+    def _keep(self, kind: str, failed: Iterable[str], opened: Opened) -> None:
+        """Exactly these have failed and not recovered."""
+        known = self._open[kind]
+        if known or failed:
+            self._open[kind] = {name: known.get(name, opened) for name in failed}
+
+    def _await_process(
+        self, event: Event, commands: Iterable[Command], state: State, opened: Opened
+    ) -> None:
+        """A process that its node starts again, or is ordered to, until it has joined, its node is
+        lost, or what waits for it has given up."""
+        awaited = self._open[PROCESS]
+        for command in commands:
+            if isinstance(command, cmd.RestartActor):
+                awaited[command.actor] = opened
+        if isinstance(event, ev.ProcessExited) and event.actor in state.actors:
+            awaited.pop(event.actor, None)
+            if event.restarting and event.actor in self._dead:
+                awaited[event.actor] = opened
+        elif isinstance(event, ev.ActorJoined):
+            awaited.pop(event.name, None)
+        elif isinstance(event, ev.RunResumed):
+            awaited.clear()
+        elif isinstance(event, ev.TimerFired):
+            awaited.pop(event.timer.rpartition(":")[2], None)
+        for name in [n for n in awaited if not state.actor_alive(state.actors[n].node)]:
+            del awaited[name]
+
+    def _await_load(self, stamped: Stamped, state: State, opened: Opened) -> None:
+        """A replica whose load has failed, until it has loaded or is started again."""
+        failed, name = self._open[LOAD], stamped.peer
+        if name not in failed and _has_failed_to_load(state, name):
+            self._can_cause(LOAD, name, opened.cause)
+            failed[name] = opened
+        for name in [n for n in failed if not _has_failed_to_load(state, n)]:
+            del failed[name]
+
+    def _complete_in_time(self, stamped: Stamped, state: State) -> None:
+        if state.phase in _OVER or not self._world.faults.healed:
             return
-        known, self._lost = self._lost, {}
-        for name in state.lost:
-            lost = known.get(name, just)
-            by_limit = lost.by_limit or state.trajectories[name].restart
-            self._lost[name] = Lost(lost.since_ns, by_limit)
-
-    # --- work that is placed again ----------------------------------------------------------------
-
-    def _generates(self, stamped: Stamped, command: cmd.GenerateTrajectory, state: State) -> None:
-        before = self._placed.get(command.trajectory_id)
-        if not before or isinstance(stamped.event, ev.TrajectoriesReleased):
-            return
-        lost = self._lost.get(command.trajectory_id) or self._just_lost(stamped)
-        self._is_explained(command.trajectory_id, before[-1].replica, lost)
-        if command.purpose == Purpose.TRAIN and command.attempt > before[-1].attempt:
-            self._starts_over(stamped, command, state, before[-1].version, lost)
-        elif command.purpose == Purpose.TRAIN:
-            self._goes_on_with_its_tokens(command, state)
-
-    def _quarantined(self, command: cmd.EndTrajectories) -> None:
-        """What is quarantined has run on a replica that may have ended for it."""
-        for ending in command.endings:
-            if ending.reason != DropReason.QUARANTINED:
+        if self._healed_ns < 0:
+            self._healed_ns = stamped.time_ns
+        for kind, found in self._open.items():
+            if not found:
                 continue
-            faults, processes = self._world.faults, self._world.processes
-            names = [entry.replica for entry in self._placed.get(ending.trajectory_id, [])]
-            if all(faults.only_cut_off(processes[name]) for name in names):
-                what = f"{ending.trajectory_id} is quarantined, and its replicas were only cut off"
-                self._uncaused(what, ending.trajectory_id)
+            name, oldest = min(found.items(), key=lambda item: item[1].since_ns)
+            since_ns = max(oldest.since_ns, self._healed_ns)
+            if stamped.time_ns - since_ns > _longest_ms(kind, state.settings) * MS + LATE_NS:
+                took_s = (stamped.time_ns - since_ns) / SECOND
+                what = f"{kind} {name} has not recovered for {took_s:.0f} s, since {oldest!r}"
+                raise Violation(NAME, what, name)
 
-    def _just_lost(self, stamped: Stamped) -> Lost:
-        turn = isinstance(stamped.event, ev.TrajectoryContinues)  # it only waits for a place
-        return Lost(stamped.time_ns, turn or _is_limit(stamped))
+    # --- the run ------------------------------------------------------------------------------
 
-    def _is_explained(self, trajectory: str, replica: str, lost: Lost) -> None:
-        if not lost.by_limit and not self._world.faults.explains(self._world.processes[replica]):
-            self._uncaused(f"{replica} has lost {trajectory}, and nothing struck it", trajectory)
-
-    def _starts_over(
-        self,
-        stamped: Stamped,
-        command: cmd.GenerateTrajectory,
-        state: State,
-        version: int,
-        lost: Lost,
-    ) -> None:
-        """A trajectory's tokens are given up: nobody serves their version, and no wait for it is
-        left."""
-        if lost.by_limit or _is_limit(stamped):
+    def run_failed_for_a_cause(self, state: State) -> None:
+        """The failure of the run names an event of the log, of a kind that leads to it."""
+        failed = state.failed
+        if failed is None or failed.kind == FailureKind.NO_VARIANCE:
             return
-        what = f"{command.trajectory_id} starts over at event {stamped.seq}"
-        if state.settings.in_flight:
-            self._uncaused(f"{what}, and may go on with any weights", command.trajectory_id)
-        able = next((r for r in state.replicas.values() if _serves(state, r, version)), None)
-        if able is not None:
-            self._uncaused(
-                f"{what}, and {able.name} serves version {version}", command.trajectory_id
-            )
-        waited_ns = stamped.time_ns - lost.since_ns
-        gone = version not in state.saved and not any(
-            version in relay.held for relay in state.relays.values()
-        )
-        if waited_ns < state.settings.resume_wait_ms * MS and not gone:
-            self._uncaused(f"{what}, and version {version} is there yet", command.trajectory_id)
+        cause = next((kind_of(s.event) for s in self._logged() if s.seq == failed.cause), "")
+        overdue = failed.kind == FailureKind.OVERDUE and cause.startswith("timer:")
+        if not overdue and cause not in _CAUSES_OF_RUN.get(failed.kind, _LOSS):
+            raise Violation(NAME, f"the run: {cause or 'nothing in the log'} causes no {failed!r}")
 
-    def _goes_on_with_its_tokens(self, command: cmd.GenerateTrajectory, state: State) -> None:
-        """Its tokens in the store are of the same weights; in flight they may be of older ones."""
-        row = self._world.rows.get(command.trajectory_id)
-        if row is None or not row.num_tokens or row.attempt != command.attempt:
-            return
-        version = row.latest[0] or 0
-        if command.version < version or (
-            command.version > version and not state.settings.in_flight
-        ):
-            what = f"{command.trajectory_id} has tokens of version {version}, and goes on with"
-            self._uncaused(f"{what} {command.version}", command.trajectory_id)
-
-    def _look_at_lost(self, stamped: Stamped, trajectory: Trajectory, state: State) -> None:
-        """A trajectory has no place: since this event, or though there is one."""
-        if trajectory.id not in self._lost:
-            self._is_explained(trajectory.id, trajectory.replica, self._just_lost(stamped))
-        if not trajectory.restart and state.phase not in _OVER:
-            self._has_no_place(trajectory, state)
-
-    def _has_no_place(self, trajectory: Trajectory, state: State) -> None:
-        """Nobody serves its version with room for it; nobody who is empty could load that."""
-        version = trajectory.version
-        replicas = [r for r in state.replicas.values() if state.actor_alive(r.name)]
-        usable = {version}  # a held-out answer has one version
-        if state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN:
-            usable = {r.version for r in replicas if r.version >= version}
-        able = next((r for r in replicas for v in usable if _serves(state, r, v)), None)
-        if able is not None:
-            self._uncaused(
-                f"{trajectory.id} waits, and {able.name} serves {able.version}", trajectory.id
-            )
-        if state.settings.in_flight:
-            return
-        if any(r.version == version or _loads(state, r, version) for r in replicas):
-            return
-        empty = next((r for r in replicas if _could_load(state, r, version)), None)
-        if empty is not None:
-            what = f"{trajectory.id} waits, and {empty.name} could load {version}"
-            self._uncaused(what, trajectory.id)
-
-    # --- weights and processes --------------------------------------------------------------------
-
-    def _loads(self, command: cmd.PullWeights, state: State) -> None:
-        replica = state.replicas[command.to]
-        if command.purpose == PullPurpose.STREAM:
-            if state.newest_for(replica) >= 0:
-                self._uncaused(f"{command.to} is to stream, and {replica.relay} has weights")
-        elif replica.version == command.version:
-            self._uncaused(f"{command.to} has version {command.version}, and is to load it")
-        if command.purpose == PullPurpose.IN_FLIGHT:
-            self._loads_while_it_runs(command, replica, state)
-        if command.checkpoint and command.version in state.held_for(replica):
-            what = f"{command.to} is to load version {command.version} from the disk"
-            self._uncaused(f"{what}, and {replica.relay} holds it")
-
-    def _loads_while_it_runs(
-        self, command: cmd.PullWeights, replica: Replica, state: State
-    ) -> None:
-        """Newer weights, and what runs there may go on with them."""
-        what = f"{command.to} is to load version {command.version} while it runs"
-        if not state.settings.in_flight or command.version < replica.version:
-            self._uncaused(f"{what}, after {replica.version}")
-        for name in replica.running:
-            if state.groups[state.trajectories[name].group].purpose == Purpose.EVAL:
-                self._uncaused(f"{what} the held-out {name}", name)
-
-    def _restarts(self, stamped: Stamped, command: cmd.RestartActor) -> None:
-        what = f"{command.actor} is to be started again ({command.reason})"
-        if not isinstance(stamped.event, _OVERDUE):
-            self._uncaused(f"{what} because of {stamped.event!r}")
-        if not self._world.faults.explains(self._world.processes[command.actor]):
-            self._uncaused(f"{what}, and nothing struck it")
-
-    def _uncaused(self, what: str, *subjects: str) -> None:
-        raise Violation(NAME, what, *subjects)
+    def _logged(self) -> Iterable[Stamped]:
+        for _, record in read_log(self._world.coordinator.disk):
+            if isinstance(record, EventRecord):
+                yield stamped(record)
 
 
-def _is_limit(stamped: Stamped) -> bool:
-    """A batch has waited for long enough, or a hand-over took too long."""
-    if not isinstance(stamped.event, ev.TimerFired):
-        return False
-    timer = stamped.event.timer
-    return timer == keys.BATCH_WAIT or timer.startswith("command:release:")
+def _has_failed_to_load(state: State, name: str) -> bool:
+    replica = state.replicas.get(name)
+    failed = replica is not None and replica.failed_loads > 0
+    return failed and keys.restart(name) not in state.commands
 
 
-def _serves(state: State, replica: Replica, version: int) -> bool:
-    """Whether a replica serves the version, with room for one more."""
-    alive = state.actor_alive(replica.name) and replica.version == version
-    busy = replica.loading or bool(replica.given)
-    return alive and not busy and replica.load < replica.capacity
-
-
-def _loads(state: State, replica: Replica, version: int) -> bool:
-    pulled = state.commands.get(keys.pull(replica.name))
-    return pulled is not None and getattr(pulled.command, "version", -1) == version
-
-
-def _could_load(state: State, replica: Replica, version: int) -> bool:
-    """Whether a replica is empty and loads or streams nothing, its relay has the version, and it
-    neither waits to be started again nor keeps its weights for the next turn of what an environment
-    answers there."""
-    loads = keys.pull(replica.name) in state.commands
-    busy = loads or bool(replica.running or replica.incoming or replica.given)
-    busy = busy or any(
-        t.replica == replica.name
-        and t.version == replica.version
-        and t.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
-        for t in state.trajectories.values()
-        if state.settings.environment
-    )
-    return not busy and replica.failed_loads < FAILED_LOADS_MAX and state.in_reach(replica, version)
+def _longest_ms(kind: str, settings: Settings) -> int:
+    """The longest deadline on the way of this recovery."""
+    start_ms = RESTART_TIMEOUT_MS + settings.start_timeout_ms + settings.engine_start_ms
+    if kind == PROCESS:
+        return start_ms
+    transfer_ms = max(PULL_TIMEOUT_MS, RECEIVE_TIMEOUT_MS)
+    return start_ms + transfer_ms + (settings.resume_wait_ms if kind == WORK else 0)

@@ -133,7 +133,6 @@ class Checks:
         self._last_seq = stamped.seq
         self.prompts.note(stamped, commands)
         self.moves.note(stamped, commands)
-        self.recoveries.note(stamped, commands)
         first = stamped.seq << 20
         for index, command in enumerate(commands):
             self._decided[first + index] = type(command).__name__
@@ -260,11 +259,6 @@ class Checks:
 
     def process_started(self, process: Process) -> None:
         self.bodies[process.boot_id] = []
-        self.recoveries.process_started(process)
-
-    @property
-    def log_behind_ns(self) -> int:
-        return self.log_time.behind_ns
 
     def log_is_whole(self) -> bool:
         return self.durability.is_whole()
@@ -458,11 +452,6 @@ class LogTime:
         """A successor goes on where its predecessor's log ends: no time passes in between."""
         self._log_ns = machine.state.time_ns if machine.started else 0
         self._world_ns = now_ns
-
-    @property
-    def behind_ns(self) -> int:
-        """How far it is behind the world's: it stands still while no coordinator runs."""
-        return self._world_ns - self._log_ns
 
     def observe(self, stamped: Stamped, now_ns: int) -> None:
         """log_time_goes_on"""

@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import State
 from laminar.core.state.versions import step_of
 from laminar.events import commands as cmd
@@ -110,11 +111,14 @@ class TrainingChecks:
         self._accepted = {k: found for k, found in self._accepted.items() if found[0] <= seq}
         self._kept = {k: paths for k, paths in self._kept.items() if k <= seq}
 
-    def none_to_go_on_from(self, failure: str) -> None:
-        """there_is_a_checkpoint: a trainer has found none, and there was one."""
+    def none_to_go_on_from(self, state: State) -> None:
+        """there_is_a_checkpoint: a run that failed for want of one had none."""
+        if state.failed is None or state.failed.kind != FailureKind.NO_CHECKPOINT:
+            return
         for path in next(reversed(self._kept.values()), ()):
             if str(RUN_DIR / path) not in self.lost:
-                raise Violation("there_is_a_checkpoint", f"nobody removed {path}: {failure}")
+                what = f"nobody removed {path}: {state.failed.sentence}"
+                raise Violation("there_is_a_checkpoint", what)
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
         """What is trained is rewarded, not ended, and young enough.

@@ -101,8 +101,6 @@ class Cut:
         """Who does not hear the coordinator, or is not heard by it, may be lost for it once; after
         the long lease its machine is."""
         self.harm(CUT_OFF)
-        for name in self._apart():
-            self._faults.cuts[name] += 1
         if duration_s > self._faults.lease_of_s("node"):
             self.harm(LOST)
 

@@ -8,7 +8,6 @@ Gives   Effects, which the faults (random_faults.py, targeted*.py) use
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 
 from laminar.core.versions import broadcast
@@ -17,7 +16,6 @@ from laminar.names import exit_codes
 from tools.simulator.context import Process
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds, stream
-from tools.simulator.scheduler import MS
 from tools.simulator.world import World
 
 STALLED = 1e9
@@ -25,8 +23,6 @@ EVERYBODY = "everybody"
 LOST, HELD_UP, CUT_OFF = "lost", "held-up", "cut-off"
 """How a fault strikes: the process ends or is silent for its lease, or it is late or misled, or it
 and the coordinator are on two sides of a cut."""
-NOTICED = 2
-"""Progress timers by whose end a replica that samples nothing has been noticed."""
 AWAITED: dict[str, tuple[str, ...]] = {
     "node": (), "store": (), "trainer": ("store", "relay"), "relay": ("relay", "trainer"),
     "rollout": ("store", "relay"),
@@ -57,7 +53,6 @@ class Effects:
         #: of several passes, and what runs beside the poison is blamed for them, too.
         self.may_poison = world.scenario.num_train > world.scenario.settings.groups_per_step
         self.reward_slow = 1.0  #: factor on the time that a reward takes
-        self.wedged_until_ns = 0  #: by then the coordinator has acted on what is never done
         #: boots that sample nothing more; whether their node has yet to ignore that they hang
         self.stalled: dict[str, bool] = {}
         self.differs_next = False
@@ -69,7 +64,6 @@ class Effects:
         self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
         #: how faults have struck, by process, by role where any of it may be meant, or EVERYBODY
         self.harmed: dict[str, set[str]] = {}
-        self.cuts: Counter[str] = Counter()  #: that have cut off a process, by its name
 
     def harm(self, who: str, how: str = HELD_UP) -> None:
         """A fault strikes: what checks hold a loss against."""
@@ -186,7 +180,6 @@ class Effects:
         noticed, also if everything else has healed by then."""
         self.speed(process, STALLED)
         self.stalled[process.boot_id] = True
-        self.wedged_for(NOTICED * self.world.scenario.settings.stall_ms)
 
     def speed(self, process: SimProcess, slow: float) -> None:
         if process.alive and process.slow != slow and process.boot_id not in self.stalled:
@@ -225,10 +218,6 @@ class Effects:
     def _mend(self, source: str, target: str, healed: bool) -> None:
         if self.healed == healed:  # what was cut before is mended when all heals
             self.world.network.cut(source, target, -1)
-
-    def wedged_for(self, deadline_ms: int) -> None:
-        expires_ns = self.world.scheduler.now + deadline_ms * MS
-        self.wedged_until_ns = max(self.wedged_until_ns, expires_ns)
 
     def chance(self, concern: str) -> random.Random:
         """The random stream of one concern."""

@@ -14,18 +14,12 @@ from __future__ import annotations
 
 import random
 
-from laminar.core.context import RESTART_TIMEOUT_MS
-from laminar.core.loading import PULL_TIMEOUT_MS
-from laminar.core.members.pausing import STOP_TIMEOUT_MS
-from laminar.core.scheduling.groups import SCORE_TIMEOUT_MS
 from laminar.core.state.state import State
-from laminar.core.versions.broadcast import LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.names import exit_codes
 from laminar.names.ids import Purpose
-from laminar.weights.chain.receiver import SLOW_S
 from tools.simulator.config import FaultConfig
 from tools.simulator.context import Process
 from tools.simulator.disk import CRASH_MODES, CrashMode, SimDisk
@@ -34,10 +28,9 @@ from tools.simulator.faults.effects import EVERYBODY, LOST, Effects
 from tools.simulator.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
 from tools.simulator.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from tools.simulator.faults.targeted_faults import TARGETED
-from tools.simulator.models.replica import Replica
 from tools.simulator.network import Weather
 from tools.simulator.runtime.process import SimProcess
-from tools.simulator.scenario import ENGINE_START_MS, seconds, stream
+from tools.simulator.scenario import seconds, stream
 from tools.simulator.scheduler import MS
 from tools.simulator.world import World
 
@@ -48,16 +41,8 @@ RATES = (
 )  # fmt: skip
 WEDGES = ("command-ignored", "transfer-sticks")
 """What is never done; noticed when a deadline is over, if no other process does the work."""
-DEADLINES_MS: dict[type[Command], int] = {
-    cmd.ForwardWeights: LINK_TIMEOUT_MS,
-    cmd.PullWeights: PULL_TIMEOUT_MS,
-    cmd.ScoreTrajectories: SCORE_TIMEOUT_MS,
-    cmd.StopActor: STOP_TIMEOUT_MS,
-}
-"""What replicas or relays leave undone, one of these in a run: after so long the coordinator acts,
-and tells their node to restart them. That is left undone as well: see RESTART_TIMEOUT_MS."""
-STICKS_MS = round(SLOW_S * 1_000) + RECEIVE_TIMEOUT_MS
-"""The longest until a transfer that sticks is noticed: what has come of it first is reported."""
+IGNORABLE = (cmd.ForwardWeights, cmd.PullWeights, cmd.ScoreTrajectories, cmd.StopActor)
+"""What replicas or relays leave undone, one of these in a run; nodes then leave restarts undone."""
 HARMED: dict[str, tuple[str, ...]] = {
     "weights-corrupt": ("rollout",), "chunk-damaged": ("relay",),
     "publish-skipped": ("trainer", "relay"), "reward-fails": ("rollout",),
@@ -114,7 +99,7 @@ class Faults(Effects):
         self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
         self.rates |= {kind: self.chance(kind).choice([0.1, 0.3, 1.0]) for kind in WEDGES}
         #: type of command
-        self.ignored = stream(seed, "ignored command").choice(tuple(DEADLINES_MS))
+        self.ignored = stream(seed, "ignored command").choice(IGNORABLE)
         self.fatal_role = ""
         if not calm and chance.random() < config.fatal_share:
             self.fatal_role = chance.choice((*FATAL_ROLES, "store"))  # its loss has most ways
@@ -127,8 +112,6 @@ class Faults(Effects):
             self.active.remove("poison-prompt")
         if "poison-prompt" in self.active:
             self.poison = (chance.randrange(world.scenario.num_train),)
-        self.left_hanging = 0  #: sequences that were, when everything healed
-        self.ended_before: set[str] = set()  #: trajectories that had, likewise
         self._targeted = [] if calm else self._drawn_targeted(config)
         if not calm:
             self._draw_later(config)
@@ -203,10 +186,6 @@ class Faults(Effects):
         self.disk_fault = ""
         self.reward_slow = 1.0
         self.world.database.full = False
-        self.world.healed_ns = self.world.scheduler.now
-        self.left_hanging = sum(map(_num_hanging, self.world.rollouts))
-        rows = self.world.rows.values()
-        self.ended_before = {row.id for row in rows if row.end is not None}
         self.world.network.heal()
         self.world.coordinator.resume()
         for process in self.world.processes.values():
@@ -236,7 +215,7 @@ class Faults(Effects):
 
     def start_hangs(self) -> bool:
         """An engine never comes up."""
-        return self._wedges(START_HANGS, ENGINE_START_MS)
+        return self._strikes(START_HANGS)
 
     def hangs(self, command: cmd.GenerateTrajectory) -> bool:
         return self._strikes("hangs")
@@ -250,12 +229,10 @@ class Faults(Effects):
     def ignores(self, process: Process, command: Command) -> bool:
         """The process lives and says so, but never carries out this command."""
         if process.role == "node" and isinstance(command, cmd.RestartActor):
-            return self._keeps_stalled(command) or self._wedges(
-                "command-ignored", RESTART_TIMEOUT_MS
-            )
+            return self._keeps_stalled(command) or self._strikes("command-ignored")
         if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
             return False
-        return self._wedges("command-ignored", DEADLINES_MS[self.ignored])
+        return self._strikes("command-ignored")
 
     def sticks(self) -> bool:
         """A relay that is connected to its successor sends nothing more."""
@@ -263,13 +240,11 @@ class Faults(Effects):
             self.sticks_next = False
             self.harm("relay")
             return True
-        return self._wedges("transfer-sticks", STICKS_MS)
+        return self._strikes("transfer-sticks")
 
     def long_step_s(self) -> float:
         """How much longer the trainer's next step takes."""
         long_s, self.step_longer_s = self.step_longer_s, 0.0
-        if long_s:
-            self.wedged_for(round(long_s * 1000))
         return long_s
 
     def dead_for_good(self, process: Process) -> bool:
@@ -331,20 +306,12 @@ class Faults(Effects):
             self.world.coverage.hit(f"fault:{kind}")
         return struck
 
-    def _wedges(self, kind: str, deadline_ms: int) -> bool:
-        """True if something is never done; then the coordinator acts when its deadline is over."""
-        struck = self._strikes(kind)
-        if struck:
-            self.wedged_for(deadline_ms)
-        return struck
-
     def _keeps_stalled(self, command: cmd.RestartActor) -> bool:
         """True for the first order to restart a process that was stalled."""
         boot = self.world.processes[command.actor].boot_id
         ignored = self.stalled.get(boot, False)
         if ignored:
             self.stalled[boot] = False
-            self.wedged_for(RESTART_TIMEOUT_MS)
         return ignored
 
     def _weather(self) -> Weather:
@@ -407,15 +374,6 @@ class Faults(Effects):
         for each in doomed:
             self.dead.add(each.name)
             lose(self, each, self.fatal_way)
-
-
-def _num_hanging(process: SimProcess) -> int:
-    """Sequences of this replica that are never sampled again."""
-    if not process.alive or not process.welcomed:
-        return 0
-    model = process.model
-    assert isinstance(model, Replica)
-    return model.num_hanging
 
 
 def _pick(chance: random.Random, value: float | tuple[float, ...]) -> float:

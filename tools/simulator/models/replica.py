@@ -277,13 +277,6 @@ class Replica(Idle):
     def keep_steps(self, rows: bytes) -> None:
         """Nothing reads engine steps here."""
 
-    @property
-    def num_hanging(self) -> int:
-        """Sequences that are never sampled again."""
-        if self.engine is None:
-            return 0
-        return sum(sequence.hangs for sequence in self.engine.clock.sequences.values())
-
     def pause(self) -> None:
         if self.engine is not None:
             self.engine.clock.freeze()
