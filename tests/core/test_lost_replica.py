@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.scheduling.admission import why_not_admitted
 from laminar.events import commands as cmd
@@ -142,6 +144,19 @@ def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
     assert bench.state.ledger.trajectories.dropped == {"quarantined": 2}
     assert bench.state.ledger.groups.dropped == {"too-few-scored": 1}
     assert bench.open_groups() == ["0.1"]
+
+
+def test_silence_of_a_whole_machine_blames_no_work() -> None:
+    """A cut of the network has ended nobody: what ran there is not a prompt that kills."""
+    bench = Bench(max_staleness=0, groups_per_step=1, capacity=2, total_steps=2)
+    bench.start()
+    for death in range(1, 4):
+        bench.own(msgspec.structs.replace(bench.silence("rollout-0"), cut_off=True))
+        bench.come_back(boot=f"b{death}")
+        bench.load_all()
+    bench.write_ends()
+    assert bench.state.ledger.trajectories.dropped == {}
+    assert bench.open_groups() == ["0.0"]
 
 
 def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
