@@ -313,6 +313,12 @@ def test_a_gauge_before_the_welcome_is_forgotten():
     assert said(link, 0) == []
 
 
+def test_pardon_counts_silence_anew():
+    link = server()
+    link.pardon(70)
+    assert link.silent_ns(100) == 30
+
+
 # Endings.
 
 
