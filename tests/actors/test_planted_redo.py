@@ -10,7 +10,7 @@ import pytest
 
 from laminar.actors import trainer
 from laminar.analysis.log.trained_steps import Step
-from laminar.cli.retrain import Beginning, _Again, _compare
+from laminar.cli.retrain import RetrainStart, _Again, _compare
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import exit_codes
@@ -110,7 +110,7 @@ async def test_what_was_done_again_wrongly_is_named(
         steps.append(await train(processes, again, 2))
     with open_tables(processes.run_dir / STORE_FILE) as tables:
         retrained = _Again(host.config, Handlers(tables), processes.run_dir, {})
-        begin = Beginning(0, 0, "", "the model that the run began with")
+        begin = RetrainStart(0, 0, "", "the model that the run began with")
         code = await _compare(retrained, tuple(steps), begin)
     assert capsys.readouterr().out.splitlines()[-1] == verdict
     assert code == (exit_codes.COMPLETE if plant is nothing else exit_codes.FAILED)
