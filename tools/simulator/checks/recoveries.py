@@ -40,13 +40,13 @@ _CAUSES = {
     PROCESS: (*_LOST, "timer:command:restart", "timer:command:stop"),
     LOAD: ("WeightsRejected",),
     WORK: (*_LOST, "timer:batch-wait", "timer:command:release", "timer:command:restart",
-           "VersionGone", "WeightsRejected"),
+           "TrajectoryContinues", "VersionGone", "WeightsRejected"),
     RESTART: ("HeartbeatLost", "WeightsPublished", "WeightsReceived", "WeightsRejected",
               "timer:command:forward", "timer:command:pull", "timer:command:score",
               "timer:progress", "timer:receive"),
 }  # fmt: skip
-"""Events that can end a process, fail a load, have a trajectory start over (by taking it from its
-replica), and have a process started again."""
+"""Events that can end a process, fail a load, take a trajectory that starts over from its replica
+(the end of a turn does), and have a process started again."""
 _LOSS = (*_LOST, "NodeSilent", "timer:command:restart", "timer:rejoin")
 _REWARDED = ("TrajectoryFailed", "TrajectoryRewarded")
 _CAUSES_OF_RUN = {
