@@ -5,7 +5,7 @@ class Calculator:
     """A calculator; sums are scored by their answers, so it has no reward of its own."""
 
     def reset(self, **row: object) -> None:
-        """A new conversation: a calculator remembers nothing."""
+        """Start a new conversation; a calculator remembers nothing."""
 
     def add(self, a: int, b: int) -> int:
         """Add two whole numbers.

@@ -17,7 +17,7 @@ class OpenEnv:
         self._reward = 0.0
 
     def reset(self, **row: object) -> str:
-        """A new episode of the server."""
+        """Start a new episode of the server."""
         observation = self._client.reset().observation
         self._reward = 0.0
         return str(observation.get("text") or "")

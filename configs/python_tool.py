@@ -11,7 +11,7 @@ sandbox = Sandbox(seconds=5.0)  # made here, so that a machine without one is re
 
 class Python:
     def reset(self, **row: object) -> None:
-        """A new conversation: nothing is remembered."""
+        """Start a new conversation without memory of others."""
 
     def python(self, code: str) -> str:
         """Run a Python program with the standard library, and return what it prints.
@@ -24,7 +24,7 @@ class Python:
 
 class Notebook:
     def reset(self, **row: object) -> None:
-        """A new conversation, with a process of its own."""
+        """Start a new conversation with a separate process."""
         self._session = sandbox.session()
 
     def python(self, code: str) -> str:

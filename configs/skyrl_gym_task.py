@@ -11,7 +11,7 @@ import skyrl_gym
 
 class Gsm8k:
     def reset(self, prompt: Any, answer: str, max_turns: int = 5, **row: Any) -> None:
-        """A new task: its question is the prompt, `answer` a column of the data."""
+        """Start a new task: its question is the prompt, `answer` a column of the data."""
         extras = {"reward_spec": {"ground_truth": str(answer)}, "max_turns": max_turns}
         self._task = skyrl_gym.make("gsm8k_multi_turn", env_config={}, extras=extras)
         self._task.init(prompt)

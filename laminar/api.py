@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laminar.config import ConfigError, load
+from laminar.config import ConfigError, load_config
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
 from laminar.run.directory import METRICS_FILE
@@ -84,7 +84,7 @@ class Run:
         """A row per line of metrics.jsonl, a column per figure, null where a line lacks it."""
         import pyarrow as pa
 
-        rows = [row for text in self._metrics_lines() if isinstance(row := _parsed(text), dict)]
+        rows = [row for text in self._metrics_lines() if isinstance(row := _parse_line(text), dict)]
         names = dict.fromkeys([*WHOLE_NUMBERS, *(name for row in rows for name in row)])
         return pa.table(
             {
@@ -109,16 +109,16 @@ class Run:
     ) -> pa.Table:
         """What `laminar samples --jsonl` prints, as rows: prompts, answers, scores. `step`: those
         that the N-th step trained; `evaluation`: held-out ones after N completed steps."""
-        from laminar.analysis.report.samples import Choice, find_samples
+        from laminar.analysis.report.samples import SampleFilter, find_samples
         from laminar.run.directory import run_config
-        from laminar.tasks.data.decoding import decoder_of
+        from laminar.tasks.data.decoding import make_decoder
 
         chosen = {"step": step, "evaluation": evaluation, "id": id}
         if sum(value not in (None, "") for value in chosen.values()) > 1 or (worst and best):
             raise ConfigError("samples: give one of step, evaluation, id, and one of worst, best")
-        choice = Choice(step, evaluation, id, search, worst, best)
-        decode = decoder_of(self.directory, run_config(self.directory))
-        return _table(islice(find_samples(self.directory, choice, decode), n))
+        choice = SampleFilter(step, evaluation, id, search, worst, best)
+        decode = make_decoder(self.directory, run_config(self.directory))
+        return _build_table(islice(find_samples(self.directory, choice, decode), n))
 
     def _metrics_lines(self) -> list[str]:
         from laminar.analysis.log.timeline import whole_lines
@@ -149,13 +149,13 @@ def train(
     `laminar stop RUN` ends the run.
     """
     from laminar.launch.terminal import Terminal
-    from laminar.launch.train import begin, place_of
+    from laminar.launch.train import place_of, run_training
 
     files = [config] if isinstance(config, str | Path) else list(config)
-    wanted = load(files, settings=_plain(settings or {}))
+    wanted = load_config(files, settings=_to_plain(settings or {}))
     run_dir = place_of(wanted, move_old)
     ways = argparse.Namespace(dry_run=False, prepare=False, resume=None, move_old=move_old)
-    over = begin(wanted, run_dir, ways, console=Terminal(quiet=quiet))
+    over = run_training(wanted, run_dir, ways, console=Terminal(quiet=quiet))
     reason = over.reason or f"the run ended with exit code {over.code}"
     if over.code == exit_codes.PAUSED:
         reason = (
@@ -170,16 +170,16 @@ def train(
     return open_run(run_dir)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Paths as a TOML file has them: strings."""
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _to_plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_to_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _table(samples: Iterable[Sample]) -> pa.Table:
+def _build_table(samples: Iterable[Sample]) -> pa.Table:
     """Columns of one type each, whatever the data and the reward functions have in them."""
     import pyarrow as pa
 
@@ -194,7 +194,7 @@ def _table(samples: Iterable[Sample]) -> pa.Table:
     }
     rows = []
     for sample in samples:
-        fields = sample.fields()
+        fields = sample.to_dict()
         answer = fields["answer"]
         shown = answer if answer is None or isinstance(answer, str) else json.dumps(answer)
         rows.append(fields | {"answer": shown, "extras": json.dumps(fields["extras"])})
@@ -206,7 +206,7 @@ def _table(samples: Iterable[Sample]) -> pa.Table:
     )
 
 
-def _parsed(text: str) -> Any:
+def _parse_line(text: str) -> Any:
     """None for a line that a crash cut short."""
     try:
         return json.loads(text)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from laminar.actors.trainer import PROBE_TOLERANCE, probe_of, probe_sequences
+from laminar.actors.trainer import PROBE_TOLERANCE, make_probe, probe_sequences
 from laminar.actors.weight_loader import probe_difference, probe_failure, source_of
-from laminar.config import Config, load
+from laminar.config import Config, load_config
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import (
     GenerateRequest,
@@ -71,7 +71,7 @@ class SmallRun:
         directory.mkdir(exist_ok=True)
         model.config.save_pretrained(directory)
         self.directory, self.limit = directory, vocab_limit
-        self.config: Config = load(
+        self.config: Config = load_config(
             [],
             [
                 f"model.name={directory}",
@@ -88,7 +88,7 @@ class SmallRun:
         )
         self.learner = Learner(self.config, LoadedPolicy(model, vocab_limit))
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(model)]
-        self.specs = mf.layout(shapes, self.config.weights.dtype)
+        self.specs = mf.make_layout(shapes, self.config.weights.dtype)
         self.model, self.step = model, 0
         self.replicas: list[Replica] = []
         self.sources: list[WeightSource] = []  #: by version
@@ -131,7 +131,7 @@ class SmallRun:
         replica.version = len(self.sources) - 1
         await replica.engine.load(self.sources[version])
         tolerance = PROBE_TOLERANCE[self.config.weights.dtype]
-        probe = probe_of(self.probe_ids, self.learner.score(self.probe_ids), tolerance)
+        probe = make_probe(self.probe_ids, self.learner.compute_logprobs(self.probe_ids), tolerance)
         return probe_failure(await probe_difference(replica.engine, probe), probe)
 
     async def sample(self, replica: Replica, groups: int = GROUPS) -> list[TrainSample]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.config import Config, ConfigError, dumps, known_keys, load, resolve
+from laminar.config import Config, ConfigError, dump_config, known_keys, load_config, resolve_config
 from laminar.config.foreign_keys import OTHERS, TRL, UNSUPPORTED, VERL
 from laminar.config.rules import slurm_seconds
 from tools.make import reference_toml
@@ -64,18 +64,18 @@ def test_a_wheel_has_every_file_of_the_configs() -> None:
 
 @pytest.mark.parametrize("file", OF_RUNS, ids=lambda p: p.name)
 def test_every_shipped_config_is_accepted(file: Path) -> None:
-    load([file])
+    load_config([file])
 
 
 def test_later_files_and_overrides_win_and_the_resolved_file_reads_back(tmp_path: Path) -> None:
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
     first.write_text('seed = 1\nmodel.name = "org/m"\n[data]\ndataset = "gcd"\nval_size = 5\n')
     second.write_text("[data]\nval_size = 6\n")
-    config = load([first, second], ["seed=3", "optim.betas=[0.8, 0.9]", "run.name=x"])
+    config = load_config([first, second], ["seed=3", "optim.betas=[0.8, 0.9]", "run.name=x"])
     assert (config.seed, config.data.val_size, config.optim.betas) == (3, 6, (0.8, 0.9))
     resolved = tmp_path / "resolved.toml"
-    resolved.write_text(dumps(config))
-    assert load([resolved]) == config
+    resolved.write_text(dump_config(config))
+    assert load_config([resolved]) == config
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_later_files_and_overrides_win_and_the_resolved_file_reads_back(tmp_path
 def test_a_list_of_the_command_line_needs_no_quotes(setting: str, value: object) -> None:
     """As Hydra takes it; what is TOML is taken as TOML."""
     base = ["rollout.engine=emulated"]
-    node: Any = load([], [*base, setting])
+    node: Any = load_config([], [*base, setting])
     for part in setting.partition("=")[0].split("."):
         node = getattr(node, part)
     assert node == value
@@ -110,7 +110,7 @@ def test_a_list_of_the_command_line_needs_no_quotes(setting: str, value: object)
 
 def test_functions_of_the_command_line_are_a_list_of_tables() -> None:
     setting = "reward.functions=[{path:a.py,name:f},{name:math,weight:0.5}]"
-    functions = load([], [*GOOD, setting]).reward.functions
+    functions = load_config([], [*GOOD, setting]).reward.functions
     assert [(f.path, f.name, f.weight) for f in functions] == [
         ("a.py", "f", 1.0),
         ("", "math", 0.5),
@@ -129,7 +129,7 @@ def test_functions_of_the_command_line_are_a_list_of_tables() -> None:
 )
 def test_a_list_that_is_none_is_one_sentence(setting: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(setting))) as refused:
-        load([], [*GOOD, setting])
+        load_config([], [*GOOD, setting])
     assert "\n" not in str(refused.value)
 
 
@@ -154,7 +154,7 @@ def test_paths_of_a_file_are_looked_for_beside_it_then_in_the_working_directory(
         file.touch()
     (beside / "run.toml").write_text(FILES)
     monkeypatch.chdir(here)
-    config = load(["../my/run.toml"])
+    config = load_config(["../my/run.toml"])
     assert config.model.name == str(beside / "base")
     assert config.data.train_files == [str(beside / "rows.jsonl"), "hf://datasets/o/n/x.parquet"]
     assert config.data.val_files == [str(here / "sub" / "held.jsonl")]
@@ -178,10 +178,12 @@ def test_each_file_has_its_own_place_and_the_command_line_the_working_directory(
     (tmp_path / "reward.py").touch()
     monkeypatch.chdir(tmp_path)
     files = ["a/x.toml", "b/y.toml"]
-    config = load(files)
+    config = load_config(files)
     assert config.data.train_files == [str(tmp_path / "b" / "rows.jsonl")]
     assert config.reward.custom_reward_function.path == str(tmp_path / "a" / "reward.py")
-    config = load(files, ["reward.custom_reward_function.path=reward.py", "data.train_files=c"])
+    config = load_config(
+        files, ["reward.custom_reward_function.path=reward.py", "data.train_files=c"]
+    )
     assert config.reward.custom_reward_function.path == str(tmp_path / "reward.py")
     assert config.data.train_files == ["c"]
 
@@ -194,15 +196,15 @@ def test_a_path_that_leads_nowhere_is_named_with_both_places(
     file.write_text('model.name = "org/name"\ndata.train_files = ["rows.jsonl"]\n')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        load([file])
+        load_config([file])
     said = str(refused.value)
     assert (
         f"data.train_files = 'rows.jsonl' is neither in {tmp_path / 'my'} nor in {tmp_path}" in said
     )
     monkeypatch.chdir(tmp_path / "my")
     with pytest.raises(ConfigError, match=rf"is not in {tmp_path / 'my'};"):
-        load(["run.toml"])
-    assert load([file], ["data.train_files=[]", "data.dataset=gcd"]).data.train_files == []
+        load_config(["run.toml"])
+    assert load_config([file], ["data.train_files=[]", "data.dataset=gcd"]).data.train_files == []
 
 
 def test_a_directory_goes_before_a_name_on_the_hub(
@@ -211,9 +213,9 @@ def test_a_directory_goes_before_a_name_on_the_hub(
     file = tmp_path / "run.toml"
     file.write_text('model.name = "org/name"\ndata.dataset = "gcd"\n')
     monkeypatch.chdir("/")
-    assert load([file]).model.name == "org/name"
+    assert load_config([file]).model.name == "org/name"
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert load([file]).model.name == str(tmp_path / "org" / "name")
+    assert load_config([file]).model.name == str(tmp_path / "org" / "name")
 
 
 def test_what_a_run_has_written_is_taken_as_it_stands(tmp_path: Path) -> None:
@@ -221,12 +223,12 @@ def test_what_a_run_has_written_is_taken_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
     file = tmp_path / "config.toml"
     file.write_text('model.name = "m"\ndata.train_files = ["rows.jsonl"]\n')
-    config = load([], resolved=file)
+    config = load_config([], resolved=file)
     assert (config.model.name, config.data.train_files) == ("m", ["rows.jsonl"])
 
 
 def test_the_async_section_keeps_its_name() -> None:
-    assert load([], [*GOOD, "async.max_staleness=0"]).async_.max_staleness == 0
+    assert load_config([], [*GOOD, "async.max_staleness=0"]).async_.max_staleness == 0
 
 
 @pytest.mark.parametrize(
@@ -384,7 +386,7 @@ def test_a_mistake_is_one_sentence_that_names_key_and_value(
     overrides: list[str], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        load([], overrides)
+        load_config([], overrides)
     message = str(caught.value)
     assert "\n" not in message
     assert all(word in message for word in words), message
@@ -392,23 +394,23 @@ def test_a_mistake_is_one_sentence_that_names_key_and_value(
 
 def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
-        load([tmp_path / "nowhere.toml"])
+        load_config([tmp_path / "nowhere.toml"])
     with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
-        load([tmp_path])
+        load_config([tmp_path])
     with pytest.raises(ConfigError, match=r"/dev/null/x\.toml.*Not a directory"):
-        load(["/dev/null/x.toml"])
+        load_config(["/dev/null/x.toml"])
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 3")
     with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
-        load([broken])
+        load_config([broken])
     switched = tmp_path / "switched.toml"
     switched.write_text("[repack]\npolicy = false\n")
     with pytest.raises(ConfigError, match=r"policy = False .* be 'best-fit', 'gain' or 'off'$"):
-        load([switched])
+        load_config([switched])
     unknown = tmp_path / "unknown.toml"
     unknown.write_text("[rollout]\nreplica = 3\n")
     with pytest.raises(ConfigError, match=r"unknown\.toml.*rollout\.replicas"):
-        load([unknown])
+        load_config([unknown])
 
 
 @pytest.mark.parametrize("foreign", [*VERL, *TRL, *OTHERS])
@@ -417,7 +419,7 @@ def test_a_key_of_another_system_is_answered_with_ours(foreign: str) -> None:
     assert foreign not in known_keys()
     for key in (foreign, foreign.replace("_", "-")):
         with pytest.raises(ConfigError, match=r"^unknown key \S+; here it is ") as refused:
-            load([], [f"{key}=8"])
+            load_config([], [f"{key}=8"])
         ours = str(refused.value).split("; ")[1].removeprefix("here it is ")
         assert ours in known_keys()
 
@@ -426,7 +428,7 @@ def test_a_key_of_another_system_is_answered_with_ours(foreign: str) -> None:
 def test_a_feature_that_is_missing_is_called_not_supported(part: str) -> None:
     for key in (part, f"actor_rollout_ref.actor.{part}", f"{part.replace('_', '-')}.enable"):
         with pytest.raises(ConfigError, match=rf"; {part} is not supported(: .+)?$") as refused:
-            load([], [f"{key}=8"])
+            load_config([], [f"{key}=8"])
         for word in re.findall(r"\b[a-z]+\.[a-z_.]+\b", str(refused.value).partition(": ")[2]):
             assert word in known_keys(), "what is to be used instead exists"
 
@@ -446,7 +448,7 @@ def test_a_feature_that_is_missing_is_called_not_supported(part: str) -> None:
 )
 def test_keys_that_users_of_verl_and_trl_type_first(foreign: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf" {re.escape(ours)}$"):
-        load([], [f"{foreign}=8"])
+        load_config([], [f"{foreign}=8"])
 
 
 @pytest.mark.parametrize(
@@ -461,7 +463,7 @@ def test_keys_that_users_of_verl_and_trl_type_first(foreign: str, ours: str) -> 
 )
 def test_what_divides_the_trainer_is_called_ranks_and_offload(foreign: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf"; here it is {re.escape(ours)}(;|$)"):
-        load([], [f"{foreign}=8"])
+        load_config([], [f"{foreign}=8"])
 
 
 @pytest.mark.parametrize(
@@ -473,9 +475,9 @@ def test_a_time_of_slurm_is_understood(time: str, seconds: int) -> None:
 
 
 def test_the_machine_of_the_trainer_may_have_other_replicas() -> None:
-    config = load([], [*GOOD, "run.nodes=3", "rollout.replicas=4"])
+    config = load_config([], [*GOOD, "run.nodes=3", "rollout.replicas=4"])
     assert (config.replicas_on(0), config.replicas_on(2), config.total_replicas) == (4, 4, 12)
-    config = load([], [*GOOD, "run.nodes=3", "rollout.replicas_beside_trainer=0"])
+    config = load_config([], [*GOOD, "run.nodes=3", "rollout.replicas_beside_trainer=0"])
     assert (config.replicas_on(0), config.replicas_on(2), config.total_replicas) == (0, 2, 4)
 
 
@@ -483,7 +485,7 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("rollout.replicas = 3\n")
     defaults = {"rollout.replicas": 7, "rollout.group_size": 4, "seed": 5}
-    config = load([file], [*GOOD, "seed=6"], defaults=defaults)
+    config = load_config([file], [*GOOD, "seed=6"], defaults=defaults)
     assert (config.rollout.replicas, config.rollout.group_size, config.seed) == (3, 4, 6)
 
 
@@ -533,7 +535,7 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
 )
 def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        resolve({"model.name": "m", "data.dataset": "d"} | flat)
+        resolve_config({"model.name": "m", "data.dataset": "d"} | flat)
 
 
 @pytest.mark.parametrize(
@@ -547,9 +549,9 @@ def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> N
 )
 def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
     flying = ['rollout.engine="emulated"', 'rollout.update="in-flight"']
-    assert load([], flying).rollout.in_flight
+    assert load_config([], flying).rollout.in_flight
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load([], [*flying, *settings])
+        load_config([], [*flying, *settings])
 
 
 @pytest.mark.parametrize(
@@ -571,15 +573,15 @@ def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words
 )
 def test_an_environment_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
     given = [*GOOD, "env.path=tools.py", "env.max_turns=4"]
-    assert load([], given).env.path.endswith("tools.py")
+    assert load_config([], given).env.path.endswith("tools.py")
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load([], [*given, *settings])
+        load_config([], [*given, *settings])
 
 
 def test_with_a_critic_a_group_may_be_of_one() -> None:
     alone = [*GOOD, "algorithm.adv_estimator=gae", "rollout.group_size=1"]
-    config = load([], [*alone, "algorithm.lam=adaptive"])
+    config = load_config([], [*alone, "algorithm.lam=adaptive"])
     assert (config.min_scored, config.algorithm.lam) == (1, "adaptive")
     assert (config.critic_name, config.has_critic) == (config.model.name, True)
-    assert load([], [*alone, "algorithm.lam=1"]).algorithm.lam == 1.0
-    assert load([], [*GOOD, "algorithm.adv_estimator=gae"]).min_scored == 4
+    assert load_config([], [*alone, "algorithm.lam=1"]).algorithm.lam == 1.0
+    assert load_config([], [*GOOD, "algorithm.adv_estimator=gae"]).min_scored == 4

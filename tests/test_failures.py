@@ -50,7 +50,7 @@ def test_settings_and_constants_have_the_values_that_stand_beside_them() -> None
 
 @pytest.mark.parametrize("role", ACTOR_ROLES)
 def test_each_names_the_silence_that_it_may_keep(role: Role) -> None:
-    lease = LEASES[FailureDetector(1, 2, 0).lease_of_ns(role) - 1]
+    lease = LEASES[FailureDetector(1, 2, 0).get_lease_ns(role) - 1]
     others = set(LEASES) - {lease}
     assert f"`{lease}`" in BY_ROLE[role][1] and not any(
         f"`{o}`" in BY_ROLE[role][1] for o in others

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.commands import run
+from laminar.cli.commands import run_command
 from laminar.run import command_line
 
 
@@ -25,7 +25,7 @@ def bin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "executable", str(made / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.chdir(tmp_path)
-    command_line._program.cache_clear()
+    command_line._find_program.cache_clear()
     return made
 
 
@@ -35,7 +35,7 @@ def test_it_is_named_by_its_path_when_it_is_not_on_path(
     assert command_line.shell_command("audit", "runs/a b") == "env/bin/laminar audit 'runs/a b'"
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    command_line._program.cache_clear()
+    command_line._find_program.cache_clear()
     assert command_line.shell_command("train") == f"{bin_dir}/laminar train"
 
 
@@ -62,7 +62,7 @@ def test_a_source_tree_that_is_not_installed(bin_dir: Path) -> None:
 
 
 def test_what_is_said_can_be_typed() -> None:
-    command_line._program.cache_clear()
+    command_line._find_program.cache_clear()
     words = shlex.split(command_line.shell_command("--version"))
     shown = subprocess.run(words, capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("laminar 0.")
@@ -70,7 +70,7 @@ def test_what_is_said_can_be_typed() -> None:
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(["--version"])
+        run_command(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("laminar 0.")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import laminar
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.names import exit_codes
 from tools.kit.run_directory import make_run, world_log
 
@@ -30,7 +30,7 @@ EMULATED: dict[str, Any] = {
 def run_dir(tmp_path: Path) -> Path:
     make_run(tmp_path / "run", world_log())
     settings = {"model": {"name": MODEL.as_posix()}, "data.dataset": "gcd", "seed": 7}
-    (tmp_path / "run" / "config.toml").write_text(dumps(load([], settings=settings)))
+    (tmp_path / "run" / "config.toml").write_text(dump_config(load_config([], settings=settings)))
     (tmp_path / "run" / "metrics.jsonl").write_text(
         '{"step": 1, "event": 9, "time_ns": 12, "reward/mean": 0.5}\n'
         '{"step": 1, "event": 11, "time_ns": 15, "val/version": 1, "val-core/x": 1}\n{"torn'
@@ -120,12 +120,14 @@ def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.M
     }
     config = run_dir / "config.toml"
     for code, kind in ends.items():
-        monkeypatch.setattr(command, "begin", lambda *_, code=code, **__: GiveUp(code, "no room"))
+        monkeypatch.setattr(
+            command, "run_training", lambda *_, code=code, **__: GiveUp(code, "no room")
+        )
         monkeypatch.setattr(command, "place_of", lambda *_: run_dir)
         with pytest.raises(kind, match="no room") as raised:
             laminar.train(config=config)
         assert kind is laminar.ConfigError or raised.value.run.directory == run_dir
     over = GiveUp(exit_codes.STOPPED_EARLY, "stopped at once: SIGINT")
-    monkeypatch.setattr(command, "begin", lambda *_, **__: over)
+    monkeypatch.setattr(command, "run_training", lambda *_, **__: over)
     with pytest.raises(KeyboardInterrupt):
         laminar.train(config=config)

@@ -13,7 +13,7 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.launch.train import move_aside
-from laminar.run.lock import RunLock, holders, moving
+from laminar.run.lock import RunLock, holders, lock_for_move
 
 HOLD = """
 import sys
@@ -102,7 +102,7 @@ def test_a_process_on_another_machine_is_named_with_its_host(
 def test_nobody_joins_while_the_directory_is_moved(run_dir: Path, start: Start) -> None:
     """A process that started just then finds that the directory is gone, and does not make it."""
     RunLock.join(run_dir, "train").close()
-    with moving(run_dir):
+    with lock_for_move(run_dir):
         late = start("node-0")
         with pytest.raises(subprocess.TimeoutExpired):
             late.wait(1)
@@ -114,7 +114,11 @@ def test_nobody_joins_while_the_directory_is_moved(run_dir: Path, start: Start) 
 
 
 def test_only_one_of_two_movers_gets_the_directory(run_dir: Path) -> None:
-    with moving(run_dir), pytest.raises(ConfigError, match="in use by"), moving(run_dir):
+    with (
+        lock_for_move(run_dir),
+        pytest.raises(ConfigError, match="in use by"),
+        lock_for_move(run_dir),
+    ):
         pass
 
 
@@ -141,14 +145,14 @@ def test_a_child_has_its_starters_share_from_its_birth(run_dir: Path, start: Sta
 
 def test_a_process_is_told_that_its_directory_is_gone_or_anothers(run_dir: Path) -> None:
     lock = RunLock.create(run_dir, "node-0")
-    assert lock.lost() == ""
+    assert lock.find_lost_reason() == ""
     run_dir.rename(run_dir.with_name("run.1"))
-    assert f"{run_dir} is gone" in lock.lost()
+    assert f"{run_dir} is gone" in lock.find_lost_reason()
     run_dir.mkdir()
-    assert "run.lock was removed" in lock.lost()
+    assert "run.lock was removed" in lock.find_lost_reason()
     other = RunLock.create(run_dir, "node-0")
-    assert f"{run_dir} is another run's now" in lock.lost()
-    assert other.lost() == ""
+    assert f"{run_dir} is another run's now" in lock.find_lost_reason()
+    assert other.find_lost_reason() == ""
     with pytest.raises(ConfigError, match="another run's now"):  # a child that is started late
         RunLock.inherit(run_dir, "rollout-0", os.dup(lock.fd))
     other.close()

@@ -14,17 +14,20 @@ PACKAGE = Path(__file__).parents[1] / "laminar"
 SIMULATOR = PACKAGE.parent / "tools" / "simulator"
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 40, 250, 600
 LONGER = {
-    "actors/rollout.py Rollout": 300,
+    "actors/trainer.py Trainer": 260,
+    "tasks/environments/pool.py Environments": 270,
+    "weights/chain/fetch.py Fetcher": 260,
+    "actors/rollout.py Rollout": 310,
     "coordinator/tick.py Tick": 360,
     "tools/simulator/checks/safety.py Checks": 360,
     "tools/simulator/faults/faults.py Faults": 310,
-    "tools/simulator/runtime/boot.py Boot": 260,
+    "tools/simulator/runtime/boot.py Boot": 270,
     "tools/simulator/runtime/coordinator.py SimCoordinator": 330,
     "tools/simulator/scenario.py draw": 70,
     "storage/handlers.py Handlers": 260,
     "storage/tables.py Tables": 300,
-    "weights/chain/receiver.py Receiver": 330,
-    "weights/chain/sender.py Sender": 290,
+    "weights/chain/receiver.py Receiver": 340,
+    "weights/chain/sender.py Sender": 300,
 }
 
 

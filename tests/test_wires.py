@@ -19,7 +19,7 @@ from msgspec import inspect
 from laminar.actors.system import warm_process
 from laminar.eventlog import record
 from laminar.events import codec
-from laminar.events.commands import ALL_COMMANDS, Order
+from laminar.events.commands import ALL_COMMANDS, Envelope
 from laminar.events.events import ALL_EVENTS
 from laminar.net import frames
 from laminar.storage import messages as store
@@ -29,7 +29,7 @@ from laminar.tasks.rewards.results import RewardCall
 from laminar.training import rank_processes
 from laminar.weights import messages as relay
 from laminar.weights.chain import wire as chain
-from laminar.weights.version.manifest import Draft, Probe, unseal
+from laminar.weights.version.manifest import Draft, Probe, unseal_manifest
 from tools.kit.manifest_samples import PROBE, build
 
 LIMIT = 1 << 20
@@ -40,7 +40,7 @@ _encode = msgspec.msgpack.encode
 
 Struct = TypeVar("Struct")
 
-RULED: dict[type[Any], Any] = {Probe: PROBE, Draft: unseal(build())}
+RULED: dict[type[Any], Any] = {Probe: PROBE, Draft: unseal_manifest(build())}
 """An example of each type whose fields have a rule between them."""
 
 
@@ -128,22 +128,22 @@ def over_the_chain(decoder: Any) -> Callable[[Any], Any]:
 
 def to_the_worker(message: Any) -> Any:
     """A frame is a length and a body, of which the reader knows the type."""
-    data = pipe_frames.frame(message)
+    data = pipe_frames.encode_frame(message)
     (length,) = pipe_frames.LENGTH.unpack_from(data)
     assert length == len(data) - pipe_frames.LENGTH.size
     return msgspec.msgpack.decode(data[pipe_frames.LENGTH.size :], type=type(message))
 
 
 def from_the_worker(message: Any) -> Any:
-    body = pipe_frames.frame(message)[pipe_frames.LENGTH.size :]
+    body = pipe_frames.encode_frame(message)[pipe_frames.LENGTH.size :]
     return msgspec.msgpack.decode(body, type=worker.Reply)
 
 
 def over_a_socket(kind: Any) -> Callable[[Any], Any]:
     async def received(message: Any) -> Any:
         reader = asyncio.StreamReader()
-        reader.feed_data(rank_processes.frame(message))
-        return await rank_processes.receive(reader, kind)
+        reader.feed_data(rank_processes.frame_message(message))
+        return await rank_processes.receive_message(reader, kind)
 
     return lambda message: asyncio.run(received(message))
 
@@ -178,9 +178,9 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "relay replies": (kinds_of(relay.Reply), lambda m: relay.decode_reply(relay.encode(m))),
     "chain forward": (kinds_of(chain.FromPredecessor), over_the_chain(chain.predecessor_decoder)),
     "chain back": (kinds_of(chain.FromSuccessor), over_the_chain(chain.successor_decoder)),
-    "to a reward worker": ((worker.Start, RewardCall), to_the_worker),
+    "to a reward worker": ((worker.WorkerStart, RewardCall), to_the_worker),
     "from a reward worker": (kinds_of(worker.Reply), from_the_worker),
-    "to a rank": ((rank_processes.Order,), over_a_socket(rank_processes.Order)),
+    "to a rank": ((rank_processes.OrderMessage,), over_a_socket(rank_processes.OrderMessage)),
     "from a rank": (kinds_of(rank_processes.Reply), over_a_socket(rank_processes.Reply)),
     "to a warm process": (
         (warm_process.Launch,),
@@ -211,5 +211,5 @@ def test_a_message_comes_back_as_it_was_sent(
 def test_an_order_comes_back_with_its_command() -> None:
     for kind in ALL_COMMANDS:
         command = distinct(kind)
-        sent = Order(command_id=2, cause=3, command=msgspec.Raw(codec.encode(command)))
-        assert codec.decode_order(codec.encode(sent)) == (sent, command)
+        sent = Envelope(command_id=2, cause=3, command=msgspec.Raw(codec.encode(command)))
+        assert codec.decode_envelope(codec.encode(sent)) == (sent, command)

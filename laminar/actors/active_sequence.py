@@ -16,10 +16,10 @@ import numpy as np
 from laminar.engines.protocol import GenerateRequest
 from laminar.events import commands as cmd
 from laminar.storage import messages as m
-from laminar.storage.rules import read_digest
+from laminar.storage.rules import digest_read_ids
 
 
-class Weights(NamedTuple):
+class LoadedWeights(NamedTuple):
     """What an engine samples with from one load to the next."""
 
     load: int  #: which load of the engine, as TokenDelta counts them
@@ -31,13 +31,13 @@ class Weights(NamedTuple):
 class _Part:
     """Consecutive tokens and log-probs of the same weights."""
 
-    weights: Weights
+    weights: LoadedWeights
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
 @dataclass
-class Running:
+class ActiveSequence:
     """Tokens and log-probs that are not in the store yet, and where they begin."""
 
     command: cmd.GenerateTrajectory
@@ -54,7 +54,7 @@ class Running:
         """Tokens so far, earlier replicas' included."""
         return self.stored + sum(len(part.tokens) for part in self.parts)
 
-    def add(self, weights: Weights, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def add(self, weights: LoadedWeights, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """More tokens, of these weights."""
         if not self.parts or self.parts[-1].weights != weights:
             self.parts.append(_Part(weights))
@@ -66,10 +66,10 @@ class Running:
         load after `proved`: whose weights those are is not known yet."""
         items = []
         while self.parts and self.parts[0].weights.load <= proved:
-            items.append(self._chunk(self.parts.pop(0)))
+            items.append(self._build_chunk(self.parts.pop(0)))
         return items
 
-    def _chunk(self, part: _Part) -> m.AppendItem:
+    def _build_chunk(self, part: _Part) -> m.AppendItem:
         item = m.AppendItem(
             trajectory_id=self.command.trajectory_id,
             placement=self.command.placement,
@@ -89,7 +89,7 @@ class Running:
 def digest_of_read(request: GenerateRequest) -> str:
     """The digest of what the engine reads before it samples."""
     ids = np.asarray(request.prompt_ids + request.done_ids, dtype="<i4")
-    return read_digest(ids.tobytes())
+    return digest_read_ids(ids.tobytes())
 
 
 def request_id(command: cmd.GenerateTrajectory) -> str:

@@ -17,17 +17,17 @@ from laminar.events import commands as cmd
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
 
-Ordered = tuple[cmd.Order, cmd.GenerateTrajectory]
+Ordered = tuple[cmd.Envelope, cmd.GenerateTrajectory]
 
 
-class Openings:
+class AdmissionRequests:
     """The trajectories that one replica has to open in the store."""
 
     def __init__(
         self,
         rollout: RolloutConfig,
         store: StoreClient,
-        opened: Callable[[cmd.Order, cmd.GenerateTrajectory, m.OpenResult], None],
+        opened: Callable[[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult], None],
     ) -> None:
         """`opened` is told what the store says of each that was not taken back, and calls `begun`
         when it acts on it."""
@@ -42,13 +42,13 @@ class Openings:
         """Highest id of which, and of all before it, the engine has what it will ever get."""
         return min(self._unsettled, default=self._asked + 1) - 1
 
-    def expect(self, order: cmd.Order, command: cmd.GenerateTrajectory) -> None:
+    def add_pending(self, order: cmd.Envelope, command: cmd.GenerateTrajectory) -> None:
         """Note a trajectory that is to be opened; what takes it back finds it from here on."""
         self._waiting[command.trajectory_id] = (order, command)
         self._unsettled[order.command_id] = None
         self._asked = max(self._asked, order.command_id)
 
-    def settled(self, order: cmd.Order) -> None:
+    def mark_settled(self, order: cmd.Envelope) -> None:
         """The engine has what was ordered, or will not get it."""
         self._unsettled.pop(order.command_id, None)
 
@@ -56,25 +56,25 @@ class Openings:
         """Drop a trajectory that is not wanted under this placement or an older one."""
         waiting = self._waiting.get(trajectory_id)
         if waiting is not None and waiting[1].placement <= placement:
-            self.settled(self._waiting.pop(trajectory_id)[0])
+            self.mark_settled(self._waiting.pop(trajectory_id)[0])
 
-    def take_back_all(self) -> None:
+    def withdraw_all(self) -> None:
         for order, _ in self._waiting.values():
-            self.settled(order)
+            self.mark_settled(order)
         self._waiting.clear()
 
     async def open(self, ordered: list[Ordered]) -> None:
         """Open them; returns when the store has answered for all that were not taken back."""
         wanted: dict[str, Ordered] = {command.trajectory_id: (o, command) for o, command in ordered}
         while wanted := {t: pair for t, pair in wanted.items() if self._is_wanted(pair[1])}:
-            items = tuple(self._item(command) for _, command in wanted.values())
-            reply = await self.store.ask(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
+            items = tuple(self._build_item(command) for _, command in wanted.values())
+            reply = await self.store.send_request(m.Open(items=items[: m.MAX_ITEMS]), m.OpenReply)
             for result in reply.results:
                 order, command = wanted.pop(result.trajectory_id)
                 if self._is_wanted(command):
                     self._opened(order, command, result)
 
-    def begun(self, command: cmd.GenerateTrajectory) -> bool:
+    def complete_opening(self, command: cmd.GenerateTrajectory) -> bool:
         """Its opening is over; False when it was taken back since it was handed on."""
         wanted = self._is_wanted(command)
         if wanted:
@@ -86,8 +86,8 @@ class Openings:
         waiting = self._waiting.get(command.trajectory_id)
         return waiting is not None and waiting[1] is command
 
-    def _item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
-        return open_item(command, temperature_of(self._rollout, command.purpose))
+    def _build_item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
+        return open_item(command, choose_temperature(self._rollout, command.purpose))
 
 
 def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
@@ -107,6 +107,6 @@ def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem
     )
 
 
-def temperature_of(rollout: RolloutConfig, purpose: str) -> float:
+def choose_temperature(rollout: RolloutConfig, purpose: str) -> float:
     """What an answer is sampled with."""
     return rollout.val_kwargs.temperature if purpose == Purpose.EVAL else rollout.temperature

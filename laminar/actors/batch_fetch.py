@@ -14,11 +14,13 @@ from laminar.engines.protocol import is_cut_off
 from laminar.events import commands as cmd
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage import messages as store
-from laminar.tasks.rewards.results import is_right, numbers_of
+from laminar.tasks.rewards.results import is_correct, select_numbers
 from laminar.training.steps import TrainSample
 
 
-async def batch_of(client: StoreClient, command: cmd.TrainStep | cmd.RedoStep) -> list[TrainSample]:
+async def fetch_batch(
+    client: StoreClient, command: cmd.TrainStep | cmd.RedoStep
+) -> list[TrainSample]:
     """The samples of a batch, in the order of the command.
 
     The store removes tokens once a kept checkpoint has the step that they were trained in, so a
@@ -48,9 +50,9 @@ def sample_of(row: store.Trajectory) -> TrainSample:
         reward=row.score,
         temperature=row.temperature,
         truncated=truncated,
-        correct=is_right(row.score, truncated=truncated),
+        correct=is_correct(row.score, truncated=truncated),
         spans=row.spans,
-        extras=numbers_of(row.extras),
+        extras=select_numbers(row.extras),
         turns=row.segment_lengths if row.contexts else (),
         contexts=tuple(np.frombuffer(context, dtype="<i4") for context in row.contexts),
     )

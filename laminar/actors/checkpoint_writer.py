@@ -21,11 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laminar.actors.disk_full_retry import DiskWait
+from laminar.actors.disk_full_retry import DiskFullRetry
 from laminar.actors.model_files import ModelFiles, Weights, save_model
 from laminar.events import events as ev
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, VERSION_FILE
-from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode, encode
+from laminar.training.trainer_state import (
+    CheckpointError,
+    LearnerFacts,
+    ResumeState,
+    decode,
+    encode,
+)
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:
@@ -54,7 +60,7 @@ class CheckpointWriter:
         self._before = ""  #: chained digest of the batches up to the last checkpoint
         self._batches: list[tuple[str, ...]] = []  #: since then
         self._files, self._specs, self._probe = files, specs, probe
-        self._disk = DiskWait(host, "the checkpoint")
+        self._disk = DiskFullRetry(host, "the checkpoint")
         self._freq = host.config.trainer.save_freq
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: by version, oldest first
@@ -63,11 +69,11 @@ class CheckpointWriter:
         self._idle = asyncio.Event()  #: none is being written
         self._idle.set()
 
-    async def found(self) -> dict[Path, Resume]:
+    async def find_checkpoints(self) -> dict[Path, ResumeState]:
         """The checkpoints on the disk that can be read, as they describe themselves."""
         run_dir, described = self.host.run_dir, {}
-        found = await self._files.found(run_dir / CHECKPOINTS_DIR, RESUME_FILE)
-        found |= await self._files.found(run_dir, RESUME_FILE)  # the origin
+        found = await self._files.find_directories(run_dir / CHECKPOINTS_DIR, RESUME_FILE)
+        found |= await self._files.find_directories(run_dir, RESUME_FILE)  # the origin
         for directory, data in found.items():
             try:
                 described[directory] = decode(data)
@@ -78,16 +84,16 @@ class CheckpointWriter:
     def _pass_over(self, directory: Path, error: CheckpointError) -> None:
         self.host.log.warning("checkpoint-passed-over", path=str(directory), reason=str(error))
 
-    async def resume(self, resume: Resume, kept: Collection[int]) -> None:
+    async def resume_from(self, resume: ResumeState, kept: Collection[int]) -> None:
         """Training goes on from this one; those whose versions are not `kept` are removed."""
         self._before, self._batches = resume.digest, []
-        found = sorted((await self.found()).items(), key=lambda item: item[1].step)
+        found = sorted((await self.find_checkpoints()).items(), key=lambda item: item[1].step)
         self._kept = {r.version: directory for directory, r in found if r.version in kept}
         self._steps = {r.version: r.step for _, r in found}
         self._old = [directory for directory, r in found if r.version not in kept]
         await self._remove_old()
 
-    def consumed(self, batch: tuple[str, ...]) -> None:
+    def record_batch(self, batch: tuple[str, ...]) -> None:
         """Note that these trajectories have been trained, in this order."""
         self._batches.append(batch)
 
@@ -98,28 +104,28 @@ class CheckpointWriter:
         if not self._idle.is_set():
             self.host.log.warning("checkpoint-left-out", step=step, reason="one is being written")
             return
-        await self._begin(version, step, event_seq, ordered=False)
+        await self._start_save(version, step, event_seq, ordered=False)
 
     async def save(self, version: int, step: int, event_seq: int) -> None:
         """Begin a checkpoint that the coordinator waits for, if there is none of this version."""
         await self._idle.wait()
         if version not in self._kept:
-            await self._begin(version, step, event_seq, ordered=True)
+            await self._start_save(version, step, event_seq, ordered=True)
 
-    async def _begin(self, version: int, step: int, event_seq: int, *, ordered: bool) -> None:
+    async def _start_save(self, version: int, step: int, event_seq: int, *, ordered: bool) -> None:
         started = self.host.now_ns()
         weights = await self._files.copy()
-        resume = self._resume(version, step)
+        resume = self._take_resume_state(version, step)
         probe = await self._probe()
-        self.host.span("saving", started, self.host.now_ns(), step=step)
+        self.host.record_span("saving", started, self.host.now_ns(), step=step)
         self._idle.clear()
         write = partial(self._write, resume, weights, probe, event_seq)
         self.host.spawn(self._save(step, write, ordered=ordered))
 
-    def _resume(self, version: int, step: int) -> Resume:
+    def _take_resume_state(self, version: int, step: int) -> ResumeState:
         """What was trained up to now; from here on it is counted anew."""
         batches = tuple(self._batches)
-        resume = Resume(
+        resume = ResumeState(
             version=version, step=step, before=self._before, batches=batches, learner=self._facts()
         )
         self._before, self._batches = resume.digest, []
@@ -151,17 +157,17 @@ class CheckpointWriter:
         await self._covered(covered)
 
     async def _write(
-        self, resume: Resume, weights: Weights, probe: mf.Probe, event_seq: int
+        self, resume: ResumeState, weights: Weights, probe: mf.Probe, event_seq: int
     ) -> None:
         """OSError: nothing of it is left."""
         version, step = resume.version, resume.step
         path = f"{CHECKPOINTS_DIR}/step_{step}"
         directory = self.host.run_dir / path
-        manifest = await self._files.describe(
+        manifest = await self._files.build_manifest(
             weights, version=version, step=step, specs=self._specs, probe=probe
         )
         extra = {VERSION_FILE: mf.encode(manifest), RESUME_FILE: encode(resume)}
-        await save_model(self._files, directory, weights, extra, self.host.reached)
+        await save_model(self._files, directory, weights, extra, self.host.hit_failpoint)
         self._kept[version], self._steps[version] = directory, step
         while self._keep and len(self._kept) > self._keep:
             self._old.append(self._kept.pop(next(iter(self._kept))))
@@ -172,7 +178,7 @@ class CheckpointWriter:
         """Remove the checkpoints beyond the newest few, which the coordinator knows not to be kept.
         What is found to be old meanwhile waits for what is reported meanwhile."""
         old, self._old = self._old, []
-        await self.host.acknowledged()
+        await self.host.wait_acknowledged()
         for directory in old:
             if directory.name == ORIGIN_DIR:
                 continue

@@ -23,7 +23,7 @@ QUIET_S = 10.0
 Written = TypeVar("Written")
 
 
-class Owner(Protocol):
+class RetryHost(Protocol):
     """What is needed of an actor's host."""
 
     config: Config
@@ -31,10 +31,10 @@ class Owner(Protocol):
     def now_ns(self) -> int:
         """The time of a clock that only goes forward."""
 
-    def announce(self, text: str) -> None:
+    def notify_user(self, text: str) -> None:
         """Say it in the log and on the terminal."""
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep_for(self, seconds: float) -> None:
         """Wait; raises (host.Ended) when this process is to end."""
 
 
@@ -42,10 +42,10 @@ class DiskStayedFull(OSError):
     """There was no room for too long."""
 
 
-class DiskWait:
+class DiskFullRetry:
     """The state of one kind of write: has room, or waits for it since a while."""
 
-    def __init__(self, owner: Owner, what: str) -> None:
+    def __init__(self, owner: RetryHost, what: str) -> None:
         """`what` is written, for people."""
         self._owner, self._what = owner, what
         self._limit_s = owner.config.coordinator.disk_wait_s
@@ -54,39 +54,41 @@ class DiskWait:
         self._told = False
         self._pause_s = PAUSE_S
 
-    def failed(self, error: Exception) -> float:
+    def handle_failure(self, error: Exception) -> float:
         """Seconds until the next try; raises when there is to be none."""
         if not no_room(error):
             raise error
         now = self._now_s()
         if self._since_s is None:
             self._since_s, self._pause_s = now, PAUSE_S
-            self._tell_begin(now, error)
+            self._announce_wait(now, error)
         if now - self._since_s >= self._limit_s:
             over = DiskStayedFull(
                 f"{self._what} could not be written for {self._limit_s:g} s "
                 f"(coordinator.disk_wait_s), the disk is full: {error}"
             )
-            self._owner.announce(str(over))  # the coordinator may not be there to hear it
+            self._owner.notify_user(str(over))  # the coordinator may not be there to hear it
             raise over from error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
         return min(pause_s, self._since_s + self._limit_s - now)
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """A write came through."""
         if self._since_s is not None:
             waited_s, self._since_s = self._now_s() - self._since_s, None
             if self._told:
-                self._owner.announce(f"{self._what}: there is room again, after {waited_s:.1f} s")
+                self._owner.notify_user(
+                    f"{self._what}: there is room again, after {waited_s:.1f} s"
+                )
 
     def _now_s(self) -> float:
         return self._owner.now_ns() / 1e9
 
-    def _tell_begin(self, now: float, error: Exception) -> None:
+    def _announce_wait(self, now: float, error: Exception) -> None:
         self._told = self._told_s is None or now - self._told_s >= QUIET_S
         if self._told:
             self._told_s = now
-            self._owner.announce(
+            self._owner.notify_user(
                 f"{self._what} cannot be written, the disk is full ({error}): waiting at most "
                 f"{self._limit_s:g} s for room (coordinator.disk_wait_s)"
             )
@@ -97,8 +99,8 @@ class DiskWait:
             try:
                 written = await write()
             except Exception as error:
-                pause_s = self.failed(error)
+                pause_s = self.handle_failure(error)
             else:
-                self.worked()
+                self.record_success()
                 return written
-            await self._owner.pause(pause_s)
+            await self._owner.sleep_for(pause_s)

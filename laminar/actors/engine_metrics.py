@@ -15,8 +15,8 @@ from statistics import fmean, median
 import msgspec
 import numpy as np
 
-from laminar.actors.active_sequence import Running
-from laminar.actors.admission_requests import Openings
+from laminar.actors.active_sequence import ActiveSequence
+from laminar.actors.admission_requests import AdmissionRequests
 from laminar.actors.host import Host
 from laminar.config import Config
 from laminar.config.rollout import RolloutConfig
@@ -43,7 +43,7 @@ def largest_batch(rollout: RolloutConfig) -> int:
     return min(given, rollout.max_num_seqs)
 
 
-class EngineReports:
+class EngineMetrics:
     """The reports of one engine, for as long as its process lives."""
 
     def __init__(
@@ -51,8 +51,8 @@ class EngineReports:
         host: Host,
         engine: ReplicaEngine,
         keep_steps: Callable[[bytes], None],
-        running: Mapping[str, Running],
-        openings: Openings,
+        running: Mapping[str, ActiveSequence],
+        openings: AdmissionRequests,
     ) -> None:
         """`keep_steps`: as ReplicaParts has it."""
         self._host, self._engine, self._keep_steps = host, engine, keep_steps
@@ -61,19 +61,19 @@ class EngineReports:
         self._repacked = host.config.repack.policy != "off"
         self.tokens_total = 0  #: sampled, also those of what has been aborted since
 
-    async def report(self, interval_s: float) -> None:
+    async def report_periodically(self, interval_s: float) -> None:
         """One gauge per interval, however long the store takes for what it is given."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
             due = max(due + interval_s, loop.time())
             await asyncio.sleep(due - loop.time())
-            gauge = self._progress()
-            self._host.gauge(self._with_tail(gauge) if self._repacked else gauge)
+            gauge = self._measure_progress()
+            self._host.send_gauge(self._add_straggler_fields(gauge) if self._repacked else gauge)
             self.write_steps()
 
-    def _progress(self) -> ev.TokenProgress:
-        stats = self._engine.stats()
+    def _measure_progress(self) -> ev.TokenProgress:
+        stats = self._engine.get_stats()
         return ev.TokenProgress(
             tokens_total=self.tokens_total,
             kv_used_tokens=stats.kv_used_tokens,
@@ -85,7 +85,7 @@ class EngineReports:
             prefix_cache_hits=stats.prefix_cache_hits,
         )
 
-    def _with_tail(self, gauge: ev.TokenProgress) -> ev.TokenProgress:
+    def _add_straggler_fields(self, gauge: ev.TokenProgress) -> ev.TokenProgress:
         """What repack is planned by; the lengths only while this may be a tail."""
         max_batch = self._max_batch()
         tail = not gauge.waiting and gauge.running <= max_batch
@@ -104,7 +104,7 @@ class EngineReports:
         if rollout.max_batch != "auto" or rollout.decode_budget_ms == "none":
             return largest_batch(rollout)
         budget_ns = rollout.decode_budget_ms * 1e6
-        return sequences_within(self._speed.points(), budget_ns, rollout.max_num_seqs)
+        return fit_batch_size(self._speed.get_points(), budget_ns, rollout.max_num_seqs)
 
     def write_steps(self) -> None:
         """(start, end, sequences, tokens) of every engine step, as rows of four int64."""
@@ -132,12 +132,12 @@ class DecodeSpeed:
                 of_size = self._latest.setdefault(record.running, deque(maxlen=STEPS_KEPT))
                 of_size.append(record.end_ns - record.start_ns)
 
-    def points(self) -> list[tuple[int, float]]:
+    def get_points(self) -> list[tuple[int, float]]:
         """(sequences, ns of a step) for each batch size that was seen."""
         return [(size, median(durations)) for size, durations in self._latest.items()]
 
 
-def sequences_within(points: Sequence[tuple[int, float]], budget_ns: float, most: int) -> int:
+def fit_batch_size(points: Sequence[tuple[int, float]], budget_ns: float, most: int) -> int:
     """The number of sequences, from 1 to `most`, at which the line of least squares through the
     points (sequences, ns) reaches the budget; `most` while fewer than two sizes are known."""
     if len(points) < 2:

@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 ItemIn = TypeVar("ItemIn", contravariant=True)
 
 
-class Ended(RuntimeError):
+class ProcessEnding(RuntimeError):
     """This process is to end: what waited for something else is given up, which is no failure."""
 
 
@@ -57,7 +57,7 @@ class Actor(Protocol):
     async def start(self) -> None:
         """Get ready and report it; raises ConfigError for what the user has to mend."""
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         """Take commands that arrived together; must not block."""
 
     async def stop(self) -> None:
@@ -113,45 +113,47 @@ class Process(Protocol):
     async def close(self) -> None:
         """Wait a little for acknowledgements of the coordinator and say Bye to it."""
 
-    async def reached(self, point: str) -> None:
+    async def hit_failpoint(self, point: str) -> None:
         """End at once, without a word, if that is asked for here; else go on."""
 
     def send(self, event: Event) -> None:
         """Send to the coordinator, until it has it on disk; OutboxFull, LinkClosed."""
 
-    def gauge(self, event: Event) -> None:
+    def send_gauge(self, event: Event) -> None:
         """A value that the next one replaces; forgotten when the coordinator is away."""
 
-    def client(self, server: str) -> Client: ...
+    def make_client(self, server: str) -> Client: ...
 
-    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server: ...
+    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server: ...
 
-    async def tell_address(self, address: str) -> None: ...
+    async def publish_address(self, address: str) -> None: ...
 
     def now_ns(self) -> int: ...
 
-    def span(self, line: dict[str, Any]) -> None:
+    def record_span(self, line: dict[str, Any]) -> None:
         """One line of the timeline."""
 
-    def tell(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a sentence for the people at the terminal."""
 
-    def outlet(
+    def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = ...
     ) -> Outlet[Item]: ...
 
-    def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
+    def watch_for_stop(
+        self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
+    ) -> None:
         """Call with the name of a signal that asks it to end; when the process that started it is
         gone."""
 
-    def end_by_force(self, after_s: float) -> None:
+    def force_exit_after(self, after_s: float) -> None:
         """Unless it has ended by then."""
 
     async def directory_lost(self) -> str:
         """Wait until the run directory is not this run's any more; why."""
         ...
 
-    def started(self) -> None:
+    def freeze_heap(self) -> None:
         """What the actor has now, it has as long as the process lives."""
 
 
@@ -170,7 +172,7 @@ class Host:
         self._paused = False  #: likewise, and the run goes on later
         self.now_ns = process.now_ns  #: of a clock that only goes forward; its zero means nothing
         self._filter = CommandFilter()
-        self._arrived: list[tuple[cmd.Order, Command]] = []
+        self._arrived: list[tuple[cmd.Envelope, Command]] = []
         self._actor: Actor | None = None
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: the first welcome, or the end before it
@@ -185,9 +187,9 @@ class Host:
         self.process.send(event)
         self.log.info(type(event).__struct_config__.tag, **context)
 
-    def gauge(self, event: Event) -> None:
+    def send_gauge(self, event: Event) -> None:
         """Send a value that the next one replaces."""
-        self.process.gauge(event)
+        self.process.send_gauge(event)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run in the background; an exception there ends the process with its reason."""
@@ -195,61 +197,61 @@ class Host:
         self._tasks[task] = None
         task.add_done_callback(self._task_done)
 
-    def span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
+    def record_span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
         """Record what this process did from one now_ns() to another."""
         offset = self.clock_offset_ns
         line = {"state": state, "start_ns": start_ns + offset, "end_ns": end_ns + offset, **facts}
-        self.process.span(line)
+        self.process.record_span(line)
 
-    def announce(self, text: str) -> None:
+    def notify_user(self, text: str) -> None:
         """Say what people have to know now: in the log, and on the terminal of this process."""
         self.log.warning("announced", text=text)
-        self.process.tell(text)
+        self.process.print_message(text)
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep_for(self, seconds: float) -> None:
         """Wait; Ended when this process is to end meanwhile."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
         except TimeoutError:
             return
-        raise Ended(f"{self.name} was ended while it waited")
+        raise ProcessEnding(f"{self.name} was ended while it waited")
 
-    async def reached(self, point: str) -> None:
+    async def hit_failpoint(self, point: str) -> None:
         """A named place in the code where a test may have the process die."""
-        await self.process.reached(point)
+        await self.process.hit_failpoint(point)
 
-    async def acknowledged(self) -> None:
+    async def wait_acknowledged(self) -> None:
         """All that was sent is in the log; Ended when this process is to end."""
         while self.process.unacknowledged:
-            await self.pause(ACKNOWLEDGED_POLL_S)
+            await self.sleep_for(ACKNOWLEDGED_POLL_S)
 
-    def client(self, server: str) -> Client:
+    def make_client(self, server: str) -> Client:
         """A client of the store or the relay of this run (not started)."""
-        return self.process.client(server)
+        return self.process.make_client(server)
 
-    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server:
+    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server:
         """A server on a free port of this machine (not started); others find it by tell_address.
 
         `on_peer_lost(boot_id)`: that process said Bye, or was silent for its lease.
         """
-        return self.process.server(handle_batch, on_peer_lost)
+        return self.process.make_server(handle_batch, on_peer_lost)
 
-    async def tell_address(self, address: str) -> None:
+    async def publish_address(self, address: str) -> None:
         """Where this process serves, for those who call `client` with its name; OSError."""
-        await self.process.tell_address(address)
+        await self.process.publish_address(address)
 
-    def outlet(
+    def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = 10_000
     ) -> Outlet[Item]:
         """Items to be written beside the event loop, in order; `kept`: that wait at most."""
-        return self.process.outlet(name, write, kept=kept)
+        return self.process.add_outlet(name, write, kept=kept)
 
-    def fail(
+    def fail_process(
         self, reason: str, exit_code: int = exit_codes.FAILED, *, engine: bool = False
     ) -> None:
         """End this process with a reason; the first one counts. `engine`: it has failed."""
-        self._leave()
+        self._begin_shutdown()
         if self._failure is None:
             self._failure = (reason[:REASON_CHARS_MAX], exit_code, engine)
             self.log.error("failed", reason=reason)
@@ -263,8 +265,8 @@ class Host:
     async def run(self, actor: Actor) -> int:
         """Run the actor from joining to leaving; returns the exit code."""
         self._actor = actor
-        asyncio.get_running_loop().set_exception_handler(self._loop_told)
-        self.process.listen(self._terminated, self._starter_gone)
+        asyncio.get_running_loop().set_exception_handler(self._handle_loop_error)
+        self.process.watch_for_stop(self._handle_signal, self._starter_gone)
         await self.process.start()
         self.spawn(self.process.wait_closed())
         self.spawn(self._watch_coordinator(self.config.coordinator.coordinator_absent_ms / 1000))
@@ -275,17 +277,17 @@ class Host:
                 await self._start(actor)
             await self._stop.wait()
         finally:
-            code = await self._end(actor)
+            code = await self._shut_down(actor)
         return code
 
-    def _leave(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._stop.set()
         self._begin.set()
 
-    def _terminated(self, signal_name: str) -> None:
+    def _handle_signal(self, signal_name: str) -> None:
         """Leave gracefully; but it was not the coordinator who wanted that."""
         if not self._stop.is_set():
-            self.fail(f"ended by {signal_name}", exit_codes.TERMINATED)
+            self.fail_process(f"ended by {signal_name}", exit_codes.TERMINATED)
 
     def _starter_gone(self) -> None:
         if self._stop.is_set():
@@ -294,19 +296,19 @@ class Host:
         self.spawn(self._watch_coordinator(ORPHAN_ABSENT_S))
         if self.role == "node":  # its coordinator, if there is one, ends the run
             return
-        self.process.end_by_force(ORPHAN_EXIT_S)
-        self.fail(f"its node, {self.node}, is gone")
+        self.process.force_exit_after(ORPHAN_EXIT_S)
+        self.fail_process(f"its node, {self.node}, is gone")
 
     async def _start(self, actor: Actor) -> None:
         try:
             await actor.start()
         except ConfigError as error:
-            self.fail(str(error), exit_codes.USER_ERROR)
+            self.fail_process(str(error), exit_codes.USER_ERROR)
         except Exception as error:
-            self._failed_with(error, "start-failed")
-        self.process.started()
+            self._handle_error(error, "start-failed")
+        self.process.freeze_heap()
 
-    async def _end(self, actor: Actor) -> int:
+    async def _shut_down(self, actor: Actor) -> int:
         paused = self._paused and self.role == "node"
         code = exit_codes.PAUSED if paused else exit_codes.COMPLETE
         if self._failure is not None:
@@ -338,43 +340,43 @@ class Host:
             await asyncio.sleep(absent_max_s - absent_s + WATCH_S)
         if not self._stop.is_set():
             reason = f"no coordinator for {absent_s:.0f} s"
-            self.fail(reason, exit_codes.COORDINATOR_ABSENT)
+            self.fail_process(reason, exit_codes.COORDINATOR_ABSENT)
 
     async def _watch_directory(self) -> None:
         """What has its path must be the directory that was locked; a disk may take long to say."""
-        self.fail(await self.process.directory_lost(), exit_codes.USER_ERROR)
+        self.fail_process(await self.process.directory_lost(), exit_codes.USER_ERROR)
 
     # --- called by the process ------------------------------------------------------------------
 
-    def welcomed(self, incarnation: int) -> None:
+    def handle_welcome(self, incarnation: int) -> None:
         """The first time, and by each other coordinator."""
         self.incarnation = incarnation
         self.log.info("welcome", incarnation=incarnation)
         self._begin.set()
 
-    def refused(self, reason: str, again: bool) -> None:
+    def handle_refusal(self, reason: str, again: bool) -> None:
         """Nothing is sent or received any more; `again`: by a new process in the place of this."""
         code = exit_codes.FENCED if again else exit_codes.COORDINATOR_ABSENT
-        self.fail(f"the coordinator refused this process: {reason}", code)
+        self.fail_process(f"the coordinator refused this process: {reason}", code)
 
-    def obey(self, order: cmd.Order, command: Command) -> bool:
+    def accept_command(self, order: cmd.Envelope, command: Command) -> bool:
         """A command arrives; False if it has arrived before."""
-        if not self._filter.take(order.command_id):
+        if not self._filter.accept_id(order.command_id):
             return False
         if isinstance(command, cmd.StopActor):
             self.log.info("stop", reason=command.reason, event_seq=order.cause)
             self.ordered_to_stop, self._paused = True, command.paused
-            self._leave()
+            self._begin_shutdown()
             return True
         if not self._arrived:
-            asyncio.get_running_loop().call_soon(self._hand_over)
+            asyncio.get_running_loop().call_soon(self._deliver_commands)
         self._arrived.append((order, command))
         return True
 
-    def _hand_over(self) -> None:
+    def _deliver_commands(self) -> None:
         arrived, self._arrived = self._arrived, []
         if self._actor is not None:
-            self._actor.handle(arrived)
+            self._actor.handle_orders(arrived)
 
     # --- what fails -----------------------------------------------------------------------------
 
@@ -382,26 +384,26 @@ class Host:
         self._tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._failed_with(error, "task-failed")
+            self._handle_error(error, "task-failed")
 
-    def _loop_told(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback that raised has left something undone; other messages of the loop are
         notes."""
         error = context.get("exception")
         if error is not None and "handle" in context:
-            self._failed_with(error, "callback-failed")
+            self._handle_error(error, "callback-failed")
         else:
             self.log.warning("event-loop", message=context.get("message"), exc_info=error)
 
-    def _failed_with(self, error: BaseException, what: str) -> None:
+    def _handle_error(self, error: BaseException, what: str) -> None:
         if isinstance(error, RunOver):
             self.log.info("run-over")
-            return self._leave()
-        if isinstance(error, Ended):
+            return self._begin_shutdown()
+        if isinstance(error, ProcessEnding):
             self.log.info("given-up", reason=str(error))
             return
         engine, users = isinstance(error, EngineError), isinstance(error, ConfigError)
         code = exit_codes.USER_ERROR if users else exit_codes.FAILED
         told = str(error) if engine or users else f"{type(error).__name__}: {error}"
-        self.fail(told, code, engine=engine)
+        self.fail_process(told, code, engine=engine)
         self.log.error(what, exc_info=error)

@@ -27,7 +27,7 @@ class ModelFiles(Protocol):
     async def copy(self) -> Weights:
         """The present ones, which may change on return; good until the next copy."""
 
-    async def describe(
+    async def build_manifest(
         self,
         weights: Weights,
         *,
@@ -38,7 +38,7 @@ class ModelFiles(Protocol):
     ) -> mf.Manifest:
         """The manifest that a relay would give the version that is made of these weights."""
 
-    async def begin(self, directory: Path) -> Path:
+    async def create_partial(self, directory: Path) -> Path:
         """An empty directory for what is to become `directory`."""
 
     async def write(
@@ -54,14 +54,14 @@ class ModelFiles(Protocol):
         """Give it this name, in the place of what had it; durable on return, also after a power
         cut."""
 
-    async def found(self, parent: Path, name: str) -> dict[Path, bytes]:
+    async def find_directories(self, parent: Path, name: str) -> dict[Path, bytes]:
         """Directories in `parent` that have a file of this name, with what is in it, in order."""
 
     async def remove(self, directory: Path) -> None:
         """Remove it with its files."""
 
 
-async def nothing(point: str) -> None:
+async def pass_failpoint(point: str) -> None:
     """The hook of a save that does nothing, before a name is given and after."""
 
 
@@ -70,10 +70,10 @@ async def save_model(
     directory: Path,
     weights: Weights | None = None,
     extra: Mapping[str, bytes] | None = None,
-    reached: Callable[[str], Awaitable[None]] = nothing,
+    reached: Callable[[str], Awaitable[None]] = pass_failpoint,
 ) -> None:
     """Write a model, the present one if no weights are given."""
-    partial = await files.begin(directory)
+    partial = await files.create_partial(directory)
     try:
         await files.write(partial, weights, extra or {})
         await files.sync(partial)

@@ -62,10 +62,10 @@ class ChildProcess(Protocol):
 class Processes(Protocol):
     """The operating system's processes of this machine."""
 
-    def begin(self) -> None:
+    def prepare_launches(self) -> None:
         """Get ready to launch."""
 
-    async def launch(self, name: str, role: str) -> ChildProcess:
+    async def launch_actor(self, name: str, role: str) -> ChildProcess:
         """A new process of this actor; RuntimeError when there can be none."""
 
     async def close(self) -> None:
@@ -103,17 +103,17 @@ class Node:
         self._launching = asyncio.Lock()  #: one process at a time
 
     async def start(self) -> None:
-        self._processes.begin()
+        self._processes.prepare_launches()
         for child in self.children.values():
-            await self._launch(child)
+            await self._launch_child(child)
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         for order, command in orders:
             if isinstance(command, cmd.RestartActor):
                 self.host.log.warning(
                     "restart", actor=command.actor, reason=command.reason, event_seq=order.cause
                 )
-                self.host.spawn(self._kill(self.children[command.actor], command))
+                self.host.spawn(self._kill_child(self.children[command.actor], command))
 
     async def stop(self) -> None:
         """Children leave when the coordinator says so, or else now; wait, then insist."""
@@ -133,25 +133,25 @@ class Node:
             await process.wait()
         await self._processes.close()
 
-    async def _launch(self, child: Child) -> None:
+    async def _launch_child(self, child: Child) -> None:
         async with self._launching:
             if self._stopping:
                 return
-            process = child.process = await self._processes.launch(child.name, child.role)
+            process = child.process = await self._processes.launch_actor(child.name, child.role)
         if self._stopping:
             process.kill()  # the coordinator does not know it, and cannot tell it to leave
-        await self.host.reached("node-launched")
+        await self.host.hit_failpoint("node-launched")
         self.host.log.info("launched", actor=child.name, pid=process.pid)
-        self.host.spawn(self._watch(child, process))
+        self.host.spawn(self._watch_child(child, process))
 
-    async def _watch(self, child: Child, process: ChildProcess) -> None:
+    async def _watch_child(self, child: Child, process: ChildProcess) -> None:
         began_ns = self.host.now_ns()
         code = await process.wait()
         if self._stopping and not self.host.ordered_to_stop:
             return  # it leaves with its machine, which may come back
-        await self.host.reached("node-child-ended")
+        await self.host.hit_failpoint("node-child-ended")
         lived_s = (self.host.now_ns() - began_ns) / 1e9
-        pause_s = self._again(child, code, lived_s)
+        pause_s = self._decide_restart(child, code, lived_s)
         restarting, reason = isinstance(pause_s, float), pause_s if isinstance(pause_s, str) else ""
         exited = ev.ProcessExited(
             actor=child.name,
@@ -162,14 +162,14 @@ class Node:
         )
         self.host.emit(exited, actor=child.name, code=code, restarting=restarting, reason=reason)
         if reason:
-            self.host.announce(f"{child.name} ended with exit code {code}; {reason}")
+            self.host.notify_user(f"{child.name} ended with exit code {code}; {reason}")
         if isinstance(pause_s, float):
             if pause_s:
                 self.host.log.info("not-at-once", actor=child.name, pause_s=pause_s)
-                await self.host.pause(pause_s)
-            await self._launch(child)
+                await self.host.sleep_for(pause_s)
+            await self._launch_child(child)
 
-    def _again(self, child: Child, code: int, lived_s: float) -> float | str:
+    def _decide_restart(self, child: Child, code: int, lived_s: float) -> float | str:
         """The pause after which it is started again; else why it is not, if its end alone does not
         say that."""
         fenced = code == exit_codes.FENCED
@@ -179,12 +179,12 @@ class Node:
         if final or not (child.role in self._restarted or healthy):
             return ""
         if refused:
-            return child.limit.refused(lived_s)
+            return child.limit.record_refusal(lived_s)
         if child.process is not None and child.cut_off == child.process.boot_id:
             return 0.0
-        return child.limit.ended(self.host.now_ns() / 1e9)
+        return child.limit.record_exit(self.host.now_ns() / 1e9)
 
-    async def _kill(self, child: Child, order: cmd.RestartActor) -> None:
+    async def _kill_child(self, child: Child, order: cmd.RestartActor) -> None:
         """Have the stacks written, then end it, unless another has its place; the watcher does the
         rest."""
         process = child.process

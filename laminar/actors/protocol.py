@@ -21,7 +21,7 @@ class CommandFilter:
         self._seen: dict[int, None] = {}
         self._remembered = remembered
 
-    def take(self, command_id: int) -> bool:
+    def accept_id(self, command_id: int) -> bool:
         """True the first time that this id is seen."""
         if command_id in self._seen:
             return False

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from laminar.actors.disk_full_retry import DiskWait
+from laminar.actors.disk_full_retry import DiskFullRetry
 from laminar.actors.host import Host
 from laminar.actors.relay_slots import CHAIN, FETCH, Fetches, RelaySlots, SlotMemory
 from laminar.config import Config, ConfigError
@@ -35,17 +35,17 @@ from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
     NotFetched,
-    Pace,
+    PeerRejected,
     PlaneFailed,
     Received,
     Report,
     Side,
     SlotReturned,
     SlotWanted,
-    StrangerRefused,
+    TransferPace,
     Trouble,
 )
-from laminar.weights.chain.upstream import Identity
+from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.table import VersionTable
 
@@ -53,11 +53,11 @@ SLOT_POLL_S = 0.02
 DELTA_SHARE = 4
 """Deltas that are kept for the next relay may take this fraction of the arena's limit."""
 DETAIL_CHARS_MAX = 500
-_UNKNOWN = Pace(0, 0.0, 0)
+_UNKNOWN = TransferPace(0, 0.0, 0)
 _REFUSALS = (m.RelayWireError, SlotError, ArenaError, mf.ManifestError)
 
 
-class Plane(Protocol):
+class TransferPlane(Protocol):
     """Moves versions from the relay before to the next one; each call returns at once."""
 
     def start(self, host: str, port: int = 0) -> tuple[str, int]:
@@ -66,13 +66,13 @@ class Plane(Protocol):
     def set_successor(self, chain: int, successor: tuple[str, str, int] | None) -> None:
         """Feed relay (name, host, port), or none, by the order with this number."""
 
-    def publish(self, manifest: mf.Manifest, slot: int) -> None:
+    def publish_version(self, manifest: mf.Manifest, slot: int) -> None:
         """A whole version was written here."""
 
-    def grant(self, slot: int) -> None:
+    def grant_slot(self, slot: int) -> None:
         """The answer to SlotWanted."""
 
-    def deny(self, reason: str) -> None:
+    def deny_slot(self, reason: str) -> None:
         """The other answer: there will never be a slot for it."""
 
     def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
@@ -82,7 +82,7 @@ class Plane(Protocol):
         """The answer to SlotWanted of a fetch; below 0: there will be no slot."""
 
 
-class Machine(Protocol):
+class RelayPlatform(Protocol):
     """Where a relay runs."""
 
     memory_bytes: int
@@ -93,13 +93,13 @@ class Machine(Protocol):
         """The slots of this process."""
         ...
 
-    async def sweep(self) -> list[tuple[str, int]]:
+    async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
         """Remove what killed relays left in the shared memory: (path, bytes) of each."""
         ...
 
-    def plane(
-        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
-    ) -> Plane:
+    def make_plane(
+        self, identity: RelayIdentity, notify: Callable[[Report], None], options: PlaneOptions
+    ) -> TransferPlane:
         """One that is not started; `notify` is called in the event loop."""
 
     async def close(self) -> None:
@@ -109,7 +109,7 @@ class Machine(Protocol):
 class Relay:
     """Slots, leases and the neighbours of one machine."""
 
-    def __init__(self, host: Host, machine: Machine) -> None:
+    def __init__(self, host: Host, machine: RelayPlatform) -> None:
         self.host, self.machine = host, machine
         config: Config = host.config
         self._max_bytes = config.weights.max_bytes or machine.memory_bytes // 2
@@ -119,15 +119,15 @@ class Relay:
             self._max_bytes,
             machine.versions,
             host.spawn,
-            host.fail,
+            host.fail_process,
         )
         self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
         self._linked = False  #: the order was answered
         self._fetches = Fetches(self.slots, self._fetch)
-        self.server = host.server(self._handle_batch, self._peer_lost)
+        self.server = host.make_server(self._handle_batch, self._peer_lost)
 
     async def start(self) -> None:
-        for path, num_bytes in await self.machine.sweep():
+        for path, num_bytes in await self.machine.sweep_stale_arenas():
             self.host.log.info("arena-swept", path=path, bytes=num_bytes)
         self.plane = self._make_plane()
         try:
@@ -135,16 +135,16 @@ class Relay:
         except PlaneError as error:
             raise ConfigError(str(error)) from None
         await self.server.start()
-        await DiskWait(self.host, "the relay's address").until_room(
-            partial(self.host.tell_address, self.server.address)
+        await DiskFullRetry(self.host, "the relay's address").until_room(
+            partial(self.host.publish_address, self.server.address)
         )
         self.host.spawn(self.server.wait_closed())
-        await self.host.reached("relay-ready")
+        await self.host.hit_failpoint("relay-ready")
         self.host.emit(ev.RelayReady(address=self.server.address, bulk=f"{host}:{port}"))
 
-    def _make_plane(self) -> Plane:
+    def _make_plane(self) -> TransferPlane:
         config = self.host.config.weights
-        identity = Identity(
+        identity = RelayIdentity(
             run=f"{self.host.config.run.name}-{self.host.run_id}",
             name=self.host.name,
             incarnation=self.host.incarnation,
@@ -154,7 +154,7 @@ class Relay:
             delta_bytes_max=self._max_bytes // DELTA_SHARE if config.delta else 0,
             send_rate=config.rate_mbit * 1_000_000 // 8,
         )
-        return self.machine.plane(identity, self._on_report, options)
+        return self.machine.make_plane(identity, self._on_report, options)
 
     async def stop(self) -> None:
         await self.server.close()
@@ -162,14 +162,14 @@ class Relay:
 
     # --- commands -----------------------------------------------------------------------------
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         for order, command in orders:
             if isinstance(command, cmd.PinVersion):
-                self.slots.pin(command.version, command.unfinished)
+                self.slots.pin_version(command.version, command.unfinished)
             elif isinstance(command, cmd.ForwardWeights):
-                self._forward(order, command)
+                self._set_successor(order, command)
 
-    def _forward(self, order: cmd.Order, command: cmd.ForwardWeights) -> None:
+    def _set_successor(self, order: cmd.Envelope, command: cmd.ForwardWeights) -> None:
         """Feed another successor from now on; an order that came late changes nothing."""
         if self._order is not None and order.command_id <= self._order[0]:
             return
@@ -200,17 +200,19 @@ class Relay:
 
     def _on_report(self, report: Report) -> None:
         if isinstance(report, SlotWanted):
-            self.host.spawn(self._grant(report))
+            self.host.spawn(self._grant_slot(report))
         elif isinstance(report, SlotReturned):
-            self.slots.abandon(FETCH if report.fetched else CHAIN)
+            self.slots.abandon_slot(FETCH if report.fetched else CHAIN)
         elif isinstance(report, NotFetched):
-            self._fetches.over(report.version)
-            self._trouble("not-fetched", report.peer, report.version, report.reason)
+            self._fetches.end_fetch(report.version)
+            self._report_trouble("not-fetched", report.peer, report.version, report.reason)
         elif isinstance(report, Received):
-            self._received(report)
+            self._handle_received(report)
         elif isinstance(report, Trouble):
-            self._trouble(report.kind, report.peer, report.version, report.detail, report.pace)
-        elif isinstance(report, StrangerRefused):
+            self._report_trouble(
+                report.kind, report.peer, report.version, report.detail, report.pace
+            )
+        elif isinstance(report, PeerRejected):
             self.host.log.warning("stranger-refused", what=report.what)
         elif isinstance(report, NeighbourUp):
             self._neighbour_up(report)
@@ -218,29 +220,29 @@ class Relay:
             self._neighbour_down(report)
         else:
             assert isinstance(report, PlaneFailed)
-            self.host.fail(f"the thread that moves weights failed: {report.reason}")
+            self.host.fail_process(f"the thread that moves weights failed: {report.reason}")
 
-    async def _grant(self, wanted: SlotWanted) -> None:
+    async def _grant_slot(self, wanted: SlotWanted) -> None:
         """Find a slot for a version that is offered; a reader or a sender may take a while."""
         try:
-            self.slots.make(wanted.nbytes)
+            self.slots.ensure_slots(wanted.nbytes)
         except (ArenaError, SlotError) as error:
             if wanted.fetched:
                 return self.plane.fetch_into(-1)
-            return self.plane.deny(str(error))
+            return self.plane.deny_slot(str(error))
         while (slot := self.slots.grant_to(FETCH if wanted.fetched else CHAIN)) < 0:
             await asyncio.sleep(SLOT_POLL_S)
-        (self.plane.fetch_into if wanted.fetched else self.plane.grant)(slot)
+        (self.plane.fetch_into if wanted.fetched else self.plane.grant_slot)(slot)
 
-    def _received(self, report: Received) -> None:
+    def _handle_received(self, report: Received) -> None:
         manifest = report.manifest
-        self._fetches.over(manifest.version)
-        if not self.slots.keep(FETCH if report.fetched else CHAIN, report.slot, manifest):
-            self.machine.versions.forget(manifest.version)
+        self._fetches.end_fetch(manifest.version)
+        if not self.slots.commit_version(FETCH if report.fetched else CHAIN, report.slot, manifest):
+            self.machine.versions.try_forget(manifest.version)
             self.host.log.info("received-too-late", version=manifest.version)
             return
         now, duration_ns = self.host.now_ns(), int(report.seconds * 1e9)
-        self.host.span("receiving", now - duration_ns, now, version=manifest.version)
+        self.host.record_span("receiving", now - duration_ns, now, version=manifest.version)
         received = ev.WeightsReceived(
             version=manifest.version,
             step=manifest.step,
@@ -262,17 +264,17 @@ class Relay:
             self._report_linked()
         elif report.name == command.successor:
             detail = f"incarnation {report.incarnation} has its address, not {command.incarnation}"
-            self._trouble("other-relay", report.name, -1, detail)
+            self._report_trouble("other-relay", report.name, -1, detail)
 
     def _neighbour_down(self, report: NeighbourDown) -> None:
         facts = {"name": report.name, "reason": report.reason}
         self.host.log.info("neighbour-down", side=report.side, **facts)
         fed = self._order is not None and self._order[1].successor == report.name
         if report.side is Side.SUCCESSOR and fed:
-            self._trouble("connection-lost", report.name, -1, report.reason)
+            self._report_trouble("connection-lost", report.name, -1, report.reason)
 
-    def _trouble(
-        self, kind: str, relay: str, version: int, detail: str, pace: Pace | None = None
+    def _report_trouble(
+        self, kind: str, relay: str, version: int, detail: str, pace: TransferPace | None = None
     ) -> None:
         detail, pace = detail[:DETAIL_CHARS_MAX], pace or _UNKNOWN
         trouble = ev.TransferTrouble(
@@ -289,52 +291,54 @@ class Relay:
     # --- requests of this machine ---------------------------------------------------------------
 
     def _peer_lost(self, boot_id: str) -> None:
-        versions = self.slots.reader_lost(boot_id)
+        versions = self.slots.revoke_reader(boot_id)
         if versions:
             self.host.log.warning("lease-revoked", reader=boot_id, versions=versions)
 
     def _handle_batch(self, batch: Batch) -> list[bytes | RpcError | None]:
-        return [self._answer(boot_id, body) for boot_id, _, body in batch]
+        return [self._answer_request(boot_id, body) for boot_id, _, body in batch]
 
-    def _answer(self, boot_id: str, body: bytes) -> bytes | RpcError:
+    def _answer_request(self, boot_id: str, body: bytes) -> bytes | RpcError:
         try:
             request = m.decode_request(body)
             if isinstance(request, m.OpenArena):
-                reply: m.Reply = self.slots.make(request.version_bytes)
+                reply: m.Reply = self.slots.ensure_slots(request.version_bytes)
             elif isinstance(request, m.GrantSlot):
-                reply = self.slots.grant(boot_id, request)
+                reply = self.slots.grant_trainer_slot(boot_id, request)
             elif isinstance(request, m.CommitSlot):
-                reply = self._commit(boot_id, request)
+                reply = self._commit_slot(boot_id, request)
             elif isinstance(request, m.LeaseVersion):
-                reply = self._fetches.lease(boot_id, request)
+                reply = self._fetches.lease_version(boot_id, request)
             else:
                 reply = self.slots.release(request)
             return m.encode(reply)
         except _REFUSALS as error:
             return RpcError(str(error))
 
-    def _commit(self, boot_id: str, request: m.CommitSlot) -> m.Committed | m.OtherArena:
+    def _commit_slot(
+        self, boot_id: str, request: m.CommitSlot
+    ) -> m.SlotCommitted | m.ArenaReplaced:
         if self.slots.is_other(request.arena):
             self.host.log.warning("commit-of-a-dead-relays-slot", arena=request.arena)
-            return m.OtherArena()
+            return m.ArenaReplaced()
         if self.slots.begin_commit(boot_id, request):
-            self.host.spawn(self._digest(boot_id, request))
-        elif (manifest := self.slots.manifest(request.version)) is not None:
-            self._announce(manifest)  # it is here, and a neighbour does not know
-        return m.Committed()
+            self.host.spawn(self._digest_slot(boot_id, request))
+        elif (manifest := self.slots.get_manifest(request.version)) is not None:
+            self._report_published(manifest)  # it is here, and a neighbour does not know
+        return m.SlotCommitted()
 
-    async def _digest(self, boot_id: str, request: m.CommitSlot) -> None:
-        await self.host.reached("relay-digest")
-        manifest = await self.slots.digest(boot_id, request)
-        await self.host.reached("relay-digested")
+    async def _digest_slot(self, boot_id: str, request: m.CommitSlot) -> None:
+        await self.host.hit_failpoint("relay-digest")
+        manifest = await self.slots.digest_slot(boot_id, request)
+        await self.host.hit_failpoint("relay-digested")
         if manifest is not None:
-            self.plane.publish(manifest, request.slot)
+            self.plane.publish_version(manifest, request.slot)
         else:
-            manifest = self.slots.manifest(request.version)
+            manifest = self.slots.get_manifest(request.version)
         if manifest is not None:
-            self._announce(manifest)
+            self._report_published(manifest)
 
-    def _announce(self, manifest: mf.Manifest) -> None:
+    def _report_published(self, manifest: mf.Manifest) -> None:
         """The version can be pulled here."""
         published = ev.WeightsPublished(
             version=manifest.version,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError, Region
-from laminar.weights.arena.slots import SlotError, SlotTable, VersionGone, slots_within
+from laminar.weights.arena.slots import SlotError, SlotTable, VersionNotHeld, slots_within
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.table import VersionTable
@@ -31,16 +31,16 @@ class SlotMemory(Protocol):
     path: str  #: new for every relay process
     slot_bytes: int  #: 0 until `create`
 
-    def create(self, slots: int, slot_bytes: int) -> None:
+    def create_slots(self, slots: int, slot_bytes: int) -> None:
         """Make so many equal slots; their memory comes later. ArenaError."""
 
-    def region(self, slot: int) -> Region:
+    def get_region(self, slot: int) -> Region:
         """All bytes of a slot."""
 
-    async def fill(self) -> None:
+    async def populate_slots(self) -> None:
         """Have memory behind slot after slot, in the background; ArenaError if there is none."""
 
-    async def describe(self, commit: m.CommitSlot) -> mf.Manifest:
+    async def build_manifest(self, commit: m.CommitSlot) -> mf.Manifest:
         """Work out the checksums of what lies in a slot, in the background."""
 
 
@@ -73,47 +73,49 @@ class RelaySlots:
 
     # --- the arena ----------------------------------------------------------------------------
 
-    def make(self, version_bytes: int) -> m.ArenaOpened:
+    def ensure_slots(self, version_bytes: int) -> m.ArenaOpened:
         """Have slots of this size. Their memory comes in the background, slot after slot.
 
         ArenaError or SlotError if they cannot be had, or those that there are are smaller.
         """
         if self._table is None:
             count = slots_within(version_bytes, self._num_slots, self._max_bytes)
-            self._memory.create(count, version_bytes)
-            self._table = SlotTable(count, self._versions.forget)
-            self._spawn(self._fill())
+            self._memory.create_slots(count, version_bytes)
+            self._table = SlotTable(count, self._versions.try_forget)
+            self._spawn(self._populate_slots())
         if self._memory.slot_bytes < version_bytes:
             raise ArenaError(
                 f"the slots have {self._memory.slot_bytes} bytes, {version_bytes} were asked for"
             )
         return m.ArenaOpened(arena=self._memory.path)
 
-    async def _fill(self) -> None:
+    async def _populate_slots(self) -> None:
         try:
-            await self._memory.fill()
+            await self._memory.populate_slots()
         except ArenaError as error:
             self._on_shortage(str(error))
 
     # --- writers ------------------------------------------------------------------------------
 
-    def grant(self, boot_id: str, request: m.GrantSlot) -> m.SlotGranted | m.OtherArena:
+    def grant_trainer_slot(
+        self, boot_id: str, request: m.GrantSlot
+    ) -> m.SlotGranted | m.ArenaReplaced:
         """A slot for a trainer; the next one when the one before it is digested."""
         if self.is_other(request.arena):
-            return m.OtherArena()
+            return m.ArenaReplaced()
         self._abandon_former(boot_id)
         slot = self._granted.get(boot_id, -1)
         if slot in self._digesting:
             return m.SlotGranted(slot=-1)
-        return m.SlotGranted(slot=slot if slot >= 0 else self._grant(boot_id))
+        return m.SlotGranted(slot=slot if slot >= 0 else self._grant_slot(boot_id))
 
     def grant_to(self, writer: str) -> int:
         """A slot for a version of another relay (CHAIN, FETCH); -1: none is free now."""
-        return self._grant(writer)
+        return self._grant_slot(writer)
 
-    def _grant(self, writer: str) -> int:
+    def _grant_slot(self, writer: str) -> int:
         assert self._table is not None
-        grant = self._table.grant(writer)
+        grant = self._table.grant_slot(writer)
         if grant is None:
             return -1
         self._granted[writer] = grant.slot
@@ -121,17 +123,21 @@ class RelaySlots:
 
     def _abandon_former(self, boot_id: str) -> None:
         """Free what an earlier process of this name had: a node starts one when that has ended."""
-        name = _name(boot_id)
-        former = [w for w in self._granted if w not in (boot_id, CHAIN, FETCH) and _name(w) == name]
+        name = _parse_process_name(boot_id)
+        former = [
+            w
+            for w in self._granted
+            if w not in (boot_id, CHAIN, FETCH) and _parse_process_name(w) == name
+        ]
         for writer in former:
             if self._granted[writer] not in self._digesting:
-                self.abandon(writer)
+                self.abandon_slot(writer)
 
-    def abandon(self, writer: str) -> None:
+    def abandon_slot(self, writer: str) -> None:
         """The writer has stopped before it was done; its slot is free again."""
         assert self._table is not None
         del self._granted[writer]
-        self._table.abandon(writer)
+        self._table.abandon_slot(writer)
 
     def begin_commit(self, boot_id: str, request: m.CommitSlot) -> bool:
         """The slot is written: whether its digest is to be worked out now (else it is a repeat)."""
@@ -146,16 +152,16 @@ class RelaySlots:
         self._digesting.add(request.slot)
         return True
 
-    async def digest(self, boot_id: str, request: m.CommitSlot) -> mf.Manifest | None:
+    async def digest_slot(self, boot_id: str, request: m.CommitSlot) -> mf.Manifest | None:
         """Work out checksums off the loop; the version is held then.
 
         None: a newer version came over the chain in the meantime, this one is of no use.
         """
-        manifest = await self._memory.describe(request)
+        manifest = await self._memory.build_manifest(request)
         self._digesting.discard(request.slot)
-        return manifest if self.keep(boot_id, request.slot, manifest) else None
+        return manifest if self.commit_version(boot_id, request.slot, manifest) else None
 
-    def keep(self, writer: str, slot: int, manifest: mf.Manifest) -> bool:
+    def commit_version(self, writer: str, slot: int, manifest: mf.Manifest) -> bool:
         """A slot holds this complete version from now on; False if a newer one is here, or the very
         one that was fetched."""
         assert self._table is not None
@@ -163,53 +169,55 @@ class RelaySlots:
         if manifest.version in self.held or (
             not older and manifest.version < max(self.held, default=-1)
         ):
-            self.abandon(writer)
+            self.abandon_slot(writer)
             return False
         self._table.commit(slot, writer, manifest.version, older=older)
         del self._granted[writer]
         self._apply_pin()
         return True
 
-    def manifest(self, version: int) -> mf.Manifest | None:
+    def get_manifest(self, version: int) -> mf.Manifest | None:
         """The manifest of a version that can be leased; None if this one cannot."""
-        return self._manifest(version) if version in self.held else None
+        return self._load_manifest(version) if version in self.held else None
 
-    def _manifest(self, version: int) -> mf.Manifest:
-        return self._copy(version).manifest()
+    def _load_manifest(self, version: int) -> mf.Manifest:
+        return self._get_copy(version).get_manifest()
 
-    def _copy(self, version: int) -> VersionCopy:
+    def _get_copy(self, version: int) -> VersionCopy:
         copy = self._versions.get(version)
         assert copy is not None, version  # it is forgotten when its slot is given away, not before
         return copy
 
     # --- readers ------------------------------------------------------------------------------
 
-    def lease(self, boot_id: str, request: m.LeaseVersion) -> m.Leased | m.Gone:
+    def lease_version(
+        self, boot_id: str, request: m.LeaseVersion
+    ) -> m.VersionLeased | m.VersionUnavailable:
         """Any version that is kept, or the newest that is new enough."""
         if self._table is None:
-            return m.Gone(held=())
-        lease = self._table.lease(request.version, boot_id, exact=request.exact)
-        if isinstance(lease, VersionGone):
-            return m.Gone(held=lease.held)
-        return m.Leased(
+            return m.VersionUnavailable(held=())
+        lease = self._table.lease_version(request.version, boot_id, exact=request.exact)
+        if isinstance(lease, VersionNotHeld):
+            return m.VersionUnavailable(held=lease.held)
+        return m.VersionLeased(
             lease_id=lease.lease_id,
             slot=lease.slot,
             arena=self._memory.path,
-            manifest=mf.encode(self._manifest(lease.version)),
-            copy=self._copy(lease.version).number,
+            manifest=mf.encode(self._load_manifest(lease.version)),
+            copy=self._get_copy(lease.version).number,
         )
 
-    def stream(
+    def stream_version(
         self, boot_id: str, request: m.LeaseVersion
-    ) -> m.Leased | m.Arriving | m.Coming | m.Gone:
+    ) -> m.VersionLeased | m.VersionArriving | m.VersionPending | m.VersionUnavailable:
         """This very version, or what is here of it; a newer one instead means that it has gone."""
-        reply, copy = self.lease(boot_id, request), self._versions.get(request.version)
-        if isinstance(reply, m.Leased):
+        reply, copy = self.lease_version(boot_id, request), self._versions.get(request.version)
+        if isinstance(reply, m.VersionLeased):
             return reply
         if copy is None:
-            newer = max(self._versions.all(), default=-1) > request.version
-            return reply if newer else m.Coming()
-        return m.Arriving(
+            newer = max(self._versions.get_copies(), default=-1) > request.version
+            return reply if newer else m.VersionPending()
+        return m.VersionArriving(
             slot=copy.slot,
             arena=self._memory.path,
             copy=copy.number,
@@ -217,18 +225,18 @@ class RelaySlots:
             draft=copy.draft if copy.number != request.copy else None,
         )
 
-    def release(self, request: m.ReleaseLease) -> m.Released | m.OtherArena:
+    def release(self, request: m.ReleaseLease) -> m.LeaseReleased | m.ArenaReplaced:
         if self.is_other(request.arena) or self._table is None:
-            return m.OtherArena()
-        return m.Released(valid=self._table.release(request.lease_id))
+            return m.ArenaReplaced()
+        return m.LeaseReleased(valid=self._table.release(request.lease_id))
 
-    def reader_lost(self, boot_id: str) -> list[int]:
+    def revoke_reader(self, boot_id: str) -> list[int]:
         """End its leases; of which versions. A silent writer may still write: its slot stays its
         own."""
-        ended = self._table.revoke(boot_id) if self._table is not None else ()
+        ended = self._table.revoke_leases(boot_id) if self._table is not None else ()
         return [lease.version for lease in ended]
 
-    def pin(self, version: int, unfinished: Collection[int] = ()) -> None:
+    def pin_version(self, version: int, unfinished: Collection[int] = ()) -> None:
         """Keep this version and no other, also if it comes later, -1: none; and evict those with
         unfinished work last."""
         self._pin, self._unfinished = version, unfinished
@@ -238,7 +246,7 @@ class RelaySlots:
 
     def _apply_pin(self) -> None:
         assert self._table is not None
-        self._table.evict_last(self._unfinished)
+        self._table.set_evict_last(self._unfinished)
         if self._pin in self.held:
             self._table.pin(self._pin)
 
@@ -247,7 +255,7 @@ class RelaySlots:
         return self._table is None or arena != self._memory.path
 
 
-def _name(boot_id: str) -> str:
+def _parse_process_name(boot_id: str) -> str:
     """The process name in a boot id, which is "name-random"."""
     return boot_id.rpartition("-")[0]
 
@@ -261,23 +269,23 @@ class Fetches:
         self._coming: set[int] = set()
         self._asked: set[int] = set()  #: ids of orders for which a version was fetched
 
-    def lease(
+    def lease_version(
         self, boot_id: str, request: m.LeaseVersion
-    ) -> m.Leased | m.Arriving | m.Coming | m.Gone:
+    ) -> m.VersionLeased | m.VersionArriving | m.VersionPending | m.VersionUnavailable:
         """What is here; else it is fetched once for this order, if that names a holder."""
         if request.stream:
-            return self._slots.stream(boot_id, request)
-        reply = self._slots.lease(boot_id, request)
-        if isinstance(reply, m.Gone) and request.holder:
+            return self._slots.stream_version(boot_id, request)
+        reply = self._slots.lease_version(boot_id, request)
+        if isinstance(reply, m.VersionUnavailable) and request.holder:
             if request.order not in self._asked and request.version not in self._coming:
                 self._fetch(request.version, request.holder, request.address)
                 self._coming.add(request.version)
             self._asked.add(request.order)
             if request.version in self._coming:
-                return m.Coming()
+                return m.VersionPending()
         self._asked.discard(request.order)
         return reply
 
-    def over(self, version: int) -> None:
+    def end_fetch(self, version: int) -> None:
         """It is here, or does not come."""
         self._coming.discard(version)

@@ -39,14 +39,14 @@ class RestartLimit:
         self._at_s: list[float] = []  #: of the restarts within the window
         self._refusals = 0  #: in a row, of a process that was not taken
 
-    def refused(self, lived_s: float) -> float:
+    def record_refusal(self, lived_s: float) -> float:
         """How long to wait before one that was refused is started again, which does not count."""
         self._refusals = self._refusals + 1 if lived_s < TAKEN_S else 0
         if not self._refusals:
             return 0.0
         return min(REFUSED_PAUSE_MIN_S * 2.0 ** min(self._refusals - 1, 10), REFUSED_PAUSE_MAX_S)
 
-    def ended(self, now_s: float) -> float | str:
+    def record_exit(self, now_s: float) -> float | str:
         """How long to wait before it is started again, which counts; or why it is not."""
         self._refusals = 0
         self._at_s = [at_s for at_s in self._at_s if now_s - at_s < self._window_s]
@@ -58,13 +58,15 @@ class RestartLimit:
         return min(2.0 ** min(count - 1, 10), self._pause_max_s) if count else 0.0
 
 
-def node_again(limit: RestartLimit, code: int, lived_s: float, now_s: float) -> float | str:
+def decide_node_restart(
+    limit: RestartLimit, code: int, lived_s: float, now_s: float
+) -> float | str:
     """The same of a node that ended with this code; empty where it was to end."""
     if code in NODE_ENDS:
         return ""
     if code == exit_codes.FENCED:
-        return limit.refused(lived_s)
-    pause_s = limit.ended(now_s)
+        return limit.record_refusal(lived_s)
+    pause_s = limit.record_exit(now_s)
     if code == exit_codes.COORDINATOR_ABSENT and isinstance(pause_s, float):
         return max(pause_s, REFUSED_PAUSE_MIN_S)
     return pause_s

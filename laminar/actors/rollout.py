@@ -22,13 +22,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from laminar.actors.active_sequence import Running, digest_of_read, request_id
-from laminar.actors.admission_requests import Openings, Ordered, temperature_of
-from laminar.actors.engine_metrics import EngineReports, gauge_interval_s, largest_batch
+from laminar.actors.active_sequence import ActiveSequence, digest_of_read, request_id
+from laminar.actors.admission_requests import AdmissionRequests, Ordered, choose_temperature
+from laminar.actors.engine_metrics import EngineMetrics, gauge_interval_s, largest_batch
 from laminar.actors.host import Host
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.service_clients import RelayClient, StoreClient
-from laminar.actors.turns import Environments, Turns, turn_of, turn_seed
+from laminar.actors.turns import Environments, Turns, make_turn, turn_seed
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
 from laminar.config import ConfigError
 from laminar.engines.protocol import (
@@ -81,7 +81,7 @@ class ReplicaParts(Protocol):
         """The text of token ids, without special tokens."""
         ...
 
-    def keep_steps(self, rows: bytes) -> None:
+    def record_steps(self, rows: bytes) -> None:
         """Engine steps for the timeline: rows of start, end, sequences and tokens as int64, times
         in ns of the day's clock."""
 
@@ -92,10 +92,10 @@ class Rollout:
     def __init__(self, host: Host, parts: ReplicaParts) -> None:
         self.host, self.config, self.parts = host, host.config, parts
         disk_wait_s = self.config.coordinator.disk_wait_s
-        self.store = StoreClient(host.client("store-0"), disk_wait_s)
-        self.relay = RelayClient(host.client(ids.actor_name("relay", host.node, 0)))
-        self.openings = Openings(self.config.rollout, self.store, self._opened)
-        self.running: dict[str, Running] = {}
+        self.store = StoreClient(host.make_client("store-0"), disk_wait_s)
+        self.relay = RelayClient(host.make_client(ids.actor_name("relay", host.node, 0)))
+        self.openings = AdmissionRequests(self.config.rollout, self.store, self._handle_opened)
+        self.running: dict[str, ActiveSequence] = {}
         self.turns: Turns | None = None
         self._interval_s = self.config.rollout.progress_interval_ms / 1000
         self._flush_lock = asyncio.Lock()
@@ -104,8 +104,8 @@ class Rollout:
     async def start(self) -> None:
         rollout, parts = self.config.rollout, self.parts
         self.engine = await _of_engine(parts.start_engine(self._engine_seed(), self._on_deltas))
-        self.engine_reports = EngineReports(
-            self.host, self.engine, parts.keep_steps, self.running, self.openings
+        self.engine_reports = EngineMetrics(
+            self.host, self.engine, parts.record_steps, self.running, self.openings
         )
         self.stop_ids = parts.stop_ids
         self.loader = WeightLoader(self.host, self.relay, self.engine, parts.weights)
@@ -116,10 +116,10 @@ class Rollout:
         await self.store.start()
         await self.relay.start()
         self.host.spawn(self.scorer.start())  # needed when the first response has ended
-        self.host.spawn(self._engine_ends())
-        self.host.spawn(self.engine_reports.report(gauge_interval_s(self.config)))
+        self.host.spawn(self._watch_engine())
+        self.host.spawn(self.engine_reports.report_periodically(gauge_interval_s(self.config)))
         self.host.spawn(self._keep_tokens())
-        stats = self.engine.stats()
+        stats = self.engine.get_stats()
         # One group waits in front of the engine, so that its slots never wait for the coordinator.
         taken = rollout.max_num_seqs + rollout.group_size
         ready = ev.ReplicaReady(
@@ -144,57 +144,59 @@ class Rollout:
         await self.store.close(0.5)
         await self.relay.close(0.5)
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         """Commands that arrived together: all openings are one request to the store."""
         opening: list[Ordered] = []
         for order, command in orders:
             if isinstance(command, cmd.GenerateTrajectory):
                 self._let_go(command.trajectory_id, command.placement)
-                self.openings.expect(order, command)
+                self.openings.add_pending(order, command)
                 opening.append((order, command))
             elif isinstance(command, cmd.ScoreTrajectories):
-                self.host.spawn(self.scorer.score(order, command))
+                self.host.spawn(self.scorer.score_trajectories(order, command))
             elif isinstance(command, cmd.PullWeights):
                 if command.purpose != PullPurpose.IN_FLIGHT:
-                    self._let_go_of_all()
+                    self._drop_all()
                 if command.purpose == PullPurpose.STREAM:
-                    self.loader.expect(command.version)
-                self.host.spawn(self._pull(order, command))
+                    self.loader.expect_version(command.version)
+                self.host.spawn(self._pull_weights(order, command))
             elif isinstance(command, cmd.AbortTrajectories):
-                self._abort(order, command)
+                self._abort_trajectories(order, command)
             elif isinstance(command, cmd.ReleaseTrajectories):
-                self._release(order, command)
+                self._release_trajectories(order, command)
         if opening:
             self.host.spawn(self.openings.open(opening))
 
-    async def _pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+    async def _pull_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         if self.running:  # what the store has is lost with nobody
             await self._flush()
-        await self.loader.pull(order, command)
+        await self.loader.pull_weights(order, command)
         if self.loader.version < 0:
-            self._let_go_of_all()
+            self._drop_all()
         elif any(running.finish_reason for running in self.running.values()):
             self._finish_soon()
 
     # --- starting a trajectory ------------------------------------------------------------------
 
-    def _opened(
-        self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
+    def _handle_opened(
+        self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
         if result.answer == "open" and self.turns is not None:
             opened = (order, command, result)
-            self.host.spawn(begin(self.host, self.turns, self.openings, self._go_on, opened))
-        elif self.openings.begun(command):
-            self._go_on(order, command, result)
+            self.host.spawn(
+                open_session(self.host, self.turns, self.openings, self._handle_open_result, opened)
+            )
+        elif self.openings.complete_opening(command):
+            self._handle_open_result(order, command, result)
 
-    def _go_on(
-        self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
+    def _handle_open_result(
+        self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
         """Act on what the store has of it."""
         facts = {"event_seq": order.cause, "trajectory": command.trajectory_id}
         if result.answer == "open":
-            return self._generate(order, command, result)
-        self.openings.settled(order)
+            return self._start_generation(order, command, result)
+        self.openings.mark_settled(order)
         if result.answer in ("generated", "rewarded"):  # only the report was lost
             reason = result.finish_reason or STOP
             report_finished(self.host, command, order.cause, result.num_tokens, reason)
@@ -204,17 +206,17 @@ class Rollout:
         else:
             self.host.log.info("not-opened", answer=result.answer, **facts)
 
-    def _generate(
-        self, order: cmd.Order, command: cmd.GenerateTrajectory, result: m.OpenResult
+    def _start_generation(
+        self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
-        if not self._serves(command):
+        if not self._can_serve(command):
             if self.loader.version < 0:  # sent before the coordinator heard of that: it is lost
-                return self.openings.settled(order)
+                return self.openings.mark_settled(order)
             order_of = f"{command.trajectory_id} is to be generated by version {command.version}"
             raise RuntimeError(f"{order_of}, and the engine serves {self.loader.version}")
-        turn = turn_of(result)
+        turn = make_turn(result)
         sampled = turn.begins + len(turn.done_ids)
-        running = Running(command, order.cause, sampled, turn.number, turn.begins)
+        running = ActiveSequence(command, order.cause, sampled, turn.number, turn.begins)
         self.running[command.trajectory_id] = running
         started = ev.TrajectoryStarted(
             trajectory_id=command.trajectory_id,
@@ -228,46 +230,48 @@ class Rollout:
         stopped = bool(turn.done_ids) and turn.done_ids[-1] in self.stop_ids
         if stopped or sampled >= limit:
             running.finish_reason = STOP if stopped else LENGTH
-            self.openings.settled(order)
+            self.openings.mark_settled(order)
             return self._finish_soon()
         request = GenerateRequest(
             request_id=request_id(command),
             prompt_ids=turn.prompt_ids,
             done_ids=turn.done_ids,
             max_new_tokens=limit - turn.begins,
-            temperature=temperature_of(self.config.rollout, command.purpose),
+            temperature=choose_temperature(self.config.rollout, command.purpose),
             seed=turn_seed(command.seed, turn.number),
             stop_ids=self.stop_ids,
         )
         running.read = digest_of_read(request)
         # The engine has it from here on: an abort or a load that comes next comes after it.
-        self.engine.add(request).add_done_callback(partial(self._taken, order))
+        self.engine.add(request).add_done_callback(partial(self._check_accepted, order))
 
-    def _serves(self, command: cmd.GenerateTrajectory) -> bool:
+    def _can_serve(self, command: cmd.GenerateTrajectory) -> bool:
         """In flight an order may have crossed a load; for what is streamed, work waits here."""
         older = self.config.rollout.in_flight and command.version < self.loader.version
         crossed = older and command.purpose == Purpose.TRAIN
         return crossed or command.version in (self.loader.version, self.loader.coming)
 
-    def _taken(self, order: cmd.Order, added: asyncio.Future[None]) -> None:
+    def _check_accepted(self, order: cmd.Envelope, added: asyncio.Future[None]) -> None:
         """What the engine refuses ends the process: EngineError."""
         if not added.cancelled():
             added.result()
-            self.openings.settled(order)
+            self.openings.mark_settled(order)
 
     # --- what is wanted here no longer ----------------------------------------------------------
 
-    def _release(self, order: cmd.Order, command: cmd.ReleaseTrajectories) -> None:
+    def _release_trajectories(self, order: cmd.Envelope, command: cmd.ReleaseTrajectories) -> None:
         for item in command.items:
             self.openings.take_back(item.trajectory_id, item.placement)
-        self.host.spawn(release(self.host, self.engine, self.running, self._flush, order, command))
+        self.host.spawn(
+            release_trajectories(self.host, self.engine, self.running, self._flush, order, command)
+        )
 
-    def _abort(self, order: cmd.Order, command: cmd.AbortTrajectories) -> None:
+    def _abort_trajectories(self, order: cmd.Envelope, command: cmd.AbortTrajectories) -> None:
         for item in command.items:
             self.host.log.info("abort", event_seq=order.cause, trajectory=item.trajectory_id)
             self._let_go(item.trajectory_id, item.placement)
             if command.sessions and self.turns is not None:
-                self.turns.environments.forget(item.trajectory_id)
+                self.turns.environments.end_session(item.trajectory_id)
 
     def _let_go(self, trajectory_id: str, placement: int) -> None:
         """Forget a trajectory under this placement and older ones."""
@@ -275,13 +279,13 @@ class Rollout:
         running = self.running.get(trajectory_id)
         if running is not None and running.command.placement <= placement:
             del self.running[trajectory_id]
-            self.engine.abort(request_id(running.command))
+            self.engine.abort_request(request_id(running.command))
 
-    def _let_go_of_all(self) -> None:
+    def _drop_all(self) -> None:
         """A pull means that nothing is wanted here; an abort that was lost must not block it."""
-        self.openings.take_back_all()
+        self.openings.withdraw_all()
         for running in self.running.values():
-            self.engine.abort(request_id(running.command))
+            self.engine.abort_request(request_id(running.command))
         self.running.clear()
 
     # --- tokens ---------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ class Rollout:
             running = self.running.get(trajectory)
             if running is None or running.command.placement != int(placement):
                 continue
-            weights = self.loader.weights_of(delta.load)
+            weights = self.loader.get_weights(delta.load)
             running.add(weights, delta.token_ids, delta.logprobs)
             running.finish_reason = delta.finish_reason
             finished = finished or delta.finish_reason is not None
@@ -325,14 +329,14 @@ class Rollout:
     async def _append(self, chunks: list[m.AppendItem]) -> None:
         if not chunks:
             return
-        await self.host.reached("rollout-append")
-        reply = await self.store.ask(m.Append(items=tuple(chunks)), m.AppendReply)
-        await self.host.reached("rollout-appended")
+        await self.host.hit_failpoint("rollout-append")
+        reply = await self.store.send_request(m.Append(items=tuple(chunks)), m.AppendReply)
+        await self.host.hit_failpoint("rollout-appended")
         for chunk, result in zip(chunks, reply.results, strict=True):
             if result.answer != "ok":
                 self._not_taken(chunk.placement, result)
 
-    async def _finish(self, ended: list[Running]) -> None:
+    async def _finish(self, ended: list[ActiveSequence]) -> None:
         if not ended:
             return
         items = tuple(
@@ -344,8 +348,8 @@ class Rollout:
             )
             for r in ended
         )
-        reply = await self.store.ask(m.Finish(items=items), m.FinishReply)
-        await self.host.reached("rollout-finished")
+        reply = await self.store.send_request(m.Finish(items=items), m.FinishReply)
+        await self.host.hit_failpoint("rollout-finished")
         for running, result in zip(ended, reply.results, strict=True):
             if self.running.get(running.command.trajectory_id) is not running:
                 continue  # refused with its last tokens, or aborted meanwhile
@@ -384,7 +388,7 @@ class Rollout:
             await asyncio.sleep(self._interval_s)
             await self._flush()
 
-    async def _engine_ends(self) -> None:
+    async def _watch_engine(self) -> None:
         await _of_engine(asyncio.shield(self.engine.failed))
 
 
@@ -398,26 +402,26 @@ async def _of_engine(work: Awaitable[T]) -> T:
         raise EngineError(f"{type(error).__name__}: {error}") from error
 
 
-async def begin(
+async def open_session(
     host: Host,
     turns: Turns,
-    openings: Openings,
-    go_on: Callable[[cmd.Order, cmd.GenerateTrajectory, m.OpenResult], None],
-    opened: tuple[cmd.Order, cmd.GenerateTrajectory, m.OpenResult],
+    openings: AdmissionRequests,
+    go_on: Callable[[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult], None],
+    opened: tuple[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult],
 ) -> None:
     """Let the environment of an opened trajectory speak first, and then `go_on` with it, unless it
     was taken back meanwhile."""
     order, command, result = opened
     try:
-        spoken = await turns.begin(command, result)
+        spoken = await turns.open_session(command, result)
     except SessionLost as lost:
-        if openings.begun(command):
-            openings.settled(order)
+        if openings.complete_opening(command):
+            openings.mark_settled(order)
             report_failed(host, command, order.cause, lost.reason, str(lost))
         return
-    if openings.begun(command):
+    if openings.complete_opening(command):
         if spoken is None:
-            return openings.settled(order)
+            return openings.mark_settled(order)
         go_on(order, command, spoken)
 
 
@@ -450,12 +454,12 @@ def report_failed(
     host.emit(failed, event_seq=event_seq, trajectory=trajectory, reason=reason, detail=detail)
 
 
-async def release(
+async def release_trajectories(
     host: Host,
     engine: ReplicaEngine,
-    running: dict[str, Running],
+    running: dict[str, ActiveSequence],
     flush: Callable[[], Awaitable[None]],
-    order: cmd.Order,
+    order: cmd.Envelope,
     command: cmd.ReleaseTrajectories,
 ) -> None:
     """Let go of trajectories that go on on another replica, without losing a token.
@@ -471,7 +475,7 @@ async def release(
         if (found := running.get(item.trajectory_id)) is not None
         and found.command.placement <= item.placement
     ]
-    await asyncio.gather(*(engine.abort(request_id(item.command)) for item in leaving))
+    await asyncio.gather(*(engine.abort_request(request_id(item.command)) for item in leaving))
     await flush()
     for item in leaving:
         trajectory = item.command.trajectory_id

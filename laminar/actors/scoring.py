@@ -28,13 +28,13 @@ from laminar.events import events as ev
 from laminar.events.reasons import EndedBy, FailureReason, RewardOutcome
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
-from laminar.tasks.environments.turns import Done, GoesOn, SessionLost
+from laminar.tasks.environments.turns import NextTurn, SessionLost, TrajectoryDone
 from laminar.tasks.rewards.results import (
     RewardCall,
     RewardResult,
     RewardWorkerLost,
-    is_right,
-    numbers_of,
+    is_correct,
+    select_numbers,
 )
 
 DETAILS_MAX = 3
@@ -51,7 +51,7 @@ class RewardWorkers(Protocol):
         """Start the workers; returns when they have loaded the function. ConfigError,
         RewardWorkerLost."""
 
-    async def score(self, call: RewardCall) -> list[RewardResult]:
+    async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         """One result per completion, in order; RewardWorkerLost."""
         ...
 
@@ -86,7 +86,7 @@ class Scorer:
         lost, killed = self.pool.workers_lost, self.pool.workers_killed
         self.host.log.info("reward-pool-closed", workers_lost=lost, workers_killed=killed)
 
-    async def score(self, order: cmd.Order, command: cmd.ScoreTrajectories) -> None:
+    async def score_trajectories(self, order: cmd.Envelope, command: cmd.ScoreTrajectories) -> None:
         """Reward the siblings of one command, all with one call of the pool.
 
         A process that stood still may come to it when they have been dropped, and their tokens are
@@ -95,7 +95,7 @@ class Scorer:
         await self._open.wait()
         if self.turns is not None:
             for item in command.items:
-                await self._answer(self.turns, order, item)
+                await self._ask_environment(self.turns, order, item)
             return
         wanted = [item.trajectory_id for item in command.items]
         try:
@@ -103,22 +103,26 @@ class Scorer:
         except TokensRemoved as gone:
             self.host.log.info("scored-too-late", reason=str(gone))
             return
-        completions = [(self._decode(tokens), tokens) for tokens in map(_ids, rows)]
+        completions = [(self._decode(tokens), tokens) for tokens in map(_decode_token_ids, rows)]
         call = RewardCall(
             row=prompt_row(rows[0]),
             completions=completions,
             step=rows[0].version_step or 0,
         )
-        await self.host.reached("rollout-score")
+        await self.host.hit_failpoint("rollout-score")
         try:
-            results = await self.pool.score(call)
+            results = await self.pool.compute_rewards(call)
         except RewardWorkerLost as error:
             for item in command.items:
-                self._failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
+                self._report_failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
             return
-        await self._put(order, command.items, rows, [text for text, _ in completions], results)
+        await self._put_rewards(
+            order, command.items, rows, [text for text, _ in completions], results
+        )
 
-    async def _answer(self, turns: Turns, order: cmd.Order, item: cmd.Placed) -> None:
+    async def _ask_environment(
+        self, turns: Turns, order: cmd.Envelope, item: cmd.PlacedTrajectory
+    ) -> None:
         """Ask the environment of one trajectory; what was answered before is only reported."""
         try:
             (row,) = await self.store.fetch([item.trajectory_id], with_prompt=True)
@@ -128,59 +132,70 @@ class Scorer:
         if row.placement != item.placement or row.end is not None:
             return
         if row.status == "open":
-            return self._continues(order, item, len(row.contexts))
+            return self._report_continued(order, item, len(row.contexts))
         if row.status == "rewarded":
             found = RewardResult(row.score, row.reward_reason or "ok", "", dict(row.extras))
-            return self._rewarded(order, item, row, _stored(row), found)
-        await self.host.reached("rollout-score")
+            return self._report_rewarded(order, item, row, _make_stored_reward(row), found)
+        await self.host.hit_failpoint("rollout-score")
         try:
-            answer = await turns.answer(item, row)
+            answer = await turns.answer_turn(item, row)
         except SessionLost as lost:
-            return self._failed(order, item, lost.reason, str(lost))
-        if isinstance(answer, GoesOn):
-            await self._go_on(turns, order, item, row, answer)
+            return self._report_failed(order, item, lost.reason, str(lost))
+        if isinstance(answer, NextTurn):
+            await self._continue_turn(turns, order, item, row, answer)
         else:
-            await self._done(order, item, row, answer)
+            await self._score_done(order, item, row, answer)
 
-    async def _go_on(
-        self, turns: Turns, order: cmd.Order, item: cmd.Placed, row: m.Trajectory, answer: GoesOn
+    async def _continue_turn(
+        self,
+        turns: Turns,
+        order: cmd.Envelope,
+        item: cmd.PlacedTrajectory,
+        row: m.Trajectory,
+        answer: NextTurn,
     ) -> None:
         turn = len(row.contexts) + 1
-        stored = await turns.go_on(item, turn, answer)
-        await self.host.reached("rollout-rewarded")
+        stored = await turns.store_context(item, turn, answer)
+        await self.host.hit_failpoint("rollout-rewarded")
         if stored.answer == "ok":
-            self._continues(order, item, turn)
+            self._report_continued(order, item, turn)
         elif stored.answer == "refused":
-            self._failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
+            self._report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
 
-    def _continues(self, order: cmd.Order, item: cmd.Placed, turn: int) -> None:
+    def _report_continued(self, order: cmd.Envelope, item: cmd.PlacedTrajectory, turn: int) -> None:
         event = ev.TrajectoryContinues(
             trajectory_id=item.trajectory_id, placement=item.placement, turn=turn
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, turn=turn)
 
-    async def _done(
-        self, order: cmd.Order, item: cmd.Placed, row: m.Trajectory, answer: Done
+    async def _score_done(
+        self,
+        order: cmd.Envelope,
+        item: cmd.PlacedTrajectory,
+        row: m.Trajectory,
+        answer: TrajectoryDone,
     ) -> None:
         """Its environment has scored it, or the reward functions do."""
         result = answer.result
         if result is None:
-            completion = (answer.text, _ids(row))
+            completion = (answer.text, _decode_token_ids(row))
             call = RewardCall(prompt_row(row), [completion], row.version_step or 0)
             try:
-                (result,) = await self.pool.score(call)
+                (result,) = await self.pool.compute_rewards(call)
             except RewardWorkerLost as error:
-                return self._failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
-        await self._put(order, (item,), [row], [answer.text], [result], answer)
+                return self._report_failed(
+                    order, item, FailureReason.REWARD_WORKER_LOST, str(error)
+                )
+        await self._put_rewards(order, (item,), [row], [answer.text], [result], answer)
 
-    async def _put(
+    async def _put_rewards(
         self,
-        order: cmd.Order,
-        placed: Sequence[cmd.Placed],
+        order: cmd.Envelope,
+        placed: Sequence[cmd.PlacedTrajectory],
         rows: list[m.Trajectory],
         texts: list[str],
         results: list[RewardResult],
-        answer: Done | None = None,
+        answer: TrajectoryDone | None = None,
     ) -> None:
         """`answer`: of the environment, to the one trajectory."""
         items = tuple(
@@ -197,26 +212,26 @@ class Scorer:
             )
             for item, text, result in zip(placed, texts, results, strict=True)
         )
-        reply = await self.store.ask(m.PutRewards(items=items), m.PutRewardsReply)
-        await self.host.reached("rollout-rewarded")
+        reply = await self.store.send_request(m.PutRewards(items=items), m.PutRewardsReply)
+        await self.host.hit_failpoint("rollout-rewarded")
         for item, row, result, stored in zip(placed, rows, results, reply.results, strict=True):
             if stored.answer in ("ok", "already"):
-                self._rewarded(order, item, row, stored, result)
+                self._report_rewarded(order, item, row, stored, result)
             elif stored.answer == "refused":
-                self._failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
+                self._report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
 
-    def _rewarded(
+    def _report_rewarded(
         self,
-        order: cmd.Order,
-        item: cmd.Placed,
+        order: cmd.Envelope,
+        item: cmd.PlacedTrajectory,
         row: m.Trajectory,
-        stored: m.RewardResult,
+        stored: m.StoredReward,
         result: RewardResult,
     ) -> None:
         """`result` is of this attempt; where the store had a reward, that one stays."""
         reason = stored.reward_reason or "ok"
         if stored.score is None:
-            return self._failed(
+            return self._report_failed(
                 order, item, FailureReason.UNSCORED, "no reward function could score it"
             )
         truncated = is_cut_off(stored.finish_reason)
@@ -224,19 +239,23 @@ class Scorer:
             trajectory_id=item.trajectory_id,
             placement=item.placement,
             score_bits=bits_of(stored.score),
-            correct=is_right(stored.score, truncated=truncated),
+            correct=is_correct(stored.score, truncated=truncated),
             reason=RewardOutcome(reason),
             num_tokens=len(row.tokens) // 4,
-            detail="" if reason == "ok" else self._first(order, item, reason, result.detail),
+            detail=""
+            if reason == "ok"
+            else self._log_first_failures(order, item, reason, result.detail),
             truncated=truncated,
             ended_by=_ended_by(stored),
-            extras=numbers_of(result.extras) if row.purpose == Purpose.EVAL else {},
+            extras=select_numbers(result.extras) if row.purpose == Purpose.EVAL else {},
         )
         self.host.emit(
             event, event_seq=order.cause, trajectory=item.trajectory_id, score=stored.score
         )
 
-    def _first(self, order: cmd.Order, item: cmd.Placed, reason: str, detail: str) -> str:
+    def _log_first_failures(
+        self, order: cmd.Envelope, item: cmd.PlacedTrajectory, reason: str, detail: str
+    ) -> str:
         """The detail of a failure that is among the first of its reason, which is logged, too."""
         self._told[reason] += 1
         if self._told[reason] > DETAILS_MAX:
@@ -250,8 +269,8 @@ class Scorer:
         )
         return detail[:500]
 
-    def _failed(
-        self, order: cmd.Order, item: cmd.Placed, reason: FailureReason, detail: str
+    def _report_failed(
+        self, order: cmd.Envelope, item: cmd.PlacedTrajectory, reason: FailureReason, detail: str
     ) -> None:
         event = ev.TrajectoryFailed(
             trajectory_id=item.trajectory_id,
@@ -262,14 +281,14 @@ class Scorer:
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, reason=reason)
 
 
-def _ids(row: m.Trajectory) -> list[int]:
+def _decode_token_ids(row: m.Trajectory) -> list[int]:
     tokens: list[int] = np.frombuffer(row.tokens, dtype="<i4").tolist()
     return tokens
 
 
-def _stored(row: m.Trajectory) -> m.RewardResult:
+def _make_stored_reward(row: m.Trajectory) -> m.StoredReward:
     """What the store says of a reward that it has."""
-    return m.RewardResult(
+    return m.StoredReward(
         trajectory_id=row.trajectory_id,
         answer="already",
         score=row.score,
@@ -278,7 +297,7 @@ def _stored(row: m.Trajectory) -> m.RewardResult:
     )
 
 
-def _ended_by(stored: m.RewardResult) -> EndedBy:
+def _ended_by(stored: m.StoredReward) -> EndedBy:
     """Whether its environment ended it, and why."""
     reason = stored.finish_reason or ""
     return EndedBy(reason) if reason in set(EndedBy) else EndedBy.NONE

@@ -20,7 +20,7 @@ RPC_TIMEOUT_S = 120.0
 """A server of this machine that says nothing for two minutes hangs."""
 
 StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
-RelayAnswer = TypeVar("RelayAnswer", bound=relay.Message)
+RelayAnswer = TypeVar("RelayAnswer", bound=relay.RelayMessage)
 
 
 class TokensRemoved(RuntimeError):
@@ -41,7 +41,7 @@ class StoreClient:
     async def close(self, flush_s: float = FLUSH_S) -> None:
         await self._rpc.close(flush_s)
 
-    async def ask(self, request: store.Request, answer: type[StoreAnswer]) -> StoreAnswer:
+    async def send_request(self, request: store.Request, answer: type[StoreAnswer]) -> StoreAnswer:
         reply = store.decode_reply(await self._rpc.call(store.encode(request), self._timeout_s))
         if not isinstance(reply, answer):
             raise RuntimeError(f"the store answered {type(request).__name__} with {reply!r:.200}")
@@ -51,7 +51,7 @@ class StoreClient:
         """How many went; see RemovePayloads. RpcError, TimeoutError."""
         removed = 0
         request = store.RemovePayloads(before_step=before_step, keep_bytes=keep_bytes)
-        while part := (await self.ask(request, store.RemovePayloadsReply)).removed:
+        while part := (await self.send_request(request, store.RemovePayloadsReply)).removed:
             removed += part
         return removed
 
@@ -66,7 +66,9 @@ class StoreClient:
         asked = store.MAX_ITEMS
         while missing:
             part = tuple(missing.popleft() for _ in range(min(len(missing), asked)))
-            reply = await self.ask(store.Fetch(ids=part, with_prompt=with_prompt), store.FetchReply)
+            reply = await self.send_request(
+                store.Fetch(ids=part, with_prompt=with_prompt), store.FetchReply
+            )
             if reply.unknown:
                 raise RuntimeError(f"the store does not have {', '.join(reply.unknown[:5])}")
             if reply.removed:
@@ -90,7 +92,7 @@ class RelayClient:
     async def close(self, flush_s: float = FLUSH_S) -> None:
         await self._rpc.close(flush_s)
 
-    async def ask(
+    async def send_request(
         self,
         request: relay.Request,
         *answers: type[RelayAnswer],

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from laminar.actors.disk_full_retry import DiskWait
+from laminar.actors.disk_full_retry import DiskFullRetry
 from laminar.actors.host import Host
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -33,7 +33,7 @@ READS = (m.Fetch, m.SamplePrompts, m.Stats)
 """Requests that need no room."""
 
 
-class Database(Protocol):
+class StoreBackend(Protocol):
     """What the store keeps. A write raises DiskError; for want of room nothing of it is left."""
 
     def load_prompts(
@@ -43,7 +43,7 @@ class Database(Protocol):
 
     def prompt_count(self) -> PromptCount: ...
 
-    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+    def save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
         """Token ids (int32 little-endian) of prompts that had none; on return they are durable."""
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
@@ -53,41 +53,43 @@ class Database(Protocol):
     def close(self) -> None: ...
 
 
-class Prompts(Protocol):
+class PromptSource(Protocol):
     """Where the prompts come from, and the tokenizer. Both take long: beside the event loop."""
 
     async def load(self) -> LoadedPrompts:
         """Read and check all; ConfigError names what the user has to mend."""
 
-    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         """Token ids (int32 little-endian) of payloads; ConfigError."""
 
 
 class Store:
     """The database behind a socket."""
 
-    def __init__(self, host: Host, open_database: Callable[[], Database], prompts: Prompts) -> None:
+    def __init__(
+        self, host: Host, open_database: Callable[[], StoreBackend], prompts: PromptSource
+    ) -> None:
         """`open_database`: the run's, created when missing; raises ConfigError, DiskError, and
         DatabaseHeld while another process of the store has it."""
         self.host = host
-        self.database: Database | None = None
+        self.database: StoreBackend | None = None
         self._open_database, self._prompts = open_database, prompts
-        self._disk = DiskWait(host, "the store")
-        self._endings: list[tuple[cmd.Order, cmd.EndTrajectories]] = []  #: not on disk yet
+        self._disk = DiskFullRetry(host, "the store")
+        self._endings: list[tuple[cmd.Envelope, cmd.EndTrajectories]] = []  #: not on disk yet
         self._ending = False  #: they are being written
         self._ready = False  #: the data is loaded
         self._wanted: dict[PromptKey, bytes] = {}  #: payloads that have to be tokenised
         self._tokenising = False
-        self.server = host.server(
+        self.server = host.make_server(
             self._handle_batch, lambda name: host.log.info("peer-lost", peer=name)
         )
 
     async def start(self) -> None:
         prompts = await self._prompts.load()
-        count = await self._disk.until_room(partial(self._fill, prompts))
-        await self.host.reached("store-filled")
+        count = await self._disk.until_room(partial(self._load_prompts, prompts))
+        await self.host.hit_failpoint("store-filled")
         await self.server.start()
-        await self._disk.until_room(partial(self.host.tell_address, self.server.address))
+        await self._disk.until_room(partial(self.host.publish_address, self.server.address))
         self.host.spawn(self.server.wait_closed())
         loaded = ev.DataLoaded(
             num_train=count.train,
@@ -99,13 +101,13 @@ class Store:
         self._ready = True
         self._write_endings()
 
-    async def _fill(self, prompts: LoadedPrompts) -> PromptCount:
+    async def _load_prompts(self, prompts: LoadedPrompts) -> PromptCount:
         if self.database is None:
-            self.database = await self._opened()
+            self.database = await self._open_when_free()
         self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
         return self.database.prompt_count()
 
-    async def _opened(self) -> Database:
+    async def _open_when_free(self) -> StoreBackend:
         """The database, once the store before this one has ended; that was replaced, and is told to
         by its node or, when it next asks, by the coordinator."""
         told = False
@@ -114,11 +116,11 @@ class Store:
                 return self._open_database()
             except DatabaseHeld as held:
                 if not told:
-                    self.host.announce(f"{held}: waiting until it has ended")
+                    self.host.notify_user(f"{held}: waiting until it has ended")
                 told = True
-            await self.host.pause(HELD_PAUSE_S)
+            await self.host.sleep_for(HELD_PAUSE_S)
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         """All endings that arrived together are one transaction; those that another process of the
         store has left come before this one has its database."""
         self._endings += [(o, c) for o, c in orders if isinstance(c, cmd.EndTrajectories)]
@@ -127,29 +129,29 @@ class Store:
     def _write_endings(self) -> None:
         if self._endings and self._ready and not self._ending:
             self._ending = True
-            self.host.spawn(self._end())
+            self.host.spawn(self._end_trajectories())
 
-    async def _end(self) -> None:
+    async def _end_trajectories(self) -> None:
         while self._endings:
             ending, self._endings = self._endings, []
             requests = [m.End(items=tuple(end_item(e) for e in c.endings)) for _, c in ending]
-            await self.host.reached("store-end")
-            replies = await self._disk.until_room(partial(self._handle, requests))
-            await self.host.reached("store-ended")
+            await self.host.hit_failpoint("store-end")
+            replies = await self._disk.until_room(partial(self._handle_ends, requests))
+            await self.host.hit_failpoint("store-ended")
             for (order, _), reply in zip(ending, replies, strict=True):
                 if not isinstance(reply, m.EndReply):
-                    return self.host.fail(f"the store could not end trajectories: {reply}")
+                    return self.host.fail_process(f"the store could not end trajectories: {reply}")
                 self._report_ends(order, reply)
         self._ending = False
 
-    async def _handle(self, requests: list[m.End]) -> list[m.Reply | NotTokenised]:
+    async def _handle_ends(self, requests: list[m.End]) -> list[m.Reply | NotTokenised]:
         assert self.database is not None, "orders come when the store has reported its data"
         return self.database.handle_batch(requests)
 
-    def _report_ends(self, order: cmd.Order, reply: m.EndReply) -> None:
+    def _report_ends(self, order: cmd.Envelope, reply: m.EndReply) -> None:
         for result in reply.results:
             if result.answer != "ok":
-                return self.host.fail(f"ending {result.trajectory_id}: {result.reason}")
+                return self.host.fail_process(f"ending {result.trajectory_id}: {result.reason}")
         ended = tuple(
             ev.EndedTrajectory(
                 trajectory_id=r.trajectory_id,  # type: ignore[arg-type]
@@ -177,11 +179,11 @@ class Store:
                 places.append(index)
             except m.StoreWireError as error:
                 answers[index] = RpcError(str(error))
-        for index, reply in zip(places, self._answered(requests), strict=True):
+        for index, reply in zip(places, self._answer_requests(requests), strict=True):
             answers[index] = None if reply is None else m.encode(reply)
         return answers
 
-    def _answered(self, requests: list[m.Request]) -> list[m.Reply | None]:
+    def _answer_requests(self, requests: list[m.Request]) -> list[m.Reply | None]:
         """None for what writes while there is no room, and for what needs prompts that are being
         tokenised; raises when there is no room for too long."""
         assert self.database is not None, "the server listens when the database is filled"
@@ -190,41 +192,44 @@ class Store:
         try:
             found = self.database.handle_batch(requests)
         except DiskError as error:
-            self._disk.failed(error)
+            self._disk.handle_failure(error)
             reads = [request for request in requests if isinstance(request, READS)]
             answers = iter(self.database.handle_batch(reads))
-            return [self._reply(next(answers)) if isinstance(r, READS) else None for r in requests]
+            return [
+                self._reply_or_tokenise(next(answers)) if isinstance(r, READS) else None
+                for r in requests
+            ]
         if not all(isinstance(request, READS) for request in requests):
-            self._disk.worked()
-        return [self._reply(answer) for answer in found]
+            self._disk.record_success()
+        return [self._reply_or_tokenise(answer) for answer in found]
 
     # --- prompts ------------------------------------------------------------------------------
 
-    def _reply(self, answer: m.Reply | NotTokenised) -> m.Reply | None:
+    def _reply_or_tokenise(self, answer: m.Reply | NotTokenised) -> m.Reply | None:
         if not isinstance(answer, NotTokenised):
             return answer
         self._wanted |= answer.prompts
         if not self._tokenising:
             self._tokenising = True
-            self.host.spawn(self._tokenise())
+            self.host.spawn(self._tokenise_missing())
         return None
 
-    async def _tokenise(self) -> None:
+    async def _tokenise_missing(self) -> None:
         """Tokenise until no prompt is waited for; all that are waited for go together."""
         while self._wanted:
-            ids = await self._prompts.tokenise(self._wanted.copy())
-            await self._disk.until_room(partial(self._keep, ids))
+            ids = await self._prompts.tokenise_prompts(self._wanted.copy())
+            await self._disk.until_room(partial(self._save_prompt_ids, ids))
             for key in ids:
                 del self._wanted[key]
-            self.server.again()
+            self.server.retry_held()
         self._tokenising = False
 
-    async def _keep(self, ids: Mapping[PromptKey, bytes]) -> None:
+    async def _save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
         assert self.database is not None, "it has said which prompts have no ids"
-        self.database.keep_prompt_ids(ids)
+        self.database.save_prompt_ids(ids)
 
 
-def end_item(ending: cmd.Ending) -> m.EndItem:
+def end_item(ending: cmd.TrajectoryEnding) -> m.EndItem:
     """What the coordinator's order means for one trajectory."""
     return m.EndItem(
         trajectory_id=ending.trajectory_id,

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from laminar.actors.batch_fetch import batch_of
+from laminar.actors.batch_fetch import fetch_batch
 from laminar.actors.checkpoint_writer import CheckpointWriter
-from laminar.actors.disk_full_retry import DiskWait
+from laminar.actors.disk_full_retry import DiskFullRetry
 from laminar.actors.model_files import ModelFiles, save_model
 from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.weight_publisher import Attach, WeightPublisher
@@ -38,15 +38,15 @@ from laminar.names.ids import TrajectoryId
 from laminar.net.calls import RpcError
 from laminar.run.directory import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
-from laminar.storage.contents import digest_of
+from laminar.storage.contents import digest_batch
 from laminar.training.steps import (
     ModelLayout,
     Origin,
     StepResult,
     TrainSample,
-    contents_of,
+    iter_contents,
 )
-from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, ResumeState
 from laminar.weights.version import manifest as mf
 
 if TYPE_CHECKING:
@@ -81,16 +81,16 @@ class Learner(Protocol):
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0)."""
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of tokens 1..L-1 of each sequence with the present weights, nats."""
 
-    async def reload(self, directory: Path) -> None:
+    async def reload_weights(self, directory: Path) -> None:
         """Take the weights of an exported model in the place of the present ones."""
 
-    def facts(self) -> LearnerFacts:
+    def collect_facts(self) -> LearnerFacts:
         """What a checkpoint has to say of it."""
 
-    async def restore(self, directory: Path) -> Resume:
+    async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Be as it was when this checkpoint was written; CheckpointError: it is damaged,
         ConfigError: it is another model's."""
 
@@ -115,12 +115,12 @@ class Trainer:
         self.learner, self.book = learner, book
         self._attach, self._files = attach, files
         disk_wait_s = self.config.coordinator.disk_wait_s
-        self.store = StoreClient(host.client("store-0"), disk_wait_s)
-        self.jobs: asyncio.Queue[tuple[cmd.Order, Command]] = asyncio.Queue()
+        self.store = StoreClient(host.make_client("store-0"), disk_wait_s)
+        self.jobs: asyncio.Queue[tuple[cmd.Envelope, Command]] = asyncio.Queue()
         self.publisher: WeightPublisher | None = None
         self.checkpoints: CheckpointWriter | None = None
-        self._book_disk = DiskWait(host, "the trainer's book")
-        self._export_disk = DiskWait(host, "the model")
+        self._book_disk = DiskFullRetry(host, "the trainer's book")
+        self._export_disk = DiskFullRetry(host, "the model")
         self._probed: mf.Probe | None = None  #: of the present weights, once it was asked for
         self._waiting_from_ns = host.now_ns()
 
@@ -129,31 +129,38 @@ class Trainer:
         wanted = self.config.weights.dtype
         dtype = layout.engine_dtype if wanted == "auto" else wanted
         self.tolerance = self.config.weights.probe_tolerance or PROBE_TOLERANCE[dtype]
-        specs = self._specs = mf.layout(layout.shapes, dtype)
+        specs = self._specs = mf.make_layout(layout.shapes, dtype)
         await self.store.start()
-        relay = RelayClient(self.host.client(ids.actor_name("relay", self.host.node, 0)))
-        self.publisher = WeightPublisher(self.host, relay, self._attach, specs, self._probe)
+        relay = RelayClient(self.host.make_client(ids.actor_name("relay", self.host.node, 0)))
+        self.publisher = WeightPublisher(self.host, relay, self._attach, specs, self._measure_probe)
         await self.publisher.start()
-        self.probe_ids = probe_sequences(await self._prompts(), self.config.max_model_len - 1)
-        self.checkpoints = CheckpointWriter(
-            self.host, self._files, specs, self._probe, self.learner.facts, self._remove_payloads
+        self.probe_ids = probe_sequences(
+            await self._sample_prompts(), self.config.max_model_len - 1
         )
-        self.host.spawn(self._work(self.publisher, self.checkpoints))
+        self.checkpoints = CheckpointWriter(
+            self.host,
+            self._files,
+            specs,
+            self._measure_probe,
+            self.learner.collect_facts,
+            self._remove_payloads,
+        )
+        self.host.spawn(self._run_jobs(self.publisher, self.checkpoints))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         weights_bytes = mf.check_tensors(specs)
-        found = await self.checkpoints.found()
+        found = await self.checkpoints.find_checkpoints()
         ready = ev.TrainerReady(
             num_parameters=parameters,
             weights_bytes=weights_bytes,
-            checkpoints=tuple(map(self._described, found, found.values())),
+            checkpoints=tuple(map(self._describe_checkpoint, found, found.values())),
             functions=tuple(
                 ev.TrainFunction(setting=setting, digest=digest)
-                for setting, digest in self.learner.facts().functions.items()
+                for setting, digest in self.learner.collect_facts().functions.items()
             ),
         )
         self.host.emit(ready, parameters=parameters, checkpoints=len(found), rows=layout.rows)
 
-    def _described(self, directory: Path, resume: Resume) -> ev.Checkpoint:
+    def _describe_checkpoint(self, directory: Path, resume: ResumeState) -> ev.Checkpoint:
         return ev.Checkpoint(
             version=resume.version,
             step=resume.step,
@@ -161,17 +168,17 @@ class Trainer:
             digest=resume.digest,
         )
 
-    async def _prompts(self) -> tuple[bytes, ...]:
+    async def _sample_prompts(self) -> tuple[bytes, ...]:
         """Some of the run's. The store may take long to read them: coordinator.start_timeout_s is
         the deadline of both."""
         while True:
             try:
                 sample = store.SamplePrompts(count=PROBE_PROMPTS)
-                return (await self.store.ask(sample, store.SamplePromptsReply)).prompts
+                return (await self.store.send_request(sample, store.SamplePromptsReply)).prompts
             except TimeoutError:
                 self.host.log.warning("no-prompts", reason="the store has not read the data yet")
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         for order in orders:
             self.jobs.put_nowait(order)
 
@@ -184,54 +191,56 @@ class Trainer:
             await self.checkpoints.close()
         self.book.close()
 
-    async def _work(self, publisher: WeightPublisher, checkpoints: CheckpointWriter) -> None:
+    async def _run_jobs(self, publisher: WeightPublisher, checkpoints: CheckpointWriter) -> None:
         """One job at a time, in the order of the commands."""
         while True:
             order, command = await self.jobs.get()
             self._probed = None  # each job may change the weights, before it asks for a probe
-            self.host.span("waiting", self._waiting_from_ns, self.host.now_ns())
+            self.host.record_span("waiting", self._waiting_from_ns, self.host.now_ns())
             if isinstance(command, cmd.TrainStep):
-                result, contents, seconds = await self._train(command)
-                checkpoints.consumed(command.trajectories)
-                await publisher.publish(command.version, command.step_index + 1, order.cause)
-                await self.host.reached("trainer-copy")
+                result, contents, seconds = await self._train_step(command)
+                checkpoints.record_batch(command.trajectories)
+                await publisher.publish_or_skip(
+                    command.version, command.step_index + 1, order.cause
+                )
+                await self.host.hit_failpoint("trainer-copy")
                 line = _book_line(command, result, contents, self.host.incarnation)
-                await self._report(order, command, result, line, seconds)
+                await self._report_step(order, command, result, line, seconds)
                 await checkpoints.save_if_due(command.version, command.step_index + 1, order.cause)
             elif isinstance(command, cmd.PublishWeights):
                 await publisher.publish_owed(command.version, command.step)
             elif isinstance(command, cmd.ExportModel):
-                await self._export(order, command, publisher)
+                await self._export_model(order, command, publisher)
             elif isinstance(command, cmd.SaveCheckpoint):
                 await checkpoints.save(command.version, command.step, order.cause)
             elif isinstance(command, cmd.LoadCheckpoint):
-                await self._load(order, command, checkpoints)
+                await self._load_checkpoint(order, command, checkpoints)
             elif isinstance(command, cmd.RedoStep):
-                await self._redo(order, command, checkpoints)
+                await self._repeat_step(order, command, checkpoints)
             self._waiting_from_ns = self.host.now_ns()
 
     # --- training -----------------------------------------------------------------------------
 
-    async def _train(self, command: cmd.TrainStep) -> tuple[StepResult, str, float]:
+    async def _train_step(self, command: cmd.TrainStep) -> tuple[StepResult, str, float]:
         """The step, the digest of what it was trained on, and how many seconds it took."""
         started = self.host.now_ns()
-        await self.host.reached("trainer-fetch")
-        samples = await batch_of(self.store, command)
+        await self.host.hit_failpoint("trainer-fetch")
+        samples = await fetch_batch(self.store, command)
         received = self.host.now_ns()
-        self.host.span("fetching", started, received, step=command.step_index)
-        contents = digest_of(contents_of(samples))
+        self.host.record_span("fetching", started, received, step=command.step_index)
+        contents = digest_batch(iter_contents(samples))
         step = asyncio.ensure_future(self.learner.train_step(samples, command.step_index))
         await asyncio.sleep(0)  # it begins
-        await self.host.reached("trainer-step")
+        await self.host.hit_failpoint("trainer-step")
         result = await step
-        await self.host.reached("trainer-optimizer")
+        await self.host.hit_failpoint("trainer-optimizer")
         done = self.host.now_ns()
-        self.host.span("busy", received, done, step=command.step_index)
+        self.host.record_span("busy", received, done, step=command.step_index)
         return result, contents, (done - started) / 1e9
 
-    async def _report(
+    async def _report_step(
         self,
-        order: cmd.Order,
+        order: cmd.Envelope,
         command: cmd.TrainStep,
         result: StepResult,
         line: bytes,
@@ -239,7 +248,7 @@ class Trainer:
     ) -> None:
         """Write a step into the book, and then tell the coordinator."""
         await self._book_disk.until_room(lambda: self.book.enter(line))
-        await self.host.reached("trainer-book")
+        await self.host.hit_failpoint("trainer-book")
         completed = ev.StepCompleted(
             step_index=command.step_index,
             version=command.version,
@@ -254,12 +263,12 @@ class Trainer:
             completed, event_seq=order.cause, step=command.step_index + 1, version=command.version
         )
 
-    async def _probe(self) -> mf.Probe:
+    async def _measure_probe(self) -> mf.Probe:
         """What these weights say about text of the run's prompts: an engine must say the same. The
         version and the checkpoint of a step have the same weights, which are scored once."""
         if self._probed is None:
-            scores = await self.learner.score(self.probe_ids)
-            self._probed = probe_of(self.probe_ids, scores, self.tolerance)
+            scores = await self.learner.compute_logprobs(self.probe_ids)
+            self._probed = make_probe(self.probe_ids, scores, self.tolerance)
         return self._probed
 
     async def _remove_payloads(self, before_step: int) -> None:
@@ -277,47 +286,47 @@ class Trainer:
 
     # --- going on after a loss ----------------------------------------------------------------
 
-    async def _load(
-        self, order: cmd.Order, command: cmd.LoadCheckpoint, checkpoints: CheckpointWriter
+    async def _load_checkpoint(
+        self, order: cmd.Envelope, command: cmd.LoadCheckpoint, checkpoints: CheckpointWriter
     ) -> None:
         """Be as the checkpoint is. One that is damaged is set aside: the process that comes after
         this one goes on from the one before it."""
-        await self.host.reached("trainer-load")
+        await self.host.hit_failpoint("trainer-load")
         directory, started = self.host.run_dir / command.path, self.host.now_ns()
         try:
-            resume = await self.learner.restore(directory)
+            resume = await self.learner.restore_checkpoint(directory)
         except CheckpointError:
             refused = self.host.run_dir / REFUSED_DIR / directory.name
             with suppress(OSError):
                 await self._files.rename(directory, refused)
             raise
-        present = self.learner.facts()
+        present = self.learner.collect_facts()
         differ = [n for n in ROUNDING if getattr(resume.learner, n) != getattr(present, n)]
         if differ:
             self.host.log.warning("rounding-may-differ", path=command.path, reason=differ)
-        await checkpoints.resume(resume, command.kept)
-        self.host.span("loading", started, self.host.now_ns(), step=command.step)
+        await checkpoints.resume_from(resume, command.kept)
+        self.host.record_span("loading", started, self.host.now_ns(), step=command.step)
         loaded = ev.CheckpointLoaded(version=command.version, step=command.step)
         self.host.emit(loaded, event_seq=order.cause, path=command.path)
 
-    async def _redo(
-        self, order: cmd.Order, command: cmd.RedoStep, checkpoints: CheckpointWriter
+    async def _repeat_step(
+        self, order: cmd.Envelope, command: cmd.RedoStep, checkpoints: CheckpointWriter
     ) -> None:
         """Train what the log has, and say what it came to: it is neither published nor entered."""
         started = self.host.now_ns()
         result = await self.learner.train_step(
-            await batch_of(self.store, command), command.step_index
+            await fetch_batch(self.store, command), command.step_index
         )
-        checkpoints.consumed(command.trajectories)
-        described = await self._files.describe(
+        checkpoints.record_batch(command.trajectories)
+        described = await self._files.build_manifest(
             await self._files.copy(),
             version=command.version,
             step=result.step + 1,
             specs=self._specs,
             probe=NO_PROBE,
         )
-        await self.host.reached("trainer-redo")
-        self.host.span("redoing", started, self.host.now_ns(), step=command.step_index)
+        await self.host.hit_failpoint("trainer-redo")
+        self.host.record_span("redoing", started, self.host.now_ns(), step=command.step_index)
         if command.digest not in ("", described.digest):
             self.host.log.warning("redo-differs", step=command.step_index + 1)
         redone = ev.StepRedone(
@@ -330,16 +339,16 @@ class Trainer:
 
     # --- exporting ----------------------------------------------------------------------------
 
-    async def _export(
-        self, order: cmd.Order, command: cmd.ExportModel, publisher: WeightPublisher
+    async def _export_model(
+        self, order: cmd.Envelope, command: cmd.ExportModel, publisher: WeightPublisher
     ) -> None:
         """Write the model, read it back, and publish what was read: that is what is evaluated."""
         directory = self.host.run_dir / EXPORT_DIR
         started = self.host.now_ns()
-        await self.host.reached("trainer-export")
+        await self.host.hit_failpoint("trainer-export")
         await self._export_disk.until_room(lambda: save_model(self._files, directory))
-        await self.learner.reload(directory)
-        self.host.span("exporting", started, self.host.now_ns())
+        await self.learner.reload_weights(directory)
+        self.host.record_span("exporting", started, self.host.now_ns())
         if not await publisher.publish_owed(command.version, command.step):
             raise RuntimeError("no slot of the relay became free for the export")
         exported = ev.ModelExported(version=command.version, path=str(directory))
@@ -363,14 +372,14 @@ def _book_line(
     return json.dumps(line).encode()
 
 
-def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
+def _left_out(result: StepResult) -> tuple[ev.ExcludedRows, ...]:
     """The trajectories left out, by origin; one that several suspects have sampled is with each."""
     rows: dict[Origin, list[TrajectoryId]] = {}
     for sample_id, origins in result.left_out.items():
         for origin in origins:
             rows.setdefault(origin, []).append(TrajectoryId(sample_id))
     return tuple(
-        ev.LeftOut(
+        ev.ExcludedRows(
             replica=replica,
             version=version,
             diff=suspect.diff,
@@ -381,7 +390,7 @@ def _left_out(result: StepResult) -> tuple[ev.LeftOut, ...]:
     )
 
 
-def probe_of(
+def make_probe(
     sequences: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], tolerance: float
 ) -> mf.Probe:
     """`scores`: log-probs of the learner's weights; `tolerance`: nats per token on average."""

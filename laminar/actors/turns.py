@@ -25,7 +25,14 @@ from laminar.events import commands as cmd
 from laminar.names import ids
 from laminar.storage import messages as m
 from laminar.tasks.data.prompts import PromptRow
-from laminar.tasks.environments.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+from laminar.tasks.environments.turns import (
+    Effect,
+    NextTurn,
+    Session,
+    SessionLost,
+    TrajectoryDone,
+    TurnCall,
+)
 
 Ids = tuple[int, ...]
 
@@ -41,14 +48,14 @@ class Environments(Protocol):
         nothing. SessionLost."""
         ...
 
-    async def turn(
+    async def answer_turn(
         self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
-    ) -> GoesOn | Done:
+    ) -> NextTurn | TrajectoryDone:
         """Answer a turn; asked again, the same answer. `intend` notes calls that are not to be made
         twice, before they are made. SessionLost."""
         ...
 
-    def forget(self, trajectory_id: str) -> None:
+    def end_session(self, trajectory_id: str) -> None:
         """End its session, if there is one."""
 
     async def close(self) -> None: ...
@@ -63,13 +70,13 @@ class Turn(NamedTuple):
     begins: int  #: sampled tokens of the turns before it
 
 
-def turn_of(opened: m.OpenResult) -> Turn:
+def make_turn(opened: m.OpenResult) -> Turn:
     """The turn to sample."""
-    sampled, number = _ints(opened.tokens), len(opened.contexts)
+    sampled, number = _decode_ids(opened.tokens), len(opened.contexts)
     turns = list(accumulate(opened.segment_lengths[:number], initial=0))
-    before = [*_ints(opened.prompt_ids)]
+    before = [*_decode_ids(opened.prompt_ids)]
     for (start, end), context in zip(pairwise(turns), opened.contexts, strict=True):
-        before += [*sampled[start:end], *_ints(context)]
+        before += [*sampled[start:end], *_decode_ids(context)]
     return Turn(number, tuple(before), tuple(sampled[turns[-1] :]), turns[-1])
 
 
@@ -85,7 +92,7 @@ class Turns:
         self.host, self.store, self.environments = host, store, environments
         self.config: Config = host.config
 
-    async def begin(
+    async def open_session(
         self, command: cmd.GenerateTrajectory, opened: m.OpenResult
     ) -> m.OpenResult | None:
         """Open the session of a trajectory that has no tokens yet; what was opened, with the prompt
@@ -93,7 +100,7 @@ class Turns:
         if opened.num_tokens or opened.contexts or opened.own_prompt:
             return opened  # its session is elsewhere, or lost: its turn will tell
         reply = await self.store.fetch([command.trajectory_id], with_prompt=True)
-        session = self._session(reply[0])
+        session = self._make_session(reply[0])
         prompt_ids = await self.environments.reset(session)
         if prompt_ids is None:
             return opened
@@ -103,34 +110,36 @@ class Turns:
                 f"reset() makes a prompt of {len(prompt_ids)} tokens, and there is room for {room} "
                 "(data.max_prompt_length + env.max_context_tokens)"
             )
-        tokens = _bytes(prompt_ids)
-        kept = await self._keep_prompt(command, tokens)
+        tokens = _encode_ids(prompt_ids)
+        kept = await self._store_prompt(command, tokens)
         if kept.answer == "refused":
             raise SessionLost(kept.reason)
         return msgspec.structs.replace(opened, prompt_ids=tokens) if kept.answer == "ok" else None
 
-    async def _keep_prompt(self, command: cmd.GenerateTrajectory, tokens: bytes) -> m.Result:
+    async def _store_prompt(self, command: cmd.GenerateTrajectory, tokens: bytes) -> m.Result:
         item = m.ContextItem(
             trajectory_id=command.trajectory_id,
             placement=command.placement,
             turn=0,
             tokens=tokens,
         )
-        reply = await self.store.ask(m.Continue(items=(item,)), m.ContinueReply)
+        reply = await self.store.send_request(m.Continue(items=(item,)), m.ContinueReply)
         return reply.results[0]
 
-    async def answer(self, item: cmd.Placed, row: m.Trajectory) -> GoesOn | Done:
+    async def answer_turn(
+        self, item: cmd.PlacedTrajectory, row: m.Trajectory
+    ) -> NextTurn | TrajectoryDone:
         """What its environment says to the turn that has ended; SessionLost."""
         effects = tuple(
             Effect(e.call, e.tool, e.arguments, e.status, e.result, e.seconds) for e in row.effects
         )
         call = TurnCall(
-            session=self._session(row),
+            session=self._make_session(row),
             turn=len(row.contexts),
-            prompt_ids=_ints(row.prompt_ids),
-            parts=parts_of(row),
+            prompt_ids=_decode_ids(row.prompt_ids),
+            parts=split_turns(row),
             finish_reason=row.finish_reason or "",
-            room=self._room(row),
+            room=self._count_context_room(row),
             stored=effects,
             seconds=row.call_seconds,
         )
@@ -143,33 +152,35 @@ class Turns:
                 owner=f"{self.host.name}@{self.host.incarnation}",
                 effects=effect_items(calls),
             )
-            reply = await self.store.ask(request, m.IntendReply)
+            reply = await self.store.send_request(request, m.IntendReply)
             (noted,) = reply.results
             if noted.answer != "ok":
                 raise SessionLost(noted.reason or noted.answer)
-            await self.host.reached("rollout-noted")
+            await self.host.hit_failpoint("rollout-noted")
 
-        answer = await self.environments.turn(call, intend)
-        await self.host.reached("rollout-called")
+        answer = await self.environments.answer_turn(call, intend)
+        await self.host.hit_failpoint("rollout-called")
         return answer
 
-    async def go_on(self, item: cmd.Placed, turn: int, answer: GoesOn) -> m.Result:
+    async def store_context(
+        self, item: cmd.PlacedTrajectory, turn: int, answer: NextTurn
+    ) -> m.Result:
         """Context and ends of calls into the store: the trajectory is open again."""
         context = m.ContextItem(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
             turn=turn,
-            tokens=_bytes(answer.context),
+            tokens=_encode_ids(answer.context),
             effects=effect_items(answer.effects),
         )
-        reply = await self.store.ask(m.Continue(items=(context,)), m.ContinueReply)
+        reply = await self.store.send_request(m.Continue(items=(context,)), m.ContinueReply)
         return reply.results[0]
 
-    def _session(self, row: m.Trajectory) -> Session:
+    def _make_session(self, row: m.Trajectory) -> Session:
         seed = ids.hash64(self.config.seed, "environment", row.group_id)
         return Session(row.trajectory_id, row.attempt, seed, prompt_row(row), row.purpose)
 
-    def _room(self, row: m.Trajectory) -> int:
+    def _count_context_room(self, row: m.Trajectory) -> int:
         """Context tokens that still fit; a longer prompt takes of it."""
         longer = len(row.prompt_ids) // 4 - self.config.data.max_prompt_length
         used = sum(map(len, row.contexts)) // 4 + max(longer, 0)
@@ -178,14 +189,14 @@ class Turns:
         return max(self.config.env.max_context_tokens - used, 0)
 
 
-def parts_of(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
+def split_turns(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
     """Turns and contexts in order: whether the model sampled it, token ids."""
-    sampled, parts = _ints(row.tokens), list[tuple[bool, Ids]]()
+    sampled, parts = _decode_ids(row.tokens), list[tuple[bool, Ids]]()
     ends = list(accumulate(row.segment_lengths, initial=0))
     for (start, end), context in zip(pairwise(ends), [*row.contexts, b""], strict=True):
         parts.append((True, sampled[start:end]))
         if context:
-            parts.append((False, _ints(context)))
+            parts.append((False, _decode_ids(context)))
     return tuple(parts)
 
 
@@ -217,9 +228,9 @@ def effect_items(effects: Sequence[Effect]) -> tuple[m.EffectItem, ...]:
     )
 
 
-def _ints(data: bytes) -> Ids:
+def _decode_ids(data: bytes) -> Ids:
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
-def _bytes(token_ids: Ids) -> bytes:
+def _encode_ids(token_ids: Ids) -> bytes:
     return np.asarray(token_ids, dtype="<i4").tobytes()

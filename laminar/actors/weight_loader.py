@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from laminar.actors.active_sequence import Weights
+from laminar.actors.active_sequence import LoadedWeights
 from laminar.actors.host import Host
 from laminar.actors.service_clients import RelayClient
 from laminar.engines.protocol import (
@@ -54,19 +54,19 @@ class NotReadable(RuntimeError):
     """The bytes of a version are not there, or not any more."""
 
 
-class Slots(Protocol):
+class SlotArena(Protocol):
     """The memory of a relay on this machine."""
 
-    def offset(self, index: int) -> int:
+    def get_slot_offset(self, index: int) -> int:
         """Where a slot begins in its file, bytes."""
         ...
 
-    def slot(self, index: int) -> Bytes:
+    def get_slot(self, index: int) -> Bytes:
         """The bytes of a slot, uint8 [slot_bytes], which the relay may write to."""
         ...
 
 
-class Copy(Protocol):
+class RestoredVersion(Protocol):
     """A version in memory of its own."""
 
     @property
@@ -87,15 +87,15 @@ class Copy(Protocol):
 class WeightFiles(Protocol):
     """The bytes of versions that a replica can reach."""
 
-    def attach(self, arena: str) -> Slots:
+    def attach_arena(self, arena: str) -> SlotArena:
         """Map the memory of a relay by its path; NotReadable."""
         ...
 
-    async def read_checkpoint(self, directory: Path, version: int) -> Copy:
+    async def read_checkpoint(self, directory: Path, version: int) -> RestoredVersion:
         """This version, proved by its digest; NotReadable."""
         ...
 
-    async def verify(self, view: Bytes, manifest: mf.Manifest) -> None:
+    async def verify_weights(self, view: Bytes, manifest: mf.Manifest) -> None:
         """WeightsCorrupt, ManifestError."""
 
 
@@ -104,12 +104,12 @@ class Leases:
 
     def __init__(self, host: Host, relay: RelayClient, files: WeightFiles) -> None:
         self._host, self._relay, self._files = host, relay, files
-        self._arena: Slots | None = None
+        self._arena: SlotArena | None = None
         self._arena_path = ""  #: a relay that was started again has another
 
-    async def take(
-        self, order: cmd.Order, command: cmd.PullWeights, copy: int = -1
-    ) -> m.Leased | m.Arriving | m.Gone:
+    async def take_lease(
+        self, order: cmd.Envelope, command: cmd.PullWeights, copy: int = -1
+    ) -> m.VersionLeased | m.VersionArriving | m.VersionUnavailable:
         """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing; one that
         awaits the version is asked again until it is there. `copy`: the one that is known here."""
         request = m.LeaseVersion(
@@ -122,20 +122,28 @@ class Leases:
             copy=copy,
         )
         try:
-            lease: m.Leased | m.Arriving | m.Coming | m.Gone = m.Coming()
-            while isinstance(lease, m.Coming):  # the order to load has a deadline
-                lease = await self._relay.ask(request, m.Leased, m.Arriving, m.Coming, m.Gone)
-                if isinstance(lease, m.Coming):
+            lease: m.VersionLeased | m.VersionArriving | m.VersionPending | m.VersionUnavailable = (
+                m.VersionPending()
+            )
+            while isinstance(lease, m.VersionPending):  # the order to load has a deadline
+                lease = await self._relay.send_request(
+                    request,
+                    m.VersionLeased,
+                    m.VersionArriving,
+                    m.VersionPending,
+                    m.VersionUnavailable,
+                )
+                if isinstance(lease, m.VersionPending):
                     await asyncio.sleep(COMING_POLL_S)
-            if not isinstance(lease, m.Gone) and self._arena_path != lease.arena:
-                self._arena = self._files.attach(lease.arena)
+            if not isinstance(lease, m.VersionUnavailable) and self._arena_path != lease.arena:
+                self._arena = self._files.attach_arena(lease.arena)
                 self._arena_path = lease.arena
         except (RpcError, TimeoutError, NotReadable) as error:
             self._host.log.warning("not-leased", version=command.version, reason=str(error))
-            return m.Gone(held=())
+            return m.VersionUnavailable(held=())
         return lease
 
-    async def release(self, lease: m.Leased) -> bool:
+    async def release(self, lease: m.VersionLeased) -> bool:
         """Whether nothing can have been written into the slot while it was read.
 
         Nothing is written into what a relay leaves behind when it dies; and if it is only slow, the
@@ -143,22 +151,24 @@ class Leases:
         """
         request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
         try:
-            released: m.Released | m.OtherArena = await self._relay.ask(
-                request, m.Released, m.OtherArena, timeout_s=RELEASE_S
+            released: m.LeaseReleased | m.ArenaReplaced = await self._relay.send_request(
+                request, m.LeaseReleased, m.ArenaReplaced, timeout_s=RELEASE_S
             )
         except TimeoutError:
             return True
-        return isinstance(released, m.OtherArena) or released.valid
+        return isinstance(released, m.ArenaReplaced) or released.valid
 
-    def bytes_of(self, lease: m.Leased) -> Bytes:
+    def bytes_of(self, lease: m.VersionLeased) -> Bytes:
         """The slot, in the arena that was mapped last."""
         assert self._arena is not None
-        return self._arena.slot(lease.slot)
+        return self._arena.get_slot(lease.slot)
 
-    def source_of(self, lease: m.Leased | m.Arriving, draft: mf.Draft) -> WeightSource:
+    def make_source(
+        self, lease: m.VersionLeased | m.VersionArriving, draft: mf.Draft
+    ) -> WeightSource:
         """Where the tensors of a version lie that has this layout."""
         assert self._arena is not None
-        offset = self._arena.offset(lease.slot)
+        offset = self._arena.get_slot_offset(lease.slot)
         return source_of(lease.arena, offset, draft.tensors, draft.total_bytes)
 
 
@@ -176,104 +186,106 @@ class WeightLoader:
         self._expected: Awaitable[None]  #: its engine takes work for it from then on
         self.proved = 0  #: the last load whose digest and probe were right, as TokenDelta counts
         self._loads = 0  #: that have begun
-        self._weights: dict[int, Weights] = {}  #: by load, of the last ones
+        self._weights: dict[int, LoadedWeights] = {}  #: by load, of the last ones
         self.probe_diff = 0.0
         #: seconds of the last load, its digest included, and of its probe
         self._took: dict[str, float] = {}
 
-    def weights_of(self, load: int) -> Weights:
+    def get_weights(self, load: int) -> LoadedWeights:
         """What the engine samples with after this load, one of the last two; 0: after the last."""
         return self._weights[load or self._loads]
 
-    def expect(self, version: int) -> None:
+    def expect_version(self, version: int) -> None:
         """From here on the engine takes work for a version of which nothing is here; `pull` with
         the purpose stream follows."""
-        self._nothing_served()
+        self._clear_served()
         self._loads += 1
         self.coming, self._expected = version, self.engine.expect_weights()
 
-    async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+    async def pull_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         """Lease, load, prove, release, report."""
         if command.purpose == PullPurpose.STREAM:
-            return await self._stream(order, command)
+            return await self._stream_weights(order, command)
         in_flight = command.purpose == PullPurpose.IN_FLIGHT
         if command.checkpoint:
             return await self._pull_from_disk(order, command)
         started = self.host.now_ns()
         failure = ""
         for _ in range(1 if in_flight else LOADS_MAX):
-            lease = await self._leases.take(order, command)
-            if isinstance(lease, m.Gone):
+            lease = await self._leases.take_lease(order, command)
+            if isinstance(lease, m.VersionUnavailable):
                 if failure:  # what the engine had is gone, too
-                    return self._rejected(order, command.version, failure)
-                return self._gone(order, command.version, lease)
-            assert isinstance(lease, m.Leased)  # only a stream is told of what arrives
-            await self.host.reached("rollout-leased")
+                    return self._report_rejected(order, command.version, failure)
+                return self._report_gone(order, command.version, lease)
+            assert isinstance(lease, m.VersionLeased)  # only a stream is told of what arrives
+            await self.host.hit_failpoint("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
             failure = await self._load(lease, manifest, in_flight) if reloaded else ""
             valid = await self._leases.release(lease)
             if valid and not failure:
-                await self.host.reached("rollout-loaded")
-                return self._loaded(order, manifest, started, reloaded)
+                await self.host.hit_failpoint("rollout-loaded")
+                return self._report_loaded(order, manifest, started, reloaded)
             failure = failure or REVOKED
-            self._nothing_served()
-        self._rejected(order, manifest.version, failure)
+            self._clear_served()
+        self._report_rejected(order, manifest.version, failure)
 
-    async def _stream(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+    async def _stream_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         """Copy what arrives, prove the whole, report, let the engine sample. A failure is not tried
         again here: the whole version is there by then."""
         started = self.host.now_ns()
         try:
             await self._expected
-            lease, source, begun = await self._follow(order, command)
+            lease, source, begun = await self._follow_copy(order, command)
         except EngineError as error:
-            return self._rejected(order, command.version, str(error))
-        if isinstance(lease, m.Gone):
+            return self._report_rejected(order, command.version, str(error))
+        if isinstance(lease, m.VersionUnavailable):
             self.coming = -1
-            return self._gone(order, command.version, lease)
-        await self.host.reached("rollout-leased")
+            return self._report_gone(order, command.version, lease)
+        await self.host.hit_failpoint("rollout-leased")
         manifest = mf.decode(lease.manifest)
-        rest = self.engine.arrived(source, source.nbytes)
-        failure = await self._prove(rest, self._leases.bytes_of(lease), manifest, begun)
+        rest = self.engine.load_partial(source, source.nbytes)
+        failure = await self._verify_load(rest, self._leases.bytes_of(lease), manifest, begun)
         valid = await self._leases.release(lease)
         if failure or not valid:
-            return self._rejected(order, command.version, failure or REVOKED)
-        await self.host.reached("rollout-loaded")
+            return self._report_rejected(order, command.version, failure or REVOKED)
+        await self.host.hit_failpoint("rollout-loaded")
         self.coming = -1
-        self._loaded(order, manifest, started, True)
-        await self.engine.go_on()
+        self._report_loaded(order, manifest, started, True)
+        await self.engine.resume_sampling()
 
-    async def _follow(
-        self, order: cmd.Order, command: cmd.PullWeights
-    ) -> tuple[m.Leased | m.Gone, WeightSource, int]:
+    async def _follow_copy(
+        self, order: cmd.Envelope, command: cmd.PullWeights
+    ) -> tuple[m.VersionLeased | m.VersionUnavailable, WeightSource, int]:
         """Copy what is proved of one copy in the relay until that is whole, or gone; when its
         first bytes were here, ns."""
         source, copy, begun, here = WeightSource("", 0, 0, ()), -1, 0, 0
         while True:
-            lease = await self._leases.take(order, command, copy)
-            if isinstance(lease, m.Gone):
+            lease = await self._leases.take_lease(order, command, copy)
+            if isinstance(lease, m.VersionUnavailable):
                 return lease, source, begun
             former = source.path not in ("", lease.arena)  # of a relay that was started again
             if former or copy not in (-1, lease.copy):  # its slot was given away
-                if isinstance(lease, m.Leased):
+                if isinstance(lease, m.VersionLeased):
                     await self._leases.release(lease)
-                return m.Gone(held=()), source, begun
+                return m.VersionUnavailable(held=()), source, begun
             if copy < 0:
                 copy, begun = lease.copy, self.host.now_ns()
-                draft = mf.decode(lease.manifest) if isinstance(lease, m.Leased) else lease.draft
+                draft = (
+                    mf.decode(lease.manifest) if isinstance(lease, m.VersionLeased) else lease.draft
+                )
                 assert draft is not None, lease  # it is left out where the reader knows it
                 self._note_weights(draft)
-                source = self._leases.source_of(lease, draft)
-            if isinstance(lease, m.Leased):
+                source = self._leases.make_source(lease, draft)
+            if isinstance(lease, m.VersionLeased):
                 return lease, source, begun
             if lease.num_bytes > here:
                 here = lease.num_bytes
-                await self.engine.arrived(source, here)
+                await self.engine.load_partial(source, here)
             else:
                 await asyncio.sleep(COMING_POLL_S)
 
-    async def _pull_from_disk(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+    async def _pull_from_disk(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         """What the relays have evicted. The bytes are proved before the engine sees them."""
         started = self.host.now_ns()
         directory = self.host.run_dir / command.checkpoint
@@ -289,14 +301,14 @@ class WeightLoader:
         failure = await self._load_from(version.view, source, manifest) if reloaded else ""
         version.close()
         if not failure:
-            return self._loaded(order, manifest, started, reloaded)
-        self._rejected(order, manifest.version, failure)
+            return self._report_loaded(order, manifest, started, reloaded)
+        self._report_rejected(order, manifest.version, failure)
 
-    def _nothing_served(self) -> None:
+    def _clear_served(self) -> None:
         self.digest, self.version = "", -1
 
-    async def _load(self, lease: m.Leased, manifest: mf.Manifest, in_flight: bool) -> str:
-        source = self._leases.source_of(lease, manifest)
+    async def _load(self, lease: m.VersionLeased, manifest: mf.Manifest, in_flight: bool) -> str:
+        source = self._leases.make_source(lease, manifest)
         on_update = self.host.config.rollout.kv_on_update if in_flight else None
         return await self._load_from(self._leases.bytes_of(lease), source, manifest, on_update)
 
@@ -309,20 +321,20 @@ class WeightLoader:
     ) -> str:
         """Load a version, of which `view` is the bytes, and check; why it failed, or nothing."""
         if on_update is None:
-            self._nothing_served()
+            self._clear_served()
         self._loads += 1
         self._note_weights(manifest)
         begun = self.host.now_ns()
-        return await self._prove(self.engine.load(source, on_update), view, manifest, begun)
+        return await self._verify_load(self.engine.load(source, on_update), view, manifest, begun)
 
-    async def _prove(
+    async def _verify_load(
         self, load: Awaitable[None], view: Bytes, manifest: mf.Manifest, begun: int
     ) -> str:
         """Let `load` end, which began at `begun` (ns), and check the digest and the probe of what
         it has loaded; what is wrong, or nothing."""
         try:
             await load
-            await self._files.verify(view, manifest)
+            await self._files.verify_weights(view, manifest)
             proved = self.host.now_ns()
             found = await probe_difference(self.engine, manifest.probe)
         except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
@@ -339,15 +351,15 @@ class WeightLoader:
         """From the last load on, or as of now where nothing had to be loaded."""
         before = self._weights.get(self._loads - 1)
         self._weights = {} if before is None else {before.load: before}
-        self._weights[self._loads] = Weights(self._loads, manifest.version, manifest.step)
+        self._weights[self._loads] = LoadedWeights(self._loads, manifest.version, manifest.step)
 
-    def _loaded(
-        self, order: cmd.Order, manifest: mf.Manifest, started_ns: int, reloaded: bool
+    def _report_loaded(
+        self, order: cmd.Envelope, manifest: mf.Manifest, started_ns: int, reloaded: bool
     ) -> None:
         ended = self.host.now_ns()
         self.version, self.proved = manifest.version, self._loads
         self._note_weights(manifest)
-        self.host.span("pulling", started_ns, ended, version=manifest.version)
+        self.host.record_span("pulling", started_ns, ended, version=manifest.version)
         loaded = ev.WeightsLoaded(
             version=manifest.version,
             step=manifest.step,
@@ -361,12 +373,12 @@ class WeightLoader:
         took = self._took if reloaded else {}
         self.host.emit(loaded, event_seq=order.cause, **facts, **took)
 
-    def _gone(self, order: cmd.Order, version: int, lease: m.Gone) -> None:
+    def _report_gone(self, order: cmd.Envelope, version: int, lease: m.VersionUnavailable) -> None:
         gone = ev.VersionGone(version=version, held=lease.held)
         self.host.emit(gone, event_seq=order.cause, version=version)
 
-    def _rejected(self, order: cmd.Order, version: int, failure: str) -> None:
-        self._nothing_served()
+    def _report_rejected(self, order: cmd.Envelope, version: int, failure: str) -> None:
+        self._clear_served()
         self.coming = -1
         rejected = ev.WeightsRejected(version=version, reason=failure[:500])
         self.host.emit(rejected, event_seq=order.cause, version=version, reason=failure)
@@ -391,7 +403,7 @@ async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> Pro
     """Have the engine score the probe."""
     if probe is None:
         return ProbeDifference(0.0, 0.0)
-    scores = await engine.score([list(s) for s in probe.sequences])
+    scores = await engine.compute_logprobs([list(s) for s in probe.sequences])
     differences = [
         abs(ours - theirs)
         for row, expected in zip(scores, probe.logprobs, strict=True)

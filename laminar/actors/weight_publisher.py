@@ -40,7 +40,7 @@ class SlotWriter(Protocol):
 
     path: str
 
-    async def prepare(self, slot: int) -> None:
+    async def populate_slot(self, slot: int) -> None:
         """Have memory behind a slot; ArenaError, also when it is closed meanwhile."""
 
     async def write(self, slot: int, specs: tuple[mf.TensorSpec, ...]) -> None:
@@ -81,11 +81,11 @@ class WeightPublisher:
         await self.relay.start()
         while self._arena is None:
             try:
-                await self._open()
+                await self._open_arena()
             except (ArenaError, TimeoutError) as error:  # it is gone by now, or not ready yet
                 self.host.log.warning("no-arena", reason=str(error))
-                await self.host.pause(RELAY_CHECK_S)
-        self.host.spawn(self._keep_slot())
+                await self.host.sleep_for(RELAY_CHECK_S)
+        self.host.spawn(self._maintain_slot())
 
     async def close(self) -> None:
         if self._arena is not None:
@@ -94,24 +94,24 @@ class WeightPublisher:
 
     # --- publishing ---------------------------------------------------------------------------
 
-    async def publish(self, version: int, step: int, event_seq: int) -> None:
+    async def publish_or_skip(self, version: int, step: int, event_seq: int) -> None:
         """Copy the weights if a slot is there; PublishSkipped if not, or if the relay is gone.
 
         The weights may change when this returns; the hand-over goes on in the background.
         """
         if self._slot < 0:
             now = self.host.now_ns()
-            self.host.span("publishing", now, now, step=step, skipped=True)
-            return self._skip(version, step, "no slot was free", event_seq)
-        request = await self._copy(version, step)
-        self.host.spawn(self._hand_over_or_skip(request, event_seq))
+            self.host.record_span("publishing", now, now, step=step, skipped=True)
+            return self._report_skipped(version, step, "no slot was free", event_seq)
+        request = await self._copy_weights(version, step)
+        self.host.spawn(self._commit_or_skip(request, event_seq))
 
     async def publish_owed(self, version: int, step: int) -> bool:
         """Copy and hand over, again with a relay that was started meanwhile; False: no slot."""
         deadline_ns = self.host.now_ns() + int(SLOT_WAIT_S * 1e9)
         while await self._slot_by(deadline_ns):
-            request = await self._copy(version, step)
-            failure = await self._hand_over(request)
+            request = await self._copy_weights(version, step)
+            failure = await self._commit_slot(request)
             if not failure:
                 return True
             self.host.log.warning("publish-again", version=version, reason=failure)
@@ -125,7 +125,7 @@ class WeightPublisher:
             return False
         return True
 
-    async def _copy(self, version: int, step: int) -> m.CommitSlot:
+    async def _copy_weights(self, version: int, step: int) -> m.CommitSlot:
         """Write the slot; the weights must not change meanwhile."""
         assert self._arena is not None
         arena, slot = self._arena, self._slot
@@ -136,9 +136,9 @@ class WeightPublisher:
         started = self.host.now_ns()
         await arena.write(slot, self._specs)
         written = self.host.now_ns()
-        self.host.span("publishing", started, written, step=step, version=version)
+        self.host.record_span("publishing", started, written, step=step, version=version)
         probe = await self._probe()
-        self.host.span("probe", written, self.host.now_ns(), step=step)
+        self.host.record_span("probe", written, self.host.now_ns(), step=step)
         return m.CommitSlot(
             arena=arena.path,
             slot=slot,
@@ -148,42 +148,42 @@ class WeightPublisher:
             probe=probe,
         )
 
-    async def _hand_over(self, request: m.CommitSlot) -> str:
+    async def _commit_slot(self, request: m.CommitSlot) -> str:
         """Give the slot to the relay; why it did not take it, or nothing."""
         try:
-            taken = await self.relay.ask(request, m.Committed, m.OtherArena)
+            taken = await self.relay.send_request(request, m.SlotCommitted, m.ArenaReplaced)
         except (RpcError, TimeoutError) as error:
             return str(error)
         finally:
             self._publishing = False
             self._idle.set()
-        return "" if isinstance(taken, m.Committed) else "the relay was started again"
+        return "" if isinstance(taken, m.SlotCommitted) else "the relay was started again"
 
-    async def _hand_over_or_skip(self, request: m.CommitSlot, event_seq: int) -> None:
-        failure = await self._hand_over(request)
+    async def _commit_or_skip(self, request: m.CommitSlot, event_seq: int) -> None:
+        failure = await self._commit_slot(request)
         if failure:
-            self._skip(request.version, request.step, failure, event_seq)
+            self._report_skipped(request.version, request.step, failure, event_seq)
 
-    def _skip(self, version: int, step: int, reason: str, event_seq: int) -> None:
+    def _report_skipped(self, version: int, step: int, reason: str, event_seq: int) -> None:
         """The coordinator asks for it again."""
         skipped = ev.PublishSkipped(version=version, step=step, reason=reason)
         self.host.emit(skipped, event_seq=event_seq, version=version, reason=reason)
 
     # --- the next slot ------------------------------------------------------------------------
 
-    async def _open(self) -> None:
+    async def _open_arena(self) -> None:
         """Find the arena of the relay that is there now."""
         request = m.OpenArena(version_bytes=mf.check_tensors(self._specs))
-        opened = await self.relay.ask(request, m.ArenaOpened)
+        opened = await self.relay.send_request(request, m.ArenaOpened)
         self._arena = self._attach(opened.arena)
 
-    async def _keep_slot(self) -> None:
+    async def _maintain_slot(self) -> None:
         """Have a slot ready, and notice a new relay before there is something to publish."""
         while True:
             self._idle.clear()
             try:
                 if not self._publishing:
-                    await self._ask_for_slot()
+                    await self._request_slot()
                 pause_s = RELAY_CHECK_S if self._publishing or self._slot >= 0 else SLOT_POLL_S
             except (RpcError, TimeoutError, ArenaError) as error:
                 self.host.log.warning("no-slot", reason=str(error))
@@ -194,17 +194,17 @@ class WeightPublisher:
             except TimeoutError:
                 pass
 
-    async def _ask_for_slot(self) -> None:
+    async def _request_slot(self) -> None:
         """One request; an answer that is older than a publish is about a slot that is used up."""
         if self._arena is None:
-            await self._open()
+            await self._open_arena()
         assert self._arena is not None
         published = self._published
-        answer: m.SlotGranted | m.OtherArena = await self.relay.ask(
-            m.GrantSlot(arena=self._arena.path), m.SlotGranted, m.OtherArena
+        answer: m.SlotGranted | m.ArenaReplaced = await self.relay.send_request(
+            m.GrantSlot(arena=self._arena.path), m.SlotGranted, m.ArenaReplaced
         )
         if isinstance(answer, m.SlotGranted) and answer.slot >= 0:
-            await self._arena.prepare(answer.slot)
+            await self._arena.populate_slot(answer.slot)
         if self._published != published:
             return
         if isinstance(answer, m.SlotGranted):

@@ -20,7 +20,7 @@ from laminar.config import ConfigError, is_key
 from laminar.run.command_line import NAME, shell_command
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """The parser of every Laminar command, and of its subcommands."""
 
     def __init__(self, **options: Any) -> None:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         options, overrides = words, None
         if self._aliases is not None:
             options = []
-            overrides = list(self._settings(iter(words), options))
+            overrides = list(self._split_settings(iter(words), options))
         found, rest = super().parse_known_args(options, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -55,38 +55,38 @@ class Parser(argparse.ArgumentParser):
             found.overrides = overrides
         return found, []
 
-    def _settings(self, words: Iterator[str], options: list[str]) -> Iterator[str]:
+    def _split_settings(self, words: Iterator[str], options: list[str]) -> Iterator[str]:
         """The settings as key=value; all other words go to `options`."""
         named = sum(not a.option_strings and a.dest != "overrides" for a in self._actions)
         for word in words:
             name, sign, value = word.partition("=")
             if word == "--":
-                yield from map(_setting, words)
+                yield from map(_check_setting, words)
             elif self._aliases and name in self._aliases:
-                yield f"{self._aliases[name]}={value if sign else self._value(name, words)}"
+                yield f"{self._aliases[name]}={value if sign else self._take_value(name, words)}"
             elif name in self._option_string_actions or word[:2] in self._option_string_actions:
                 options.append(word)
                 if word in self._option_string_actions:
-                    options += self._words_of(word, words)
+                    options += self._take_values(word, words)
             elif word.startswith("--"):
                 self._check_known(name)
                 key = name.removeprefix("--")
-                yield f"{key}={value if sign else self._value(name, words)}"
+                yield f"{key}={value if sign else self._take_value(name, words)}"
             elif word.startswith("-"):
                 self.error(f"unknown option {word}")
             elif named and not sign:
                 named -= 1
                 options.append(word)
             else:
-                yield _setting(word)
+                yield _check_setting(word)
 
-    def _words_of(self, option: str, words: Iterator[str]) -> list[str]:
+    def _take_values(self, option: str, words: Iterator[str]) -> list[str]:
         """The value of an option that takes one, if there is one; argparse judges."""
         takes_none = self._option_string_actions[option].nargs == 0
         following = None if takes_none else next(words, None)
         return [] if following is None else [following]
 
-    def _value(self, name: str, words: Iterator[str]) -> str:
+    def _take_value(self, name: str, words: Iterator[str]) -> str:
         value = next(words, None)
         if value is None or value.startswith("--") or value in self._option_string_actions:
             self.error(f"{name} needs a value")
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}" + (f", the nearest is {near[0]}" if near else ""))
 
 
-def _setting(word: str) -> str:
+def _check_setting(word: str) -> str:
     key, sign, _ = word.partition("=")
     if not (key and sign) or key.startswith("-"):
         hint = f"; a config file is given as -c {word}" if word.endswith(".toml") else ""

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.audit.audit import Audit, audit
+from laminar.analysis.audit.audit import Audit, audit_run
 from laminar.analysis.audit.ledger_book import LedgerRow
-from laminar.launch.emulated_note import notes
+from laminar.launch.emulated_note import list_notes
 
 
 def add_parser(subparsers: Any) -> None:
@@ -19,13 +19,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run_audit(arguments: argparse.Namespace) -> int:
     """Print the ledger and what contradicts it; 0 when the books agree, else 1."""
-    found = audit(arguments.run)
-    for line in [*notes(arguments.run), *lines(found)]:
+    found = audit_run(arguments.run)
+    for line in [*list_notes(arguments.run), *format_audit(found)]:
         print(line)
     return 1 if found.problems else 0
 
 
-def lines(found: Audit) -> list[str]:
+def format_audit(found: Audit) -> list[str]:
     """The closed ledger as a table, rewards that went wrong, notes, problems, the verdict."""
     text = [f"{'':<28} {'groups':>9} {'trajectories':>13} {'tokens':>13}"]
     text += [_table_line(row) for row in found.ledger]

@@ -30,13 +30,15 @@ from laminar.cli import (
     train,
     watch,
 )
-from laminar.cli.arguments import Parser
+from laminar.cli.arguments import CommandParser
 from laminar.launch.exit_handling import exit_code
 from laminar.names.version import __version__
 
 
-def parser() -> Parser:
-    made = Parser(prog="laminar", description="Asynchronous RL post-training of language models.")
+def build_parser() -> CommandParser:
+    made = CommandParser(
+        prog="laminar", description="Asynchronous RL post-training of language models."
+    )
     made.add_argument("--version", action="version", version=f"laminar {__version__}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (
@@ -63,11 +65,11 @@ def parser() -> Parser:
     return made
 
 
-def run(words: Sequence[str] | None = None) -> int:
+def run_command(words: Sequence[str] | None = None) -> int:
     """One command, from its words to its exit code."""
 
     def command() -> int:
-        arguments = parser().parse_args(sys.argv[1:] if words is None else words)
+        arguments = build_parser().parse_args(sys.argv[1:] if words is None else words)
         code: int = arguments.function(arguments)
         return code
 

@@ -25,11 +25,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from laminar.cli.arguments import Parser
+from laminar.cli.arguments import CommandParser
 from laminar.config import Config, ConfigError
-from laminar.coordinator.exit_reason import exit_code_of, sentence_of
+from laminar.coordinator.exit_reason import describe_error, get_exit_code
 from laminar.coordinator.loop import Coordinator
-from laminar.coordinator.takeover import Asking, check_unserved
+from laminar.coordinator.takeover import ResumeRequest, check_unserved
 from laminar.core.state.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
@@ -38,35 +38,35 @@ from laminar.names.ports import DiskError
 from laminar.net.addresses import own_ip
 from laminar.net.auth import RunKeys
 from laminar.observe.boards import Boards
-from laminar.observe.logs import configure, get_logger
+from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
-from laminar.observe.telemetry import Telemetry, tell
-from laminar.observe.warnings import Watch, first_look
+from laminar.observe.telemetry import Telemetry, print_last_line
+from laminar.observe.warnings import WarningMonitor, first_look
 from laminar.run.directory import CONFIG_FILE, SECRET_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
-TURN_TOLD_S = 1.0
+TURN_REPORT_S = 1.0
 """Between two bytes to the supervisor."""
 
 
 def main() -> None:
-    parser = Parser(prog="laminar-coord", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="laminar-coord", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     asked = parser.add_mutually_exclusive_group()
     for asking, text in (
-        (Asking.RESUME, "go on with a run that was stopped, or say why that cannot be"),
-        (Asking.RESUME_STOPPED, "go on with the run if it was stopped"),
+        (ResumeRequest.RESUME, "go on with a run that was stopped, or say why that cannot be"),
+        (ResumeRequest.RESUME_STOPPED, "go on with the run if it was stopped"),
     ):
         asked.add_argument(
             asking,
             dest="asking",
             action="store_const",
             const=asking,
-            default=Asking.NOTHING,
+            default=ResumeRequest.NOTHING,
             help=text,
         )
     add_child_option(parser)
@@ -75,46 +75,46 @@ def main() -> None:
         code = _run(parser.parse_args())
     except KeyboardInterrupt:
         code = exit_codes.STOPPED_EARLY
-        tell("laminar-coord: interrupted before it began")
+        print_last_line("laminar-coord: interrupted before it began")
     except Exception as error:
-        code = exit_code_of(error)
-        tell(f"laminar-coord: {sentence_of(error)}")
+        code = get_exit_code(error)
+        print_last_line(f"laminar-coord: {describe_error(error)}")
     sys.exit(code)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     run_dir, asking = arguments.run_dir, arguments.asking
-    config = _at_its_address(run_config(run_dir))
+    config = _resolve_host(run_config(run_dir))
     if config.reward.scope == "auto":  # only a look at the reward function says what it is
         raise ConfigError(
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
             "`laminar train --prepare` with these settings writes the directory"
         )
-    keys = _keys_of(run_dir, resume=asking == Asking.RESUME)
+    keys = _load_keys(run_dir, resume=asking == ResumeRequest.RESUME)
     lock = RunLock.inherit(run_dir, "coordinator", arguments.lock_fd)
-    telemetry = configure(run_dir, config.run.name, "coordinator")
+    telemetry = configure_logging(run_dir, config.run.name, "coordinator")
     try:
         check_unserved(run_dir, keys)
-        return uvloop.run(_serve(config, lock, keys, telemetry, asking, arguments.turns_fd))
+        return uvloop.run(_serve_run(config, lock, keys, telemetry, asking, arguments.turns_fd))
     except Exception as failed:
-        reason = lock.lost()  # without its directory, other things fail, too
+        reason = lock.find_lost_reason()  # without its directory, other things fail, too
         error = ConfigError(reason) if reason else failed
-        code = exit_code_of(error)
+        code = get_exit_code(error)
         trace = error if code == exit_codes.CRASHED else None
-        get_logger().error("ended", exit_code=code, reason=sentence_of(error), exc_info=trace)
+        get_logger().error("ended", exit_code=code, reason=describe_error(error), exc_info=trace)
         raise error from None
     finally:
         lock.close()
 
 
-def _at_its_address(config: Config) -> Config:
+def _resolve_host(config: Config) -> Config:
     """With the address that coordinator.host means on this machine, for all who listen there."""
     ip = own_ip(config.coordinator.host, "coordinator.host")
     coordinator = msgspec.structs.replace(config.coordinator, host=ip)
     return msgspec.structs.replace(config, coordinator=coordinator)
 
 
-def _keys_of(run_dir: Path, *, resume: bool) -> RunKeys:
+def _load_keys(run_dir: Path, *, resume: bool) -> RunKeys:
     """A run that goes on is given a secret where it has none, as `laminar train --resume` does."""
     if resume:
         try:
@@ -124,18 +124,18 @@ def _keys_of(run_dir: Path, *, resume: bool) -> RunKeys:
     return RunKeys(read_secret(run_dir))
 
 
-async def _serve(
+async def _serve_run(
     config: Config,
     lock: RunLock,
     keys: RunKeys,
     telemetry: Telemetry,
-    asking: Asking,
+    asking: ResumeRequest,
     turns_fd: int | None,
 ) -> int:
     run_dir, log = lock.run_dir, get_logger()
     boards = Boards(config, run_dir, telemetry, log)
-    watch = Watch(lambda event: coordinator.report(event), first_look(run_dir))
-    metrics = MetricsWriter(run_dir, telemetry, boards.scalars, earlier=watch.take)
+    watch = WarningMonitor(lambda event: coordinator.report_event(event), first_look(run_dir))
+    metrics = MetricsWriter(run_dir, telemetry, boards.scalars, earlier=watch.take_figures)
     status = StatusWriter(run_dir, telemetry, boards=boards.status)
     coordinator = Coordinator(
         config,
@@ -148,9 +148,9 @@ async def _serve(
     )
     tasks = [asyncio.create_task(_watch_directory(lock, coordinator))]
     if turns_fd is not None:
-        tasks.append(asyncio.create_task(_tell_turns(turns_fd)))
+        tasks.append(asyncio.create_task(_report_turns(turns_fd)))
     if lock.inherited:
-        follow_starter(coordinator.requested)
+        follow_starter(coordinator.handle_request)
     try:
         return await coordinator.run()
     finally:
@@ -161,12 +161,12 @@ async def _serve(
 
 async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
     """What has its path must be the directory that was locked; a disk may take long to say."""
-    while not (reason := await asyncio.to_thread(lock.lost)):
+    while not (reason := await asyncio.to_thread(lock.find_lost_reason)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
 
 
-async def _tell_turns(fd: int) -> None:
+async def _report_turns(fd: int) -> None:
     """Tell the supervisor, now and then, that this loop, and so the coordinator, makes turns."""
     os.set_inheritable(fd, False)
     os.set_blocking(fd, False)
@@ -174,7 +174,7 @@ async def _tell_turns(fd: int) -> None:
         while True:
             with contextlib.suppress(BlockingIOError):  # it stands still itself
                 os.write(fd, b".")
-            await asyncio.sleep(TURN_TOLD_S)
+            await asyncio.sleep(TURN_REPORT_S)
 
 
 class Observers:

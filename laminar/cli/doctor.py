@@ -28,18 +28,18 @@ from typing import Any
 
 import msgspec
 
-from laminar.cli.submit import asked_of_machines, check_shared, check_taken
+from laminar.cli.submit import check_accepted, check_shared, load_slurm_config
 from laminar.cli.train import take_train_settings
 from laminar.cluster.doctor_two_nodes import (
     Check,
     Found,
-    asked_of_two,
-    looked,
-    on_this_machine,
-    said,
+    check_this_machine,
+    check_two_nodes,
+    format_results,
+    run_check,
 )
 from laminar.cluster.job_scripts import scripts_of
-from laminar.config import Config, ConfigError, load
+from laminar.config import Config, ConfigError, load_config
 from laminar.config.tree import RunConfig, SlurmConfig
 from laminar.engines.check import count_gpus
 from laminar.launch.memory_check import check_memory, this_machine
@@ -61,7 +61,7 @@ from laminar.weights.arena.arena import SHARED_MEMORY
 SYNC_MAX_S = 0.25
 """The coordinator syncs its log before each answer: slower than this, all replicas wait for it."""
 SYNCS = 5
-BEGIN_AGAIN = "choose another run.output_dir, or have its file system mounted with them"
+RESTART_HINT = "choose another run.output_dir, or have its file system mounted with them"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,24 +70,26 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--pair", type=Path, default=None, help=argparse.SUPPRESS)
     take_train_settings(parser)
-    parser.set_defaults(function=doctor)
+    parser.set_defaults(function=run_doctor)
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Look at everything, also behind a fault."""
     if arguments.pair is not None:
         rank = int(os.environ.get("SLURM_PROCID", "0"))
-        for line in said(rank, _of_a_task(arguments.pair, rank)):
+        for line in format_results(rank, _check_as_task(arguments.pair, rank)):
             print(line, flush=True)
         shared = arguments.pair.is_dir()  # else the other one need not wait for us
         return exit_codes.COMPLETE if shared else exit_codes.FAILED
-    faults = sum(not _show(looked(name, check)) for name, check in _checks(arguments))
-    faults += sum(not _show(found) for found in _of_two(arguments))
+    faults = sum(
+        not _print_result(run_check(name, check)) for name, check in _list_checks(arguments)
+    )
+    faults += sum(not _print_result(found) for found in _of_two(arguments))
     print("nothing is wrong" if not faults else f"{faults} to be mended")
     return exit_codes.FAILED if faults else exit_codes.COMPLETE
 
 
-def _show(found: Found) -> bool:
+def _print_result(found: Found) -> bool:
     """Print what one check found; False for a fault."""
     print(f"{'ok' if found.sound else 'FAULT':<6} {found.subject:<10} {found.text}", flush=True)
     return found.sound
@@ -96,86 +98,92 @@ def _show(found: Found) -> bool:
 def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
     """What two machines of the cluster find, where the run would have two and Slurm is here."""
     try:
-        config = load(arguments.config, arguments.overrides) if arguments.config else None
+        config = load_config(arguments.config, arguments.overrides) if arguments.config else None
         if config is None or not (config.slurm.rollouts and shutil.which("srun")):
             return
-        config = asked_of_machines(arguments.config, arguments.overrides)
+        config = load_slurm_config(arguments.config, arguments.overrides)
         if not config.is_emulated:
             config = localize_data(localize_model(config))
         scripts = scripts_of(config, config.run_dir)
-        check_taken(scripts)
+        check_accepted(scripts)
     except ConfigError:
         return  # it was said above, and such jobs would not begin
     try:
-        yield from asked_of_two(config, scripts)
+        yield from check_two_nodes(config, scripts)
     except ConfigError as error:
         yield Found("machines", False, str(error))
 
 
-def _of_a_task(directory: Path, rank: int) -> list[Found]:
+def _check_as_task(directory: Path, rank: int) -> list[Found]:
     """What one of the two machines finds: of both, then of itself."""
-    found = on_this_machine(directory, rank)
+    found = check_this_machine(directory, rank)
     if not directory.is_dir():
         return found
     os.environ["HF_HUB_OFFLINE"] = "1"  # as a machine of a cluster is
     config, name = run_config(directory), own_name()
     one = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, nodes=1))
-    checks: list[tuple[str, Check]] = [("memory", partial(_memory, one))]
+    checks: list[tuple[str, Check]] = [("memory", partial(_check_memory, one))]
     if config.slurm.gpus:
-        checks.append(("GPUs", partial(_machine, one)))
+        checks.append(("GPUs", partial(_check_machine, one)))
     if not config.is_emulated:
-        checks += [("model", partial(_model, config, here=True)), ("data", partial(_data, config))]
-    return [*found, *(looked(f"{name} {subject}", check) for subject, check in checks)]
+        checks += [
+            ("model", partial(_check_model, config, here=True)),
+            ("data", partial(_check_data, config)),
+        ]
+    return [*found, *(run_check(f"{name} {subject}", check) for subject, check in checks)]
 
 
-def _checks(arguments: argparse.Namespace) -> Iterator[tuple[str, Check]]:
-    yield "program", _program
+def _list_checks(arguments: argparse.Namespace) -> Iterator[tuple[str, Check]]:
+    yield "program", _check_program
     if not (arguments.config or arguments.overrides):
-        yield "directory", partial(_directory, Path(RunConfig().output_dir) / RunConfig().name)
-        yield from _of_any_machine()
+        yield (
+            "directory",
+            partial(_check_directory, Path(RunConfig().output_dir) / RunConfig().name),
+        )
+        yield from _list_local_checks()
         return
     try:
-        config = load(arguments.config, arguments.overrides)
+        config = load_config(arguments.config, arguments.overrides)
         slurm = config.slurm != SlurmConfig()
         if slurm:
-            config = asked_of_machines(arguments.config, arguments.overrides)
+            config = load_slurm_config(arguments.config, arguments.overrides)
     except ConfigError as error:
-        yield "settings", partial(_raise, error)
+        yield "settings", partial(_raise_error, error)
         return
-    yield "directory", partial(_directory, config.run_dir, slurm=slurm)
-    yield "secret", partial(_secret, config.run_dir)
+    yield "directory", partial(_check_directory, config.run_dir, slurm=slurm)
+    yield "secret", partial(_check_secret, config.run_dir)
     if not config.is_emulated:
-        yield "model", partial(_model, config, here=not slurm)
-        yield "data", partial(_data, config)
-        yield "reward", partial(_reward, config)
+        yield "model", partial(_check_model, config, here=not slurm)
+        yield "data", partial(_check_data, config)
+        yield "reward", partial(_check_reward, config)
     if slurm:
-        yield "slurm", partial(_slurm, config)
+        yield "slurm", partial(_check_slurm, config)
     else:
-        yield from _of_this_machine(config)
+        yield from _list_node_checks(config)
 
 
-def _raise(error: ConfigError) -> str:
+def _raise_error(error: ConfigError) -> str:
     raise error
 
 
-def _of_any_machine() -> Iterator[tuple[str, Check]]:
-    yield "name", _name
-    yield "memory", _memory
+def _list_local_checks() -> Iterator[tuple[str, Check]]:
+    yield "name", _check_hostname
+    yield "memory", _check_memory
     yield "GPUs", lambda: f"{count_gpus()} that PyTorch can use"
 
 
-def _of_this_machine(config: Config) -> Iterator[tuple[str, Check]]:
+def _list_node_checks(config: Config) -> Iterator[tuple[str, Check]]:
     """What a run takes of each of its machines."""
-    yield "name", partial(_name, needed=config.coordinator.host == AUTO)
-    yield "machine", partial(_machine, config)
-    yield "memory", partial(_memory, config)
+    yield "name", partial(_check_hostname, needed=config.coordinator.host == AUTO)
+    yield "machine", partial(_check_machine, config)
+    yield "memory", partial(_check_memory, config)
 
 
-def _program() -> str:
+def _check_program() -> str:
     return f"laminar {__version__}, Python {platform.python_version()}, {own_program()}"
 
 
-def _directory(run_dir: Path, *, slurm: bool = False) -> str:
+def _check_directory(run_dir: Path, *, slurm: bool = False) -> str:
     """What a run needs of its file system: entries, locks, modes, syncs, SQLite's shared memory."""
     check_directory(run_dir)
     if slurm:
@@ -183,9 +191,9 @@ def _directory(run_dir: Path, *, slurm: bool = False) -> str:
     above = next(path for path in run_dir.absolute().parents if path.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".laminar-doctor-", dir=above) as made:
-            _locks(Path(made) / "lock")
-            _modes(Path(made) / "mode")
-            _database(Path(made) / "store.sqlite")
+            _check_locks(Path(made) / "lock")
+            _check_modes(Path(made) / "mode")
+            _check_database(Path(made) / "store.sqlite")
             sync_s = _sync_s(Path(made) / "log")
     except OSError as error:
         raise ConfigError(
@@ -200,33 +208,33 @@ def _directory(run_dir: Path, *, slurm: bool = False) -> str:
     return f"{run_dir}: locks, modes, a sync takes {sync_s * 1e3:.1f} ms"
 
 
-def _locks(path: Path) -> None:
+def _check_locks(path: Path) -> None:
     """Of two who open a file, one can lock it."""
     first, second = (os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for _ in range(2))
     try:
         kept = try_lock(first, fcntl.LOCK_EX) and not try_lock(second, fcntl.LOCK_EX)
     except OSError as error:
         raise ConfigError(
-            f"{path.parents[1]} has no file locks ({error.strerror}): {BEGIN_AGAIN}"
+            f"{path.parents[1]} has no file locks ({error.strerror}): {RESTART_HINT}"
         ) from None
     finally:
         os.close(first)
         os.close(second)
     if not kept:
-        raise ConfigError(f"{path.parents[1]} does not keep file locks: {BEGIN_AGAIN}")
+        raise ConfigError(f"{path.parents[1]} does not keep file locks: {RESTART_HINT}")
 
 
-def _modes(path: Path) -> None:
+def _check_modes(path: Path) -> None:
     """A file can be kept from other users."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if mode := path.stat().st_mode & 0o077:
         raise ConfigError(
             f"{path.parents[1]} has no file modes (0600 becomes {0o600 | mode:04o}), so that other "
-            f"users could read the secret of a run: {BEGIN_AGAIN}"
+            f"users could read the secret of a run: {RESTART_HINT}"
         )
 
 
-def _database(path: Path) -> None:
+def _check_database(path: Path) -> None:
     """SQLite can keep its log beside the database."""
     connection = sqlite3.connect(path, isolation_level=None)
     try:
@@ -254,25 +262,25 @@ def _sync_s(path: Path) -> float:
     return statistics.median(took)
 
 
-def _secret(run_dir: Path) -> str:
+def _check_secret(run_dir: Path) -> str:
     if not (run_dir / SECRET_FILE).exists():
         return "is made with the run directory"
     read_secret(run_dir)
     return f"{run_dir / SECRET_FILE}: only its owner can read it"
 
 
-def _model(config: Config, *, here: bool) -> str:
+def _check_model(config: Config, *, here: bool) -> str:
     config = localize_model(config)
     check_model(config, here=here)
     return config.model.name
 
 
-def _data(config: Config) -> str:
+def _check_data(config: Config) -> str:
     prompts = load_prompts(localize_data(config).data)
     return f"{len(prompts.train)} prompts, {len(prompts.held_out)} held out"
 
 
-def _reward(config: Config) -> str:
+def _check_reward(config: Config) -> str:
     own = config.reward.custom_reward_function.path
     check_import(own, "reward.custom_reward_function.path")
     for path in dict.fromkeys(entry.path for entry in config.reward.functions):
@@ -281,7 +289,7 @@ def _reward(config: Config) -> str:
     return ", ".join(function.label for function in functions)
 
 
-def _name(*, needed: bool = False) -> str:
+def _check_hostname(*, needed: bool = False) -> str:
     """Other machines reach this one by what its name means."""
     ip = ip_of(AUTO, "coordinator.host")
     if not is_loopback(f"tcp://{ip}:0"):
@@ -294,7 +302,7 @@ def _name(*, needed: bool = False) -> str:
     return f"{platform.node()} is {ip}: for several machines give coordinator.host an interface"
 
 
-def _machine(config: Config) -> str:
+def _check_machine(config: Config) -> str:
     """Ports, open files, GPUs."""
     check_machine(config)
     gpus = 0 if config.is_emulated else count_gpus()
@@ -306,7 +314,7 @@ def _machine(config: Config) -> str:
     return f"ports, open files, {gpus} GPUs"
 
 
-def _memory(config: Config | None = None) -> str:
+def _check_memory(config: Config | None = None) -> str:
     """The weights have room in what this job may take, and in shared memory now."""
     if config is not None and not config.is_emulated:
         try:
@@ -331,8 +339,8 @@ def _memory(config: Config | None = None) -> str:
     )
 
 
-def _slurm(config: Config) -> str:
+def _check_slurm(config: Config) -> str:
     """Slurm would take the jobs: partition, account, what is asked for."""
-    check_taken(scripts_of(config, config.run_dir))
+    check_accepted(scripts_of(config, config.run_dir))
     asked = config.slurm.partition or "the default partition"
     return f"{asked} takes a job for the service and {config.slurm.rollouts} for rollout machines"

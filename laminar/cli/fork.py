@@ -21,16 +21,16 @@ import msgspec
 
 from laminar.analysis.log.run_log import replay_log
 from laminar.cli.train import add_ways, take_train_settings
-from laminar.config import Config, ConfigError, load
-from laminar.config.algorithm_rules import users_functions
+from laminar.config import Config, ConfigError, load_config
+from laminar.config.algorithm_rules import list_user_functions
 from laminar.core.state.forks import order_of
-from laminar.core.state.state import State, Trained
+from laminar.core.state.state import State, StepRecord
 from laminar.core.state.statuses import GroupStatus
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.of_coordinator import Origin
+from laminar.events.of_coordinator import ForkOrigin
 from laminar.launch.resume_check import values_of
-from laminar.launch.train import ForkStart, begin, place_of
+from laminar.launch.train import ForkStart, place_of, run_training
 from laminar.names.ids import GroupId, Purpose
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
@@ -52,30 +52,32 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--at-step", type=int, metavar="N", required=True)
     add_ways(parser)
     take_train_settings(parser)
-    parser.set_defaults(function=fork, resume=None)
+    parser.set_defaults(function=run_fork, resume=None)
 
 
-def fork(arguments: argparse.Namespace) -> int:
+def run_fork(arguments: argparse.Namespace) -> int:
     """Train as `laminar train` does, with what RUN had after that step; the new run's exit code."""
     run, step, overrides = arguments.run, arguments.at_step, arguments.overrides
     before = run_config(run)
-    directory = _checkpoint(run, step)
-    config = load([], [*_defaults(run, step, overrides), *overrides], resolved=run / CONFIG_FILE)
-    _check(before, config, run, step)
+    directory = _find_checkpoint(run, step)
+    config = load_config(
+        [], [*_default_overrides(run, step, overrides), *overrides], resolved=run / CONFIG_FILE
+    )
+    _check_fork(before, config, run, step)
     run_dir = place_of(config, arguments.move_old)
-    origin = _origin(before, run, directory)
+    origin = _read_origin(before, run, directory)
     lines = [
         f"begins     with step {step} of {run}, version {origin.version}",
         f"data       goes on there: {len(origin.unfinished)} unfinished prompts are sampled again",
-        *(f"changed    {change}" for change in _changes(before, config)),
+        *(f"changed    {change}" for change in _list_changes(before, config)),
         *(f"changed    {change}" for change in _changed_files(directory, config)),
     ]
-    forked = ForkStart(step, lines, lambda to: _take(directory, origin, to))
-    return begin(config, run_dir, arguments, forked).code
+    forked = ForkStart(step, lines, lambda to: _copy_checkpoint(directory, origin, to))
+    return run_training(config, run_dir, arguments, forked).code
 
 
-def _checkpoint(run: Path, step: int) -> Path:
-    there = _checkpoints(run)
+def _find_checkpoint(run: Path, step: int) -> Path:
+    there = _list_checkpoints(run)
     if step in there:
         return there[step]
     steps = ", ".join(map(str, there))
@@ -83,7 +85,7 @@ def _checkpoint(run: Path, step: int) -> Path:
     raise ConfigError(f"{run} has no checkpoint of step {step}: {which}")
 
 
-def _checkpoints(run_dir: Path) -> dict[int, Path]:
+def _list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Directories of those that training can go on from, by step, ascending."""
     files = [
         *(run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}"),
@@ -98,7 +100,7 @@ def _checkpoints(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _defaults(run: Path, step: int, overrides: list[str]) -> list[str]:
+def _default_overrides(run: Path, step: int, overrides: list[str]) -> list[str]:
     """A name beside RUN; the scope that RUN found for its reward functions is none for others."""
     beside = run.absolute()
     found = [f"run.output_dir={beside.parent}", f"run.name={beside.name}-step-{step}"]
@@ -107,7 +109,7 @@ def _defaults(run: Path, step: int, overrides: list[str]) -> list[str]:
     return found
 
 
-def _check(before: Config, config: Config, run: Path, step: int) -> None:
+def _check_fork(before: Config, config: Config, run: Path, step: int) -> None:
     """What would make the checkpoint useless."""
     if config.model.name != before.model.name or config.is_emulated != before.is_emulated:
         key = "model.name" if config.model.name != before.model.name else "rollout.engine"
@@ -138,7 +140,7 @@ def _check_adapters(before: Config, config: Config, run: Path) -> None:
             )
 
 
-def _origin(before: Config, run: Path, directory: Path) -> Origin:
+def _read_origin(before: Config, run: Path, directory: Path) -> ForkOrigin:
     """The checkpoint is whole, and the log has it."""
     try:
         if not before.is_emulated:  # such a one has no digests
@@ -148,10 +150,10 @@ def _origin(before: Config, run: Path, directory: Path) -> Origin:
         raise ConfigError(
             f"checkpoint {directory} cannot be trained on: {error}; fork at another step"
         ) from error
-    return origin_of(run, resume.step, resume.version, resume.digest)
+    return build_origin(run, resume.step, resume.version, resume.digest)
 
 
-def _changes(before: Config, config: Config) -> Iterator[str]:
+def _list_changes(before: Config, config: Config) -> Iterator[str]:
     old, new = values_of(before), values_of(config)
     for key, value in new.items():
         if value != old.get(key) and key != "run.name":
@@ -161,12 +163,12 @@ def _changes(before: Config, config: Config) -> Iterator[str]:
 def _changed_files(directory: Path, config: Config) -> Iterator[str]:
     """A fork may go on with another loss or estimator of the user, and says so."""
     then = decode((directory / RESUME_FILE).read_bytes()).learner.functions
-    for setting, digest in file_digests(users_functions(config.algorithm)).items():
+    for setting, digest in file_digests(list_user_functions(config.algorithm)).items():
         if then.get(setting, digest) != digest:
             yield f"{setting}: its file has digest {digest}, was {then[setting]}"
 
 
-def _take(directory: Path, origin: Origin, run_dir: Path) -> None:
+def _copy_checkpoint(directory: Path, origin: ForkOrigin, run_dir: Path) -> None:
     """Have the checkpoint in the new run directory; OSError."""
     target = run_dir / ORIGIN_DIR
     shutil.copytree(directory, target, copy_function=_link_or_copy)
@@ -183,13 +185,13 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def origin_of(run_dir: Path, step: int, version: int, digest: str) -> ev.Origin:
+def build_origin(run_dir: Path, step: int, version: int, digest: str) -> ev.ForkOrigin:
     """What the fork's log begins with: a checkpoint that the log has, and the data up to there.
 
     What counts is the state when the step of the checkpoint was completed: a prompt that had no end
     then begins anew in the fork, whatever has become of it since.
     """
-    reader = _Reader(step)
+    reader = _StateReader(step)
     replay_log(run_dir, reader)
     trained = reader.trained
     if trained is None or (trained.version, trained.chain) != (version, digest):
@@ -197,7 +199,7 @@ def origin_of(run_dir: Path, step: int, version: int, digest: str) -> ev.Origin:
             f"the log of {run_dir} has no step {step} of these trajectories: the checkpoint "
             "is ahead of it, or of another run; fork at an earlier step"
         )
-    return ev.Origin(
+    return ev.ForkOrigin(
         run=str(run_dir),
         step=step,
         version=version,
@@ -208,18 +210,19 @@ def origin_of(run_dir: Path, step: int, version: int, digest: str) -> ev.Origin:
         seed=reader.order[0],
         shuffle=reader.order[1],
         unfinished=tuple(
-            ev.Unfinished(group=group, row_index=row) for group, row in reader.unfinished.items()
+            ev.UnfinishedPrompt(group=group, row_index=row)
+            for group, row in reader.unfinished.items()
         ),
     )
 
 
-class _Reader:
+class _StateReader:
     """The state when this step was completed, and the data was there."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self.data = ""
-        self.trained: Trained | None = None
+        self.trained: StepRecord | None = None
         self.num_train = self.cursor = 0
         self.order = (0, False)
         self.unfinished: dict[GroupId, int] = {}
@@ -233,10 +236,10 @@ class _Reader:
         self.trained = state.trained[-1]
         self.num_train, self.cursor = state.num_train, state.cursor
         self.order = order_of(state, state.cursor // state.num_train)
-        self.unfinished = _unfinished(state)
+        self.unfinished = _find_unfinished(state)
 
 
-def _unfinished(state: State) -> dict[GroupId, int]:
+def _find_unfinished(state: State) -> dict[GroupId, int]:
     """Handed out without an end, and those of an origin that were not handed out again."""
     groups = state.groups.values()
     training = [g for g in groups if g.purpose == Purpose.TRAIN and g.status != GroupStatus.ENDING]

@@ -87,13 +87,13 @@ QUICKSTART_MODEL = CONFIGS / "models" / "spell-0.6m"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("init", help="write a config, a reward and ten prompts")
     parser.add_argument("directory", type=Path, metavar="DIR", help="made if it is not there")
-    parser.set_defaults(function=init)
+    parser.set_defaults(function=run_init)
 
 
-def init(arguments: argparse.Namespace) -> int:
+def run_init(arguments: argparse.Namespace) -> int:
     """Write the three files, or none; say what to type next."""
     directory: Path = arguments.directory
-    files = texts(directory.absolute().name)
+    files = build_files(directory.absolute().name)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if there := [name for name in files if (directory / name).exists()]:
@@ -113,7 +113,7 @@ def init(arguments: argparse.Namespace) -> int:
     return exit_codes.COMPLETE
 
 
-def texts(name: str) -> dict[str, str]:
+def build_files(name: str) -> dict[str, str]:
     """The files by their names; `name` is that of the run."""
     rows = [
         {"prompt": f"Spell this word backward (example: sun -> nus): {w}", "answer": w[::-1]}

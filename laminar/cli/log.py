@@ -22,20 +22,20 @@ from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.run_log import (
     WallClock,
     log_size,
+    parse_command,
+    parse_event,
     raw_records,
-    records,
+    read_records,
     replay_log,
     replay_part,
     segments_gone,
-    typed_command,
-    typed_event,
 )
-from laminar.analysis.log.story import dump, story
+from laminar.analysis.log.story import dump_log, read_story
 from laminar.analysis.log.timeline import cut_timelines
-from laminar.analysis.why.why import why
+from laminar.analysis.why.why import explain_subject
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header
 from laminar.eventlog.replay import Difference, Replay
-from laminar.launch.emulated_note import notes
+from laminar.launch.emulated_note import list_notes
 
 TRACE_FILE = "trace.json"
 
@@ -51,35 +51,35 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_records(commands: Any) -> None:
     """The log itself, record by record."""
-    replay = _command(commands, "replay", "decide everything again and compare", run_replay)
+    replay = _add_command(commands, "replay", "decide everything again and compare", run_replay)
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     replay.add_argument("--from-snapshot", action="store_true", help="begin at the newest snapshot")
-    replay.add_argument("--until", type=positive, metavar="SEQ", help="stop after this event")
+    replay.add_argument("--until", type=parse_positive, metavar="SEQ", help="stop after this event")
     replay.add_argument("--state", action="store_true", help="print the state at the end as JSON")
     replay.add_argument("--diff", action="store_true", help="show only what differs")
 
-    dumped = _command(commands, "dump", "one line per record", run_dump)
+    dumped = _add_command(commands, "dump", "one line per record", run_dump)
     dumped.add_argument("run", type=Path, metavar="RUN", help="run directory")
     dumped.add_argument("--raw", action="store_true", help="as JSON, of any schema, all of it")
 
-    tail = _command(commands, "tail", "the last records", run_tail)
+    tail = _add_command(commands, "tail", "the last records", run_tail)
     tail.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    tail.add_argument("-n", type=positive, default=20, metavar="N", help="how many (20)")
+    tail.add_argument("-n", type=parse_positive, default=20, metavar="N", help="how many (20)")
 
-    stats = _command(commands, "stats", "counts by type, bytes, time span", run_stats)
+    stats = _add_command(commands, "stats", "counts by type, bytes, time span", run_stats)
     stats.add_argument("run", type=Path, metavar="RUN", help="run directory")
 
 
 def _add_questions(commands: Any) -> None:
     """What became of one thing, and why."""
-    parser = _command(commands, "story", "everything about one thing, in order", run_story)
+    parser = _add_command(commands, "story", "everything about one thing, in order", run_story)
     parser.add_argument(
         "id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor"
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--logs", action="store_true", help="with what the processes logged of it")
 
-    asked = _command(commands, "why", "why it moved, was idle, or waited", run_why)
+    asked = _add_command(commands, "why", "why it moved, was idle, or waited", run_why)
     asked.add_argument("id", metavar="ID", help="trajectory 0.17.3, replica rollout-0, step-57")
     asked.add_argument("run", type=Path, metavar="RUN", help="run directory")
     when = "of a replica: seconds since the run's first event, or an event as '#1234'"
@@ -88,25 +88,25 @@ def _add_questions(commands: Any) -> None:
 
 def _add_tables(commands: Any) -> None:
     """The log in the form of another program."""
-    traced = _command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
+    traced = _add_command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
     traced.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "trace file (RUN/trace.json)"
     traced.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
 
-    exported = _command(commands, "export", "tables of events, decisions, lives", run_export)
+    exported = _add_command(commands, "export", "tables of events, decisions, lives", run_export)
     exported.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "write three Parquet files into this directory"
     exported.add_argument("--parquet", type=Path, metavar="DIR", required=True, help=where)
     exported.add_argument("--force", action="store_true", help="replace tables that are there")
 
 
-def _command(commands: Any, name: str, text: str, function: Any) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, text: str, function: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(function=function)
     return parser
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
@@ -114,8 +114,8 @@ def positive(text: str) -> int:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Prints what was compared; 1 at the first difference, with both sides."""
-    found, lines = _replayed(arguments)
-    lines = [*notes(arguments.run), *lines]
+    found, lines = _replay_run(arguments)
+    lines = [*list_notes(arguments.run), *lines]
     lines += [f"{found.events} events, {found.decisions} decisions, {found.hashes} state hashes"]
     if found.difference is None:
         lines.append("identical")
@@ -125,11 +125,11 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if arguments.state and found.machine.started:
         state = msgspec.json.encode(found.machine.state)
         lines.append(msgspec.json.format(state).decode())
-    _print(lines)
+    _print_lines(lines)
     return 1 if found.difference is not None else 0
 
 
-def _replayed(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
+def _replay_run(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
     """The replay, and a line about where it began, unless that is where the run did."""
     run, until, newest = arguments.run, arguments.until, arguments.from_snapshot
     gone = segments_gone(run)
@@ -142,7 +142,7 @@ def _replayed(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
 
 def _note_emulated(run: Path) -> None:
     """Note on stderr that the run is emulated, so that what reads the output is not disturbed."""
-    for note in notes(run):
+    for note in list_notes(run):
         print(f"laminar: {note}", file=sys.stderr)
 
 
@@ -174,7 +174,7 @@ def _field_diff(difference: Difference) -> str:
 
 def run_dump(arguments: argparse.Namespace) -> int:
     _note_run(arguments.run)
-    _print(_raw_lines(arguments.run) if arguments.raw else dump(arguments.run))
+    _print_lines(_raw_lines(arguments.run) if arguments.raw else dump_log(arguments.run))
     return 0
 
 
@@ -186,7 +186,7 @@ def _raw_lines(run: Path) -> Iterator[str]:
 
 def run_tail(arguments: argparse.Namespace) -> int:
     _note_run(arguments.run)
-    _print(deque(dump(arguments.run), maxlen=arguments.n))
+    _print_lines(deque(dump_log(arguments.run), maxlen=arguments.n))
     return 0
 
 
@@ -194,13 +194,13 @@ def run_story(arguments: argparse.Namespace) -> int:
     _note_run(arguments.run)
     if arguments.logs:
         _note_cut("logs", cut_logs(arguments.run))
-    _print(story(arguments.run, arguments.id, logs=arguments.logs))
+    _print_lines(read_story(arguments.run, arguments.id, logs=arguments.logs))
     return 0
 
 
 def run_why(arguments: argparse.Namespace) -> int:
     _note_emulated(arguments.run)
-    _print(why(arguments.run, arguments.id, arguments.at))
+    _print_lines(explain_subject(arguments.run, arguments.id, arguments.at))
     return 0
 
 
@@ -210,19 +210,19 @@ def run_trace(arguments: argparse.Namespace) -> int:
     _note_emulated(arguments.run)
     _note_cut("timelines", cut_timelines(arguments.run))
     count = write_trace(arguments.run, path)
-    _print([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
+    _print_lines([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
     return 0
 
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Says what was written; the columns are explained in docs/debugging.md."""
     from laminar.analysis.export.parquet import (
-        export,  # pyarrow takes longer to load than most logs
+        export_tables,  # pyarrow takes longer to load than most logs
     )
 
     _note_emulated(arguments.run)
-    rows = export(arguments.run, arguments.parquet, force=arguments.force)
-    _print(f"{count:>9}  {arguments.parquet / name}.parquet" for name, count in rows.items())
+    rows = export_tables(arguments.run, arguments.parquet, force=arguments.force)
+    _print_lines(f"{count:>9}  {arguments.parquet / name}.parquet" for name, count in rows.items())
     return 0
 
 
@@ -231,37 +231,37 @@ def run_stats(arguments: argparse.Namespace) -> int:
     events, decisions = Counter[str](), Counter[str]()
     clock, times = WallClock(), []
     segments = set[int]()
-    for record in records(arguments.run):
+    for record in read_records(arguments.run):
         if isinstance(record, Header):
             segments.add(record.segment)
         elif isinstance(record, EventRecord):
-            event = typed_event(record)
-            events[_tag(event.event)] += 1
+            event = parse_event(record)
+            events[_get_tag(event.event)] += 1
             times.append(clock.unix_ns(event))
         elif isinstance(record, DecisionRecord):
-            decisions[_tag(typed_command(record))] += 1
+            decisions[_get_tag(parse_command(record))] += 1
     size, tail = log_size(arguments.run)
     seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
-    _print(
+    _print_lines(
         [
             f"{size} bytes in {len(segments)} segments, torn tail {tail.torn_bytes} bytes, "
             f"{seconds:.3f} s from the first event to the last",
-            *_counts("events", events),
-            *_counts("decisions", decisions),
+            *_format_counts("events", events),
+            *_format_counts("decisions", decisions),
         ]
     )
     return 0
 
 
-def _tag(message: msgspec.Struct) -> str:
+def _get_tag(message: msgspec.Struct) -> str:
     return str(message.__struct_config__.tag)
 
 
-def _counts(title: str, counts: Counter[str]) -> list[str]:
+def _format_counts(title: str, counts: Counter[str]) -> list[str]:
     lines = [f"{count:>9}  {tag}" for tag, count in counts.most_common()]
     return [f"{counts.total():>9}  {title}", *(f"  {line}" for line in lines)]
 
 
-def _print(lines: Iterable[str]) -> None:
+def _print_lines(lines: Iterable[str]) -> None:
     for line in lines:
         print(line)

@@ -10,9 +10,9 @@ from laminar.names import exit_codes
 def main() -> None:
     """Entry of the `laminar` command; Ctrl-C while it is imported has no traceback either."""
     try:
-        from laminar.cli.commands import run
+        from laminar.cli.commands import run_command
 
-        code = run()
+        code = run_command()
     except KeyboardInterrupt:
         print("laminar: interrupted", file=sys.stderr)
         code = exit_codes.STOPPED_EARLY

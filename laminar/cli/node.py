@@ -21,15 +21,15 @@ from laminar.actors.node import Node
 from laminar.actors.system.process import run_actors
 from laminar.actors.system.processes import MachineProcesses
 from laminar.actors.system.roles import ROLES
-from laminar.actors.system.warm import Seed
-from laminar.cli.arguments import Parser
+from laminar.actors.system.warm import PrestartedProcess
+from laminar.cli.arguments import CommandParser
 from laminar.config import Config, ConfigError
-from laminar.launch.exit_handling import exit_code, say
+from laminar.launch.exit_handling import exit_code, print_error
 from laminar.names import exit_codes, ids
 from laminar.net.addresses import own_ip, route_to
 from laminar.net.client import coordinator_address
 from laminar.net.session import RunOver
-from laminar.observe.hardware import hardware
+from laminar.observe.hardware import describe_hardware
 from laminar.run.directory import COORDINATOR_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.run.stop_requests import add_child_option
@@ -38,12 +38,14 @@ POLL_S = 0.2
 
 
 def main() -> None:
-    sys.exit(exit_code("laminar-node", run))
+    sys.exit(exit_code("laminar-node", run_node))
 
 
-def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = None) -> int:
+def run_node(
+    words: Sequence[str] | None = None, seeds: Mapping[str, PrestartedProcess] | None = None
+) -> int:
     """A node until it has ended; `seeds`: warm processes that it takes over, by kind."""
-    parser = Parser(prog="laminar-node", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="laminar-node", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--name", default="node-0")
     parser.add_argument("--roles", default="")
@@ -56,13 +58,13 @@ def run(words: Sequence[str] | None = None, seeds: Mapping[str, Seed] | None = N
     try:
         address = host_of(arguments.run_dir, config, arguments.host)
     except RunOver:
-        say(arguments.name, f"the run {arguments.run_dir} is over")
+        print_error(arguments.name, f"the run {arguments.run_dir} is over")
         return exit_codes.COMPLETE
     lock = RunLock.inherit(arguments.run_dir, arguments.name, arguments.lock_fd)
     name = arguments.name
 
     def make(host: Host) -> Node:
-        host.log.info("machine", **hardware())
+        host.log.info("machine", **describe_hardware())
         return Node(host, roles, MachineProcesses(host, lock, roles, seeds))
 
     return run_actors(lock, [name], "node", name, address, make)

@@ -15,7 +15,7 @@ import socket
 import sys
 
 from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm import Seed
+from laminar.actors.system.warm import PrestartedProcess
 from laminar.cli import node
 from laminar.launch.exit_handling import exit_code
 from laminar.names import exit_codes
@@ -25,12 +25,12 @@ WORDS_MAX = 64 << 10  #: bytes
 
 def main() -> int:
     found = json.loads(sys.argv[1])
-    seeds = {kind: Seed.spawn(Needs(*need)) for kind, need in found.items()}
+    seeds = {kind: PrestartedProcess.spawn(Needs(*need)) for kind, need in found.items()}
     with socket.socket(fileno=os.dup(0)) as starter:
         message, fds, _, _ = socket.recv_fds(starter, WORDS_MAX, 1)
     if not message:  # the warm processes end with this one
         return exit_codes.COMPLETE
-    return node.run([*json.loads(message), "--lock-fd", str(fds[0])], seeds)
+    return node.run_node([*json.loads(message), "--lock-fd", str(fds[0])], seeds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.cluster.slurm import Task, queued, read_jobs
+from laminar.cluster.slurm import SlurmTask, list_queued, read_jobs
 from laminar.config import ConfigError
 from laminar.config.tree import RunConfig
 from laminar.core.state.statuses import Phase
@@ -40,10 +40,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="RUN",
         help=f"run directory, or a directory of runs (default {RunConfig().output_dir})",
     )
-    parser.set_defaults(function=ps)
+    parser.set_defaults(function=run_ps)
 
 
-def ps(arguments: argparse.Namespace) -> int:
+def run_ps(arguments: argparse.Namespace) -> int:
     """Print one run, or all that live."""
     place: Path = arguments.run
     if (place / CONFIG_FILE).is_file():
@@ -62,48 +62,50 @@ def of_runs(place: Path) -> Iterator[str]:
     runs = sorted(path.parent for path in place.glob(f"*/{CONFIG_FILE}"))
     rows = []
     for run in runs:
-        living, tasks = _living(run), _tasks(run)
+        living, tasks = _find_holders(run), _list_tasks(run)
         if living or tasks:
             hosts = ", ".join(sorted({holder.host for holder in living}))
             waiting = ", ".join(task.name for task in tasks if not task.nodes)
-            rows.append([str(run), *_state(read_status(run)), hosts or "-", waiting])
+            rows.append([str(run), *_format_state(read_status(run)), hosts or "-", waiting])
     if rows:
-        yield from table([["RUN", "PHASE", "STEP", "TOKENS/S", "ON", "QUEUED"], *rows])
+        yield from format_table([["RUN", "PHASE", "STEP", "TOKENS/S", "ON", "QUEUED"], *rows])
     else:
         yield f"no run in {place} lives, of {len(runs)} that are there"
 
 
 def of_run(run: Path) -> Iterator[str]:
     """One run: how it goes, then its processes and its jobs."""
-    status, living = read_status(run), _living(run)
-    phase, step, rate = _state(status)
+    status, living = read_status(run), _find_holders(run)
+    phase, step, rate = _format_state(status)
     if not living:
         yield f"{run}: no process of it lives; {phase}, step {step}"
     else:
-        yield f"{run}: {phase}, step {step}, {rate} tokens/s{_age(run)}"
+        yield f"{run}: {phase}, step {step}, {rate} tokens/s{_format_age(run)}"
     if status.get("failure"):
         yield f"because: {status['failure']}"
     if living:
-        yield from table([["PROCESS", "ON", "PID", "DOES"], *_processes(status, living)])
-    if tasks := _tasks(run):
-        yield from table([["JOB", "STATE", "ON", "BECAUSE"], *tasks])
+        yield from format_table(
+            [["PROCESS", "ON", "PID", "DOES"], *_list_processes(status, living)]
+        )
+    if tasks := _list_tasks(run):
+        yield from format_table([["JOB", "STATE", "ON", "BECAUSE"], *tasks])
 
 
-def _processes(status: dict[str, Any], living: Sequence[Holder]) -> Iterator[list[str]]:
+def _list_processes(status: dict[str, Any], living: Sequence[Holder]) -> Iterator[list[str]]:
     """One row for each process that lives or is awaited; emulated replicas may share one."""
     known: dict[str, int] = status.get("processes", {})
     named = {holder.name: holder for holder in living}
     by_pid = {holder.pid: holder for holder in living}
-    for name in sorted({*known, *named}, key=_order):
+    for name in sorted({*known, *named}, key=_sort_key):
         holder = named.get(name) or by_pid.get(known.get(name, 0))
-        does = _does(status, name)
+        does = _describe_activity(status, name)
         if holder is not None:
             yield [name, holder.host, str(holder.pid), does]
         elif status.get("phase") != Phase.ENDED:
             yield [name, "-", "-", does or "is gone, or its lock is not seen from this machine"]
 
 
-def _does(status: dict[str, Any], name: str) -> str:
+def _describe_activity(status: dict[str, Any], name: str) -> str:
     """What the coordinator says that a process does."""
     if name in status.get("awaited", []):
         return "lost, and awaited"
@@ -121,7 +123,7 @@ def _does(status: dict[str, Any], name: str) -> str:
     return ""
 
 
-def _order(name: str) -> tuple[int, list[tuple[int, str]]]:
+def _sort_key(name: str) -> tuple[int, list[tuple[int, str]]]:
     """Who runs the others comes first, and rollout-10 after rollout-9."""
     first = ("train", "serve", "coordinator", "node", "store", "trainer", "relay")
     role = name.partition("-")[0]
@@ -130,7 +132,7 @@ def _order(name: str) -> tuple[int, list[tuple[int, str]]]:
     return first.index(role) if role in first else len(first), numbers
 
 
-def _state(status: dict[str, Any]) -> tuple[str, str, str]:
+def _format_state(status: dict[str, Any]) -> tuple[str, str, str]:
     """Phase, step and tokens per second."""
     if not status:
         return "not begun", "-", "-"
@@ -148,7 +150,7 @@ def read_status(run: Path) -> dict[str, Any]:
         return {}
 
 
-def _age(run: Path) -> str:
+def _format_age(run: Path) -> str:
     """How old that is, by the clock of the file system; empty: just now."""
     try:
         age_s = time.time() - (run / STATUS_FILE).stat().st_mtime
@@ -157,17 +159,17 @@ def _age(run: Path) -> str:
     return f", as of {age_s:.0f} s ago" if age_s >= 2 else ""
 
 
-def _living(run: Path) -> list[Holder]:
+def _find_holders(run: Path) -> list[Holder]:
     return [holder for holder in holders(run) if holder.name not in COMMANDS]
 
 
-def _tasks(run: Path) -> list[Task]:
+def _list_tasks(run: Path) -> list[SlurmTask]:
     """The jobs of a run that was submitted, as far as they have not ended."""
     jobs = read_jobs(run)
-    return queued(jobs.ids) if jobs is not None else []
+    return list_queued(jobs.ids) if jobs is not None else []
 
 
-def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def format_table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Columns, each as wide as its widest word."""
     all_rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*all_rows, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from laminar.cli.init import QUICKSTART_CONFIG
-from laminar.cli.train import add_ways, take_train_settings, train
+from laminar.cli.train import add_ways, run_train, take_train_settings
 
 
 def add_parser(subparsers: Any) -> None:
@@ -18,4 +18,4 @@ def add_parser(subparsers: Any) -> None:
     )
     add_ways(parser)
     take_train_settings(parser)
-    parser.set_defaults(function=train, config=[QUICKSTART_CONFIG], resume=None, move_old=True)
+    parser.set_defaults(function=run_train, config=[QUICKSTART_CONFIG], resume=None, move_old=True)

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.report.page import html
+from laminar.analysis.report.page import render_page
 from laminar.analysis.report.page_data import PageData, page_data
-from laminar.analysis.report.summary import replace_text, summarize, write_summary
-from laminar.analysis.report.summary_lines import headline, troubles
+from laminar.analysis.report.summary import replace_text, summarize_run, write_summary
+from laminar.analysis.report.summary_lines import format_headline, list_problems
 from laminar.config import ConfigError
-from laminar.launch.exit_handling import say
+from laminar.launch.exit_handling import print_error
 from laminar.run.directory import COMPARISON_FILE, REPORT_FILE, run_config
-from laminar.tasks.data.decoding import decoder_of
+from laminar.tasks.data.decoding import make_decoder
 
 SHARES_SHOWN = 3  #: of what a process did, the largest first
 
@@ -40,14 +40,17 @@ def run_report(arguments: argparse.Namespace) -> int:
     """The figures are explained in docs/metrics.md."""
     if arguments.json:
         for run in arguments.runs:
-            print(json.dumps(summarize(run), indent=2))
+            print(json.dumps(summarize_run(run), indent=2))
         return 0
     runs = [_page_data(run) for run in arguments.runs]
     for data in runs:
         write_summary(data.run_dir, data.summary)
     path = arguments.output or runs[0].run_dir / (COMPARISON_FILE if runs[1:] else REPORT_FILE)
-    replace_text(path, html(runs))
-    for line in [*(line for data in runs for line in lines(data)), f"page              {path}"]:
+    replace_text(path, render_page(runs))
+    for line in [
+        *(line for data in runs for line in format_report(data)),
+        f"page              {path}",
+    ]:
         print(line)
     return 0
 
@@ -56,27 +59,30 @@ def _page_data(run: Path) -> PageData:
     """Where the tokenizer is gone, everything but the answers."""
     decode, why = None, ""
     try:
-        decode = decoder_of(run, run_config(run))
+        decode = make_decoder(run, run_config(run))
     except ConfigError as error:
         why = str(error)
     data = page_data(run, decode)
     if why:
-        say("laminar", f"the page of {run} shows no answers: {why}")
+        print_error("laminar", f"the page of {run} shows no answers: {why}")
     return data
 
 
-def lines(data: PageData) -> Iterator[str]:
+def format_report(data: PageData) -> Iterator[str]:
     """The page without its charts."""
     yield f"{data.name}  ({data.run_dir})"
     shares = data.summary["time_shares"]
-    for name, text in [*headline(data), *((n, _largest(parts)) for n, parts in shares.items())]:
+    for name, text in [
+        *format_headline(data),
+        *((n, _format_largest(parts)) for n, parts in shares.items()),
+    ]:
         yield f"  {name:<20}{text}"
-    for sentence in troubles(data.summary):
+    for sentence in list_problems(data.summary):
         yield f"  ! {sentence}"
     yield ""
 
 
-def _largest(shares: dict[str, float]) -> str:
+def _format_largest(shares: dict[str, float]) -> str:
     parts: Sequence[tuple[str, float]] = sorted(shares.items(), key=lambda part: -part[1])
     chosen = [(name, share) for name, share in parts[:SHARES_SHOWN] if share >= 0.005]
     return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in chosen)

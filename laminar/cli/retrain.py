@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from laminar.analysis.log.trained_steps import Step, Trained, trained
+from laminar.analysis.log.trained_steps import TrainedStep, TrainedSteps, read_trained_steps
 from laminar.config import Config, ConfigError
 from laminar.core.steps.step_replay import other_function
 from laminar.names import exit_codes, ids
@@ -30,7 +30,7 @@ from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STOR
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
-from laminar.training.trainer_state import CheckpointError, Resume, decode
+from laminar.training.trainer_state import CheckpointError, ResumeState, decode
 
 if TYPE_CHECKING:
     from laminar.training.steps import TrainSample
@@ -49,14 +49,14 @@ def run_retrain(arguments: argparse.Namespace) -> int:
     config = run_config(arguments.run)
     if config.is_emulated:
         raise ConfigError(f"{arguments.run} is emulated: it has no model that could be trained")
-    found = trained(arguments.run)
+    found = read_trained_steps(arguments.run)
     if not found.steps:
         raise ConfigError(f"{arguments.run} has completed no step that could be trained again")
     with open_tables(arguments.run / STORE_FILE) as tables:
-        begin = beginning(arguments.run, found, tables.removed_payloads())
+        begin = find_start(arguments.run, found, tables.removed_payloads())
         steps = found.steps[begin.step - found.first_step :]
-        again = partial(_Again, config, Handlers(tables), arguments.run, found.functions)
-        return asyncio.run(_retrain(again, steps, begin))
+        again = partial(_Retraining, config, Handlers(tables), arguments.run, found.functions)
+        return asyncio.run(_retrain_steps(again, steps, begin))
 
 
 class RetrainStart(NamedTuple):
@@ -69,14 +69,14 @@ class RetrainStart(NamedTuple):
     directory: Path | None = None  #: of the checkpoint; None: model.name
 
 
-async def _retrain(
-    build: Callable[[], _Again], steps: tuple[Step, ...], begin: RetrainStart
+async def _retrain_steps(
+    build: Callable[[], _Retraining], steps: tuple[TrainedStep, ...], begin: RetrainStart
 ) -> int:
     from laminar.training.rank_processes import RankError
 
     again = build()
     try:
-        return await _compare(again, steps, begin)
+        return await _compare_steps(again, steps, begin)
     except RankError as error:
         print(f"laminar retrain: {error}", file=sys.stderr)
         return exit_codes.FAILED
@@ -84,20 +84,24 @@ async def _retrain(
         await again.close()
 
 
-async def _compare(again: _Again, steps: tuple[Step, ...], begin: RetrainStart) -> int:
+async def _compare_steps(
+    again: _Retraining, steps: tuple[TrainedStep, ...], begin: RetrainStart
+) -> int:
     await again.load()
     if begin.directory is not None:
-        await again.restore(begin.directory)
-    if not _same(begin.what, await again.digest(begin.version, begin.step), begin.digest):
+        await again.restore_checkpoint(begin.directory)
+    if not _report_match(
+        begin.what, await again.compute_digest(begin.version, begin.step), begin.digest
+    ):
         where = begin.directory or "model.name"
         print(f"NOT identical: {where} has other weights than {begin.what}")
         return exit_codes.FAILED
     compared, last = 0, begin.step + len(steps)
     for step in steps:
-        await again.train(step)
+        await again.train_step(step)
         name = f"step {step.step_index + 1} of {last}, version {step.version}"
-        digest = await again.digest(step.version, step.step_index + 1)
-        if not _same(name, digest, step.digest):
+        digest = await again.compute_digest(step.version, step.step_index + 1)
+        if not _report_match(name, digest, step.digest):
             print(f"NOT identical: {name} is the first that differs")
             return exit_codes.FAILED
         compared += bool(step.digest)
@@ -105,7 +109,7 @@ async def _compare(again: _Again, steps: tuple[Step, ...], begin: RetrainStart) 
     return exit_codes.COMPLETE
 
 
-def _same(name: str, digest: str, published: str) -> bool:
+def _report_match(name: str, digest: str, published: str) -> bool:
     """Print what came out, and say whether it is what was published, if that is known."""
     if not published:
         print(f"{name}: {digest}, was not published", flush=True)
@@ -116,7 +120,7 @@ def _same(name: str, digest: str, published: str) -> bool:
     return published in ("", digest)
 
 
-def beginning(run_dir: Path, found: Trained, removed: Set[str]) -> RetrainStart:
+def find_start(run_dir: Path, found: TrainedSteps, removed: Set[str]) -> RetrainStart:
     """The first weights after which the store has the tokens of every step; ConfigError."""
     lacking = (s.step_index for s in found.steps if not removed.isdisjoint(s.trajectories))
     last = max(lacking, default=-1)
@@ -130,7 +134,7 @@ def beginning(run_dir: Path, found: Trained, removed: Set[str]) -> RetrainStart:
     for path in (run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}"):
         with suppress(CheckpointError, OSError):
             resume = decode(path.read_bytes())
-            if resume.step > last and (step := _made_by(resume, found)) is not None:
+            if resume.step > last and (step := _find_maker(resume, found)) is not None:
                 what = f"step {resume.step}, of a checkpoint"
                 later[resume.step] = RetrainStart(
                     resume.step, step.version, step.digest, what, path.parent
@@ -143,11 +147,11 @@ def beginning(run_dir: Path, found: Trained, removed: Set[str]) -> RetrainStart:
     return later[min(later)]
 
 
-def _made_by(resume: Resume, found: Trained) -> Step | None:
+def _find_maker(resume: ResumeState, found: TrainedSteps) -> TrainedStep | None:
     """The step of the log that made this checkpoint, of the same trajectories; None: there is
     none."""
     steps = found.steps[: resume.step - found.first_step]
-    chain = ids.chained(found.first_chain, *(step.trajectories for step in steps))
+    chain = ids.extend_chain_digest(found.first_chain, *(step.trajectories for step in steps))
     if not steps or (steps[-1].step_index + 1, steps[-1].version, chain) != (
         resume.step,
         resume.version,
@@ -157,7 +161,7 @@ def _made_by(resume: Resume, found: Trained) -> Step | None:
     return steps[-1]
 
 
-class _Again:
+class _Retraining:
     """A learner, and the trajectories that it is to train on."""
 
     specs: tuple[TensorSpec, ...]
@@ -167,13 +171,15 @@ class _Again:
     ) -> None:
         """Within an event loop. `functions`: of the user, as the log has their digests."""
         from laminar.actors.system.learners import is_ranked, parts_of
-        from laminar.actors.system.rank_process import program
-        from laminar.training.rank_processes import Gang
+        from laminar.actors.system.rank_process import build_rank_command
+        from laminar.training.rank_processes import RankProcesses
 
         self._config, self._store, self._functions = config, store, functions
         self._gang = None
         if is_ranked(config):
-            self._gang = Gang(config, program(run_dir), lock=None, lost=_nothing, say=_nothing)
+            self._gang = RankProcesses(
+                config, build_rank_command(run_dir), lock=None, lost=_ignore_text, say=_ignore_text
+            )
         self._parts = parts_of(config, self._gang)
 
     async def load(self) -> None:
@@ -181,10 +187,10 @@ class _Again:
         from laminar.weights.version import manifest
 
         layout = await self._parts.learner.load()
-        if other := other_function(self._functions, self._parts.learner.facts().functions):
+        if other := other_function(self._functions, self._parts.learner.collect_facts().functions):
             raise ConfigError(other)
         dtype = self._config.weights.dtype
-        self.specs = manifest.layout(
+        self.specs = manifest.make_layout(
             layout.shapes, layout.engine_dtype if dtype == "auto" else dtype
         )
 
@@ -192,33 +198,33 @@ class _Again:
         if self._gang is not None:
             await self._gang.close()
 
-    async def restore(self, directory: Path) -> None:
+    async def restore_checkpoint(self, directory: Path) -> None:
         """Weights and optimizer of a checkpoint; ConfigError."""
         try:
-            await self._parts.learner.restore(directory)
+            await self._parts.learner.restore_checkpoint(directory)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
-    async def train(self, step: Step) -> None:
-        samples = list(self._samples(step.trajectories))
+    async def train_step(self, step: TrainedStep) -> None:
+        samples = list(self._read_samples(step.trajectories))
         await self._parts.learner.train_step(samples, step.step_index)
 
-    async def digest(self, version: int, step: int) -> str:
+    async def compute_digest(self, version: int, step: int) -> str:
         """The digest of the weights as they are, in the type in which they are published."""
         from laminar.actors.trainer import NO_PROBE
 
         files = self._parts.files
         copied = await files.copy()
-        described = await files.describe(
+        described = await files.build_manifest(
             copied, version=version, step=step, specs=self.specs, probe=NO_PROBE
         )
         return described.digest
 
-    def _samples(self, names: tuple[str, ...]) -> Iterator[TrainSample]:
+    def _read_samples(self, names: tuple[str, ...]) -> Iterator[TrainSample]:
         from laminar.actors.batch_fetch import sample_of
 
         for wanted in names:
-            reply = self._store.answer(m.Fetch(ids=(wanted,), with_prompt=False))
+            reply = self._store.answer_request(m.Fetch(ids=(wanted,), with_prompt=False))
             if not isinstance(reply, m.FetchReply) or not reply.trajectories:
                 raise ConfigError(
                     f"the store does not have {wanted}, which the log says was trained"
@@ -226,5 +232,5 @@ class _Again:
             yield sample_of(reply.trajectories[0])
 
 
-def _nothing(text: str) -> None:
+def _ignore_text(text: str) -> None:
     """Who asks the ranks for something is told."""

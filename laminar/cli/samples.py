@@ -14,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.report.samples import Choice, Sample, find_samples
-from laminar.cli.log import positive
-from laminar.launch.emulated_note import notes
-from laminar.launch.exit_handling import say
+from laminar.analysis.report.samples import Sample, SampleFilter, find_samples
+from laminar.cli.log import parse_positive
+from laminar.launch.emulated_note import list_notes
+from laminar.launch.exit_handling import print_error
 from laminar.run.directory import run_config
-from laminar.tasks.data.decoding import decoder_of
+from laminar.tasks.data.decoding import make_decoder
 
 SHOWN = 10
 """Answers that are printed as text by default."""
@@ -34,19 +34,25 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=positive, metavar="N", help="what the N-th step trained")
     which.add_argument(
-        "--eval", type=_count, metavar="N", help="held-out answers after N completed steps"
+        "--step", type=parse_positive, metavar="N", help="what the N-th step trained"
+    )
+    which.add_argument(
+        "--eval", type=_parse_count, metavar="N", help="held-out answers after N completed steps"
     )
     which.add_argument("--id", default="", metavar="ID", help="trajectory 0.17.3 or group 0.17")
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", type=positive, default=0, metavar="K", help="lowest scores first")
-    order.add_argument("--best", type=positive, default=0, metavar="K", help="highest scores first")
+    order.add_argument(
+        "--worst", type=parse_positive, default=0, metavar="K", help="lowest scores first"
+    )
+    order.add_argument(
+        "--best", type=parse_positive, default=0, metavar="K", help="highest scores first"
+    )
     parser.add_argument(
         "--search", default="", metavar="TEXT", help="only what has it in prompt or response"
     )
     limit = f"at most so many (as text {SHOWN}, unless --worst, --best or --id say which)"
-    parser.add_argument("-n", type=positive, metavar="N", help=limit)
+    parser.add_argument("-n", type=parse_positive, metavar="N", help=limit)
     parser.add_argument("--jsonl", action="store_true", help="one JSON object per line")
     parser.set_defaults(function=run_samples)
 
@@ -54,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 def run_samples(arguments: argparse.Namespace) -> int:
     """The names of the JSON fields are explained in docs/debugging.md."""
     config = run_config(arguments.run)
-    choice = Choice(
+    choice = SampleFilter(
         step=arguments.step,
         evaluation=arguments.eval,
         name=arguments.id,
@@ -62,31 +68,33 @@ def run_samples(arguments: argparse.Namespace) -> int:
         worst=arguments.worst,
         best=arguments.best,
     )
-    found = find_samples(arguments.run, choice, decoder_of(arguments.run, config))
-    for note in notes(arguments.run):
-        say("laminar", note)
-    limit = _limit(arguments)
+    found = find_samples(arguments.run, choice, make_decoder(arguments.run, config))
+    for note in list_notes(arguments.run):
+        print_error("laminar", note)
+    limit = _choose_limit(arguments)
     shown = 0
     for sample in islice(found, limit):
-        _write(json.dumps(sample.fields()) if arguments.jsonl else "\n".join(lines(sample)))
+        _write(
+            json.dumps(sample.to_dict()) if arguments.jsonl else "\n".join(format_sample(sample))
+        )
         shown += 1
     if not shown:
-        say("laminar", f"no answer{_that(arguments.search)}")
+        print_error("laminar", f"no answer{_describe_missing(arguments.search)}")
     elif limit is not None and arguments.n is None and next(found, None) is not None:
-        say("laminar", f"there are more than these {limit}: -n N shows N of them")
+        print_error("laminar", f"there are more than these {limit}: -n N shows N of them")
     return 0
 
 
-def _limit(arguments: argparse.Namespace) -> int | None:
+def _choose_limit(arguments: argparse.Namespace) -> int | None:
     said = arguments.worst or arguments.best or arguments.id
     return arguments.n or (None if said or arguments.jsonl else SHOWN)
 
 
-def _that(search: str) -> str:
+def _describe_missing(search: str) -> str:
     return f" has {search!r} in its prompt or response" if search else " is there yet"
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of completed steps")
     return int(text)
@@ -101,23 +109,23 @@ def _write(text: str) -> None:
 # --- as text ----------------------------------------------------------------------------------
 
 
-def lines(sample: Sample) -> Iterator[str]:
+def format_sample(sample: Sample) -> Iterator[str]:
     """A head, and prompt, response and right answer, each with a margin."""
     row = sample.row
-    yield f"{row.id}  {_told(sample)}"
-    yield f"  score {_score(sample)}"
+    yield f"{row.id}  {_describe_use(sample)}"
+    yield f"  score {_format_score(sample)}"
     if sample.extras:
-        yield f"  {', '.join(f'{name} {_value(v)}' for name, v in sample.extras.items())}"
+        yield f"  {', '.join(f'{name} {_format_value(v)}' for name, v in sample.extras.items())}"
     cut = ", truncated" if sample.truncated else ""
     yield f"  {row.num_tokens} tokens{cut}, by {sample.sampled_by} on {sample.sampled_on}"
-    yield from _block("prompt", sample.prompt)
-    yield from _block("response", sample.response)
+    yield from _format_block("prompt", sample.prompt)
+    yield from _format_block("response", sample.response)
     if sample.answer not in (None, ""):
-        yield from _block("right answer", str(sample.answer))
+        yield from _format_block("right answer", str(sample.answer))
     yield ""
 
 
-def _told(sample: Sample) -> str:
+def _describe_use(sample: Sample) -> str:
     if sample.step is not None:
         return f"trained by step {sample.step}"
     if sample.row.end == "dropped":
@@ -129,7 +137,7 @@ def _told(sample: Sample) -> str:
     )
 
 
-def _score(sample: Sample) -> str:
+def _format_score(sample: Sample) -> str:
     """The score of a sample, with what went wrong, where something did."""
     score = "-" if sample.score is None else f"{sample.score:.4g}"
     reason = sample.row.reward_reason or "ok"
@@ -137,16 +145,16 @@ def _score(sample: Sample) -> str:
     return score + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")
 
 
-def _value(value: float | str) -> str:
-    return printable(value) if isinstance(value, str) else f"{value:g}"
+def _format_value(value: float | str) -> str:
+    return escape_text(value) if isinstance(value, str) else f"{value:g}"
 
 
-def _block(title: str, text: str) -> Iterator[str]:
+def _format_block(title: str, text: str) -> Iterator[str]:
     yield f"  {title}"
     for line in text.split("\n"):
-        yield f"    | {printable(line)}"
+        yield f"    | {escape_text(line)}"
 
 
-def printable(text: str) -> str:
+def escape_text(text: str) -> str:
     """A response must not steer the terminal of who reads it."""
     return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)

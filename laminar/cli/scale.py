@@ -21,11 +21,11 @@ import msgspec
 from laminar.cluster.job_scripts import ROLLOUT, scripts_of
 from laminar.cluster.slurm import (
     Jobs,
-    Task,
+    SlurmTask,
     at_a_time,
-    cancel,
-    enqueue,
-    queued,
+    cancel_jobs,
+    enqueue_script,
+    list_queued,
     read_jobs,
     write_jobs,
 )
@@ -47,10 +47,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="machines beside the one with store and trainer, 1 at least",
     )
-    parser.set_defaults(function=scale)
+    parser.set_defaults(function=run_scale)
 
 
-def scale(arguments: argparse.Namespace) -> int:
+def run_scale(arguments: argparse.Namespace) -> int:
     """Tell Slurm, and say what it was told."""
     run_dir, wanted = arguments.run, arguments.rollouts
     config = run_config(run_dir)
@@ -60,7 +60,7 @@ def scale(arguments: argparse.Namespace) -> int:
             f"--rollouts {wanted} leaves no rollout machine, and one is the least; "
             f"`{shell_command('stop', run_dir, '--pause')}` takes the run off all machines"
         )
-    tasks = [t for t in queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
+    tasks = [t for t in list_queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
     if wanted > len(tasks):
         jobs = _one_more_array(config, run_dir, jobs, wanted - len(tasks))
     left = wanted
@@ -69,7 +69,7 @@ def scale(arguments: argparse.Namespace) -> int:
         share = min(left, len(own))
         left -= share
         if own:
-            _let_run(array, own, share)
+            _limit_array(array, own, share)
     return exit_codes.COMPLETE
 
 
@@ -81,7 +81,7 @@ def _jobs_of(run_dir: Path) -> Jobs:
             f"{run_dir} was not submitted to Slurm: on machines of your own start a laminar-node, "
             "or end one"
         )
-    if not queued([jobs.service]):
+    if not list_queued([jobs.service]):
         raise ConfigError(
             f"{run_dir} has no service in the queue; "
             f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` goes on with it"
@@ -98,33 +98,33 @@ def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jo
             f"{MACHINES_MAX} at most beside the first: "
             f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` numbers them anew"
         )
-    script = scripts_of(config, run_dir).path(ROLLOUT)
+    script = scripts_of(config, run_dir).get_path(ROLLOUT)
     if not script.is_file():
         raise ConfigError(f"there is no {script}: this run was submitted without rollout machines")
-    array = enqueue(script, f"--array={last + 1}-{last + count}")
+    array = enqueue_script(script, f"--array={last + 1}-{last + count}")
     jobs = msgspec.structs.replace(jobs, rollouts=[*jobs.rollouts, array], tasks=last + count)
     try:
         write_jobs(run_dir, jobs)
     except BaseException:
-        cancel([array])
+        cancel_jobs([array])
         raise
     print(f"queued {array}_[{last + 1}-{last + count}]")
     return jobs
 
 
-def _let_run(array: str, tasks: Sequence[Task], share: int) -> None:
+def _limit_array(array: str, tasks: Sequence[SlurmTask], share: int) -> None:
     """So many of its tasks run at a time; of those that do now, the last ones leave."""
     if not share:
-        cancel([array])
+        cancel_jobs([array])
         print(f"ending {array}")
         return
     at_a_time(array, share)
     print(f"{share} of {len(tasks)} tasks of {array} may run at a time")
-    begun = sorted((task.name for task in tasks if task.state != "PENDING"), key=_number)
+    begun = sorted((task.name for task in tasks if task.state != "PENDING"), key=_parse_number)
     if leaving := begun[share:]:
-        cancel(leaving)
+        cancel_jobs(leaving)
         print(f"ending {', '.join(leaving)}")
 
 
-def _number(name: str) -> int:
+def _parse_number(name: str) -> int:
     return int(name.rpartition("_")[2])

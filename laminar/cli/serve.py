@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cli.ps import read_status
-from laminar.cluster.requeue import Job
-from laminar.cluster.slurm import going_on
+from laminar.cluster.requeue import SlurmJob
+from laminar.cluster.slurm import resume_command
 from laminar.config import Config, ConfigError
-from laminar.coordinator.takeover import Asking, check_unserved
-from laminar.launch.node_restarts import Machines
+from laminar.coordinator.takeover import ResumeRequest, check_unserved
+from laminar.launch.node_restarts import NodeRestarter
 from laminar.launch.supervisor import (
     POLL_S,
     TERM_S,
@@ -39,14 +39,14 @@ from laminar.launch.supervisor import (
     StopRequest,
     Supervisor,
     node_args,
-    start,
+    start_daemon,
 )
 from laminar.launch.terminal import Terminal
-from laminar.launch.train import conclude
+from laminar.launch.train import report_end
 from laminar.names import exit_codes
 from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys
-from laminar.observe.logs import new_attempt
+from laminar.observe.logs import create_attempt
 from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
 from laminar.run.lock import AlreadyServed, RunLock, holders, in_use
 from laminar.run.secret import read_secret
@@ -71,10 +71,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="K",
         help="run node-K; without it, the coordinator and node-0",
     )
-    parser.set_defaults(function=serve)
+    parser.set_defaults(function=run_serve)
 
 
-def serve(arguments: argparse.Namespace) -> int:
+def run_serve(arguments: argparse.Namespace) -> int:
     """The service or a node, until it has ended; its exit code."""
     run_dir, index = arguments.run, arguments.node
     if index < 0:
@@ -84,11 +84,11 @@ def serve(arguments: argparse.Namespace) -> int:
     console = Terminal(plain=True)
     with StopRequest() as asked:
         if index == SERVICE:
-            return _service(config, run_dir, keys, asked, console)
+            return _run_service(config, run_dir, keys, asked, console)
         with contextlib.closing(RunLock.join(run_dir, f"serve-{index}")) as lock:
-            console.lines([f"node-{index} of {run_dir}, on {own_name()}"])
+            console.print_lines([f"node-{index} of {run_dir}, on {own_name()}"])
             code = NodeKeeper(config, lock, index, asked, console).run()
-        job = Job(config, run_dir, lambda text: console.lines([text]))
+        job = SlurmJob(config, run_dir, lambda text: console.print_lines([text]))
         if code == exit_codes.PAUSED:
             job.node_paused()
         elif asked.level:
@@ -96,29 +96,29 @@ def serve(arguments: argparse.Namespace) -> int:
         return code
 
 
-def _service(
+def _run_service(
     config: Config, run_dir: Path, keys: RunKeys, asked: StopRequest, console: Terminal
 ) -> int:
     """The coordinator and node-0."""
-    job = Job(config, run_dir, lambda text: console.lines([text]))
+    job = SlurmJob(config, run_dir, lambda text: console.print_lines([text]))
     code = exit_codes.USER_ERROR
     try:
         with contextlib.closing(_take_in_turn(run_dir, keys, job, asked, console)) as lock:
-            console.lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
-            job.begins()
+            console.print_lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
+            job.handle_service_start()
             over = Supervisor(
-                config, lock, console, asked, asking=Asking.RESUME_STOPPED, nodes=[SERVICE]
+                config, lock, console, asked, asking=ResumeRequest.RESUME_STOPPED, nodes=[SERVICE]
             ).run()
             code = over.code
             if code != exit_codes.USER_ERROR or over.reason:  # else the coordinator has said it
-                code = conclude(run_dir, console, over).code
+                code = report_end(run_dir, console, over).code
     finally:
         job.service_ended(code, asked.reason)
     return code
 
 
 def _take_in_turn(
-    run_dir: Path, keys: RunKeys, job: Job, asked: StopRequest, console: Terminal
+    run_dir: Path, keys: RunKeys, job: SlurmJob, asked: StopRequest, console: Terminal
 ) -> RunLock:
     """Our share of a run, at once or, if Slurm has started this job in the place of another one,
     once that has gone. It lives on where only Slurm's daemon has died, and is killed by that when
@@ -126,17 +126,17 @@ def _take_in_turn(
     deadline, stood_by = time.monotonic() + STAND_BY_S, False
     while True:
         try:
-            return _take(run_dir, keys, stood_by)
+            return _join_run(run_dir, keys, stood_by)
         except AlreadyServed as error:
             if not job.again or asked.level or time.monotonic() > deadline:
                 raise
             if not stood_by:
-                console.lines([f"stands by, for {STAND_BY_S / 60:g} min at most: {error}"])
+                console.print_lines([f"stands by, for {STAND_BY_S / 60:g} min at most: {error}"])
             stood_by = True
         time.sleep(STAND_BY_POLL_S)
 
 
-def _take(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
+def _join_run(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
     """Our share of a run that nobody serves; logs of their own, unless it begins.
 
     A run that was paused while we stood by is left alone. Only what is read once nobody serves it
@@ -147,10 +147,10 @@ def _take(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
             raise AlreadyServed(in_use(run_dir))
         check_unserved(run_dir, keys)
         if stood_by and read_status(run_dir).get("pause") == "paused":
-            going = going_on(run_dir)
+            going = resume_command(run_dir)
             raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` goes on with it")
         if (run_dir / EVENTS_DIR).is_dir():
-            new_attempt(run_dir)
+            create_attempt(run_dir)
             (run_dir / STATUS_FILE).unlink(missing_ok=True)  # it is of the former attempt
         return lock
     except BaseException:
@@ -166,34 +166,34 @@ class NodeKeeper:
     ) -> None:
         self._config, self._lock, self._asked, self._console = config, lock, asked, console
         self._index = index
-        self._nodes = Machines(config, [index], self._start, self._note)
+        self._nodes = NodeRestarter(config, [index], self._start, self._print_note)
 
     def run(self) -> int:
         """Watch until it is not to be started again, or is asked to leave; the exit code."""
-        self._nodes.begin(self._start)
-        while (code := self._nodes.code()) is None:
+        self._nodes.start_all(self._start)
+        while (code := self._nodes.get_exit_code()) is None:
             time.sleep(POLL_S)
             if self._asked.level:
-                self._leave()
+                self._end_nodes()
                 code = exit_codes.COMPLETE
                 break
-            self._nodes.look(time.monotonic())
+            self._nodes.restart_ended(time.monotonic())
         if code == exit_codes.COMPLETE and not self._asked.level:
-            self._note(f"node-{self._index} leaves: the run is over")
+            self._print_note(f"node-{self._index} leaves: the run is over")
         sweep_arenas()  # of a relay that was killed together with its node
         return code if code >= 0 else exit_codes.SIGNALLED - code
 
     def _start(self, index: int) -> Process:
-        return start(self._lock, "laminar.cli.node", *node_args(self._config, index))
+        return start_daemon(self._lock, "laminar.cli.node", *node_args(self._config, index))
 
-    def _note(self, text: str) -> None:
-        self._console.lines([text])
+    def _print_note(self, text: str) -> None:
+        self._console.print_lines([text])
 
-    def _leave(self) -> None:
+    def _end_nodes(self) -> None:
         """End the node, whose processes leave before it; by force when that takes too long."""
         for name, process in self._nodes:
             if process.poll() is None:
-                self._note(f"ending {name} ({self._asked.reason})")
+                self._print_note(f"ending {name} ({self._asked.reason})")
                 os.killpg(process.pid, signal.SIGTERM)
                 self._wait_for(process)
 

@@ -24,15 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from laminar.cluster.slurm import going_on
+from laminar.cluster.slurm import resume_command
 from laminar.config import ConfigError
 from laminar.events.events import DrainRequested
 from laminar.names import exit_codes
-from laminar.net.user_requests import ask
+from laminar.net.user_requests import send_user_event
 from laminar.run.command_line import shell_command
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
-from laminar.run.lock import Holder, RunLock, describe, holders
-from laminar.run.stop_requests import END, answers_ms
+from laminar.run.lock import Holder, RunLock, format_holders, holders
+from laminar.run.stop_requests import END, get_pause_timeout_ms
 from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0
@@ -89,36 +89,36 @@ def run_stop(arguments: argparse.Namespace) -> int:
             f"{run_dir} writes no checkpoints (trainer.save_freq = 0), so it cannot go on after a "
             f"pause; `{shell_command('stop', run_dir)}` ends it"
         )
-    if not _living(run_dir):
+    if not _find_holders(run_dir):
         print(f"{run_dir} is not running")
         return exit_codes.COMPLETE
     lock = RunLock.join(run_dir, _NAME)  # the directory is not moved while we look at it
     try:
-        asked = _ask(run_dir, at_once=arguments.now, pause=arguments.pause)
+        asked = _request_stop(run_dir, at_once=arguments.now, pause=arguments.pause)
         how = "end the run at once" if arguments.now else "end the run gracefully"
         how = "pause the run" if arguments.pause else how
-        print(f"asked {describe(asked)} to {how}", flush=True)
+        print(f"asked {format_holders(asked)} to {how}", flush=True)
         ended = _wait(run_dir, KILL_AFTER_S if arguments.now else arguments.timeout)
         if not ended and arguments.now:
-            ended = _kill(run_dir)
-        return _conclude(run_dir, arguments, ended)
+            ended = _kill_processes(run_dir)
+        return _report_result(run_dir, arguments, ended)
     finally:
         lock.close()
 
 
-def _living(run_dir: Path) -> list[Holder]:
+def _find_holders(run_dir: Path) -> list[Holder]:
     """The processes of the run; another `laminar stop` is none of them."""
     return [holder for holder in holders(run_dir) if holder.name != _NAME]
 
 
-def _ask(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
+def _request_stop(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
     """Signal the process in charge of the run, or ask the coordinator where that is elsewhere;
     which one that was."""
-    in_charge = _in_charge(_living(run_dir), DECIDING if not pause else PAUSING)
+    in_charge = _in_charge(_find_holders(run_dir), DECIDING if not pause else PAUSING)
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
         here = socket.gethostname()
-        within_ms = answers_ms(run_config(run_dir), "") if pause else 0
+        within_ms = get_pause_timeout_ms(run_config(run_dir), "") if pause else 0
         event = DrainRequested(
             reason=f"laminar stop on {here}", at_once=at_once, pause=pause, answers_ms=within_ms
         )
@@ -126,17 +126,18 @@ def _ask(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
         return in_charge
     for holder in local:
         asks = _SIGNALS[at_once, pause] if holder.name in DECIDING else signal.SIGTERM
-        _signal(run_dir, holder, asks)
+        _signal_process(run_dir, holder, asks)
     return local
 
 
 def _ask_from_here(run_dir: Path, in_charge: list[Holder], event: DrainRequested) -> None:
     """Ask the coordinator; ConfigError where it cannot be asked, which says what can be done."""
     try:
-        ask(run_dir, event)
+        send_user_event(run_dir, event)
     except ConfigError as error:
         raise ConfigError(
-            f"{run_dir} is run by {describe(in_charge)}, and cannot be stopped from here: {error}; "
+            f"{run_dir} is run by {format_holders(in_charge)}, and cannot be stopped from here: "
+            f"{error}; "
             f"run `{shell_command('stop', run_dir)}` there"
         ) from None
 
@@ -149,7 +150,7 @@ def _in_charge(living: list[Holder], deciding_names: Sequence[str]) -> list[Hold
     return [holder for holder in living if holder.name.startswith("node-")] or living
 
 
-def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
+def _signal_process(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
     """Signal this process and no other: it still has its lock after we got hold of it."""
     try:
         fd = os.pidfd_open(holder.pid)
@@ -161,7 +162,7 @@ def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
     except ProcessLookupError:
         pass
     except PermissionError:
-        raise ConfigError(f"{describe([holder])} belongs to another user") from None
+        raise ConfigError(f"{format_holders([holder])} belongs to another user") from None
     finally:
         os.close(fd)
 
@@ -169,44 +170,50 @@ def _signal(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
 def _wait(run_dir: Path, timeout_s: float) -> bool:
     """Wait until no process is left; False when the time is up before."""
     started = said = time.monotonic()
-    while living := _living(run_dir):
+    while living := _find_holders(run_dir):
         now = time.monotonic()
         if now - started >= timeout_s:
             return False
         if now - said >= SAY_S:
             said = now
             names = ", ".join(holder.name for holder in living)
-            print(f"[{now - started:5.0f} s] waiting for {names}{_progress(run_dir)}", flush=True)
+            print(
+                f"[{now - started:5.0f} s] waiting for {names}{_describe_progress(run_dir)}",
+                flush=True,
+            )
         time.sleep(_POLL_S)
     return True
 
 
-def _kill(run_dir: Path) -> bool:
-    local = [holder for holder in _living(run_dir) if holder.local]
+def _kill_processes(run_dir: Path) -> bool:
+    local = [holder for holder in _find_holders(run_dir) if holder.local]
     if not local:
         return False
-    print(f"killing {describe(local)}: still there after {KILL_AFTER_S:g} s", flush=True)
+    print(f"killing {format_holders(local)}: still there after {KILL_AFTER_S:g} s", flush=True)
     for holder in local:
-        _signal(run_dir, holder, signal.SIGKILL)
+        _signal_process(run_dir, holder, signal.SIGKILL)
     ended = _wait(run_dir, KILLED_S)
     sweep_arenas()
     return ended
 
 
-def _conclude(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
+def _report_result(run_dir: Path, arguments: argparse.Namespace, ended: bool) -> int:
     if ended:
-        print(f"{run_dir} has stopped{_progress(run_dir)}")
+        print(f"{run_dir} has stopped{_describe_progress(run_dir)}")
         if arguments.pause:
-            print(f"`{going_on(run_dir)}` goes on with it")
+            print(f"`{resume_command(run_dir)}` goes on with it")
         return exit_codes.COMPLETE
     again = (
         "" if arguments.now else f"; `{shell_command('stop', run_dir, '--now')}` ends it at once"
     )
-    print(f"laminar: {run_dir} still runs: {describe(_living(run_dir))}{again}", file=sys.stderr)
+    print(
+        f"laminar: {run_dir} still runs: {format_holders(_find_holders(run_dir))}{again}",
+        file=sys.stderr,
+    )
     return exit_codes.FAILED
 
 
-def _progress(run_dir: Path) -> str:
+def _describe_progress(run_dir: Path) -> str:
     """What the coordinator said last."""
     try:
         status = json.loads((run_dir / STATUS_FILE).read_text())

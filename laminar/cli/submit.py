@@ -18,24 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cli.train import take_train_settings
-from laminar.cluster.job_scripts import ROLLOUT, SERVICE, Scripts, scripts_of
+from laminar.cluster.job_scripts import ROLLOUT, SERVICE, JobScripts, scripts_of
 from laminar.cluster.slurm import (
     Jobs,
-    Refused,
-    cancel,
-    enqueue,
-    queued,
+    SlurmRefused,
+    cancel_jobs,
+    check_script,
+    enqueue_script,
+    list_queued,
     read_jobs,
-    would_take,
     write_jobs,
 )
-from laminar.config import Config, ConfigError, load
+from laminar.config import Config, ConfigError, load_config
 from laminar.config.rules import slurm_seconds
 from laminar.engines.environment import gpus_per_replica
 from laminar.launch.preflight import check_settings
 from laminar.launch.resume_check import claim_run_directory, resumed_config
 from laminar.launch.terminal import Terminal
-from laminar.launch.train import look, move_aside, place_of, prepare
+from laminar.launch.train import move_aside, place_of, plan_run, prepare_directory
 from laminar.names import exit_codes
 from laminar.net.addresses import AUTO
 from laminar.run.command_line import shell_command
@@ -62,54 +62,54 @@ def add_parser(subparsers: Any) -> None:
         "--move-old", action="store_true", help="move an existing run directory aside"
     )
     take_train_settings(parser)
-    parser.set_defaults(function=submit)
+    parser.set_defaults(function=run_submit)
 
 
-def submit(arguments: argparse.Namespace) -> int:
+def run_submit(arguments: argparse.Namespace) -> int:
     """Check, show the plan, put the jobs into the queue."""
     console = Terminal()
-    config, run_dir = _resumed(arguments) if arguments.resume else _new(arguments)
+    config, run_dir = _prepare_resume(arguments) if arguments.resume else _prepare_new(arguments)
     check_shared(run_dir)
     config = check_settings(config, here=False)
-    plan, found = look(config, run_dir, arguments, None, console, machines=0)
+    plan, found = plan_run(config, run_dir, arguments, None, console, machines=0)
     scripts = scripts_of(plan.config, run_dir)
-    console.lines([*_job_lines(scripts), *(f"WARNING: {text}" for text in found.values())])
+    console.print_lines([*_job_lines(scripts), *(f"WARNING: {text}" for text in found.values())])
     if arguments.print:
-        console.lines(_shown(scripts))
+        console.print_lines(_format_scripts(scripts))
         return exit_codes.COMPLETE
-    check_taken(scripts)
+    check_accepted(scripts)
     if not arguments.resume and run_dir.exists():
-        console.lines([f"moved the old run to {move_aside(run_dir)}"])
-    place = claim_run_directory if arguments.resume else prepare
+        console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
+    place = claim_run_directory if arguments.resume else prepare_directory
     place(plan.config, run_dir, found).close()  # the service takes what nobody else has
     try:
-        jobs = _enqueue(scripts)
+        jobs = _enqueue_jobs(scripts)
     except BaseException:
         if not arguments.resume:
             shutil.rmtree(run_dir)
         raise
-    console.lines(_queued_lines(scripts, jobs))
+    console.print_lines(_queued_lines(scripts, jobs))
     return exit_codes.COMPLETE
 
 
-def _new(arguments: argparse.Namespace) -> tuple[Config, Path]:
-    config = asked_of_machines(arguments.config, arguments.overrides)
+def _prepare_new(arguments: argparse.Namespace) -> tuple[Config, Path]:
+    config = load_slurm_config(arguments.config, arguments.overrides)
     return config, place_of(config, arguments.move_old)
 
 
-def asked_of_machines(files: list[str], overrides: list[str]) -> Config:
+def load_slurm_config(files: list[str], overrides: list[str]) -> Config:
     """The settings of a new run, with what follows from the machines that it asks for; what the
     user gives goes before that."""
-    config = load(files, overrides)
+    config = load_config(files, overrides)
     given = [*overrides, f"run.nodes={1 + config.slurm.rollouts}"]
     defaults: dict[str, Any] = {"coordinator.host": AUTO}
-    for follow in (_replicas, _beside, _patience):
+    for follow in (_derive_replicas, _derive_shared_replicas, _derive_start_timeout):
         defaults |= follow(config)
-        config = load(files, given, defaults=defaults)
+        config = load_config(files, given, defaults=defaults)
     return config
 
 
-def _replicas(config: Config) -> dict[str, Any]:
+def _derive_replicas(config: Config) -> dict[str, Any]:
     """As many as the GPUs of a machine allow."""
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if 0 < gpus < size:
@@ -120,7 +120,7 @@ def _replicas(config: Config) -> dict[str, Any]:
     return {"rollout.replicas": gpus // size} if gpus else {}
 
 
-def _beside(config: Config) -> dict[str, Any]:
+def _derive_shared_replicas(config: Config) -> dict[str, Any]:
     """The trainer has some GPUs of its machine, and shares them with no replica."""
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if not gpus:
@@ -130,12 +130,12 @@ def _beside(config: Config) -> dict[str, Any]:
     return {"rollout.replicas_beside_trainer": count}
 
 
-def _patience(config: Config) -> dict[str, Any]:
+def _derive_start_timeout(config: Config) -> dict[str, Any]:
     """A run whose replicas are all on machines that may still be queued waits for them."""
     return {} if config.replicas_on(0) else {"coordinator.start_timeout_s": QUEUE_S}
 
 
-def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
+def _prepare_resume(arguments: argparse.Namespace) -> tuple[Config, Path]:
     """The settings and the place of a run that goes on."""
     if arguments.move_old:
         raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
@@ -147,13 +147,13 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Config, Path]:
     run_dir: Path = arguments.resume
     run_config(run_dir)
     jobs = read_jobs(run_dir)
-    if jobs is not None and (living := queued(jobs.ids)):
+    if jobs is not None and (living := list_queued(jobs.ids)):
         names = ", ".join(f"{task.name} ({task.state.lower()})" for task in living)
         raise ConfigError(
             f"{run_dir} has jobs in the queue already: {names}; to submit it anew, end them first: "
             f"scancel {' '.join(jobs.ids)}"
         )
-    asked = load([], arguments.overrides, resolved=run_dir / CONFIG_FILE).slurm
+    asked = load_config([], arguments.overrides, resolved=run_dir / CONFIG_FILE).slurm
     machines = f"run.nodes={1 + asked.rollouts}"
     return resumed_config(run_dir, [], [*arguments.overrides, machines]), run_dir
 
@@ -172,46 +172,46 @@ def check_shared(run_dir: Path) -> None:
         )
 
 
-def check_taken(scripts: Scripts) -> None:
+def check_accepted(scripts: JobScripts) -> None:
     """ConfigError for the first job that Slurm would not take; none is queued."""
     texts = {SERVICE: scripts.service}
     if scripts.config.slurm.rollouts:
-        texts[ROLLOUT] = scripts.rollout()
+        texts[ROLLOUT] = scripts.build_rollout()
     for kind, text in texts.items():
-        with _refusing(scripts, kind):
-            would_take(text)
+        with _explain_refusal(scripts, kind):
+            check_script(text)
 
 
-def _enqueue(scripts: Scripts) -> Jobs:
+def _enqueue_jobs(scripts: JobScripts) -> Jobs:
     """Write the scripts and put them into the queue: all, or none."""
     (scripts.run_dir / LOGS_DIR / SLURM_DIR).mkdir(parents=True, exist_ok=True)
-    scripts.path(SERVICE).parent.mkdir(exist_ok=True)
+    scripts.get_path(SERVICE).parent.mkdir(exist_ok=True)
     jobs = Jobs(service=_enqueue_one(scripts, SERVICE, scripts.service))
     try:
         if scripts.config.slurm.rollouts:
-            text = scripts.rollout(jobs.service)
+            text = scripts.build_rollout(jobs.service)
             rollouts = [_enqueue_one(scripts, ROLLOUT, text)]
             jobs = Jobs(service=jobs.service, rollouts=rollouts)
         write_jobs(scripts.run_dir, jobs)
     except BaseException:
-        cancel(jobs.ids)
+        cancel_jobs(jobs.ids)
         raise
     return jobs
 
 
-def _enqueue_one(scripts: Scripts, kind: str, text: str) -> str:
-    path = scripts.path(kind)
+def _enqueue_one(scripts: JobScripts, kind: str, text: str) -> str:
+    path = scripts.get_path(kind)
     write_whole(path, text.encode(), durable=True)
-    with _refusing(scripts, kind):
-        return enqueue(path)
+    with _explain_refusal(scripts, kind):
+        return enqueue_script(path)
 
 
 @contextlib.contextmanager
-def _refusing(scripts: Scripts, kind: str) -> Iterator[None]:
+def _explain_refusal(scripts: JobScripts, kind: str) -> Iterator[None]:
     """Says of a refused job what it asks for, which is what can be corrected."""
     try:
         yield
-    except Refused as error:
+    except SlurmRefused as error:
         slurm = scripts.config.slurm
         tasks = ("rollouts", "spares") if kind == ROLLOUT else ()
         keys = ("partition", "account", "time", "gpus", "cpus", "mem", "extra", *tasks)
@@ -222,22 +222,22 @@ def _refusing(scripts: Scripts, kind: str) -> Iterator[None]:
         ) from None
 
 
-def _job_lines(scripts: Scripts) -> list[str]:
+def _job_lines(scripts: JobScripts) -> list[str]:
     """The jobs, as lines of the plan."""
     c, slurm = scripts.config, scripts.config.slurm
-    gpus = f", {_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
-    beside = f", {_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
+    gpus = f", {_format_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
+    beside = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
     lines = [f"service    1 machine{gpus}: coordinator, store, trainer{beside}"]
     if slurm.rollouts:
-        all_, own = slurm.rollouts + slurm.spares, _count(c.rollout.replicas, "replica")
+        all_, own = slurm.rollouts + slurm.spares, _format_count(c.rollout.replicas, "replica")
         what = f"{slurm.rollouts} of {all_} machines at a time" if slurm.spares else ""
-        what = what or _count(slurm.rollouts, "machine")
+        what = what or _format_count(slurm.rollouts, "machine")
         lines.append(f"rollout    {what}{gpus}: {own} each, once the service has started")
     machines = 1 + slurm.rollouts
     if slurm.gpus:
         hours = (slurm_seconds(slurm.time) or 0) / 3600 if slurm.time else 0
         until = f", {machines * slurm.gpus * hours:,.0f} GPU-hours" if hours else ""
-        lines.append(f"asks for   {_count(machines * slurm.gpus, 'GPU')} at a time{until}")
+        lines.append(f"asks for   {_format_count(machines * slurm.gpus, 'GPU')} at a time{until}")
     limit = slurm.time or "as the partition has it"
     before = f"{slurm.notice_s} s before its end the run pauses"
     how = "in the next job of the chain" if slurm.chain else "when Slurm starts it again"
@@ -246,14 +246,14 @@ def _job_lines(scripts: Scripts) -> list[str]:
     return lines
 
 
-def _shown(scripts: Scripts) -> Iterator[str]:
+def _format_scripts(scripts: JobScripts) -> Iterator[str]:
     """The scripts, as they would be written."""
-    yield from ["", f"# {scripts.path(SERVICE)}", scripts.service]
+    yield from ["", f"# {scripts.get_path(SERVICE)}", scripts.service]
     if scripts.config.slurm.rollouts:
-        yield from [f"# {scripts.path(ROLLOUT)}", scripts.rollout("SERVICE")]
+        yield from [f"# {scripts.get_path(ROLLOUT)}", scripts.build_rollout("SERVICE")]
 
 
-def _queued_lines(scripts: Scripts, jobs: Jobs) -> list[str]:
+def _queued_lines(scripts: JobScripts, jobs: Jobs) -> list[str]:
     """What is in the queue, and what can be done with it."""
     slurm, run_dir = scripts.config.slurm, scripts.run_dir
     array = f"_[1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}]"
@@ -267,5 +267,5 @@ def _queued_lines(scripts: Scripts, jobs: Jobs) -> list[str]:
     ]
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"

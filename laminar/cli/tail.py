@@ -58,36 +58,36 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help=f"the lines to begin with (default {LINES})",
     )
-    parser.set_defaults(function=tail)
+    parser.set_defaults(function=run_tail)
 
 
-def tail(arguments: argparse.Namespace) -> int:
+def run_tail(arguments: argparse.Namespace) -> int:
     """Print the last lines, and with -f those that come."""
     run_config(arguments.run)
-    logs = Logs(arguments.run, arguments.names)
-    found = sorted(logs.lines())
+    logs = RunLogs(arguments.run, arguments.names)
+    found = sorted(logs.read_lines())
     if arguments.names and not logs.names and not arguments.follow:
         raise ConfigError(
             f"no log of {arguments.run} is called {', '.join(arguments.names)}: there are "
             f"{', '.join(sorted(names_in(arguments.run))) or 'none'}"
         )
-    _show(found[-arguments.lines :] if arguments.lines > 0 else [])
+    _print_lines(found[-arguments.lines :] if arguments.lines > 0 else [])
     try:
         while arguments.follow:
             time.sleep(POLL_S)
-            _show(sorted(logs.lines()))
+            _print_lines(sorted(logs.read_lines()))
     except KeyboardInterrupt:
         pass
     return exit_codes.COMPLETE
 
 
-def _show(lines: Iterable[Line]) -> None:
+def _print_lines(lines: Iterable[Line]) -> None:
     for line in lines:
         print(line.text)
     print(end="", flush=True)
 
 
-class Logs:
+class RunLogs:
     """The logs of a run, as far as they were read."""
 
     def __init__(self, run_dir: Path, wanted: Sequence[str]) -> None:
@@ -100,7 +100,7 @@ class Logs:
         """Those whose logs are read."""
         return {name_of(path) for path in self._files}
 
-    def lines(self) -> Iterator[Line]:
+    def read_lines(self) -> Iterator[Line]:
         """What has come since the last call; the first time, the end of what there is."""
         for path in files_of(self._run_dir):
             name = name_of(path)
@@ -109,7 +109,7 @@ class Logs:
                 self._files[path] = LogFile(path, LAST_BYTES if not self._begun else None)
         self._begun = True
         for file in self._files.values():
-            yield from file.lines()
+            yield from file.read_lines()
 
 
 class LogFile:
@@ -127,7 +127,7 @@ class LogFile:
             if size > last_bytes:
                 self._file.readline()  # of which the beginning is missing
 
-    def lines(self) -> Iterator[Line]:
+    def read_lines(self) -> Iterator[Line]:
         """The whole lines that have come."""
         if self._file is None and not self._open():
             return
@@ -137,7 +137,7 @@ class LogFile:
             yield from self._read(self._file)  # what came before it was
             self._file.close()
             self._file = None
-            yield from self.lines()
+            yield from self.read_lines()
 
     def _open(self) -> bool:
         """False while there is no such file: it is being set aside."""
@@ -160,12 +160,12 @@ class LogFile:
         for line in whole:
             text = line.decode(errors="replace")
             if self._path.suffix == ".jsonl":
-                yield structured(text, self._name, written_s)
+                yield parse_line(text, self._name, written_s)
             elif text.strip():
-                yield Line(written_s, _row(written_s, self._name, text))
+                yield Line(written_s, _format_row(written_s, self._name, text))
 
 
-def structured(text: str, name: str, written_s: float) -> Line:
+def parse_line(text: str, name: str, written_s: float) -> Line:
     """A line of a process's log; one that a crash cut short is shown as it is."""
     try:
         found = json.loads(text)
@@ -174,12 +174,12 @@ def structured(text: str, name: str, written_s: float) -> Line:
         level = [] if found["level"] == "info" else [str(found["level"]).upper()]
         words = " ".join([*level, str(found["event"]), *fields])
         trace = str(found.get("exception", ""))
-        return Line(unix_s, "\n    ".join([_row(unix_s, name, words), *trace.splitlines()]))
+        return Line(unix_s, "\n    ".join([_format_row(unix_s, name, words), *trace.splitlines()]))
     except (ValueError, KeyError, TypeError):
-        return Line(written_s, _row(written_s, name, text))
+        return Line(written_s, _format_row(written_s, name, text))
 
 
-def _row(unix_s: float, name: str, words: str) -> str:
+def _format_row(unix_s: float, name: str, words: str) -> str:
     when = datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S.%f")[:-3]
     return f"{when}  {name:<14} {words}"
 

@@ -11,12 +11,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.arguments import Parser
-from laminar.config import Config, ConfigError, load
+from laminar.cli.arguments import CommandParser
+from laminar.config import Config, ConfigError, load_config
 from laminar.launch.resume_check import (
     resumed_config,
 )
-from laminar.launch.train import begin, place_of
+from laminar.launch.train import place_of, run_training
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_ways(parser)
     take_train_settings(parser)
-    parser.set_defaults(function=train)
+    parser.set_defaults(function=run_train)
 
 
 def add_ways(parser: argparse.ArgumentParser) -> None:
@@ -44,18 +44,18 @@ def add_ways(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def take_train_settings(parser: Parser) -> None:
+def take_train_settings(parser: CommandParser) -> None:
     """Settings, with the options that name the usual ones."""
     parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
 
 
-def train(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """A run from its first step, or one that was cut off; its exit code."""
-    config, run_dir = _asked_for(arguments)
-    return begin(config, run_dir, arguments).code
+    config, run_dir = _prepare_run(arguments)
+    return run_training(config, run_dir, arguments).code
 
 
-def _asked_for(arguments: argparse.Namespace) -> tuple[Config, Path]:
+def _prepare_run(arguments: argparse.Namespace) -> tuple[Config, Path]:
     """The settings, and where the run is or will be."""
     if arguments.resume:
         if arguments.move_old:
@@ -67,5 +67,5 @@ def _asked_for(arguments: argparse.Namespace) -> tuple[Config, Path]:
             )
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
-    config = load(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides)
     return config, place_of(config, arguments.move_old)

@@ -19,7 +19,7 @@ from laminar.analysis.report.summary import summary_of
 from laminar.config import ConfigError
 from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.statuses import Phase
-from laminar.launch.panel import Progress
+from laminar.launch.panel import ProgressPanel
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import summary_lines
 from laminar.names import exit_codes
@@ -36,18 +36,18 @@ def add_parser(subparsers: Any) -> None:
     text = "show how a run goes that was started elsewhere; Ctrl-C leaves it alone"
     parser = subparsers.add_parser("watch", help=text, description=text)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.set_defaults(function=watch)
+    parser.set_defaults(function=run_watch)
 
 
-def watch(arguments: argparse.Namespace) -> int:
+def run_watch(arguments: argparse.Namespace) -> int:
     """Show the run until it has ended, or has no process any more."""
     run_dir: Path = arguments.run
     run_config(run_dir)
     console = Terminal()
     try:
-        with Progress(run_dir, console, attached=True) as progress:
+        with ProgressPanel(run_dir, console, attached=True) as progress:
             alive_at = 0.0
-            while _phase(run_dir) != Phase.ENDED and not console.gone:
+            while _read_phase(run_dir) != Phase.ENDED and not console.gone:
                 progress.update()
                 time.sleep(POLL_S)
                 if (now := time.monotonic()) - alive_at >= ALIVE_S:
@@ -55,14 +55,16 @@ def watch(arguments: argparse.Namespace) -> int:
                         break
                     alive_at = now
     except KeyboardInterrupt:
-        console.lines([f"the run goes on; `{shell_command('watch', run_dir)}` shows it again"])
+        console.print_lines(
+            [f"the run goes on; `{shell_command('watch', run_dir)}` shows it again"]
+        )
         return exit_codes.COMPLETE
-    console.lines(_end(run_dir))
-    console.end()
+    console.print_lines(_format_end(run_dir))
+    console.flush_output()
     return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
 
 
-def _phase(run_dir: Path) -> str:
+def _read_phase(run_dir: Path) -> str:
     """Empty before the coordinator has said it."""
     try:
         return str(json.loads((run_dir / STATUS_FILE).read_bytes())["phase"])
@@ -70,7 +72,7 @@ def _phase(run_dir: Path) -> str:
         return ""
 
 
-def _end(run_dir: Path) -> list[str]:
+def _format_end(run_dir: Path) -> list[str]:
     """The last lines, as `laminar train` has them; a run that was killed has not said why."""
     try:
         summary = summary_of(run_dir)

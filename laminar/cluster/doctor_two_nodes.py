@@ -32,8 +32,8 @@ from typing import TextIO
 
 import msgspec
 
-from laminar.cluster.job_scripts import Scripts
-from laminar.config import Config, ConfigError, dumps
+from laminar.cluster.job_scripts import JobScripts
+from laminar.config import Config, ConfigError, dump_config
 from laminar.names.version import __version__
 from laminar.net.addresses import MACHINE, is_loopback, own_ip, own_name
 from laminar.run.directory import CONFIG_FILE, run_config
@@ -52,7 +52,7 @@ _LINE_MAX = 900
 _LINE = re.compile(r"^\[([01])\](.*)$", re.MULTILINE)
 
 
-class Facts(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """What one machine says of itself."""
 
     name: str
@@ -73,14 +73,14 @@ class Found(msgspec.Struct, frozen=True):
 Check = Callable[[], str]
 
 
-def looked(subject: str, check: Check) -> Found:
+def run_check(subject: str, check: Check) -> Found:
     try:
         return Found(subject, True, check())
     except ConfigError as error:
         return Found(subject, False, str(error))
 
 
-def on_this_machine(directory: Path, rank: int) -> list[Found]:
+def check_this_machine(directory: Path, rank: int) -> list[Found]:
     """The part of this machine, which is the first or the second of the two."""
     name = own_name()
     if not directory.is_dir():
@@ -95,32 +95,34 @@ def on_this_machine(directory: Path, rank: int) -> list[Found]:
     config = run_config(directory)
     try:
         with socket.create_server((own_ip(config.coordinator.host, "coordinator.host"), 0)) as own:
-            return list(_pair(directory, rank, own))
+            return list(_check_pair(directory, rank, own))
     except ConfigError as error:
         return [Found(f"{name} address", False, str(error))]
 
 
-def _pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
+def _check_pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
     host, port = own.getsockname()
-    facts = Facts(own_name(), __version__, MACHINE, host, port)
+    facts = MachineFacts(own_name(), __version__, MACHINE, host, port)
     write_whole(directory / f"page.{rank}", b"old", durable=True)
     write_whole(directory / f"{rank}.json", msgspec.json.encode(facts), durable=True)
     seen = directory / f"{1 - rank}.json"
-    found = looked(f"{facts.name} directory", lambda: _seen(seen))
+    found = run_check(f"{facts.name} directory", lambda: _check_seen(seen))
     yield found
     if not found.sound:
         return
-    other = msgspec.json.decode(seen.read_bytes(), type=Facts)
-    yield looked(f"{facts.name} program", lambda: _same_version(facts, other))
-    link = _Link(own, facts, other)
-    found = looked(f"{facts.name} address", lambda: link.open(first=rank == 0))
+    other = msgspec.json.decode(seen.read_bytes(), type=MachineFacts)
+    yield run_check(f"{facts.name} program", lambda: _check_version(facts, other))
+    link = _PeerLink(own, facts, other)
+    found = run_check(f"{facts.name} address", lambda: link.open(first=rank == 0))
     yield found
     if found.sound:
         with contextlib.closing(link):
-            yield from _first(directory, link) if rank == 0 else _second(directory, link, other)
+            yield from (
+                _run_first(directory, link) if rank == 0 else _run_second(directory, link, other)
+            )
 
 
-def _seen(path: Path) -> str:
+def _check_seen(path: Path) -> str:
     directory = path.parent.parent
     _wait(
         path.exists,
@@ -141,7 +143,7 @@ def _wait(until: Callable[[], bool], otherwise: str) -> float:
     return time.monotonic() - begun
 
 
-def _same_version(own: Facts, other: Facts) -> str:
+def _check_version(own: MachineFacts, other: MachineFacts) -> str:
     if own.version != other.version:
         raise ConfigError(
             f"laminar is {own.version} here and {other.version} on {other.name}: install one where "
@@ -150,10 +152,10 @@ def _same_version(own: Facts, other: Facts) -> str:
     return f"laminar {own.version}"
 
 
-class _Link:
+class _PeerLink:
     """A line of words between the two, each of which has been reached by the other."""
 
-    def __init__(self, own: socket.socket, facts: Facts, other: Facts) -> None:
+    def __init__(self, own: socket.socket, facts: MachineFacts, other: MachineFacts) -> None:
         self._own, self._facts, self._other = own, facts, other
         self._lines: TextIO | None = None
 
@@ -165,7 +167,7 @@ class _Link:
             )
         self._own.settimeout(CONNECT_S)
         try:
-            probe, line = self._reach(first)
+            probe, line = self._connect_peer(first)
         except OSError as error:
             raise ConfigError(
                 f"{self._other.name} ({self._other.host}) and {self._facts.name} "
@@ -178,7 +180,7 @@ class _Link:
         line.close()
         return f"{self._other.name} is reached at {self._other.host}"
 
-    def _reach(self, first: bool) -> tuple[socket.socket, socket.socket]:
+    def _connect_peer(self, first: bool) -> tuple[socket.socket, socket.socket]:
         """One connection each way; the second's is the line."""
         where = (self._other.host, self._other.port)
         if first:
@@ -188,12 +190,12 @@ class _Link:
         probe, _ = self._own.accept()
         return probe, line
 
-    def say(self, word: str) -> None:
+    def send_word(self, word: str) -> None:
         assert self._lines is not None
         self._lines.write(f"{word}\n")
         self._lines.flush()
 
-    def hear(self) -> str:
+    def read_word(self) -> str:
         assert self._lines is not None
         return self._lines.readline().strip()
 
@@ -202,39 +204,39 @@ class _Link:
             self._lines.close()
 
 
-def _first(directory: Path, link: _Link) -> Iterator[Found]:
+def _run_first(directory: Path, link: _PeerLink) -> Iterator[Found]:
     """Answer with the time, then change what the second looks at."""
-    link.hear()
-    link.say(str(time.time()))
-    link.hear()  # it has read the page, and looked for what is not there yet
+    link.read_word()
+    link.send_word(str(time.time()))
+    link.read_word()  # it has read the page, and looked for what is not there yet
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         held = try_lock(lock, fcntl.LOCK_EX)
         write_whole(directory / "page.0", b"new", durable=True)
         write_whole(directory / "late", b"", durable=True)
-        link.say("changed" if held else "no lock")
-        link.hear()  # it has tried the lock
+        link.send_word("changed" if held else "no lock")
+        link.read_word()  # it has tried the lock
     finally:
         os.close(lock)
     yield from ()
 
 
-def _second(directory: Path, link: _Link, other: Facts) -> Iterator[Found]:
+def _run_second(directory: Path, link: _PeerLink, other: MachineFacts) -> Iterator[Found]:
     name = own_name()
     asked = time.time()
-    link.say("time?")
-    offset = float(link.hear()) - (asked + time.time()) / 2
-    yield looked(f"{name} clock", lambda: _clock(offset, other))
+    link.send_word("time?")
+    offset = float(link.read_word()) - (asked + time.time()) / 2
+    yield run_check(f"{name} clock", lambda: _check_clock(offset, other))
     (directory / "page.0").read_bytes()
     (directory / "late").exists()
-    link.say("looked")
-    link.hear()
-    yield looked(f"{name} renames", lambda: _renames(directory))
-    yield looked(f"{name} locks", lambda: _locks(directory / "lock", other))
-    link.say("done")
+    link.send_word("looked")
+    link.read_word()
+    yield run_check(f"{name} renames", lambda: _check_renames(directory))
+    yield run_check(f"{name} locks", lambda: _check_locks(directory / "lock", other))
+    link.send_word("done")
 
 
-def _clock(offset_s: float, other: Facts) -> str:
+def _check_clock(offset_s: float, other: MachineFacts) -> str:
     if abs(offset_s) > CLOCK_S:
         raise ConfigError(
             f"the clock of {other.name} differs from this one by {offset_s:+.1f} s: have both set "
@@ -243,7 +245,7 @@ def _clock(offset_s: float, other: Facts) -> str:
     return f"{offset_s * 1e3:+.1f} ms"
 
 
-def _renames(directory: Path) -> str:
+def _check_renames(directory: Path) -> str:
     page, late = directory / "page.0", directory / "late"
     took = _wait(
         lambda: page.read_bytes() == b"new" and late.exists(),
@@ -254,7 +256,7 @@ def _renames(directory: Path) -> str:
     return f"seen after {took:.1f} s"
 
 
-def _locks(path: Path, other: Facts) -> str:
+def _check_locks(path: Path, other: MachineFacts) -> str:
     """The lock that the other machine has is one here, too."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -279,14 +281,14 @@ _MEND = (
 )
 
 
-def said(rank: int, found: list[Found]) -> Iterator[str]:
+def format_results(rank: int, found: list[Found]) -> Iterator[str]:
     """The lines in which a task prints what it has found."""
     text = json.dumps(msgspec.to_builtins(found))
     for begin in range(0, len(text), _LINE_MAX):
         yield f"[{rank}]{text[begin : begin + _LINE_MAX]}"
 
 
-def heard(output: str) -> list[list[Found]]:
+def parse_results(output: str) -> list[list[Found]]:
     """What each task has found that was not ended before it had said all, in order."""
     parts = ["", ""]
     for rank, part in _LINE.findall(output):
@@ -298,21 +300,21 @@ def heard(output: str) -> list[list[Found]]:
     return answers
 
 
-def asked_of_two(config: Config, scripts: Scripts) -> list[Found]:
+def check_two_nodes(config: Config, scripts: JobScripts) -> list[Found]:
     """Have Slurm run both parts; ConfigError when it does not."""
     above = next(path for path in scripts.run_dir.parents if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".laminar-doctor-", dir=above) as made:
-        (Path(made) / CONFIG_FILE).write_text(dumps(config))
+        (Path(made) / CONFIG_FILE).write_text(dump_config(config))
         body = f"exec {scripts.program} doctor --pair {shlex.quote(made)}"
         setup = config.slurm.setup.strip()
-        command = ["srun", *_options(config), "bash", "-c", "\n".join([setup, body]).strip()]
+        command = ["srun", *_list_options(config), "bash", "-c", "\n".join([setup, body]).strip()]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=MACHINES_S + 4 * SEEN_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigError(f"no answer of two machines: {error}; try again") from None
-    answers = heard(done.stdout)
+    answers = parse_results(done.stdout)
     found = [each for answer in answers for each in answer]
     if len(answers) < 2 and all(each.sound for each in found):
         words = [line for line in done.stderr.splitlines() if line.strip()]
@@ -323,7 +325,7 @@ def asked_of_two(config: Config, scripts: Scripts) -> list[Found]:
     return found
 
 
-def _options(config: Config) -> Iterator[str]:
+def _list_options(config: Config) -> Iterator[str]:
     """Two machines for some minutes; one that sees no directory ends both."""
     slurm = config.slurm
     yield from ("--nodes=2", "--ntasks=2", "--time=3", f"--immediate={MACHINES_S}", "--quiet")

@@ -19,7 +19,14 @@ from pathlib import Path
 import msgspec
 
 from laminar.cluster.job_scripts import ROLLOUT, SERVICE, scripts_of
-from laminar.cluster.slurm import Jobs, cancel, enqueue, queued, read_jobs, write_jobs
+from laminar.cluster.slurm import (
+    Jobs,
+    cancel_jobs,
+    enqueue_script,
+    list_queued,
+    read_jobs,
+    write_jobs,
+)
 from laminar.config import Config, ConfigError
 
 SUBMIT_S = 60.0
@@ -27,7 +34,7 @@ SUBMIT_S = 60.0
 POLL_S = 0.5
 
 
-class Chain:
+class JobChain:
     """The jobs after that of this service."""
 
     def __init__(
@@ -47,9 +54,9 @@ class Chain:
         jobs = read_jobs(self._run_dir)
         return jobs is not None and jobs.next[:1] == [self._own]
 
-    def begins(self) -> None:
+    def take_turn(self) -> None:
         """Take the turn, and queue who has the next one."""
-        jobs = self._taken()
+        jobs = self._wait_for_turn()
         if jobs is None:
             self._note(f"slurm.chain: job {self._own} is not one that was submitted; none follows")
             return
@@ -58,21 +65,21 @@ class Chain:
             self._note(f"slurm.chain: {most} jobs went before, as slurm.max_requeues has it")
         elif not jobs.next:
             try:
-                jobs = self._enqueue(jobs)
+                jobs = self._enqueue_next(jobs)
             except ConfigError as error:
                 self._note(f"slurm.chain: no job can be queued that goes on after this: {error}")
         self._next = jobs.next
 
-    def cut(self) -> None:
+    def cancel_next(self) -> None:
         """No job is to go on. The nodes' goes first: it starts where the other is cancelled."""
         for job in reversed(self._next):
             try:
-                cancel([job])
+                cancel_jobs([job])
             except ConfigError as error:
                 self._note(f"job {job} may be in the queue still: {error}")
         self._next = []
 
-    def _taken(self) -> Jobs | None:
+    def _wait_for_turn(self) -> Jobs | None:
         """The jobs of this turn; None where this job has none."""
         deadline = time.monotonic() + SUBMIT_S
         while time.monotonic() < deadline:
@@ -88,23 +95,23 @@ class Chain:
         """Have the turn after these jobs, whose nodes leave."""
         jobs = Jobs(service=self._own, rollouts=former.next[1:], before=former.before + 1)
         write_jobs(self._run_dir, jobs)
-        if former.rollouts and queued(former.rollouts):
-            cancel(former.rollouts)
+        if former.rollouts and list_queued(former.rollouts):
+            cancel_jobs(former.rollouts)
         return jobs
 
-    def _enqueue(self, jobs: Jobs) -> Jobs:
+    def _enqueue_next(self, jobs: Jobs) -> Jobs:
         """Queue the successor and its nodes."""
         scripts = scripts_of(self._config, self._run_dir)
         follows = f"--dependency=afternotok:{self._own}"
-        self._next = [enqueue(scripts.path(SERVICE), follows)]
+        self._next = [enqueue_script(scripts.get_path(SERVICE), follows)]
         try:
             if self._config.slurm.rollouts:
                 after = f"--dependency=after:{self.successor}"
-                self._next.append(enqueue(scripts.path(ROLLOUT), after))
+                self._next.append(enqueue_script(scripts.get_path(ROLLOUT), after))
             jobs = msgspec.structs.replace(jobs, next=self._next)
             write_jobs(self._run_dir, jobs)
         except BaseException:
-            self.cut()
+            self.cancel_next()
             raise
         self._note(f"slurm.chain: job {self.successor} goes on where this one ends")
         return jobs

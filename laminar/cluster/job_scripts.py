@@ -28,7 +28,7 @@ _UNQUOTED = re.compile(r"[\w./,:=@+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Scripts:
+class JobScripts:
     """The scripts of one run."""
 
     config: Config
@@ -38,26 +38,31 @@ class Scripts:
     def service(self) -> str:
         c = self.config
         runs = f"coordinator, store, trainer{_and_replicas(c.replicas_on(0))}"
-        return self._script(SERVICE, runs, [], "%j", "")
+        return self._build_script(SERVICE, runs, [], "%j", "")
 
-    def rollout(self, service_job: str = "") -> str:
+    def build_rollout(self, service_job: str = "") -> str:
         """`service_job`: the id of the job without which this one is not started."""
         slurm = self.config.slurm
         options = [f"--array=1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}"]
         if service_job:
             options.append(f"--dependency=after:{service_job}")
         runs = f"relay{_and_replicas(self.config.rollout.replicas)}"
-        return self._script(ROLLOUT, runs, options, "%A_%a", ' --node "$SLURM_ARRAY_TASK_ID"')
+        return self._build_script(ROLLOUT, runs, options, "%A_%a", ' --node "$SLURM_ARRAY_TASK_ID"')
 
-    def path(self, kind: str) -> Path:
+    def get_path(self, kind: str) -> Path:
         return self.run_dir / SLURM_DIR / f"{kind}.sbatch"
 
-    def _script(self, kind: str, runs: str, options: list[str], log: str, node: str) -> str:
+    def _build_script(self, kind: str, runs: str, options: list[str], log: str, node: str) -> str:
         """`runs`: what the job runs, in words; `node`: the words that say which node it is."""
         slurm = self.config.slurm
         name = re.sub(r"[^\w.+-]", "-", self.config.run.name, flags=re.ASCII)
         output = f"{self.run_dir}/{LOGS_DIR}/{SLURM_DIR}/{kind}-{log}.log"
-        options = [f"--job-name={name}-{kind}", *options, *self._asks(), f"--output={output}"]
+        options = [
+            f"--job-name={name}-{kind}",
+            *options,
+            *self._list_resources(),
+            f"--output={output}",
+        ]
         lines = [
             "#!/bin/bash",
             f"# {runs}; written by `{NAME} submit`",
@@ -67,7 +72,7 @@ class Scripts:
         ]
         return "\n".join(lines) + "\n"
 
-    def _asks(self) -> Iterator[str]:
+    def _list_resources(self) -> Iterator[str]:
         """What each machine is to have, and how Slurm treats the job."""
         slurm = self.config.slurm
         if slurm.partition:
@@ -102,7 +107,7 @@ class Scripts:
         return f"{slurm.launch} {own}".strip()
 
 
-def scripts_of(config: Config, run_dir: Path) -> Scripts:
+def scripts_of(config: Config, run_dir: Path) -> JobScripts:
     """The scripts of a run that is to be in this directory."""
     absolute = run_dir.absolute()
     if not _UNQUOTED.fullmatch(str(absolute)):
@@ -110,7 +115,7 @@ def scripts_of(config: Config, run_dir: Path) -> Scripts:
             f"run directory {absolute} has a character that a batch script cannot name: choose "
             "run.output_dir and run.name of letters, digits and . _ - + = : @ ,"
         )
-    return Scripts(config, absolute)
+    return JobScripts(config, absolute)
 
 
 def _and_replicas(count: int) -> str:

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from laminar.cluster.job_chain import Chain
-from laminar.cluster.slurm import ask, cancel, queued, read_jobs
+from laminar.cluster.job_chain import JobChain
+from laminar.cluster.slurm import cancel_jobs, list_queued, read_jobs, run_slurm
 from laminar.config import Config, ConfigError
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
@@ -33,7 +33,7 @@ LEAVE_S = 60.0
 POLL_S = 1.0
 
 
-class Job:
+class SlurmJob:
     """The job of the batch system that this process is."""
 
     def __init__(
@@ -49,36 +49,36 @@ class Job:
         self._id = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
         self._restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
         chained = config.slurm.chain and self._id
-        self._chain = Chain(config, run_dir, self._id, note) if chained else None
+        self._chain = JobChain(config, run_dir, self._id, note) if chained else None
 
     @property
     def again(self) -> bool:
         """Whether Slurm has started it in the place of one whose end it has seen, or supposes."""
         return self._restarts > 0 or (self._chain is not None and self._chain.follows)
 
-    def begins(self) -> None:
+    def handle_service_start(self) -> None:
         """The service has started: again, so may the nodes whose tasks are held."""
         if self._chain is not None:
-            self._chain.begins()
+            self._chain.take_turn()
             return
         jobs = read_jobs(self._run_dir) if self._restarts else None
         for array in jobs.rollouts if jobs is not None else ():
-            self._try("release", array)
+            self._run_scontrol("release", array)
 
     def service_ended(self, code: int, signalled: str) -> None:
         """`code`: its exit code. `signalled`: the name of the signal that asked it to end."""
         paused = code == exit_codes.PAUSED
         if self._chain is not None and not (paused and signalled):
-            self._chain.cut()
+            self._chain.cancel_next()
         if paused and self._id and signalled in ("", WARNING):
-            self._paused(warned=bool(signalled))
+            self._handle_pause(warned=bool(signalled))
 
-    def _paused(self, *, warned: bool) -> None:
+    def _handle_pause(self, *, warned: bool) -> None:
         """Unless Slurm has warned us, the user has asked for the pause, and it is for him to end
         it. No task stays in the queue, unless this job does."""
         if self._chain is not None and self._chain.successor:
             self._note(f"job {self._chain.successor} goes on with it")
-        elif warned and self._chain is None and self._again("requeue"):
+        elif warned and self._chain is None and self._requeue_job("requeue"):
             return
         else:
             self._note(f"`{shell_command('submit', '--resume', self._run_dir)}` goes on with it")
@@ -92,14 +92,14 @@ class Job:
     def node_paused(self) -> None:
         """The run has, with this node."""
         if self._id and self._chain is None:
-            self._again("requeuehold")
+            self._requeue_job("requeuehold")
 
     def node_left(self, signalled: str) -> None:
         """This node, as this signal has asked it; alone, unless the run is about to pause."""
         if self._id and self._chain is None and signalled == WARNING:
-            self._again("requeuehold" if _pauses(self._run_dir) else "requeue")
+            self._requeue_job("requeuehold" if _is_pausing(self._run_dir) else "requeue")
 
-    def _again(self, how: str) -> bool:
+    def _requeue_job(self, how: str) -> bool:
         """Put this job back; False where it is not."""
         if self._restarts >= self._most:
             self._note(
@@ -107,11 +107,11 @@ class Job:
                 f"slurm.max_requeues is {self._most}"
             )
             return False
-        return self._try(how, self._id)
+        return self._run_scontrol(how, self._id)
 
-    def _try(self, how: str, job: str) -> bool:
+    def _run_scontrol(self, how: str, job: str) -> bool:
         try:
-            ask("scontrol", how, job)
+            run_slurm("scontrol", how, job)
         except ConfigError as error:
             self._note(f"scontrol {how} {job}: {error}")
             return False
@@ -121,15 +121,15 @@ class Job:
     def _take_out(self, arrays: list[str]) -> None:
         """Cancel the tasks of nodes once none of them runs: one that ends puts itself back."""
         deadline = time.monotonic() + LEAVE_S
-        while any(task.state in ("RUNNING", "COMPLETING") for task in queued(arrays)):
+        while any(task.state in ("RUNNING", "COMPLETING") for task in list_queued(arrays)):
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        if queued(arrays):
-            cancel(arrays)
+        if list_queued(arrays):
+            cancel_jobs(arrays)
 
 
-def _pauses(run_dir: Path) -> bool:
+def _is_pausing(run_dir: Path) -> bool:
     """Whether the coordinator has said so last."""
     try:
         return bool(json.loads((run_dir / STATUS_FILE).read_bytes())["pause"])

@@ -36,7 +36,7 @@ _NOISE = re.compile(
 )
 
 
-class Refused(ConfigError):
+class SlurmRefused(ConfigError):
     """Slurm does not do what it was asked to, in its own words."""
 
 
@@ -54,7 +54,7 @@ class Jobs(msgspec.Struct, frozen=True, kw_only=True):
         return [self.service, *self.rollouts, *self.next]
 
 
-def ask(program: str, *words: str, text: str = "") -> str:
+def run_slurm(program: str, *words: str, text: str = "") -> str:
     """What one of Slurm's commands prints; `text` is its standard input."""
     if shutil.which(program) is None:
         raise ConfigError(
@@ -67,33 +67,33 @@ def ask(program: str, *words: str, text: str = "") -> str:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{program} has not answered within {ASK_S:g} s; try again") from None
     if done.returncode != 0:
-        said = _words(done.stderr)
+        said = _extract_error(done.stderr)
         if _UNANSWERED in said:
             raise ConfigError(f"Slurm does not answer {program}: {said}; try again when it does")
-        raise Refused(f"Slurm refuses {program}: {said}")
+        raise SlurmRefused(f"Slurm refuses {program}: {said}")
     return done.stdout
 
 
-def would_take(script: str) -> None:
+def check_script(script: str) -> None:
     """Refused unless Slurm would take this batch script; nothing is queued."""
-    ask("sbatch", "--test-only", text=script)
+    run_slurm("sbatch", "--test-only", text=script)
 
 
-def enqueue(script: Path, *options: str) -> str:
+def enqueue_script(script: Path, *options: str) -> str:
     """Put a batch script into the queue; the job's id. `options` go before those in the script."""
-    return ask("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+    return run_slurm("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
 
 
 def at_a_time(array: str, tasks: int) -> None:
     """Let so many tasks of an array run at a time, one at least."""
-    ask("scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={tasks}")
+    run_slurm("scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={tasks}")
 
 
-def cancel(jobs: Sequence[str]) -> None:
-    ask("scancel", *jobs)
+def cancel_jobs(jobs: Sequence[str]) -> None:
+    run_slurm("scancel", *jobs)
 
 
-class Task(NamedTuple):
+class SlurmTask(NamedTuple):
     """A job, or one task of an array, that has not ended; several tasks that have not begun are
     one."""
 
@@ -103,14 +103,14 @@ class Task(NamedTuple):
     reason: str  #: why it does not run
 
 
-def queued(jobs: Sequence[str], *, each: bool = False) -> list[Task]:
+def list_queued(jobs: Sequence[str], *, each: bool = False) -> list[SlurmTask]:
     """Those of the jobs that have not ended. `each`: of an array, also what has not begun is one
     for each task."""
     wanted = ["-r"] if each else []
-    lines = ask("squeue", "-h", "-a", *wanted, "-o", "%i|%A|%F|%T|%N|%r").splitlines()
+    lines = run_slurm("squeue", "-h", "-a", *wanted, "-o", "%i|%A|%F|%T|%N|%r").splitlines()
     rows = [line.split("|", 5) for line in lines]
     return [
-        Task(name, state, nodes, "" if reason == "None" else reason)
+        SlurmTask(name, state, nodes, "" if reason == "None" else reason)
         for name, own, array, state, nodes, reason in rows
         if {own, array} & set(jobs)
     ]
@@ -128,12 +128,12 @@ def write_jobs(run_dir: Path, jobs: Jobs) -> None:
     write_whole(run_dir / SLURM_DIR / JOBS_FILE, msgspec.json.encode(jobs), durable=True)
 
 
-def going_on(run_dir: Path) -> str:
+def resume_command(run_dir: Path) -> str:
     """The command that goes on with a run, where its machines are."""
     return shell_command("submit" if read_jobs(run_dir) else "train", "--resume", run_dir)
 
 
-def _words(stderr: str) -> str:
+def _extract_error(stderr: str) -> str:
     """The sentence in what a command says on stderr: what it says last is what it failed of."""
     lines = [line for line in stderr.splitlines() if line and not line.startswith("Try ")]
     return _NOISE.sub("", lines[-1]) if lines else "it gives no reason"

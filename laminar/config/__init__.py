@@ -8,7 +8,7 @@ light.
 
 from laminar.config.algorithm import AlgorithmConfig
 from laminar.config.keys import ConfigError, known_keys
-from laminar.config.reading import dumps, is_key, load, read_toml, resolve
+from laminar.config.reading import dump_config, is_key, load_config, read_toml, resolve_config
 from laminar.config.training import OptimConfig
 from laminar.config.tree import (
     Config,
@@ -25,10 +25,10 @@ __all__ = [
     "OptimConfig",
     "RewardConfig",
     "WeightedFunctionConfig",
-    "dumps",
+    "dump_config",
     "is_key",
     "known_keys",
-    "load",
+    "load_config",
     "read_toml",
-    "resolve",
+    "resolve_config",
 ]

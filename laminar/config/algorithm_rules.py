@@ -57,7 +57,7 @@ def check_algorithm(config: Config) -> None:
     _check_name("algorithm.policy_loss.loss_mode", loss.loss_mode, tuple(LOSS_OPTIONS))
     _check_name("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS)
     weight_bounds(algorithm.rollout_correction)
-    rejections(algorithm.rollout_correction)
+    parse_rejections(algorithm.rollout_correction)
     _check_filter(config)
     known = LOSS_OPTIONS.get(loss.loss_mode)
     if known is None:  # options of the user's own function
@@ -96,7 +96,7 @@ def _check_filter(config: Config) -> None:
 def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:
     """Within which an importance weight stays; the lower one is 0 where it is only capped."""
     key, given = f"{_CORRECTION}.rollout_is_threshold", correction.rollout_is_threshold
-    low, high = _bounds(key, given)
+    low, high = _parse_bounds(key, given)
     if high < 1.0 or low > 1.0:
         raise ConfigError(
             f"{key} = {given!r} leaves out the weight 1, which data of the present weights has: "
@@ -105,7 +105,7 @@ def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:
     return low, high
 
 
-def rejections(correction: RolloutCorrectionConfig) -> list[tuple[str, float, float]]:
+def parse_rejections(correction: RolloutCorrectionConfig) -> list[tuple[str, float, float]]:
     """The rules of rollout_rs with their bounds: of k1 those of the ratio, else 0 and a bound."""
     kinds = [kind.strip() for kind in correction.rollout_rs.split(",") if kind.strip()]
     bounds = [part.strip() for part in correction.rollout_rs_threshold.split(",") if part.strip()]
@@ -128,7 +128,7 @@ def rejections(correction: RolloutCorrectionConfig) -> list[tuple[str, float, fl
 
 
 def _rule_bounds(key: str, kind: str, given: str) -> tuple[float, float]:
-    low, high = _bounds(key, given)
+    low, high = _parse_bounds(key, given)
     if kind.endswith("k1"):
         low = low or 1.0 / high
     elif low:
@@ -138,7 +138,7 @@ def _rule_bounds(key: str, kind: str, given: str) -> tuple[float, float]:
     return low, high
 
 
-def _bounds(key: str, given: str) -> tuple[float, float]:
+def _parse_bounds(key: str, given: str) -> tuple[float, float]:
     """Of `high`, or `low_high`; low is 0 where it is not given."""
     low, _, high = given.rpartition("_")
     try:
@@ -155,7 +155,7 @@ def is_users(reference: str) -> bool:
     return ":" in reference
 
 
-def users_functions(algorithm: AlgorithmConfig) -> dict[str, str]:
+def list_user_functions(algorithm: AlgorithmConfig) -> dict[str, str]:
     """The functions of the user that train: key -> `path.py:name`."""
     named = {
         "algorithm.policy_loss.loss_mode": algorithm.policy_loss.loss_mode,

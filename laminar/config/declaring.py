@@ -11,12 +11,12 @@ import msgspec
 from msgspec import Meta
 
 
-def says(text: str) -> Meta:
+def doc(text: str) -> Meta:
     """What a key means, for configs/reference.toml."""
     return Meta(description=text)
 
 
-def path(form: str) -> Meta:
+def path_form(form: str) -> Meta:
     """A path, or a list of them, that paths.py makes absolute; `form`: "file", "file:name", or
     "model", which may be a name on the hub."""
     return Meta(extra={"path": form})

@@ -235,7 +235,7 @@ UNSUPPORTED = {
 }
 
 
-def answer(key: str) -> str:
+def explain_foreign_key(key: str) -> str:
     """What is said after the name of an unknown key."""
     parts = key.replace("-", "_").split(".")
     ways = [".".join(parts[start:]) for start in range(len(parts))]

@@ -33,7 +33,7 @@ class Key(NamedTuple):
 
 
 @cache
-def sections() -> dict[str, type[msgspec.Struct]]:
+def list_sections() -> dict[str, type[msgspec.Struct]]:
     """The sections by their dotted names, in the order of the tree; Config itself is ""."""
     found: dict[str, type[msgspec.Struct]] = {"": Config}
 
@@ -53,16 +53,16 @@ def sections() -> dict[str, type[msgspec.Struct]]:
 def known_keys() -> dict[str, Key]:
     """Every dotted key with its declaration, in the order of the tree."""
     found: dict[str, Key] = {}
-    for section, struct in sections().items():
+    for section, struct in list_sections().items():
         hints = get_type_hints(struct, include_extras=True)
         for field in msgspec.structs.fields(struct):
             key = f"{section}.{field.encode_name}".lstrip(".")
-            if key not in sections():
-                found[key] = _declared(hints[field.name])
+            if key not in list_sections():
+                found[key] = _parse_declaration(hints[field.name])
     return found
 
 
-def _declared(annotation: Any) -> Key:
+def _parse_declaration(annotation: Any) -> Key:
     kind, text = inspect.type_info(annotation), ""
     if isinstance(kind, inspect.Metadata):
         text = (kind.extra_json_schema or {}).get("description", "")
@@ -70,12 +70,12 @@ def _declared(annotation: Any) -> Key:
     return Key(annotation, kind, text)
 
 
-def takes_words(kind: inspect.Type) -> bool:
+def can_take_words(kind: inspect.Type) -> bool:
     """Whether any string that a user types is meant as it stands, be it `7` or `true`."""
     return isinstance(kind, inspect.StrType | inspect.LiteralType)
 
 
-def checked(key: str, value: Any, declared: Key) -> Any:
+def check_value(key: str, value: Any, declared: Key) -> Any:
     """The value as its type has it; whatever the declaration does not allow is refused."""
     kind = declared.kind
     if isinstance(kind, inspect.StrType) and type(value) in (int, float):
@@ -90,36 +90,38 @@ def checked(key: str, value: Any, declared: Key) -> Any:
     try:
         return msgspec.convert(value, declared.annotation)
     except msgspec.ValidationError:
-        raise ConfigError(f"{key} = {value!r} is not allowed: it must be {allowed(kind)}") from None
+        raise ConfigError(
+            f"{key} = {value!r} is not allowed: it must be {describe_allowed(kind)}"
+        ) from None
 
 
-def allowed(kind: inspect.Type) -> str:
+def describe_allowed(kind: inspect.Type) -> str:
     """What may stand there, in words."""
     match kind:
         case inspect.IntType():
-            return "a whole number" + _bounds(kind)
+            return "a whole number" + _describe_bounds(kind)
         case inspect.FloatType():
-            return "a number" + _bounds(kind)
+            return "a number" + _describe_bounds(kind)
         case inspect.BoolType():
             return "true or false"
         case inspect.LiteralType(values=values):
-            return _joined([repr(value) for value in values], "or")
+            return _join_words([repr(value) for value in values], "or")
         case inspect.UnionType(types=types):
-            return _joined([allowed(part) for part in types], "or")
+            return _join_words([describe_allowed(part) for part in types], "or")
         case inspect.ListType(item_type=inspect.StructType(fields=fields)):
-            return f"a list of tables with {_joined([f.encode_name for f in fields], 'and')}"
+            return f"a list of tables with {_join_words([f.encode_name for f in fields], 'and')}"
         case inspect.ListType(item_type=inspect.LiteralType() as words):
-            return f"a list of {allowed(words)}"
+            return f"a list of {describe_allowed(words)}"
         case inspect.ListType():
             return "a list of strings"
         case inspect.TupleType(item_types=items):
-            return f"a list of {len(items)} numbers, each {allowed(items[0])}"
+            return f"a list of {len(items)} numbers, each {describe_allowed(items[0])}"
         case inspect.StrType():
             return "a string"
     return "a table"
 
 
-def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
+def _describe_bounds(kind: inspect.IntType | inspect.FloatType) -> str:
     if kind.ge is not None and kind.le is not None:
         return f" from {kind.ge} to {kind.le}"
     words = {"of at least": kind.ge, "above": kind.gt, "of at most": kind.le, "below": kind.lt}
@@ -127,5 +129,5 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
     return f" {' and '.join(parts)}" if parts else ""
 
 
-def _joined(words: list[str], last: str) -> str:
+def _join_words(words: list[str], last: str) -> str:
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -13,7 +13,7 @@ import re
 import tomllib
 from typing import Any
 
-from laminar.config.keys import ConfigError, known_keys, takes_words
+from laminar.config.keys import ConfigError, can_take_words, known_keys
 
 _QUOTED = re.compile(r"""\s*(?P<quote>["'])(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)\s*""", re.S)
 _BARE = re.compile(r"[^,\[\]{}:'\"]+")
@@ -21,68 +21,68 @@ _BARE_VALUE = re.compile(r"[^,\[\]{}'\"]+")
 _CONSTANTS = {"true": True, "false": False}
 
 
-def parsed(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
     """A setting as its key and value; a word stands for itself."""
     key, sign, raw = text.partition("=")
     key = key.strip()
     if not sign or not key:
         raise ConfigError(f"override {text!r} is not of the form key=value")
     declared = known_keys().get(key)
-    words = declared is not None and takes_words(declared.kind)
+    words = declared is not None and can_take_words(declared.kind)
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         listed = not words and raw.lstrip()[:1] in ("[", "{")
-        return key, _Hydra(text, raw).value() if listed else raw
+        return key, _HydraParser(text, raw).parse_all() if listed else raw
     # a name that looks like a number or a date is still a name
     return key, raw if words and not isinstance(value, str) else value
 
 
-class _Hydra:
+class _HydraParser:
     """A list or a table whose words need no quotes: [a, 'b c', {d: 1}]."""
 
     def __init__(self, setting: str, raw: str) -> None:
         self._setting, self._raw, self._at = setting, raw, 0
 
-    def value(self) -> Any:
+    def parse_all(self) -> Any:
         """All of the text as one value."""
-        found = self._value()
+        found = self._parse_value()
         if self._raw[self._at :].strip():
-            raise self._wrong("has something behind its end")
+            raise self._make_error("has something behind its end")
         return found
 
-    def _value(self) -> Any:
-        if self._takes("["):
-            return list(self._until("]", self._value))
-        if self._takes("{"):
-            return dict(self._until("}", self._pair))
-        return self._word(_BARE_VALUE)
+    def _parse_value(self) -> Any:
+        if self._take_sign("["):
+            return list(self._parse_until("]", self._parse_value))
+        if self._take_sign("{"):
+            return dict(self._parse_until("}", self._parse_pair))
+        return self._parse_word(_BARE_VALUE)
 
-    def _pair(self) -> tuple[str, Any]:
-        name = str(self._word(_BARE))
-        if not self._takes(":"):
-            raise self._wrong(f"has no ':' after {name!r}")
-        return name, self._value()
+    def _parse_pair(self) -> tuple[str, Any]:
+        name = str(self._parse_word(_BARE))
+        if not self._take_sign(":"):
+            raise self._make_error(f"has no ':' after {name!r}")
+        return name, self._parse_value()
 
-    def _until(self, end: str, entry: Any) -> list[Any]:
+    def _parse_until(self, end: str, entry: Any) -> list[Any]:
         entries: list[Any] = []
-        while not self._takes(end):
-            if entries and not self._takes(","):
-                raise self._wrong(f"has no ',' or {end!r} after {entries[-1]!r}")
+        while not self._take_sign(end):
+            if entries and not self._take_sign(","):
+                raise self._make_error(f"has no ',' or {end!r} after {entries[-1]!r}")
             entries.append(entry())
         return entries
 
-    def _word(self, bare: re.Pattern[str]) -> Any:
+    def _parse_word(self, bare: re.Pattern[str]) -> Any:
         if quoted := _QUOTED.match(self._raw, self._at):
             self._at = quoted.end()
             return re.sub(r"\\(.)", r"\1", quoted["text"], flags=re.S)
         found = bare.match(self._raw, self._at)
         if found is None or not found[0].strip():
-            raise self._wrong("has no word where one must be")
+            raise self._make_error("has no word where one must be")
         self._at = found.end()
-        return _plain(found[0].strip())
+        return _convert_word(found[0].strip())
 
-    def _takes(self, sign: str) -> bool:
+    def _take_sign(self, sign: str) -> bool:
         """Whether that sign comes next; it is passed then."""
         while self._raw[self._at : self._at + 1].isspace():
             self._at += 1
@@ -90,14 +90,14 @@ class _Hydra:
         self._at += len(sign) if there else 0
         return there
 
-    def _wrong(self, what: str) -> ConfigError:
+    def _make_error(self, what: str) -> ConfigError:
         return ConfigError(
             f"setting {self._setting!r} {what}; a list is [a,b], a table {{name:value}}, and "
             "a word with one of these signs has quotes"
         )
 
 
-def _plain(word: str) -> Any:
+def _convert_word(word: str) -> Any:
     """A number or a truth value where the word is one."""
     if word in _CONSTANTS:
         return _CONSTANTS[word]

@@ -25,7 +25,7 @@ HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?")
 HUB_FILE = "hf://"
 
 
-def absolute(key: str, value: Any, declared: Key, file: Path | None, *, must_be: bool) -> Any:
+def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, must_be: bool) -> Any:
     """A checked value with its paths; `file`: the config file that it stands in, if it does."""
 
     def found(form: str, name: str) -> str:
@@ -46,22 +46,22 @@ def absolute(key: str, value: Any, declared: Key, file: Path | None, *, must_be:
             "is"
         )
 
-    return _replaced(value, inspect.type_info(declared.annotation), found)
+    return _replace_paths(value, inspect.type_info(declared.annotation), found)
 
 
-def _replaced(value: Any, kind: inspect.Type, found: Callable[[str, str], str]) -> Any:
+def _replace_paths(value: Any, kind: inspect.Type, found: Callable[[str, str], str]) -> Any:
     """`value` with each path in it replaced, by the declaration of which `kind` is a part."""
     if isinstance(kind, inspect.Metadata):
         form = (kind.extra or {}).get("path")
         if form is None:
-            return _replaced(value, kind.type, found)
+            return _replace_paths(value, kind.type, found)
         return [found(form, v) for v in value] if isinstance(value, list) else found(form, value)
     if not isinstance(kind, inspect.ListType) or not isinstance(kind.item_type, inspect.StructType):
         return value
     fields = kind.item_type.fields
     return [
         msgspec.structs.replace(
-            entry, **{f.name: _replaced(getattr(entry, f.name), f.type, found) for f in fields}
+            entry, **{f.name: _replace_paths(getattr(entry, f.name), f.type, found) for f in fields}
         )
         for entry in value
     ]

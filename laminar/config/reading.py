@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from laminar.config.foreign_keys import answer
-from laminar.config.keys import ConfigError, checked, known_keys
-from laminar.config.overrides import parsed
-from laminar.config.paths import absolute
+from laminar.config.foreign_keys import explain_foreign_key
+from laminar.config.keys import ConfigError, check_value, known_keys
+from laminar.config.overrides import parse_override
+from laminar.config.paths import make_absolute
 from laminar.config.rules import CONFIG_CHARS_MAX, check_together
 from laminar.config.tree import Config
 
@@ -29,10 +29,12 @@ from laminar.config.tree import Config
 def is_key(key: str) -> bool:
     """Whether `load` knows what is meant: a key, a section, or a key of another system."""
     keys = known_keys()
-    return key in keys or bool(answer(key)) or any(k.startswith(key + ".") for k in keys)
+    return (
+        key in keys or bool(explain_foreign_key(key)) or any(k.startswith(key + ".") for k in keys)
+    )
 
 
-def load(
+def load_config(
     files: Iterable[str | Path],
     overrides: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
@@ -45,36 +47,36 @@ def load(
     config.toml of a run, read before all others; no path in it is looked for. `defaults`: what
     counts, by dotted key, where nothing else says anything."""
     flat = dict(defaults or {})
-    flat |= _flatten(read_toml(resolved), str(resolved)) if resolved is not None else {}
+    flat |= _flatten_tables(read_toml(resolved), str(resolved)) if resolved is not None else {}
     sources: dict[str, Path | None] = {}
     for file in map(Path, files):
-        found = _flatten(read_toml(file), str(file))
+        found = _flatten_tables(read_toml(file), str(file))
         flat |= found
         sources |= dict.fromkeys(found, file)
-    given = dict(map(parsed, overrides)) | _flatten(settings or {}, "")
-    flat = _checked(flat | given)
+    given = dict(map(parse_override, overrides)) | _flatten_tables(settings or {}, "")
+    flat = _check_values(flat | given)
     sources |= dict.fromkeys(given)
     must_be = flat.get("rollout.engine") != "emulated"
     for key, source in sources.items():
-        flat[key] = absolute(key, flat[key], known_keys()[key], source, must_be=must_be)
-    return _tree(flat)
+        flat[key] = make_absolute(key, flat[key], known_keys()[key], source, must_be=must_be)
+    return _build_tree(flat)
 
 
-def resolve(flat: Mapping[str, Any]) -> Config:
+def resolve_config(flat: Mapping[str, Any]) -> Config:
     """Build and check the tree from dotted keys; raises ConfigError."""
-    return _tree(_checked(flat))
+    return _build_tree(_check_values(flat))
 
 
-def _checked(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _check_values(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Each value by its declaration."""
     keys = known_keys()
     for key in flat:
         if key not in keys:
             raise ConfigError(_unknown_key(key, keys))
-    return {key: checked(key, value, keys[key]) for key, value in flat.items()}
+    return {key: check_value(key, value, keys[key]) for key, value in flat.items()}
 
 
-def _tree(flat: Mapping[str, Any]) -> Config:
+def _build_tree(flat: Mapping[str, Any]) -> Config:
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         node = tree
@@ -84,7 +86,7 @@ def _tree(flat: Mapping[str, Any]) -> Config:
         node[leaf] = value
     config = msgspec.convert(tree, Config)
     check_together(config)
-    if (chars := len(dumps(config))) > CONFIG_CHARS_MAX:
+    if (chars := len(dump_config(config))) > CONFIG_CHARS_MAX:
         raise ConfigError(
             f"the configuration has {chars} characters, at most {CONFIG_CHARS_MAX} are allowed: it "
             "is written into the event log at every start; put long lists (data.train_files, "
@@ -93,7 +95,7 @@ def _tree(flat: Mapping[str, Any]) -> Config:
     return config
 
 
-def dumps(config: Config) -> str:
+def dump_config(config: Config) -> str:
     """The resolved tree as TOML; `load` of it gives the same Config."""
     return tomli_w.dumps(msgspec.to_builtins(config))
 
@@ -112,7 +114,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
 
 
-def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _flatten_tables(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Nested tables to dotted keys; tables below a dict-typed key stay values."""
     keys = known_keys()
     flat: dict[str, Any] = {}
@@ -136,7 +138,7 @@ def _flatten(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
     if any(k.startswith(key + ".") for k in keys):
         return f"{key} is a section, not a key; write {key}.NAME=VALUE"
-    if known := answer(key):
+    if known := explain_foreign_key(key):
         return f"unknown key {key}; {known}"
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]

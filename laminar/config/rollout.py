@@ -17,7 +17,7 @@ from laminar.config.declaring import (
     NonNegative,
     Seconds,
     Section,
-    says,
+    doc,
 )
 
 GROUP_SIZE_MAX = 4_096
@@ -27,62 +27,60 @@ GROUP_SIZE_MAX = 4_096
 class VllmConfig(Section, frozen=True, kw_only=True):
     """Only read with rollout.engine = "vllm"; see docs/engines.md."""
 
-    tensor_parallel_size: Annotated[Count, says("GPUs of one replica, all on its machine")] = 1
+    tensor_parallel_size: Annotated[Count, doc("GPUs of one replica, all on its machine")] = 1
     kv_cache_bytes: Annotated[
-        Natural, says("0: what gpu_memory_utilization leaves; on a CPU 1 GiB")
+        Natural, doc("0: what gpu_memory_utilization leaves; on a CPU 1 GiB")
     ] = 0
     gpu_memory_utilization: Annotated[
-        float, Meta(ge=0.01, le=1), says("share of a GPU for weights, activations and cache")
+        float, Meta(ge=0.01, le=1), doc("share of a GPU for weights, activations and cache")
     ] = 0.85
     enforce_eager: Annotated[
-        bool, says("true: no CUDA graphs, a faster start; always so on a CPU")
+        bool, doc("true: no CUDA graphs, a faster start; always so on a CPU")
     ] = False
     max_num_batched_tokens: Annotated[
-        Natural, says("tokens of one engine step, prefill included; 0: vLLM's choice")
+        Natural, doc("tokens of one engine step, prefill included; 0: vLLM's choice")
     ] = 0
-    extra: Annotated[dict[str, Any], says("further arguments of vLLM's engine, by its names")] = {}
+    extra: Annotated[dict[str, Any], doc("further arguments of vLLM's engine, by its names")] = {}
 
 
 class ValKwargsConfig(Section, frozen=True, kw_only=True):
     """Sampling of the held-out prompts."""
 
     n: Annotated[
-        Count, Meta(le=1_024), says("responses to each prompt; several need a temperature")
+        Count, Meta(le=1_024), doc("responses to each prompt; several need a temperature")
     ] = 1
-    temperature: Annotated[NonNegative, says("0: greedy")] = 0.0
+    temperature: Annotated[NonNegative, doc("0: greedy")] = 0.0
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     engine: Annotated[
         Literal["torch", "vllm", "emulated"],
-        says("torch runs Qwen2, Qwen3 and Llama; emulated runs no model; see docs/engines.md"),
+        doc("torch runs Qwen2, Qwen3 and Llama; emulated runs no model; see docs/engines.md"),
     ] = "torch"
-    replicas: Annotated[Count, says("engines on each machine, each a process")] = 2
+    replicas: Annotated[Count, doc("engines on each machine, each a process")] = 2
     replicas_beside_trainer: Annotated[
         Natural | Literal["auto"],
-        says("the same on the machine that has store and trainer; auto: as on the others"),
+        doc("the same on the machine that has store and trainer; auto: as on the others"),
     ] = "auto"
-    group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), says("responses to one prompt")] = 8
-    max_num_seqs: Annotated[Count, says("responses that one replica generates at a time")] = 64
+    group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), doc("responses to one prompt")] = 8
+    max_num_seqs: Annotated[Count, doc("responses that one replica generates at a time")] = 64
     max_model_len: Annotated[
-        int, says("0: max_prompt_length + max_response_length (+ env.max_context_tokens)")
+        int, doc("0: max_prompt_length + max_response_length (+ env.max_context_tokens)")
     ] = 0
     update: Annotated[
         Literal["drain", "in-flight"],
-        says(
+        doc(
             "drain: a replica finishes what it has before it loads newer weights; in-flight: it "
             "loads them at once, and what it has goes on with them"
         ),
     ] = "drain"
     kv_on_update: Annotated[
         Literal["keep", "recompute"],
-        says(
-            "in flight, the cache of what goes on: keep, or prefill it again with the new weights"
-        ),
+        doc("in flight, the cache of what goes on: keep, or prefill it again with the new weights"),
     ] = "keep"
     load: Annotated[
         Literal["auto", "whole", "stream"],
-        says(
+        doc(
             "how a replica on a machine that has no weights yet gets them: whole; or stream: while "
             "they arrive, with the prefill of its first prompts behind them; auto: stream with "
             "torch"
@@ -90,29 +88,29 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     groups_per_version: Annotated[
         Natural,
-        says("prompts that a replica starts on one version; 0: max_num_seqs / group_size"),
+        doc("prompts that a replica starts on one version; 0: max_num_seqs / group_size"),
     ] = 0
-    temperature: Annotated[float, says("sampling temperature of training responses")] = 1.0
-    top_p: Annotated[float, says("only 1: the trainer could not mirror a filter")] = 1.0
-    top_k: Annotated[int, says("only 0, for the same reason")] = 0
-    min_p: Annotated[float, says("only 0, for the same reason")] = 0.0
-    repetition_penalty: Annotated[float, says("only 1, for the same reason")] = 1.0
+    temperature: Annotated[float, doc("sampling temperature of training responses")] = 1.0
+    top_p: Annotated[float, doc("only 1: the trainer could not mirror a filter")] = 1.0
+    top_k: Annotated[int, doc("only 0, for the same reason")] = 0
+    min_p: Annotated[float, doc("only 0, for the same reason")] = 0.0
+    repetition_penalty: Annotated[float, doc("only 1, for the same reason")] = 1.0
     progress_interval_ms: Annotated[
-        int, Meta(ge=10), says("from one report of a replica, with the tokens to save, to the next")
+        int, Meta(ge=10), doc("from one report of a replica, with the tokens to save, to the next")
     ] = 500
-    device: Annotated[Device, says("where the replicas compute")] = "auto"
-    dtype: Annotated[Dtype, says("the replicas' type; auto: weights.dtype")] = "auto"
-    threads: Annotated[Count, says("torch threads of one replica on a CPU")] = 1
+    device: Annotated[Device, doc("where the replicas compute")] = "auto"
+    dtype: Annotated[Dtype, doc("the replicas' type; auto: weights.dtype")] = "auto"
+    threads: Annotated[Count, doc("torch threads of one replica on a CPU")] = 1
     start_timeout_s: Annotated[
-        Seconds, says("longest time for an engine to get ready; then its process is restarted")
+        Seconds, doc("longest time for an engine to get ready; then its process is restarted")
     ] = 900.0
     decode_budget_ms: Annotated[
         Count | Literal["none"],
-        says("with repack: the longest decode step of a packed replica"),
+        doc("with repack: the longest decode step of a packed replica"),
     ] = "none"
     max_batch: Annotated[
         Count | Literal["auto"],
-        says(
+        doc(
             "with repack: sequences of a packed replica; auto: as many as decode_budget_ms allows "
             "by measurement, else max_num_seqs"
         ),

@@ -10,54 +10,54 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from laminar.config.declaring import Natural, NonNegative, Section, Share, path, says
+from laminar.config.declaring import Natural, NonNegative, Section, Share, doc, path_form
 
 
 class OptimConfig(Section, frozen=True, kw_only=True):
     """AdamW; parameters and state are float32."""
 
-    lr: Annotated[NonNegative, says("learning rate")] = 1e-6
-    weight_decay: Annotated[NonNegative, says("decoupled")] = 0.01
+    lr: Annotated[NonNegative, doc("learning rate")] = 1e-6
+    weight_decay: Annotated[NonNegative, doc("decoupled")] = 0.01
     betas: Annotated[
         tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]],
-        says("decay of the two moments"),
+        doc("decay of the two moments"),
     ] = (0.9, 0.999)
-    eps: Annotated[NonNegative, says("added to the root of the second moment")] = 1e-8
-    clip_grad: Annotated[NonNegative, says("largest gradient norm; 0: no clipping")] = 1.0
+    eps: Annotated[NonNegative, doc("added to the root of the second moment")] = 1e-8
+    clip_grad: Annotated[NonNegative, doc("largest gradient norm; 0: no clipping")] = 1.0
     lr_scheduler_type: Annotated[
-        Literal["constant", "linear", "cosine"], says("the learning rate after warm-up")
+        Literal["constant", "linear", "cosine"], doc("the learning rate after warm-up")
     ] = "constant"
-    lr_warmup_steps: Annotated[Natural, says("training steps of linear warm-up")] = 0
+    lr_warmup_steps: Annotated[Natural, doc("training steps of linear warm-up")] = 0
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
     """Adapters are trained in the place of the model's own weights; see docs/training.md."""
 
-    rank: Annotated[Natural, says("rank of the adapters; 0: all weights are trained")] = 0
+    rank: Annotated[Natural, doc("rank of the adapters; 0: all weights are trained")] = 0
     alpha: Annotated[
-        float, Meta(gt=0), says("what an adapter adds is multiplied by alpha / rank")
+        float, Meta(gt=0), doc("what an adapter adds is multiplied by alpha / rank")
     ] = 16.0
     target_modules: Annotated[
         list[str],
         Meta(min_length=1),
-        says('what gets an adapter in each layer: ["q_proj", "v_proj"]; all-linear: every matrix'),
+        doc('what gets an adapter in each layer: ["q_proj", "v_proj"]; all-linear: every matrix'),
     ] = msgspec.field(default_factory=lambda: ["all-linear"])
 
 
 class CriticModelConfig(Section, frozen=True, kw_only=True):
     name: Annotated[
         str,
-        path("model"),
-        says("what the critic begins as, with the tokenizer of model.name; empty: model.name"),
+        path_form("model"),
+        doc("what the critic begins as, with the tokenizer of model.name; empty: model.name"),
     ] = ""
 
 
 class CriticConfig(Section, frozen=True, kw_only=True):
     """Only read with algorithm.adv_estimator = "gae"; AdamW as in [optim] but for the rate."""
 
-    lr: Annotated[NonNegative, says("learning rate")] = 1e-5
+    lr: Annotated[NonNegative, doc("learning rate")] = 1e-5
     cliprange_value: Annotated[
-        float, Meta(gt=0), says("how far from its value before the step a value is followed")
+        float, Meta(gt=0), doc("how far from its value before the step a value is followed")
     ] = 0.5
-    lam: Annotated[Share, says("lambda of the returns that the critic is trained on")] = 1.0
+    lam: Annotated[Share, doc("lambda of the returns that the critic is trained on")] = 1.0
     model: CriticModelConfig = CriticModelConfig()

@@ -24,8 +24,8 @@ from laminar.config.declaring import (
     NonNegative,
     Seconds,
     Section,
-    path,
-    says,
+    doc,
+    path_form,
 )
 from laminar.config.rollout import RolloutConfig
 from laminar.config.training import CriticConfig, LoraConfig, OptimConfig
@@ -37,93 +37,95 @@ RepackPolicy = Literal["gain", "best-fit", "off"]
 class RunConfig(Section, frozen=True, kw_only=True):
     """The run directory is output_dir/name."""
 
-    name: Annotated[str, says("the run directory's name")] = "run"
-    output_dir: Annotated[str, says("the directory of run directories")] = "runs"
+    name: Annotated[str, doc("the run directory's name")] = "run"
+    output_dir: Annotated[str, doc("the directory of run directories")] = "runs"
     #: 127.0.0.1, 127.0.0.2, ... 127.0.0.254
     nodes: Annotated[
         Count,
         Meta(le=254),
-        says("machines of the run: `laminar train` emulates them here; `laminar submit` sets it"),
+        doc("machines of the run: `laminar train` emulates them here; `laminar submit` sets it"),
     ] = 1
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
     name: Annotated[
-        str, path("model"), says("a Hugging Face directory, or ORG/NAME[@REVISION] on the hub")
+        str, path_form("model"), doc("a Hugging Face directory, or ORG/NAME[@REVISION] on the hub")
     ] = ""
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
     """Give either dataset or train_files."""
 
-    dataset: Annotated[str, says("a reasoning-gym dataset by its name")] = ""
-    dataset_config: Annotated[dict[str, Any], says("that dataset's own settings")] = {}
-    dataset_size: Annotated[Count, says("items made by that dataset, held-out ones included")] = (
+    dataset: Annotated[str, doc("a reasoning-gym dataset by its name")] = ""
+    dataset_config: Annotated[dict[str, Any], doc("that dataset's own settings")] = {}
+    dataset_size: Annotated[Count, doc("items made by that dataset, held-out ones included")] = (
         20_000
     )
-    dataset_seed: Annotated[int, says("the seed of these items")] = 42
+    dataset_seed: Annotated[int, doc("the seed of these items")] = 42
     train_files: Annotated[
         list[str],
-        path("file"),
-        says("training data: .jsonl, .parquet, or hf://datasets/ORG/NAME/FILE"),
+        path_form("file"),
+        doc("training data: .jsonl, .parquet, or hf://datasets/ORG/NAME/FILE"),
     ] = []
     val_files: Annotated[
         list[str],
-        path("file"),
-        says("held-out data; empty: val_size rows of the training data are held out"),
+        path_form("file"),
+        doc("held-out data; empty: val_size rows of the training data are held out"),
     ] = []
-    val_size: Annotated[Natural, says("held-out prompts; 0: no evaluation")] = 128
+    val_size: Annotated[Natural, doc("held-out prompts; 0: no evaluation")] = 128
     prompt_key: Annotated[
-        str, says("the column of the prompt: a string or a list of chat messages")
+        str, doc("the column of the prompt: a string or a list of chat messages")
     ] = "prompt"
     answer_key: Annotated[
         str,
-        says(
+        doc(
             "the column of the right answer; empty: answer, label, ground_truth or "
             "reward_model.ground_truth"
         ),
     ] = ""
-    system_prompt: Annotated[str, says("a system message in front of every prompt")] = ""
+    system_prompt: Annotated[str, doc("a system message in front of every prompt")] = ""
     apply_chat_template: Annotated[
-        bool, says("false: a prompt string is tokenised without the chat template")
+        bool, doc("false: a prompt string is tokenised without the chat template")
     ] = True
     apply_chat_template_kwargs: Annotated[
-        dict[str, Any], says("arguments of the chat template, such as { enable_thinking = false }")
+        dict[str, Any], doc("arguments of the chat template, such as { enable_thinking = false }")
     ] = {}
-    max_prompt_length: Annotated[Count, says("tokens of a prompt, at most")] = 512
-    max_response_length: Annotated[Count, says("tokens of a response, at most")] = 512
+    max_prompt_length: Annotated[Count, doc("tokens of a prompt, at most")] = 512
+    max_response_length: Annotated[Count, doc("tokens of a response, at most")] = 512
     filter_overlong_prompts: Annotated[
-        bool, says("true: leave longer prompts out; false: the run does not start with one")
+        bool, doc("true: leave longer prompts out; false: the run does not start with one")
     ] = False
     train_batch_size: Annotated[
-        Count, says("prompts of one training step, each with group_size responses")
+        Count, doc("prompts of one training step, each with group_size responses")
     ] = 16
     drop_last: Annotated[
-        bool, says("false: prompts left over at the end of the data are a last, smaller batch")
+        bool, doc("false: prompts left over at the end of the data are a last, smaller batch")
     ] = False
-    shuffle: Annotated[bool, says("true: a new order in every epoch")] = True
+    shuffle: Annotated[bool, doc("true: a new order in every epoch")] = True
 
 
 class AsyncConfig(Section, frozen=True, kw_only=True):
     max_staleness: Annotated[
         Natural,
-        says("training steps by which a sample's weights may be behind; 0: on-policy"),
+        doc("training steps by which a sample's weights may be behind; 0: on-policy"),
     ] = 2
 
 
 class RewardFunctionConfig(Section, frozen=True, kw_only=True):
     path: Annotated[
-        str, path("file"), says("a Python file; empty: the dataset's own scorer, or math-verify")
+        str,
+        path_form("file"),
+        doc("a Python file; empty: the dataset's own scorer, or math-verify"),
     ] = ""
     name: Annotated[
-        str, says("the function; empty: compute_score, else the file's only public function")
+        str, doc("the function; empty: compute_score, else the file's only public function")
     ] = ""
 
 
 class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
     """One entry of reward.functions."""
 
-    path: Annotated[str, path("file")] = (
+    path: Annotated[str, path_form("file")] = (
         ""  #: a Python file; empty: name is a scorer that comes with it
     )
     name: str = ""  #: of the function, as above; or dataset, math, exact
@@ -133,44 +135,44 @@ class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
 class OverlongBufferConfig(Section, frozen=True, kw_only=True):
     len: Annotated[
         Natural,
-        says("last tokens before data.max_response_length that cost an answer reward; 0: none do"),
+        doc("last tokens before data.max_response_length that cost an answer reward; 0: none do"),
     ] = 0
     penalty_factor: Annotated[
-        NonNegative, says("what an answer of the full length loses; see docs/training.md")
+        NonNegative, doc("what an answer of the full length loses; see docs/training.md")
     ] = 1.0
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
     kind: Annotated[
         Literal["auto", "dataset", "math", "exact", "custom"],
-        says("the scorer; auto: your function, else the dataset's scorer, else math-verify"),
+        doc("the scorer; auto: your function, else the dataset's scorer, else math-verify"),
     ] = "auto"
     functions: Annotated[
         list[WeightedFunctionConfig],
-        says(
+        doc(
             "several scorers and their weights: "
             '[{ path = "a.py" }, { name = "math", weight = 0.5 }]'
         ),
     ] = []
     scope: Annotated[
         Literal["auto", "trajectory", "group"],
-        says("what one call scores: one response, or all responses to a prompt"),
+        doc("what one call scores: one response, or all responses to a prompt"),
     ] = "auto"
-    workers: Annotated[Count, says("worker processes of each replica")] = 1
-    timeout_s: Annotated[Seconds, says("the longest call of the reward function")] = 30.0
+    workers: Annotated[Count, doc("worker processes of each replica")] = 1
+    timeout_s: Annotated[Seconds, doc("the longest call of the reward function")] = 30.0
     error_score: Annotated[
-        float, says("the score where the function raises, times out or gives no number")
+        float, doc("the score where the function raises, times out or gives no number")
     ] = 0.0
-    max_retries: Annotated[Natural, says("calls repeated after a worker process died")] = 2
+    max_retries: Annotated[Natural, doc("calls repeated after a worker process died")] = 2
     max_error_share: Annotated[
         float,
         Meta(ge=0, le=1),
-        says(
+        doc(
             "the run ends when a larger share of the last 4 x train_batch_size x group_size calls "
             "failed; 1: never"
         ),
     ] = 0.5
-    trial: Annotated[bool, says("false: reward, and reset, are not tried on three rows first")] = (
+    trial: Annotated[bool, doc("false: reward, and reset, are not tried on three rows first")] = (
         True
     )
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
@@ -180,88 +182,88 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 class EnvConfig(Section, frozen=True, kw_only=True):
     """With an environment a response has turns, between which tools answer; see docs/agents.md."""
 
-    path: Annotated[str, path("file"), says("a Python file with a class; empty: none")] = ""
-    name: Annotated[str, says("the class; empty: the file's only public class")] = ""
+    path: Annotated[str, path_form("file"), doc("a Python file with a class; empty: none")] = ""
+    name: Annotated[str, doc("the class; empty: the file's only public class")] = ""
     effects: Annotated[
         Literal["once", "pure"],
-        says("what a lost session means; once: no call is repeated; pure: calls may be repeated"),
+        doc("what a lost session means; once: no call is repeated; pure: calls may be repeated"),
     ] = "once"
     max_sessions: Annotated[
         Natural,
-        says("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)"),
+        doc("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)"),
     ] = 0
-    max_turns: Annotated[Count, says("turns of a response at most")] = 10
+    max_turns: Annotated[Count, doc("turns of a response at most")] = 10
     max_context_tokens: Annotated[
-        Count, says("tokens of what tools answer to one response, the template's included")
+        Count, doc("tokens of what tools answer to one response, the template's included")
     ] = 2_048
-    tool_timeout_s: Annotated[Seconds, says("the longest call of a tool; then it is killed")] = 30.0
-    memory_mb: Annotated[Natural, says("memory of each process of a session; 0: any")] = 4_096
-    unsafe_local_code: Annotated[bool, says("let code of the model run without a sandbox")] = False
-    turn_timeout_s: Annotated[Seconds, says("the calls of one turn together; likewise")] = 120.0
-    trajectory_timeout_s: Annotated[Seconds, says("the calls of all turns; likewise")] = 300.0
+    tool_timeout_s: Annotated[Seconds, doc("the longest call of a tool; then it is killed")] = 30.0
+    memory_mb: Annotated[Natural, doc("memory of each process of a session; 0: any")] = 4_096
+    unsafe_local_code: Annotated[bool, doc("let code of the model run without a sandbox")] = False
+    turn_timeout_s: Annotated[Seconds, doc("the calls of one turn together; likewise")] = 120.0
+    trajectory_timeout_s: Annotated[Seconds, doc("the calls of all turns; likewise")] = 300.0
     tools: Annotated[
-        str, says("the JSON schemas of the tools, as the class declares them when a run starts")
+        str, doc("the JSON schemas of the tools, as the class declares them when a run starts")
     ] = ""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    total_training_steps: Annotated[Natural, says("0: total_epochs passes over the data")] = 0
-    total_epochs: Annotated[Count, says("used when total_training_steps is 0")] = 1
+    total_training_steps: Annotated[Natural, doc("0: total_epochs passes over the data")] = 0
+    total_epochs: Annotated[Count, doc("used when total_training_steps is 0")] = 1
     test_freq: Annotated[
-        Natural, says("steps from one evaluation to the next; 0: only the first and the last")
+        Natural, doc("steps from one evaluation to the next; 0: only the first and the last")
     ] = 0
     critic_warmup: Annotated[
-        Natural, says("first steps that train the critic alone, and leave the policy as it is")
+        Natural, doc("first steps that train the critic alone, and leave the policy as it is")
     ] = 0
-    save_freq: Annotated[Natural, says("steps from one checkpoint to the next; 0: none")] = 20
-    max_ckpt_to_keep: Annotated[Natural, says("newest checkpoints that are kept; 0: all")] = 2
-    val_before_train: Annotated[bool, says("evaluate the model before the first step")] = True
+    save_freq: Annotated[Natural, doc("steps from one checkpoint to the next; 0: none")] = 20
+    max_ckpt_to_keep: Annotated[Natural, doc("newest checkpoints that are kept; 0: all")] = 2
+    val_before_train: Annotated[bool, doc("evaluate the model before the first step")] = True
     micro_batch_tokens: Annotated[
-        Count, says("tokens of one forward and backward pass, padding included")
+        Count, doc("tokens of one forward and backward pass, padding included")
     ] = 16_384
     logit_chunk_tokens: Annotated[
-        Count, says("scored tokens of a pass whose logits are in memory at a time")
+        Count, doc("scored tokens of a pass whose logits are in memory at a time")
     ] = 1024
     activation_checkpointing: Annotated[
         Literal["auto", "on", "off"],
-        says("layers compute their activations again in the backward pass; auto: on a GPU"),
+        doc("layers compute their activations again in the backward pass; auto: on a GPU"),
     ] = "auto"
     batch_wait_s: Annotated[
         float,
         Meta(ge=0.1),
-        says(
+        doc(
             "longest wait for a batch: then the trajectory it lacks is resumed elsewhere, or "
             "given up"
         ),
     ] = 600.0
     logger: Annotated[
         list[Literal["tensorboard", "wandb", "prometheus"]],
-        says("besides metrics.jsonl; [] for none"),
+        doc("besides metrics.jsonl; [] for none"),
     ] = msgspec.field(default_factory=lambda: ["tensorboard"])
-    project_name: Annotated[str, says("the project in Weights & Biases")] = "laminar"
-    device: Annotated[Device, says("where the trainer computes")] = "auto"
+    project_name: Annotated[str, doc("the project in Weights & Biases")] = "laminar"
+    device: Annotated[Device, doc("where the trainer computes")] = "auto"
     dtype: Annotated[
-        Dtype, says("compute type; auto: float32 on a CPU, bfloat16 autocast on a GPU")
+        Dtype, doc("compute type; auto: float32 on a CPU, bfloat16 autocast on a GPU")
     ] = "auto"
-    threads: Annotated[Count, says("torch threads of one rank of the trainer on a CPU")] = 1
+    threads: Annotated[Count, doc("torch threads of one rank of the trainer on a CPU")] = 1
     ranks: Annotated[
         Count,
         Meta(le=64),
-        says("processes that the model is divided among, each with a GPU where there are any"),
+        doc("processes that the model is divided among, each with a GPU where there are any"),
     ] = 1
     offload: Annotated[
         Literal["none", "all"],
-        says("all: parameters, gradients and optimizer are in host memory, and a layer on the GPU"),
+        doc("all: parameters, gradients and optimizer are in host memory, and a layer on the GPU"),
     ] = "none"
     collective_timeout_s: Annotated[
-        Seconds, says("the trainer ends when a rank has not come to a collective after this")
+        Seconds, doc("the trainer ends when a rank has not come to a collective after this")
     ] = 600.0
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):
     payload_gb: Annotated[
         NonNegative,
-        says(
+        doc(
             "10^9 bytes of tokens and log-probs kept on disk; beyond it the oldest are removed "
             "that every kept checkpoint covers; 0: all are kept"
         ),
@@ -269,22 +271,20 @@ class StoreConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    dtype: Annotated[Dtype, says("published type; auto: float32 on a CPU, bfloat16 on a GPU")] = (
+    dtype: Annotated[Dtype, doc("published type; auto: float32 on a CPU, bfloat16 on a GPU")] = (
         "auto"
     )
-    slots: Annotated[int, Meta(ge=3), says("versions that a relay holds in memory")] = 3
+    slots: Annotated[int, Meta(ge=3), doc("versions that a relay holds in memory")] = 3
     max_bytes: Annotated[
-        Natural, says("shared memory of a relay; 0: half of what the job may take")
+        Natural, doc("shared memory of a relay; 0: half of what the job may take")
     ] = 0
-    delta: Annotated[
-        bool, says("true: relays send the change of a version where it is smaller")
-    ] = True
-    rate_mbit: Annotated[
-        Natural, says("Mbit/s from one relay to another, at most; 0: no limit")
-    ] = 0
+    delta: Annotated[bool, doc("true: relays send the change of a version where it is smaller")] = (
+        True
+    )
+    rate_mbit: Annotated[Natural, doc("Mbit/s from one relay to another, at most; 0: no limit")] = 0
     probe_tolerance: Annotated[
         float,
-        says(
+        doc(
             "mean log-prob difference, in nats per token, beyond which a replica refuses loaded "
             "weights; 0: 1e-4 for float32, 0.25 for bfloat16"
         ),
@@ -294,36 +294,36 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 class CoordinatorConfig(Section, frozen=True, kw_only=True):
     host: Annotated[
         str,
-        says(
+        doc(
             "an address, a name or an interface of its machine that the others reach; auto: the "
             "name of its machine"
         ),
     ] = "127.0.0.1"
-    port: Annotated[Port, says("0: any free port, written to the run directory")] = 0
+    port: Annotated[Port, doc("0: any free port, written to the run directory")] = 0
     prometheus_port: Annotated[
-        Port, says("for logger prometheus; 0: any free port, written to prometheus.json")
+        Port, doc("for logger prometheus; 0: any free port, written to prometheus.json")
     ] = 0
     heartbeat_ms: Annotated[
-        int, Meta(ge=50), says("from one sign of life of a process to the next")
+        int, Meta(ge=50), doc("from one sign of life of a process to the next")
     ] = 1_000
     lease_ms: Annotated[
-        int, Meta(ge=150), says("silence after which a replica or relay counts as lost")
+        int, Meta(ge=150), doc("silence after which a replica or relay counts as lost")
     ] = 5_000
     node_lease_ms: Annotated[
-        int, Meta(ge=150), says("the same for a node, the store and the trainer")
+        int, Meta(ge=150), doc("the same for a node, the store and the trainer")
     ] = 30_000
     coordinator_absent_ms: Annotated[
-        int, says("a process without a coordinator ends after this")
+        int, doc("a process without a coordinator ends after this")
     ] = 600_000
     start_timeout_s: Annotated[
-        float, Meta(ge=1), says("the run ends when a process has not joined after this")
+        float, Meta(ge=1), doc("the run ends when a process has not joined after this")
     ] = 300.0
     log_keep_mb: Annotated[
         Natural,
-        says("0: the whole event log, as audit, report, retrain, fork and log why need it"),
+        doc("0: the whole event log, as audit, report, retrain, fork and log why need it"),
     ] = 0
     disk_wait_s: Annotated[
-        NonNegative, says("the run waits so long for room on a full disk, then it ends")
+        NonNegative, doc("the run waits so long for room on a full disk, then it ends")
     ] = 300.0
 
 
@@ -332,100 +332,98 @@ class RepackConfig(Section, frozen=True, kw_only=True):
 
     policy: Annotated[
         RepackPolicy,
-        says("gain: where it saves time; best-fit: wherever it fits"),
+        doc("gain: where it saves time; best-fit: wherever it fits"),
     ] = "off"
     interval_ms: Annotated[
-        Count, says("from one plan to the next; a plan is also made for each new version")
+        Count, doc("from one plan to the next; a plan is also made for each new version")
     ] = 5_000
     release_ms: Annotated[
         Count,
-        says("a replica hands its trajectories over in this time, or they move from saved tokens"),
+        doc("a replica hands its trajectories over in this time, or they move from saved tokens"),
     ] = 2_000
     prefill_tokens_per_step: Annotated[
-        Count, says("tokens prefilled in the time of one decode step")
+        Count, doc("tokens prefilled in the time of one decode step")
     ] = 512
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_wait_ms: Annotated[
-        Natural, says("a lost trajectory waits so long for its version, then starts over")
+        Natural, doc("a lost trajectory waits so long for its version, then starts over")
     ] = 10_000
-    max_restarts: Annotated[Natural, says("restarts of one process within restart_window_s")] = 3
+    max_restarts: Annotated[Natural, doc("restarts of one process within restart_window_s")] = 3
     restart_window_s: Annotated[
         float,
         Meta(ge=1),
-        says("the first restart in it is immediate, the next wait 1, 2, 4 ... 60 s"),
+        doc("the first restart in it is immediate, the next wait 1, 2, 4 ... 60 s"),
     ] = 3_600.0
     coordinator_restart_ms: Annotated[
-        Natural, says("pause before a coordinator that died is started again")
+        Natural, doc("pause before a coordinator that died is started again")
     ] = 1_000
 
 
 class SlurmConfig(Section, frozen=True, kw_only=True):
     """What the run asks Slurm for, by `laminar submit`, and in its jobs; see docs/cluster.md."""
 
-    partition: Annotated[str, says("empty: the cluster's default")] = ""
-    account: Annotated[str, says("empty: your default")] = ""
+    partition: Annotated[str, doc("empty: the cluster's default")] = ""
+    account: Annotated[str, doc("empty: your default")] = ""
     time: Annotated[
-        str, says("limit of each job, as Slurm writes it: 24:00:00; empty: the partition's")
+        str, doc("limit of each job, as Slurm writes it: 24:00:00; empty: the partition's")
     ] = ""
     gpus: Annotated[
-        Natural, says("GPUs of each machine; with them rollout.replicas is one for each engine")
+        Natural, doc("GPUs of each machine; with them rollout.replicas is one for each engine")
     ] = 0
-    cpus: Annotated[Natural, says("CPUs of each machine; 0: what Slurm gives")] = 0
+    cpus: Annotated[Natural, doc("CPUs of each machine; 0: what Slurm gives")] = 0
     mem: Annotated[
-        str, says("memory of each machine: 200G; empty: all of a machine of our own, else Slurm's")
+        str, doc("memory of each machine: 200G; empty: all of a machine of our own, else Slurm's")
     ] = ""
     exclusive: Annotated[
         Literal["auto", "yes", "no"],
-        says("whether no other job may be on our machines; auto: where we have GPUs"),
+        doc("whether no other job may be on our machines; auto: where we have GPUs"),
     ] = "auto"
     rollouts: Annotated[
-        Natural, Meta(le=253), says("machines beside the one that has store and trainer")
+        Natural, Meta(le=253), doc("machines beside the one that has store and trainer")
     ] = 0
     spares: Annotated[
-        Natural, says("queued machines that take the place of those that are lost")
+        Natural, doc("queued machines that take the place of those that are lost")
     ] = 0
-    setup: Annotated[
-        str, says("shell lines before Laminar is started: modules, an environment")
-    ] = ""
-    launch: Annotated[str, says("a program that starts Laminar: apptainer exec --nv IMAGE")] = ""
-    extra: Annotated[list[str], says('further options of sbatch: ["--qos=long"]')] = []
+    setup: Annotated[str, doc("shell lines before Laminar is started: modules, an environment")] = (
+        ""
+    )
+    launch: Annotated[str, doc("a program that starts Laminar: apptainer exec --nv IMAGE")] = ""
+    extra: Annotated[list[str], doc('further options of sbatch: ["--qos=long"]')] = []
     notice_s: Annotated[
-        Count, says("seconds before the time limit at which the run is told to pause")
+        Count, doc("seconds before the time limit at which the run is told to pause")
     ] = 300
     max_requeues: Annotated[
-        Natural, says("how often a job that was told to pause is put back into the queue")
+        Natural, doc("how often a job that was told to pause is put back into the queue")
     ] = 20
     chain: Annotated[
-        bool, says("each service queues a successor in advance; where no job can be put back")
+        bool, doc("each service queues a successor in advance; where no job can be put back")
     ] = False
 
 
 class EmulationConfig(Section, frozen=True, kw_only=True):
     """Only read with rollout.engine = "emulated": no model, its times are waited for."""
 
-    replicas_per_process: Annotated[Count, says("each has its own connections")] = 1
-    step_us: Annotated[float, Meta(ge=1), says("one decode step, for any batch")] = 8_000.0
-    sequence_us: Annotated[NonNegative, says("added to a step by each sequence in it")] = 60.0
-    token_us: Annotated[NonNegative, says("added to a step by each token in the cache")] = 0.0
+    replicas_per_process: Annotated[Count, doc("each has its own connections")] = 1
+    step_us: Annotated[float, Meta(ge=1), doc("one decode step, for any batch")] = 8_000.0
+    sequence_us: Annotated[NonNegative, doc("added to a step by each sequence in it")] = 60.0
+    token_us: Annotated[NonNegative, doc("added to a step by each token in the cache")] = 0.0
     prefill_tokens_per_s: Annotated[
-        float, Meta(ge=1), says("speed of prefill, for which all sequences of a replica wait")
+        float, Meta(ge=1), doc("speed of prefill, for which all sequences of a replica wait")
     ] = 20_000.0
-    kv_capacity_tokens: Annotated[Count, says("tokens in a replica's cache")] = 1_000_000
+    kv_capacity_tokens: Annotated[Count, doc("tokens in a replica's cache")] = 1_000_000
     median_response: Annotated[
-        Count, says("tokens of the median response; the 99th percentile is ten times that")
+        Count, doc("tokens of the median response; the 99th percentile is ten times that")
     ] = 100
-    train_s: Annotated[NonNegative, says("one training step")] = 3.0
-    weights_mb: Annotated[Count, says("MiB of one version, really published and read")] = 8
+    train_s: Annotated[NonNegative, doc("one training step")] = 3.0
+    weights_mb: Annotated[Count, doc("MiB of one version, really published and read")] = 8
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree. `async` is a Python keyword: key `async`, attribute `async_`."""
 
-    seed: Annotated[
-        Natural, says("the seed of every random choice: prompts, sampling, batches")
-    ] = 0
+    seed: Annotated[Natural, doc("the seed of every random choice: prompts, sampling, batches")] = 0
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from laminar.run.parent_death import die_with_parent
 
-HERE_MAX = 8_192
+INLINE_MAX = 8_192
 """Trajectories: up to here the work is done at once. A fork and its page faults cost this process
 more than hashing them, which takes about 10 ms."""
 DEADLINE_S = 120.0
@@ -41,109 +41,109 @@ class _Child:
         self.answer = b""
         self.killed = False
 
-    def ended(self) -> bool:
+    def poll_exit(self) -> bool:
         """True once it is gone and `answer` has all of its output; one that takes too long is
         killed."""
         if time.monotonic() > self.deadline:
-            self.kill()
+            self.kill_process()
             self.answer = _FAILED + f"it took more than {DEADLINE_S:.0f} s".encode()
             return True
         try:
             self.answer += os.read(self.fd, ANSWER_MAX)
         except BlockingIOError:
             return False
-        if not self.reaped():
+        if not self.try_reap():
             return False
         os.close(self.fd)
         return True
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         os.close(self.fd)
         self.killed = True
 
-    def reaped(self) -> bool:
+    def try_reap(self) -> bool:
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
 
-class Forked:
+class ForkedBackground:
     """Forks for what is large, and does at once what is small."""
 
-    def __init__(self, log: Any, here_max: int = HERE_MAX) -> None:
+    def __init__(self, log: Any, here_max: int = INLINE_MAX) -> None:
         self._log, self._here_max = log, here_max
         self._children: list[_Child] = []
         self._killed: list[_Child] = []  #: not yet gone
         self.failed: Counter[tuple[str, str]] = Counter()  #: by what and why
 
-    def here(self, size: int) -> bool:
+    def can_run_inline(self, size: int) -> bool:
         return size <= self._here_max
 
     def run(
         self, what: str, size: int, work: Callable[[], bytes], done: Callable[[bytes | None], None]
     ) -> None:
-        if self.here(size):
+        if self.can_run_inline(size):
             return done(work())
         reading, writing = os.pipe()
         try:
-            pid = _fork(work, writing)
+            pid = _fork_child(work, writing)
         except OSError as error:
             os.close(reading)
-            self._failed(what, str(error))
+            self._record_failure(what, str(error))
             return done(None)
         finally:
             os.close(writing)
         os.set_blocking(reading, False)
         self._children.append(_Child(what, pid, reading, done))
 
-    def collect(self) -> None:
+    def collect_results(self) -> None:
         """Hand over the answers that have come."""
-        self._killed = [child for child in self._killed if not child.reaped()]
-        for child in [child for child in self._children if child.ended()]:
+        self._killed = [child for child in self._killed if not child.try_reap()]
+        for child in [child for child in self._children if child.poll_exit()]:
             self._children.remove(child)
             self._killed += [child] if child.killed else []
             if child.answer.startswith(_OK):
                 child.done(child.answer[1:])
                 continue
-            self._failed(child.what, child.answer[1:].decode(errors="replace") or "it died")
+            self._record_failure(child.what, child.answer[1:].decode(errors="replace") or "it died")
             child.done(None)
 
     def close(self) -> None:
         """End what is still at work; its answer is not waited for."""
         for child in self._children:
-            child.kill()
+            child.kill_process()
         self._killed += self._children
         self._children.clear()
 
-    def _failed(self, what: str, why: str) -> None:
+    def _record_failure(self, what: str, why: str) -> None:
         self.failed[what, why] += 1
         if self.failed[what, why] == 1:
             self._log.warning("background-work-failed", what=what, reason=why)
 
 
-def _fork(work: Callable[[], bytes], writing: int) -> int:
+def _fork_child(work: Callable[[], bytes], writing: int) -> int:
     """The child's pid. It gets no signals: its handlers would write to the parent's loop."""
     parent, signals = os.getpid(), signal.valid_signals()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         pid = os.fork()
         if pid == 0:
-            _work(work, writing, parent)
+            _run_child(work, writing, parent)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
-def _work(work: Callable[[], bytes], writing: int, parent: int) -> NoReturn:
+def _run_child(work: Callable[[], bytes], writing: int, parent: int) -> NoReturn:
     """The child."""
     try:
         gc.disable()  # a collection would touch, and so copy, all of the memory
         die_with_parent(parent)
-        os.write(writing, _answer(work))
+        os.write(writing, _compute_result(work))
     finally:
         os._exit(0)
 
 
-def _answer(work: Callable[[], bytes]) -> bytes:
+def _compute_result(work: Callable[[], bytes]) -> bytes:
     try:
         return _OK + work()
     except Exception as error:

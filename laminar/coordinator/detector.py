@@ -36,11 +36,11 @@ ROUND_FRAMES = 4_096
 """A round has no fewer: processes that come while it lasts are read in it as well."""
 MACHINES_MIN = 3
 """Of two machines, one that is silent is no more likely to be cut off than the other."""
-LOOKS = 6
+CHECKS_PER_LEASE = 6
 """Looks in a short lease, while most machines are silent."""
 LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
-News = HeartbeatLost | NodeSilent | NodeHeard
+DetectorEvent = HeartbeatLost | NodeSilent | NodeHeard
 
 
 class FailureDetector:
@@ -59,10 +59,10 @@ class FailureDetector:
         self._silent_at_ns: dict[str, int] = {}
         self._back_at_ns: dict[str, int] = {}
 
-    def lease_of_ns(self, role: str) -> int:
+    def get_lease_ns(self, role: str) -> int:
         return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
 
-    def turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
+    def begin_turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
         """Begin a turn that has read so many frames; up to when silence may be judged in it.
 
         None: not in this turn. A socket that is never empty gives one frame of each of its `peers`
@@ -82,9 +82,9 @@ class FailureDetector:
         self._round_from_ns, self._round_frames = now_ns, 0
         return read_up_to_ns
 
-    def judge(
+    def judge_silence(
         self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
-    ) -> list[News]:
+    ) -> list[DetectorEvent]:
         """What follows from silence until `now_ns`; `heard_ns` by boot id, absent: not heard yet.
 
         Messages and pauses of our own only put off the end of a lease, and a new actor has a whole
@@ -95,31 +95,35 @@ class FailureDetector:
             return []
         self._next_look_ns = now_ns + self.lease_ns
         living = [actor for actor in actors.values() if actor.alive]
-        silent = self._machines_silent_ns(now_ns, living, heard_ns)
-        self._look_whether_cut_off(now_ns, silent)
+        silent = self._measure_machines_ns(now_ns, living, heard_ns)
+        self._update_cut_off(now_ns, silent)
         self._look_who_is_back(now_ns, silent)
-        heard: list[News] = []
-        lost: list[News] = []
+        heard: list[DetectorEvent] = []
+        lost: list[DetectorEvent] = []
         nodes: list[Actor] = []
         quiet_ns: dict[str, int] = {}  #: by machine: since a process other than the node was heard
         for actor in living:
             if actor.role == Role.NODE:
                 nodes.append(actor)
-                heard += self._heard_again(now_ns, actor, heard_ns)
+                heard += self._report_heard_node(now_ns, actor, heard_ns)
                 continue
             silent_ns = self._silent_ns(now_ns, actor, heard_ns)
             if silent_ns > self._lease_now_ns(actor.role):
-                lost.append(_lost(actor, silent_ns, cut_off=self._was_cut_off(actor, heard_ns)))
+                lost.append(
+                    _make_heartbeat_lost(
+                        actor, silent_ns, cut_off=self._was_cut_off(actor, heard_ns)
+                    )
+                )
             else:
                 least_ns = quiet_ns.get(actor.node, silent_ns)
                 quiet_ns[actor.node] = min(least_ns, silent_ns)
         for node in nodes:
             silent_ns = self._silent_ns(now_ns, node, heard_ns)
-            if silent_ns > self.lease_of_ns(Role.NODE):
+            if silent_ns > self.get_lease_ns(Role.NODE):
                 lost += self._judge_node(node, silent_ns, quiet_ns.get(node.name))
         return heard + lost
 
-    def _machines_silent_ns(
+    def _measure_machines_ns(
         self, now_ns: int, living: list[Actor], heard_ns: Mapping[str, int]
     ) -> dict[str, int]:
         """By machine: how long nobody of it has been heard."""
@@ -133,11 +137,11 @@ class FailureDetector:
         """Whether this is long for a machine, all of whose processes send heartbeats."""
         return machine_ns > self.lease_ns // 2
 
-    def _look_whether_cut_off(self, now_ns: int, silent: Mapping[str, int]) -> None:
+    def _update_cut_off(self, now_ns: int, silent: Mapping[str, int]) -> None:
         most = 2 * sum(map(self._is_silent, silent.values())) > len(silent)
         before, self._cut_off = self._cut_off, most and len(silent) >= MACHINES_MIN
         if self._cut_off:
-            self._next_look_ns = now_ns + self.lease_ns // LOOKS
+            self._next_look_ns = now_ns + self.lease_ns // CHECKS_PER_LEASE
         elif before:
             self._grace_from_ns = now_ns
 
@@ -156,7 +160,7 @@ class FailureDetector:
         return heard_ns.get(actor.boot_id, 0) <= self._silent_at_ns.get(actor.node, -1)
 
     def _lease_now_ns(self, role: str) -> int:
-        return self.node_lease_ns if self._cut_off else self.lease_of_ns(role)
+        return self.node_lease_ns if self._cut_off else self.get_lease_ns(role)
 
     def _silent_ns(self, now_ns: int, actor: Actor, heard_ns: Mapping[str, int]) -> int:
         """How long an actor has been silent; the next look is when its lease ends, at the latest.
@@ -170,17 +174,19 @@ class FailureDetector:
             self._next_look_ns = min(self._next_look_ns, ends_ns)
         return now_ns - last_ns
 
-    def _heard_again(self, now_ns: int, node: Actor, heard_ns: Mapping[str, int]) -> list[News]:
+    def _report_heard_node(
+        self, now_ns: int, node: Actor, heard_ns: Mapping[str, int]
+    ) -> list[DetectorEvent]:
         """A silent node is heard again; that its lease began anew does not count."""
         last_ns = heard_ns.get(node.boot_id)
         if not node.silent or last_ns is None or now_ns - last_ns > self.lease_ns:
             return []
         return [NodeHeard(node=node.name, node_incarnation=node.incarnation)]
 
-    def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[News]:
+    def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[DetectorEvent]:
         """Lost with its machine, or alone; what may be either is waited for."""
         if quiet_ns is None:
-            return [_lost(node, silent_ns, cut_off=True)]
+            return [_make_heartbeat_lost(node, silent_ns, cut_off=True)]
         if node.silent or quiet_ns > self.lease_ns:
             return []
         silent_ms = silent_ns // 1_000_000
@@ -188,7 +194,7 @@ class FailureDetector:
         return [NodeSilent(node=node.name, node_incarnation=incarnation, silent_ms=silent_ms)]
 
 
-def _lost(actor: Actor, silent_ns: int, *, cut_off: bool) -> HeartbeatLost:
+def _make_heartbeat_lost(actor: Actor, silent_ns: int, *, cut_off: bool) -> HeartbeatLost:
     return HeartbeatLost(
         actor=actor.name,
         actor_incarnation=actor.incarnation,

@@ -21,24 +21,24 @@ class ReplayDiffers(RuntimeError):
     """The log of this run does not lead to the decisions that it records."""
 
 
-NOT_TO_BE_REPEATED = (ConfigError, LogRefused, LogTaken, LogicError, ReplayDiffers)
+FINAL_ERRORS = (ConfigError, LogRefused, LogTaken, LogicError, ReplayDiffers)
 """A coordinator that is started again would end in the same way, except after LogGrew."""
 
 
-def exit_code_of(error: BaseException) -> int:
+def get_exit_code(error: BaseException) -> int:
     """The exit code of a coordinator that this exception ended."""
     if isinstance(error, LogGrew):
         return exit_codes.CRASHED
-    if isinstance(error, NOT_TO_BE_REPEATED):
+    if isinstance(error, FINAL_ERRORS):
         return exit_codes.USER_ERROR
     if isinstance(error, HandlingFailed):
         return exit_codes.FAILED
     return exit_codes.LOG_UNWRITABLE if isinstance(error, DiskError) else exit_codes.CRASHED
 
 
-def sentence_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What happened, for the terminal and the log."""
-    if isinstance(error, (*NOT_TO_BE_REPEATED, HandlingFailed)):
+    if isinstance(error, (*FINAL_ERRORS, HandlingFailed)):
         return str(error)
     if isinstance(error, DiskError):
         return f"the event log cannot be written: {error}"

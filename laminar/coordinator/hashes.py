@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from laminar.core.state.state import State, digest
+from laminar.core.state.state import State, hash_state
 from laminar.eventlog.record import HASH_FOLLOWS, StateHashRecord
 from laminar.eventlog.replay import HASH_EVERY
 from laminar.eventlog.writer import LogWriter
@@ -28,26 +28,26 @@ class StateHashes:
         self._log, self._background = log, background
         self._under_way = False
 
-    def after_event(self, state: State) -> None:
+    def log_if_due(self, state: State) -> None:
         """Every HASH_EVERY events, more rarely with a state that takes long to encode."""
-        if state.seq % HASH_EVERY or state.seq % _every(state) or self._under_way:
+        if state.seq % HASH_EVERY or state.seq % _get_hash_interval(state) or self._under_way:
             return
         size = len(state.trajectories)
-        if not self._background.here(size):
+        if not self._background.can_run_inline(size):
             self._log.append(StateHashRecord(seq=state.seq, digest=HASH_FOLLOWS))
         self._under_way = True
-        answered = partial(self._answered, state.seq)
-        self._background.run("state-hash", size, lambda: digest(state).encode(), answered)
+        answered = partial(self._append_hash, state.seq)
+        self._background.run("state-hash", size, lambda: hash_state(state).encode(), answered)
 
-    def _answered(self, seq: int, found: bytes | None) -> None:
+    def _append_hash(self, seq: int, found: bytes | None) -> None:
         self._under_way = False
         if found is not None:
             self._log.append(StateHashRecord(seq=seq, digest=found.decode()))
 
-    def at_the_end(self, state: State) -> None:
-        self._log.append(StateHashRecord(seq=state.seq, digest=digest(state)))
+    def log_final_hash(self, state: State) -> None:
+        self._log.append(StateHashRecord(seq=state.seq, digest=hash_state(state)))
 
 
-def _every(state: State) -> int:
+def _get_hash_interval(state: State) -> int:
     """HASH_EVERY, doubled with the state: that keeps the share of the time that hashes take."""
     return HASH_EVERY << (len(state.trajectories) // HASHED_OFTEN_MAX).bit_length()

@@ -39,7 +39,11 @@ _EVAL_GROUP = re.compile(r"e(\d+)\.(\d+)(?:-(\d+))?")
 
 def check_log(run_dir: Path, state: State) -> None:
     """ConfigError if the store, the trainer or a checkpoint has what the log has never ordered."""
-    ahead = [*_stored(run_dir, state), *_trained(run_dir, state), *_saved(run_dir, state)]
+    ahead = [
+        *_find_ahead_in_store(run_dir, state),
+        *_find_ahead_in_book(run_dir, state),
+        *_find_ahead_checkpoints(run_dir, state),
+    ]
     if not ahead:
         return
     events = run_dir / EVENTS_DIR
@@ -52,16 +56,16 @@ def check_log(run_dir: Path, state: State) -> None:
 
 def _newest_model(run_dir: Path) -> Path:
     """What another run can begin with: the newest checkpoint that can be read."""
-    steps = {resume_step: path for path, resume_step, _ in _checkpoints(run_dir)}
+    steps = {resume_step: path for path, resume_step, _ in _iter_checkpoints(run_dir)}
     return steps[max(steps)] if steps else run_dir / CHECKPOINTS_DIR / "step_N"
 
 
-def _stored(run_dir: Path, state: State) -> Iterator[str]:
+def _find_ahead_in_store(run_dir: Path, state: State) -> Iterator[str]:
     """A store that cannot be read says so itself when it starts."""
     unknown, moved, ended = [], [], []
     try:
         with books.open_tables(run_dir / STORE_FILE) as tables:
-            for name, placement, end in tables.places():
+            for name, placement, end in tables.iter_placements():
                 trajectory = state.trajectories.get(TrajectoryId(name))
                 if trajectory is None:
                     if not _was_issued(state, name):
@@ -97,7 +101,7 @@ def _was_issued(state: State, name: str) -> bool:
     return index < state.next_evaluation
 
 
-def _trained(run_dir: Path, state: State) -> Iterator[str]:
+def _find_ahead_in_book(run_dir: Path, state: State) -> Iterator[str]:
     for line in read_book(run_dir)[0]:
         if line.step >= state.chosen or line.version >= state.next_version:
             yield (
@@ -107,8 +111,8 @@ def _trained(run_dir: Path, state: State) -> Iterator[str]:
             return
 
 
-def _saved(run_dir: Path, state: State) -> Iterator[str]:
-    for path, step, version in _checkpoints(run_dir):
+def _find_ahead_checkpoints(run_dir: Path, state: State) -> Iterator[str]:
+    for path, step, version in _iter_checkpoints(run_dir):
         if step > state.chosen or version >= state.next_version:
             yield (
                 f"{path.relative_to(run_dir)} was made by step {step}, of version {version}, which "
@@ -117,7 +121,7 @@ def _saved(run_dir: Path, state: State) -> Iterator[str]:
             return
 
 
-def _checkpoints(run_dir: Path) -> Iterator[tuple[Path, int, int]]:
+def _iter_checkpoints(run_dir: Path) -> Iterator[tuple[Path, int, int]]:
     """(directory, step, version) of those that can be read, by name."""
     for path in sorted((run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}")):
         try:

@@ -27,21 +27,21 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.log.story import last_lines
-from laminar.config import Config, ConfigError, dumps
+from laminar.config import Config, ConfigError, dump_config
 from laminar.config.tree import RepackConfig
 from laminar.coordinator import takeover
-from laminar.coordinator.background import Forked
+from laminar.coordinator.background import ForkedBackground
 from laminar.coordinator.exit_reason import ReplayDiffers
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.tick import HandlingFailed, Tick
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer
-from laminar.eventlog.restore import Restored, restore, take_over
+from laminar.eventlog.restore import Restored, restore_log, take_over_log
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
@@ -58,14 +58,14 @@ from laminar.run.stop_requests import (
     NOW,
     PAUSE,
     STARTER_GONE,
-    answers_ms,
+    get_pause_timeout_ms,
     handle_signals,
     in_batch_job,
     pause_signals,
     stop_signals,
 )
 
-FAREWELL_S = 3.0
+FINAL_FLUSH_S = 3.0
 """How long an ended run's last commands and acknowledgements may take to leave."""
 COMMANDS_BYTES_MAX = 256 << 20
 """The most bytes of commands that wait for one process: for the store, at the end of a run with a
@@ -87,7 +87,7 @@ def repack_settings(repack: RepackConfig) -> dict[str, Any]:
     }
 
 
-def settings_of(config: Config) -> Settings:
+def make_settings(config: Config) -> Settings:
     """The part of the configuration that decisions depend on."""
     filtered = config.algorithm.filter_groups
     return Settings(
@@ -125,11 +125,11 @@ def settings_of(config: Config) -> Settings:
     )
 
 
-def origin_of(run_dir: Path) -> ev.Origin | None:
+def read_origin(run_dir: Path) -> ev.ForkOrigin | None:
     """What a fork begins with, as `laminar fork` has left it there; None: this is no fork."""
     try:
         return msgspec.json.decode(
-            (run_dir / ORIGIN_DIR / ORIGIN_FILE).read_bytes(), type=ev.Origin
+            (run_dir / ORIGIN_DIR / ORIGIN_FILE).read_bytes(), type=ev.ForkOrigin
         )
     except FileNotFoundError:
         return None
@@ -143,16 +143,16 @@ def _asked_by(config: Config, line: str) -> ev.DrainRequested:
         reason = "whoever started the coordinator is gone"
         return ev.DrainRequested(reason=reason, pause=in_batch_job())
     if word == PAUSE:
-        return _pause(config, reason)
+        return _make_pause_request(config, reason)
     return ev.DrainRequested(reason=reason, at_once=word == NOW)
 
 
-def _pause(config: Config, asked_by: str) -> ev.DrainRequested:
-    within_ms = answers_ms(config, asked_by)
+def _make_pause_request(config: Config, asked_by: str) -> ev.DrainRequested:
+    within_ms = get_pause_timeout_ms(config, asked_by)
     return ev.DrainRequested(reason=asked_by, pause=True, answers_ms=within_ms)
 
 
-def listen(
+def bind_socket(
     config: Config, run_dir: Path, keys: RunKeys, on_stranger: Callable[[str], None]
 ) -> ServerSocket:
     """Bind the configured port; else the one that the actors of this run know already, if it is
@@ -174,7 +174,7 @@ def _known_port(run_dir: Path) -> int:
     return int(str(known).rpartition(":")[2])
 
 
-FULL_COLLECTIONS_APART = 1 << 30
+FULL_GC_INTERVAL = 1 << 30
 """Younger collections between two of all objects: never. One looks through the whole state, 60 to
 100 ms with 160,000 trajectories, for cycles that the core does not make."""
 STORY_LINES = 20
@@ -193,7 +193,7 @@ class Coordinator:
         on_replayed: Observer,
         on_event: Observer,
         replay_from: int | None = None,
-        asking: takeover.Asking = takeover.Asking.NOTHING,
+        asking: takeover.ResumeRequest = takeover.ResumeRequest.NOTHING,
     ) -> None:
         """Recover from the log, if there is one. `on_replayed` sees its events again: those after
         a snapshot, but if the log has it, event `replay_from` and all after it. `asking`: whether
@@ -201,17 +201,17 @@ class Coordinator:
         self._asking = asking
         self.config, self.run_dir = config, run_dir
         self.log = get_logger()
-        self.socket = listen(config, run_dir, keys, self._tell_stranger)
+        self.socket = bind_socket(config, run_dir, keys, self._log_rejected_peer)
         self._own: list[Event] = []
         self._timer: asyncio.TimerHandle | None = None
         self._ended: asyncio.Event = asyncio.Event()
         self._error: BaseException | None = None
         self._observer = on_event
-        self._background = Forked(self.log)
-        self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report)
+        self._background = ForkedBackground(self.log)
+        self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report_event)
         events = run_dir / EVENTS_DIR
-        disk = RealDisk(events) if events.is_dir() else RealDisk.make(events)
-        restored = restore(disk, on_replayed, observe_from=replay_from)
+        disk = RealDisk(events) if events.is_dir() else RealDisk.make_directory(events)
+        restored = restore_log(disk, on_replayed, observe_from=replay_from)
         for name, fault in restored.unusable.items():
             self.log.warning("snapshot-passed-over", file=name, reason=fault)
         if restored.tail.torn_bytes:
@@ -220,30 +220,30 @@ class Coordinator:
             raise ReplayDiffers(str(restored.replay.difference))
         self._resumed = self._found_alone(restored.replay.machine)
         self._fail_points = FailPoints(run_dir)
-        self._fail_points.reached("coordinator-replayed")
-        self._open(disk, restored)
+        self._fail_points.hit_failpoint("coordinator-replayed")
+        self._open_tick(disk, restored)
 
-    def _tell_stranger(self, what: str) -> None:
+    def _log_rejected_peer(self, what: str) -> None:
         self.log.warning("stranger-refused", what=what)
 
-    def _found_alone(self, machine: Machine) -> ev.RunResumed | None:
+    def _found_alone(self, machine: StateMachine) -> ev.RunResumed | None:
         """The event that a run goes on with new processes, if it does, before anything is
         written."""
         if not machine.started:
             return None
         check_log(self.run_dir, machine.state)
-        settings = settings_of(self.config)
-        asked = self._asking.of(self.run_dir, machine.state)
-        return takeover.resumed(self.run_dir, machine.state, settings, asked=asked)
+        settings = make_settings(self.config)
+        asked = self._asking.applies_to(self.run_dir, machine.state)
+        return takeover.decide_resume(self.run_dir, machine.state, settings, asked=asked)
 
-    def _open(self, disk: RealDisk, restored: Restored) -> None:
+    def _open_tick(self, disk: RealDisk, restored: Restored) -> None:
         self._incarnation = restored.incarnation
         text, settings, machine = (
-            dumps(self.config),
-            settings_of(self.config),
+            dump_config(self.config),
+            make_settings(self.config),
             restored.replay.machine,
         )
-        writer = take_over(
+        writer = take_over_log(
             disk,
             restored,
             logic=LOGIC_VERSION,
@@ -264,9 +264,9 @@ class Coordinator:
             peers_max=clients_allowed(),
             background=self._background,
         )
-        self._tell_start(restored, text, settings)
+        self._log_start(restored, text, settings)
 
-    def _tell_start(self, restored: Restored, text: str, settings: Settings) -> None:
+    def _log_start(self, restored: Restored, text: str, settings: Settings) -> None:
         machine = restored.replay.machine
         self.log.info(
             "started",
@@ -283,7 +283,7 @@ class Coordinator:
                 settings=settings,
                 clock_ns=time.time_ns(),
                 config=text,
-                origin=None if machine.started else origin_of(self.run_dir),
+                origin=None if machine.started else read_origin(self.run_dir),
             )
         )
         if self._resumed is not None:
@@ -294,22 +294,25 @@ class Coordinator:
 
     async def run(self) -> int:
         """Serve until the run has ended; returns its exit code."""
-        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS_APART)
+        gc.set_threshold(*gc.get_threshold()[:2], FULL_GC_INTERVAL)
         try:
-            self._tell_address()
+            self._write_address()
             loop = asyncio.get_running_loop()
-            handle_signals(stop_signals(), self._drain_requested)
-            handle_signals(pause_signals(), lambda name: self.report(_pause(self.config, name)))
-            handle_signals([signal.SIGINT, signal.SIGQUIT], self._interrupted)
-            self.socket.attach(loop, self._turn)
+            handle_signals(stop_signals(), self._request_drain)
+            handle_signals(
+                pause_signals(),
+                lambda name: self.report_event(_make_pause_request(self.config, name)),
+            )
+            handle_signals([signal.SIGINT, signal.SIGQUIT], self._handle_interrupt)
+            self.socket.attach_loop(loop, self._try_turn)
             await self._ended.wait()
             if isinstance(self._error, HandlingFailed):
-                self._tell_unhandled(self._error)
+                self._log_unhandled(self._error)
             if self._error is not None:
                 raise self._error
             await self._last_messages()
             if not self.tick.machine.state.paused:
-                self._tell_address(run_over=True)
+                self._write_address(run_over=True)
         finally:
             self.socket.close()
             self._background.close()
@@ -324,12 +327,12 @@ class Coordinator:
         )
         return state.exit_code
 
-    def report(self, event: Event) -> None:
+    def report_event(self, event: Event) -> None:
         """An event of our own: it is handled in the next turn."""
         self._own.append(event)
-        asyncio.get_running_loop().call_soon(self._turn)
+        asyncio.get_running_loop().call_soon(self._try_turn)
 
-    def _tell_address(self, *, run_over: bool = False) -> None:
+    def _write_address(self, *, run_over: bool = False) -> None:
         """`run_over`: processes that still join or wait for us are to leave."""
         path = self.run_dir / COORDINATOR_FILE
         try:
@@ -337,56 +340,56 @@ class Coordinator:
         except OSError as error:
             raise DiskError(error.errno, f"writing {path} failed: {error.strerror}") from error
 
-    def requested(self, line: str) -> None:
+    def handle_request(self, line: str) -> None:
         """What the process that started this one asks for."""
-        self.report(_asked_by(self.config, line))
+        self.report_event(_asked_by(self.config, line))
 
     def give_up(self, error: ConfigError) -> None:
         """End this process for a reason that lies outside the run; nothing more is decided."""
         self._error = error
         self._ended.set()
 
-    def _drain_requested(self, name: str) -> None:
-        self.report(ev.DrainRequested(reason=name))
+    def _request_drain(self, name: str) -> None:
+        self.report_event(ev.DrainRequested(reason=name))
 
-    def _interrupted(self, name: str) -> None:
+    def _handle_interrupt(self, name: str) -> None:
         """SIGQUIT, or Ctrl-C when the run is stopping already: at once."""
         machine = self.tick.machine
         stopping = machine.started and machine.state.draining and not machine.state.pausing
         at_once = stopping or name == signal.SIGQUIT.name
-        self.report(ev.DrainRequested(reason=name, at_once=at_once))
+        self.report_event(ev.DrainRequested(reason=name, at_once=at_once))
 
-    def _turn(self) -> None:
+    def _try_turn(self) -> None:
         if self._error is not None:
             return  # the process is about to end, and its state is not to be trusted
         try:
-            self._one_turn()
+            self._run_turn()
         except BaseException as error:
             self._error = error
             self._ended.set()
 
-    def _one_turn(self) -> None:
-        frames = self.socket.drain()
+    def _run_turn(self) -> None:
+        frames = self.socket.drain_frames()
         own, self._own = self._own, []
         empty = len(frames) < 512
         if frames:
-            self._fail_points.reached("coordinator-received")
-        sent = self.tick.turn(frames, own, time.monotonic_ns(), empty)
+            self._fail_points.hit_failpoint("coordinator-received")
+        sent = self.tick.run_turn(frames, own, time.monotonic_ns(), empty)
         if sent:
-            self._fail_points.reached("coordinator-durable")
+            self._fail_points.hit_failpoint("coordinator-durable")
         for routing_id, frame in sent:
             self.socket.send(routing_id, frame)
         if sent:
-            self._fail_points.reached("coordinator-sent")
+            self._fail_points.hit_failpoint("coordinator-sent")
         for _, command in self.tick.local:
             if isinstance(command, cmd.ProposeBatch):
-                self._strategy.propose(command)
+                self._strategy.propose_batch(command)
         self.tick.local.clear()
         if self.tick.machine.started and self.tick.machine.state.phase == Phase.ENDED:
             self._ended.set()
         self._wake_for_timer()
 
-    def _tell_unhandled(self, failed: HandlingFailed) -> None:
+    def _log_unhandled(self, failed: HandlingFailed) -> None:
         """Log the event and what led to it; a node that starts later finds that the run is over."""
         try:
             story = last_lines(self.run_dir, failed.stamped, STORY_LINES)
@@ -395,7 +398,7 @@ class Coordinator:
         event = msgspec.to_builtins(failed.stamped.event)
         self.log.error("not-handled", what=failed.what, body=event, story=story, exc_info=failed)
         with contextlib.suppress(DiskError):  # then it waits for a coordinator in vain
-            self._tell_address(run_over=True)
+            self._write_address(run_over=True)
 
     def _wake_for_timer(self) -> None:
         """Timers that are due before the socket's slow tick get a turn of their own."""
@@ -407,11 +410,11 @@ class Coordinator:
             delay_s = (due_ns - time.monotonic_ns()) / 1e9
             if delay_s < SAFETY_TICK_S:
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(max(delay_s, 0.0), self._turn)
+                self._timer = loop.call_later(max(delay_s, 0.0), self._try_turn)
 
     async def _last_messages(self) -> None:
         """Let the last commands and acknowledgements leave, then close the log with a hash."""
-        deadline = time.monotonic() + FAREWELL_S
+        deadline = time.monotonic() + FINAL_FLUSH_S
         while not self.tick.everything_acknowledged and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._background.close()

@@ -47,7 +47,7 @@ class Restarts:
         self._in_a_row = 0  #: that ended soon after their start
         self._disk_since_s: float | None = None  #: since when none could write
 
-    def ended(self, code: int, served_s: float, now_s: float) -> Restart | GiveUp:
+    def decide_restart(self, code: int, served_s: float, now_s: float) -> Restart | GiveUp:
         """A coordinator ended with `code` (negative: by a signal) after serving so long."""
         if code in exit_codes.FINAL:
             return GiveUp(code)
@@ -63,7 +63,7 @@ class Restarts:
                 code if code > 0 else exit_codes.CRASHED,
                 f"the coordinator has died {self._deaths} times, at last with code {code}",
             )
-        return Restart(self._pause())
+        return Restart(self._compute_pause())
 
     def _no_room(self, now_s: float) -> Restart | GiveUp:
         if self._disk_since_s is None:
@@ -75,9 +75,9 @@ class Restarts:
                 f"the event log could not be written for {self._disk_wait_s:g} s "
                 "(coordinator.disk_wait_s)",
             )
-        return Restart(min(self._pause(), left_s))
+        return Restart(min(self._compute_pause(), left_s))
 
-    def _pause(self) -> float:
+    def _compute_pause(self) -> float:
         if self._in_a_row == 1:
             return self._pause_s
         doubled = max(self._pause_s, PAUSE_MIN_S) * 2.0 ** min(self._in_a_row - 1, 10)

@@ -25,7 +25,7 @@ from laminar.core.steps.batching import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
-from laminar.run.user_file import users_function
+from laminar.run.user_file import load_user_function
 
 LINE_BYTES_MAX = 16 << 20
 """One answer line of a strategy: group ids only, but a user's print must not break the pipe."""
@@ -36,7 +36,7 @@ def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[
     """The function named by "path.py:function"; ConfigError when it cannot be had."""
     key = "algorithm.batch_strategy"
     function: Callable[[list[dict[str, Any]], int], list[str]]
-    function = users_function(key, reference, STRATEGIES).function
+    function = load_user_function(key, reference, STRATEGIES).function
     return function
 
 
@@ -49,9 +49,9 @@ class StrategyWorker:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def propose(self, command: cmd.ProposeBatch) -> None:
+    def propose_batch(self, command: cmd.ProposeBatch) -> None:
         """Ask; the answer arrives as an event."""
-        task = asyncio.get_running_loop().create_task(self._ask(command))
+        task = asyncio.get_running_loop().create_task(self._ask_strategy(command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -68,10 +68,10 @@ class StrategyWorker:
                 process.kill()
             await process.wait()
 
-    async def _ask(self, command: cmd.ProposeBatch) -> None:
+    async def _ask_strategy(self, command: cmd.ProposeBatch) -> None:
         detail, groups = "", tuple[GroupId, ...]()
         try:
-            groups = await self._exchange(command)
+            groups = await self._exchange_lines(command)
         except ValueError as error:  # the function's own, or an answer that is none
             detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
@@ -79,7 +79,7 @@ class StrategyWorker:
             await self._end_process()
         self._report(ev.BatchProposed(step_index=command.step_index, groups=groups, detail=detail))
 
-    async def _exchange(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
+    async def _exchange_lines(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -102,10 +102,10 @@ class StrategyWorker:
         answer = json.loads(await stdout.readuntil(b"\n"))
         if "error" in answer:
             raise ValueError(answer["error"])
-        return _offered(answer["groups"], command)
+        return _check_offered(answer["groups"], command)
 
 
-def _offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
+def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
     """The answer, which goes into the event log; ValueError for what was not on offer."""
     offered = {str(candidate.group) for candidate in command.candidates}
     strange = [group for group in groups if group not in offered]
@@ -114,7 +114,7 @@ def _offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupId, ...
     return tuple(map(GroupId, groups))
 
 
-def _serve(reference: str) -> None:
+def _serve_proposals(reference: str) -> None:
     """The child: one JSON line in, one JSON line out; the user's prints go to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -130,4 +130,4 @@ def _serve(reference: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve_proposals(sys.argv[1])

@@ -32,7 +32,7 @@ class RealAppendFile:
             try:
                 written = os.write(self._fd, rest)
             except OSError as error:
-                raise _failed("write", self._name, error) from error
+                raise _make_disk_error("write", self._name, error) from error
             if written == 0:
                 raise DiskError(f"write of {self._name} took none of {len(rest)} bytes")
             rest = rest[written:]
@@ -53,16 +53,16 @@ class RealDisk:
         self._directory = directory
 
     @classmethod
-    def make(cls, directory: Path) -> RealDisk:
+    def make_directory(cls, directory: Path) -> RealDisk:
         """Make the directory unless it exists, its own entry durable; the parent must exist."""
         try:
             directory.mkdir(exist_ok=True)
             sync(directory.parent)
         except OSError as error:
-            raise _failed("creation", str(directory), error) from error
+            raise _make_disk_error("creation", str(directory), error) from error
         return cls(directory)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         return sorted(os.listdir(self._directory))
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
@@ -71,9 +71,9 @@ class RealDisk:
                 file.seek(offset)
                 return file.read(size)
         except OSError as error:
-            raise _failed("read", name, error) from error
+            raise _make_disk_error("read", name, error) from error
 
-    def size(self, name: str) -> int:
+    def get_size(self, name: str) -> int:
         return os.stat(self._directory / name).st_size
 
     def sync(self, name: str) -> None:
@@ -85,7 +85,7 @@ class RealDisk:
         finally:
             os.close(fd)
 
-    def create(self, name: str) -> AppendFile:
+    def create_file(self, name: str) -> AppendFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             # Names that a killed process made and did not sync come first: no gap in the numbers.
@@ -94,35 +94,35 @@ class RealDisk:
         except FileExistsError:
             raise
         except OSError as error:
-            raise _failed("creation", name, error) from error
+            raise _make_disk_error("creation", name, error) from error
         try:
             sync(self._directory)
         except OSError as error:
             os.close(fd)
-            raise _failed("directory sync", name, error) from error
+            raise _make_disk_error("directory sync", name, error) from error
         return RealAppendFile(fd, name)
 
-    def replace(self, old: str, new: str) -> None:
+    def replace_file(self, old: str, new: str) -> None:
         try:
             rename(self._directory / old, self._directory / new, durable=True)
         except OSError as error:
-            raise _failed("renaming", f"{old} to {new}", error) from error
+            raise _make_disk_error("renaming", f"{old} to {new}", error) from error
 
     def remove(self, name: str) -> None:
         try:
             os.unlink(self._directory / name)
             sync(self._directory)
         except OSError as error:
-            raise _failed("removal", name, error) from error
+            raise _make_disk_error("removal", name, error) from error
 
 
 def _sync_data(fd: int, name: str) -> None:
     try:
         os.fdatasync(fd)
     except OSError as error:
-        raise _failed("sync", name, error) from error
+        raise _make_disk_error("sync", name, error) from error
 
 
-def _failed(what: str, name: str, error: OSError) -> DiskError:
+def _make_disk_error(what: str, name: str, error: OSError) -> DiskError:
     kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError
     return kind(error.errno, f"{what} of {name} failed: {error.strerror}")

@@ -22,7 +22,7 @@ from laminar.events.base import Settings
 from laminar.events.events import RunResumed
 from laminar.net.auth import RunKeys
 from laminar.net.client import read_address
-from laminar.net.user_requests import answers
+from laminar.net.user_requests import is_coordinator_alive
 from laminar.run.command_line import shell_command
 from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.lock import AlreadyServed, holders, in_use
@@ -31,19 +31,21 @@ NOT_COMPARED = ("rules", "stall_ms")
 """Settings that come from the program: a later release may have others."""
 
 
-class Asking(StrEnum):
+class ResumeRequest(StrEnum):
     """What the user asks of a coordinator about a run that was stopped; the option that says so."""
 
     NOTHING = ""
     RESUME = "--resume"  #: it is to go on; else it is a mistake
     RESUME_STOPPED = "--resume-stopped"  #: it is to go on; any other run takes its course
 
-    def of(self, run_dir: Path, state: State) -> bool:
+    def applies_to(self, run_dir: Path, state: State) -> bool:
         """Whether that is asked of the run in this state. One that was about to pause when its
         coordinator ended has paused, once its other processes have left."""
-        ended = state.phase == Phase.ENDED or (state.paused and not _lives(run_dir, state))
-        stopped = ended and not resumption.is_over(state)
-        return self == Asking.RESUME or (self == Asking.RESUME_STOPPED and stopped)
+        ended = state.phase == Phase.ENDED or (
+            state.paused and not _has_living_process(run_dir, state)
+        )
+        stopped = ended and not resumption.is_run_over(state)
+        return self == ResumeRequest.RESUME or (self == ResumeRequest.RESUME_STOPPED and stopped)
 
 
 def check_unserved(run_dir: Path, keys: RunKeys) -> None:
@@ -52,45 +54,47 @@ def check_unserved(run_dir: Path, keys: RunKeys) -> None:
         address = read_address(run_dir / COORDINATOR_FILE)
     except ConfigError:  # it cannot be asked from here, and no process of ours can reach it
         return
-    if address is not None and answers(address, keys):
+    if address is not None and is_coordinator_alive(address, keys):
         raise AlreadyServed(
             f"{run_dir} has a coordinator, which answers at {address}: it goes on, and this one "
             f"ends; `{shell_command('stop', run_dir)}` ends the run"
         )
 
 
-def resumed(run_dir: Path, state: State, settings: Settings, *, asked: bool) -> RunResumed | None:
+def decide_resume(
+    run_dir: Path, state: State, settings: Settings, *, asked: bool
+) -> RunResumed | None:
     """RunResumed, where all processes of the log are gone or the user has `asked` for it.
 
     ConfigError where it cannot be resumed, or not with these settings.
     """
     if asked:
         check_resumable(run_dir, state)
-    news = resumption.news(state, settings, _living(run_dir), asked=asked)
+    news = resumption.make_resume_event(state, settings, _list_living(run_dir), asked=asked)
     if news is not None:
         _check_settings(run_dir, state, settings)
     return news
 
 
-def _living(run_dir: Path) -> set[tuple[str, int]]:
+def _list_living(run_dir: Path) -> set[tuple[str, int]]:
     return {(holder.name, holder.pid) for holder in holders(run_dir)}
 
 
-def _lives(run_dir: Path, state: State) -> bool:
+def _has_living_process(run_dir: Path, state: State) -> bool:
     """Whether a process that the log has is there."""
-    living = _living(run_dir)
+    living = _list_living(run_dir)
     return any(a.alive and (a.name, a.pid) in living for a in state.actors.values())
 
 
 def check_resumable(run_dir: Path, state: State) -> None:
     """ConfigError for a run that goes on, that has ended for good, or that cannot go on."""
-    if _lives(run_dir, state):
+    if _has_living_process(run_dir, state):
         raise ConfigError(in_use(run_dir))
-    if resumption.is_over(state):
+    if resumption.is_run_over(state):
         how = f"has failed ({state.failure})" if state.failure else "is finished"
         raise ConfigError(
             f"the run {run_dir} {how} after step {state.completed} and cannot be resumed; "
-            f"{_instead(run_dir, state)}"
+            f"{_suggest_instead(run_dir, state)}"
         )
     if not state.settings.keeps_checkpoints:
         raise ConfigError(
@@ -99,7 +103,7 @@ def check_resumable(run_dir: Path, state: State) -> None:
         )
 
 
-def _instead(run_dir: Path, state: State) -> str:
+def _suggest_instead(run_dir: Path, state: State) -> str:
     saved = [step_of(state, version) for version in state.saved]
     if not saved:
         return "start it anew"

@@ -20,19 +20,19 @@ import msgspec
 
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.hashes import StateHashes
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.members.membership import REPLACED
 from laminar.core.rules import LogicError
-from laminar.core.state.indexes import due_timers, indexes_of, next_timer_ns, take_left
+from laminar.core.state.indexes import due_timers, get_next_timer_ns, indexes_of, take_left
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.eventlog.replay import Observer
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError, kebab
+from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError, to_kebab_case
 from laminar.events.codec import decode_event, encode
-from laminar.names.ports import AtOnce, Background
+from laminar.names.ports import Background, InlineBackground
 from laminar.net.frames import (
     MAX_TEXT,
     Ack,
@@ -44,12 +44,19 @@ from laminar.net.frames import (
     decode_client,
 )
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink, full
+from laminar.net.session import (
+    PEERS_MAX,
+    Limits,
+    LinkState,
+    OutboxFull,
+    ServerLink,
+    describe_client_limit,
+)
 from laminar.net.wakeups import Wakeups
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
-AT_ONCE = AtOnce()
+INLINE_BACKGROUND = InlineBackground()
 LOST = "it was declared lost; start it again"
 ERROR_CHARS_MAX = 500
 
@@ -64,7 +71,7 @@ class HandlingFailed(Exception):
         self.stamped = stamped
         self.what = _name_of(stamped)
         super().__init__(
-            f"{self.what} cannot be handled: {_described(cause)}. Nothing of it is logged: "
+            f"{self.what} cannot be handled: {_describe_error(cause)}. Nothing of it is logged: "
             "a build that handles it resumes the run from its log"
         )
 
@@ -74,7 +81,7 @@ class Tick:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: StateMachine,
         log: LogWriter,
         *,
         boot: str,
@@ -84,7 +91,7 @@ class Tick:
         observer: Observer,
         limits: Limits,
         peers_max: int = PEERS_MAX,
-        background: Background = AT_ONCE,
+        background: Background = INLINE_BACKGROUND,
     ) -> None:
         """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
         processes that are connected or ask to be admitted; `background`: for work on a large
@@ -115,7 +122,7 @@ class Tick:
 
     # --- one turn -----------------------------------------------------------------------------
 
-    def turn(
+    def run_turn(
         self, frames: Sequence[Frame], own: Sequence[Event], now_ns: int, socket_empty: bool
     ) -> list[Frame]:
         """Handle what has arrived; returns the frames to send, in order.
@@ -127,17 +134,19 @@ class Tick:
             raise RuntimeError("a turn failed before: end the process")
         self._failed = True
         time_ns = self._time_start_ns + now_ns - self._clock_start_ns
-        self._background.collect()
+        self._background.collect_results()
         for event in own:
-            self._apply(COORDINATOR, 0, 0, event, time_ns)
+            self._apply_event(COORDINATOR, 0, 0, event, time_ns)
         for routing_id, frame in frames:
             self._receive(routing_id, frame, now_ns, time_ns)
         self._fire_timers(time_ns)
-        read_up_to_ns = self.detector.turn(now_ns, len(frames), socket_empty, len(self._route_of))
+        read_up_to_ns = self.detector.begin_turn(
+            now_ns, len(frames), socket_empty, len(self._route_of)
+        )
         if read_up_to_ns is not None and self.machine.started:
             actors = self.machine.state.actors
-            for news in self.detector.judge(read_up_to_ns, actors, self._heard_ns):
-                self._apply(COORDINATOR, 0, 0, news, time_ns)
+            for news in self.detector.judge_silence(read_up_to_ns, actors, self._heard_ns):
+                self._apply_event(COORDINATOR, 0, 0, news, time_ns)
         self._make_durable()
         out = self._send(now_ns)
         self._failed = False
@@ -147,11 +156,11 @@ class Tick:
         if not self.machine.started:
             return
         for name in due_timers(self.machine.state, time_ns):
-            self._apply(COORDINATOR, 0, 0, ev.TimerFired(timer=name), time_ns)
+            self._apply_event(COORDINATOR, 0, 0, ev.TimerFired(timer=name), time_ns)
 
     def next_timer_ns(self) -> int | None:
         """When the earliest timer is due, in the loop's clock."""
-        due_ns = next_timer_ns(self.machine.state)
+        due_ns = get_next_timer_ns(self.machine.state)
         if due_ns is None:
             return None
         return due_ns - self._time_start_ns + self._clock_start_ns
@@ -160,11 +169,11 @@ class Tick:
 
     def _receive(self, routing_id: bytes, frame: bytes, now_ns: int, time_ns: int) -> None:
         try:
-            message = self._introduction(routing_id, frame)
+            message = self._decode_introduction(routing_id, frame)
             if isinstance(message, Ask):
-                return self._asked(routing_id, message, time_ns)
+                return self._handle_ask(routing_id, message, time_ns)
             hello = message if isinstance(message, Hello) else None
-            if hello is not None and not self._introduce(hello, routing_id, now_ns, time_ns):
+            if hello is not None and not self._register_peer(hello, routing_id, now_ns, time_ns):
                 return
             boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
             link = self._links.get(boot_id)
@@ -178,56 +187,56 @@ class Tick:
             self.bad_frames += 1
             return
         for peer_seq, body in delivered:
-            self._deliver(link, peer_seq, body, time_ns)
+            self._deliver_message(link, peer_seq, body, time_ns)
         self._heard_ns[boot_id] = now_ns
         if not delivered or delivered[0][0]:  # a gauge wants no answer
             self._awake[boot_id] = None
 
-    def _introduce(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
+    def _register_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
         """Remember where the process is; True when it has a link."""
-        self._route(routing_id, hello.boot_id)
+        self._set_route(routing_id, hello.boot_id)
         known = hello.boot_id in self._links
-        return known or self._admit(hello, routing_id, now_ns, time_ns)
+        return known or self._admit_peer(hello, routing_id, now_ns, time_ns)
 
-    def _introduction(self, routing_id: bytes, frame: bytes) -> ClientFrame | None:
+    def _decode_introduction(self, routing_id: bytes, frame: bytes) -> ClientFrame | None:
         """A known route needs no second decoding, unless its peer introduces itself again."""
         if routing_id in self._routes and b"\xa5hello" not in frame[:16]:
             return None
         return decode_client(frame, self._limits.max_frame)
 
-    def _asked(self, routing_id: bytes, ask: Ask, time_ns: int) -> None:
+    def _handle_ask(self, routing_id: bytes, ask: Ask, time_ns: int) -> None:
         """The user, who is no process of the run, wants something; the answer says that it is
         logged."""
-        self._apply(COORDINATOR, 0, 0, _asked_for(ask), time_ns)
+        self._apply_event(COORDINATOR, 0, 0, _decode_ask(ask), time_ns)
         self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
 
-    def _route(self, routing_id: bytes, boot_id: str) -> None:
+    def _set_route(self, routing_id: bytes, boot_id: str) -> None:
         old = self._route_of.get(boot_id)
         if old is not None and old != routing_id:
             self._routes.pop(old, None)
         self._routes[routing_id], self._route_of[boot_id] = boot_id, routing_id
 
-    def _admit(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
+    def _admit_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
         """Make the link of a process that the log knows; report one that it does not know."""
         state = self.machine.state
         actor = state.actors.get(hello.name)
         if actor is not None and actor.boot_id == hello.boot_id:
             if not actor.alive:
-                self._refuse(hello.boot_id, LOST, again=True)
+                self._refuse_peer(hello.boot_id, LOST, again=True)
                 return False
-            self._link(hello, actor.incarnation, actor.last_peer_seq, now_ns)
+            self._open_link(hello, actor.incarnation, actor.last_peer_seq, now_ns)
             return True
         if hello.boot_id in self._asking:
             return False
         if len(self._links) + len(self._asking) >= self._peers_max:
-            self._refuse(hello.boot_id, full(self._peers_max))
+            self._refuse_peer(hello.boot_id, describe_client_limit(self._peers_max))
         else:
             self._asking[hello.boot_id] = (hello, routing_id)
-            self._apply(hello.name, 0, 0, _joining(hello), time_ns)
+            self._apply_event(hello.name, 0, 0, _make_actor_joined(hello), time_ns)
             self._heard_ns[hello.boot_id] = now_ns
         return False
 
-    def _link(self, hello: Hello, incarnation: int, last_seq: int, now_ns: int) -> None:
+    def _open_link(self, hello: Hello, incarnation: int, last_seq: int, now_ns: int) -> None:
         """Every outstanding command of the actor goes out again; it acts once per command id."""
         link = ServerLink(
             hello,
@@ -245,7 +254,7 @@ class Tick:
         for item in sorted(outstanding, key=lambda o: o.command_id):
             self._outgoing.append((item.command_id, item.command, encode(item.command)))
 
-    def _deliver(self, link: ServerLink, peer_seq: int, body: bytes, time_ns: int) -> None:
+    def _deliver_message(self, link: ServerLink, peer_seq: int, body: bytes, time_ns: int) -> None:
         if peer_seq:
             self._to_acknowledge[link.boot_id] = peer_seq
         try:
@@ -253,12 +262,12 @@ class Tick:
         except WireError as error:
             self.bad_frames += 1
             self._awake[link.boot_id] = None
-            return link.refuse(f"it speaks another language: {error}")
-        self._apply(link.name, link.incarnation, peer_seq, event, time_ns, body)
+            return link.refuse_client(f"it speaks another language: {error}")
+        self._apply_event(link.name, link.incarnation, peer_seq, event, time_ns, body)
 
     # --- deciding -----------------------------------------------------------------------------
 
-    def _apply(
+    def _apply_event(
         self,
         peer: str,
         incarnation: int,
@@ -279,33 +288,33 @@ class Tick:
             event=event,
         )
         try:
-            commands = self.machine.handle(stamped)
-            self._log(stamped, encode(event) if body is None else body, commands)
+            commands = self.machine.handle_event(stamped)
+            self._log_event(stamped, encode(event) if body is None else body, commands)
         except LogicError:
             raise
         except Exception as error:
             raise HandlingFailed(stamped, error) from error
         self._observer(stamped, commands, self.machine.state)
 
-    def _log(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:
-        self.log.append(EventRecord.of(stamped, body))
+    def _log_event(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:
+        self.log.append(EventRecord.from_stamped(stamped, body))
         for index, command in enumerate(commands):
             data = encode(command)
             self.log.append(
                 DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(data))
             )
             self._outgoing.append(((stamped.seq << 20) + index, command, data))
-        self._hashes.after_event(self.machine.state)
+        self._hashes.log_if_due(self.machine.state)
 
     def log_state_hash(self) -> None:
         """Log what a replay has to reach at the end of the log."""
-        self._hashes.at_the_end(self.machine.state)
+        self._hashes.log_final_hash(self.machine.state)
 
     def _make_durable(self) -> None:
         """One sync for the turn; gauges alone cause nothing and may wait for the next one."""
         if self._outgoing or self._to_acknowledge or self._frames_out:
             self.log.commit()
-            self.log.snapshot(self.machine.state, self._background)
+            self.log.snapshot_if_due(self.machine.state, self._background)
         else:
             self.log.flush()
 
@@ -313,41 +322,41 @@ class Tick:
 
     def _send(self, now_ns: int) -> list[Frame]:
         for boot_id, peer_seq in self._to_acknowledge.items():
-            self._links[boot_id].processed(peer_seq)
+            self._links[boot_id].mark_processed(peer_seq)
         self._to_acknowledge.clear()
         for command_id, command, data in self._outgoing:
-            self._address(command_id, command, data, now_ns)
+            self._dispatch_command(command_id, command, data, now_ns)
         self._outgoing.clear()
-        fenced = self._fence()
+        fenced = self._fence_links()
         out, self._frames_out = self._frames_out, []
-        for boot_id in self._due(now_ns):
+        for boot_id in self._find_due_links(now_ns):
             link, route = self._links[boot_id], self._route_of[boot_id]
             out += [(route, frame) for frame in link.poll(now_ns)]
             if boot_id in fenced or link.state is LinkState.CLOSED:
-                self._forget(boot_id)
+                self._forget_link(boot_id)
             else:
-                self._wakeups.wake(boot_id, link.next_due_ns())
+                self._wakeups.schedule_wakeup(boot_id, link.next_due_ns())
         return out
 
-    def _due(self, now_ns: int) -> list[str]:
+    def _find_due_links(self, now_ns: int) -> list[str]:
         """Boot ids of the links to be polled: something came or goes, or a resend is due."""
-        self._awake.update(dict.fromkeys(self._wakeups.due(now_ns)))
+        self._awake.update(dict.fromkeys(self._wakeups.take_due(now_ns)))
         due, self._awake = self._awake, {}
         return [boot_id for boot_id in due if boot_id in self._links]
 
-    def _fence(self) -> set[str]:
+    def _fence_links(self) -> set[str]:
         """Refuse the links of processes that are no longer members; their boot ids."""
         left = take_left(self.machine.state) if self.machine.started else []
         links = {boot_id: self._links[boot_id] for boot_id in left if boot_id in self._links}
-        fenced = {boot_id for boot_id, link in links.items() if self._fenced(link)}
+        fenced = {boot_id for boot_id, link in links.items() if self._is_fenced(link)}
         for boot_id in fenced:
             lost = self._is_newest(links[boot_id])
-            links[boot_id].refuse(LOST if lost else REPLACED, again=lost)
+            links[boot_id].refuse_client(LOST if lost else REPLACED, again=lost)
         if fenced:
             self._awake.update((boot_id, None) for boot_id in self._links if boot_id in fenced)
         return fenced
 
-    def _fenced(self, link: ServerLink) -> bool:
+    def _is_fenced(self, link: ServerLink) -> bool:
         """Whether the link's process was given up, or replaced, while the run goes on."""
         state = self.machine.state
         if self._is_newest(link):
@@ -360,37 +369,41 @@ class Tick:
         actor = self.machine.state.actors.get(link.name)
         return actor is not None and actor.boot_id == link.boot_id
 
-    def _address(self, command_id: int, command: Command, data: bytes, now_ns: int) -> None:
+    def _dispatch_command(
+        self, command_id: int, command: Command, data: bytes, now_ns: int
+    ) -> None:
         if isinstance(command, cmd.AcceptActor):
             hello, _ = self._asking.pop(command.boot_id, (None, b""))
             if hello is not None:
-                self._link(hello, command.incarnation, 0, now_ns)
+                self._open_link(hello, command.incarnation, 0, now_ns)
         elif isinstance(command, cmd.RefuseActor):
             self._asking.pop(command.boot_id, None)
-            self._refuse(command.boot_id, command.reason)
+            self._refuse_peer(command.boot_id, command.reason)
         elif isinstance(command, cmd.ProposeBatch):
             self.local.append((command_id, command))
         else:
-            self._queue(command_id, command, data)
+            self._queue_command(command_id, command, data)
 
-    def _queue(self, command_id: int, command: Command, data: bytes) -> None:
+    def _queue_command(self, command_id: int, command: Command, data: bytes) -> None:
         actor = self.machine.state.actors.get(command.to)
         link = self._links.get(actor.boot_id) if actor is not None else None
         if link is None or link.state is not LinkState.UP:
             return  # outstanding: it goes out when the actor comes back
-        order = cmd.Order(command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(data))
+        order = cmd.Envelope(
+            command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(data)
+        )
         self._awake[link.boot_id] = None
         try:
             link.send(encode(order))
         except OutboxFull as error:
-            link.refuse(f"it acknowledges nothing: {error}")
+            link.refuse_client(f"it acknowledges nothing: {error}")
 
-    def _refuse(self, boot_id: str, reason: str, *, again: bool = False) -> None:
+    def _refuse_peer(self, boot_id: str, reason: str, *, again: bool = False) -> None:
         route = self._route_of.get(boot_id)
         if route is not None:
             self._frames_out.append((route, encode_frame(Refused(reason[:MAX_TEXT], again))))
 
-    def _forget(self, boot_id: str) -> None:
+    def _forget_link(self, boot_id: str) -> None:
         del self._links[boot_id]
         self._routes.pop(self._route_of.pop(boot_id, b""), None)
 
@@ -402,7 +415,7 @@ class Tick:
         )
 
 
-def _joining(hello: Hello) -> ev.ActorJoined:
+def _make_actor_joined(hello: Hello) -> ev.ActorJoined:
     """What a process that the log does not know says of itself."""
     pid, restarts = hello.info.get("pid", ""), hello.info.get("job_restarts", "")
     start = hello.info.get("start", "")
@@ -419,7 +432,7 @@ def _joining(hello: Hello) -> ev.ActorJoined:
     )
 
 
-def _asked_for(ask: Ask) -> ev.DrainRequested:
+def _decode_ask(ask: Ask) -> ev.DrainRequested:
     """The one event that a user may ask for."""
     event = decode_event(ask.body)
     if not isinstance(event, ev.DrainRequested):
@@ -430,14 +443,14 @@ def _asked_for(ask: Ask) -> ev.DrainRequested:
 def _name_of(stamped: Stamped) -> str:
     """The event in a few words: its number at the sender if it has one, else its subject."""
     event, peer = stamped.event, stamped.peer
-    tag = kebab(type(event).__name__)
+    tag = to_kebab_case(type(event).__name__)
     if stamped.peer_seq:
         return f"{tag}, message {stamped.peer_seq} of {peer} (incarnation {stamped.incarnation})"
     fields = ("name", "actor", "node", "timer")
     return f"{tag} of {next((n for f in fields if (n := getattr(event, f, ''))), peer)}"
 
 
-def _described(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """The type, the message and the line that raised it."""
     trace, place = error.__traceback__, ""
     while trace is not None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from laminar.core.state import indexes, keys
 from laminar.core.state.failures import Failure
 from laminar.core.state.keys import CommandKey, TimerName
-from laminar.core.state.state import Outstanding, State
+from laminar.core.state.state import OutstandingCommand, State
 from laminar.events.base import Command, Stamped
-from laminar.events.commands import AnyCommand, Ending, RestartActor
+from laminar.events.commands import AnyCommand, RestartActor, TrajectoryEnding
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
 """command_id = event seq * 2**20 + index: both parts can be read off the number."""
@@ -29,7 +29,9 @@ class Context:
         self.state = state
         self.stamped = stamped
         self.commands: list[Command] = []
-        self.endings: list[Ending] = []  #: decided for this event, sent together after all else
+        self.endings: list[
+            TrajectoryEnding
+        ] = []  #: decided for this event, sent together after all else
         self.repack_due = False  #: it is time to look for replicas in their tail
         self.failure: tuple[Failure, int] | None = None  #: that ends the run, with its exit code
         self._touched: dict[str, None] = {}  #: replicas whose situation changed
@@ -39,7 +41,7 @@ class Context:
     def next_command_id(self) -> int:
         return self.stamped.seq * COMMANDS_PER_EVENT_MAX + len(self.commands)
 
-    def command(
+    def issue_command(
         self, command: AnyCommand, key: CommandKey | None = None, timeout_ms: int = 0
     ) -> None:
         """Decide a command; with a key it stays outstanding until `done(key)`.
@@ -48,7 +50,7 @@ class Context:
         """
         if key is not None:
             actor = self.state.actors.get(command.to)
-            outstanding = Outstanding(
+            outstanding = OutstandingCommand(
                 command_id=self.next_command_id,
                 cause=self.stamped.seq,
                 incarnation=actor.incarnation if actor else 0,
@@ -56,29 +58,29 @@ class Context:
             )
             indexes.add_command(self.state, key, outstanding)
             if timeout_ms:
-                self.set_timer(keys.deadline(key), timeout_ms)
+                self.set_timer(keys.deadline_timer(key), timeout_ms)
         self.commands.append(command)
 
-    def restart(
+    def restart_actor(
         self, name: str, reason: str, *, again: bool = False, cut_off: bool = False
     ) -> bool:
         """Have a node kill and start one of its actors; False if that is ordered already, unless it
         is to be ordered `again`, in place of the first time."""
         actor = self.state.actors[name]
-        if keys.restart(name) in self.state.commands and not again:
+        if keys.restart_key(name) in self.state.commands and not again:
             return False
-        self.command(
+        self.issue_command(
             RestartActor(
                 to=actor.node, actor=name, boot_id=actor.boot_id, reason=reason, cut_off=cut_off
             ),
-            key=keys.restart(name),
+            key=keys.restart_key(name),
             timeout_ms=RESTART_TIMEOUT_MS,
         )
         return True
 
-    def done(self, key: CommandKey) -> Outstanding | None:
+    def end_command(self, key: CommandKey) -> OutstandingCommand | None:
         """The ending event of an outstanding command has come (None: it was not outstanding)."""
-        self.clear_timer(keys.deadline(key))
+        self.clear_timer(keys.deadline_timer(key))
         return indexes.end_command(self.state, key)
 
     def ignore(self, reason: str) -> None:
@@ -92,7 +94,7 @@ class Context:
     def clear_timer(self, name: TimerName) -> None:
         indexes.clear_timer(self.state, name)
 
-    def touch(self, replica: str) -> None:
+    def touch_replica(self, replica: str) -> None:
         """This replica's situation changed: the planner looks at it before the event is done."""
         if not self._touched_all:
             self._touched[replica] = None
@@ -102,7 +104,7 @@ class Context:
         self._touched_all = True
 
     @property
-    def anybody_touched(self) -> bool:
+    def any_touched(self) -> bool:
         return self._touched_all or bool(self._touched)
 
     def take_touched(self) -> tuple[dict[str, None], bool]:

@@ -13,7 +13,7 @@ from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.statuses import Phase
 
 
-def fail(
+def fail_run(
     ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
 ) -> bool:
     """End the run with a reason; False when it has one already, or stops: the first is kept."""
@@ -24,7 +24,7 @@ def fail(
     return True
 
 
-def drain(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
+def drain_run(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     """End the run gracefully, as a user's request does, and with this failure."""
     ctx.state.draining = True
     ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)

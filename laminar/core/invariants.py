@@ -12,18 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from laminar.core import store_orders
-from laminar.core.repack.stragglers import standing_of, why_engine_not_in_tail
-from laminar.core.scheduling.admission import admits, bound_holds, groups_wanted, room, serving
+from laminar.core.repack.stragglers import find_engine_reason, standing_of
+from laminar.core.scheduling.admission import (
+    bound_holds,
+    count_free_slots,
+    groups_wanted,
+    is_admitting,
+    is_serving,
+)
 from laminar.core.state import keys
-from laminar.core.state.indexes import Indexes, indexes_of, live_actor, master_relay, streams
-from laminar.core.state.indexes import trainer as source_of
+from laminar.core.state.indexes import Indexes, indexes_of, is_streaming, live_actor, master_relay
+from laminar.core.state.indexes import find_trainer as source_of
 from laminar.core.state.keys import TimerKind
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.state.transitions import IN_ENGINE
-from laminar.core.steps.batching import batch_size, steps_done, trainer_idle
-from laminar.core.versions.broadcast import ending
+from laminar.core.steps.batching import are_steps_done, batch_size, is_trainer_idle
+from laminar.core.versions.broadcast import is_run_ending
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from laminar.names import ids
@@ -31,7 +37,7 @@ from laminar.names.ids import Purpose
 from laminar.names.roles import Role
 
 
-def check(state: State) -> None:
+def check_invariants(state: State) -> None:
     for invariant in ALL:
         invariant(state)
 
@@ -68,10 +74,10 @@ def moves_are_whole(state: State) -> None:
         _require(releasing or not progress.destination, trajectory, progress)
         _require(releasing == (progress.source == trajectory.replica != ""), trajectory, progress)
         if releasing:
-            _require(keys.release(trajectory.replica) in state.commands, trajectory)
+            _require(keys.release_key(trajectory.replica) in state.commands, trajectory)
             _require(name in state.replicas[progress.source].given, trajectory)
     for replica in state.replicas.values():
-        _require(room(replica) >= 0, replica)
+        _require(count_free_slots(replica) >= 0, replica)
         if replica.given:
             _require(not replica.loading and not replica.incoming, replica)
             _require(set(replica.running) <= set(replica.given), replica)
@@ -115,11 +121,11 @@ def commands_have_living_owners(state: State) -> None:
         actor = state.actors.get(outstanding.command.to)
         if actor is not None and actor.role != Role.NODE:
             present = actor.alive and actor.incarnation == outstanding.incarnation
-            _require(present or _waits_for_store(state, outstanding.command), key)
+            _require(present or _is_kept_for_store(state, outstanding.command), key)
 
 
-def _waits_for_store(state: State, command: Command) -> bool:
-    return store_orders.waits(state, command) and store_orders.awaited(state)
+def _is_kept_for_store(state: State, command: Command) -> bool:
+    return store_orders.can_survive_restart(state, command) and store_orders.is_store_awaited(state)
 
 
 def every_wait_has_an_owner(state: State) -> None:
@@ -130,16 +136,16 @@ def every_wait_has_an_owner(state: State) -> None:
     for trajectory in state.trajectories.values():
         status, key = trajectory.status, trajectory.id
         if status in IN_ENGINE:
-            _require(keys.generate(key) in state.commands, trajectory)
-            _require(keys.progress(trajectory.replica) in state.timers, trajectory)
+            _require(keys.generate_key(key) in state.commands, trajectory)
+            _require(keys.progress_timer(trajectory.replica) in state.timers, trajectory)
         elif status == TrajectoryStatus.GENERATED and state.phase == Phase.RUNNING:
-            _require(_being_scored(state, key, trajectory.group), trajectory)
+            _require(_is_being_scored(state, key, trajectory.group), trajectory)
     for replica in state.live_replicas():
-        pulls = replica.loading + streams(state, replica.name)
-        _require(pulls == (keys.pull(replica.name) in state.commands), replica)
-    if not ending(state):
-        _weights_are_on_their_way(state)
-        _engines_start_in_time(state)
+        pulls = replica.loading + is_streaming(state, replica.name)
+        _require(pulls == (keys.pull_key(replica.name) in state.commands), replica)
+    if not is_run_ending(state):
+        _check_weights_arrive(state)
+        _check_engines_start(state)
 
 
 def commands_have_deadlines(state: State) -> None:
@@ -148,26 +154,29 @@ def commands_have_deadlines(state: State) -> None:
     A generation is watched by its replica's progress, and the first publish by the deadline of the
     start. When the run ends, what has none is not waited for.
     """
-    if ending(state):
+    if is_run_ending(state):
         return
     for key, outstanding in state.commands.items():
         command = outstanding.command
         if isinstance(command, cmd.GenerateTrajectory):
             continue
-        timed = keys.deadline(key) in state.timers or keys.restart(command.to) in state.commands
+        timed = (
+            keys.deadline_timer(key) in state.timers
+            or keys.restart_key(command.to) in state.commands
+        )
         first = isinstance(command, cmd.PublishWeights) and keys.START in state.timers
-        _require(timed or first or _waits_for_store(state, command), key, outstanding)
+        _require(timed or first or _is_kept_for_store(state, command), key, outstanding)
 
 
-def _engines_start_in_time(state: State) -> None:
+def _check_engines_start(state: State) -> None:
     """A replica that is not ready yet will be, or is started again."""
     for actor in state.actors.values():
         if actor.role == Role.ROLLOUT and actor.alive and not actor.ready:
-            watched = keys.progress(actor.name) in state.timers
-            _require(watched or keys.restart(actor.name) in state.commands, actor.name)
+            watched = keys.progress_timer(actor.name) in state.timers
+            _require(watched or keys.restart_key(actor.name) in state.commands, actor.name)
 
 
-def _weights_are_on_their_way(state: State) -> None:
+def _check_weights_arrive(state: State) -> None:
     """Every relay gets the newest version within a time, and every lost one has a time to return.
 
     The head has it from the trainer, each other from the one before it.
@@ -175,13 +184,13 @@ def _weights_are_on_their_way(state: State) -> None:
     master = master_relay(state)
     for relay in state.relays.values():
         if relay is not master and relay.newest < state.newest:
-            _require(keys.receive(relay.name) in state.timers, relay)
+            _require(keys.receive_timer(relay.name) in state.timers, relay)
     if master is not None and master.newest < state.newest:
         _require(state.owed >= 0 or keys.WEIGHTS in state.timers, "the head is not fed", master)
     trainer = source_of(state)
     if master is None and trainer is not None and state.newest >= 0:
         what = "the trainer's machine has no relay, and nobody waits for one"
-        _require(_relay_is_awaited(state), what)
+        _require(_is_relay_awaited(state), what)
 
 
 def trainer_comes_back(state: State) -> None:
@@ -189,7 +198,7 @@ def trainer_comes_back(state: State) -> None:
 
     What it may have to do again is known, without a gap, up to the last completed step.
     """
-    if ending(state) or not state.settings.keeps_checkpoints:
+    if is_run_ending(state) or not state.settings.keeps_checkpoints:
         return
     steps = [t.step_index for t in state.trained]
     _require(steps == list(range(state.completed))[-len(steps) :] if steps else True, steps)
@@ -199,7 +208,9 @@ def trainer_comes_back(state: State) -> None:
     live = live_actor(state, Role.TRAINER)
     if live is None or not live.ready:
         away = [a.name for a in state.actors.values() if a.role == Role.TRAINER]
-        _require(any(keys.rejoin(name) in state.timers for name in away), "nobody waits", away)
+        _require(
+            any(keys.rejoin_timer(name) in state.timers for name in away), "nobody waits", away
+        )
         _require(state.redone < 0, state.redone)
     elif state.redone >= 0:
         _require(state.redone <= state.completed, state.redone)
@@ -211,7 +222,7 @@ def trainer_comes_back(state: State) -> None:
 
 def relay_chain_is_path(state: State) -> None:
     """Every relay that is ready is in the chain once, and is ordered to feed the one behind it."""
-    if ending(state):
+    if is_run_ending(state):
         return
     ready = {a.name for a in state.actors.values() if a.role == Role.RELAY and a.alive and a.ready}
     _require(set(state.chain) == set(state.relays) == ready, state.chain, ready)
@@ -223,7 +234,7 @@ def relay_chain_is_path(state: State) -> None:
         relay = state.relays[name]
         _require(relay.incarnation == state.actors[name].incarnation, relay)
         _require(relay.successor == following, relay, following)
-        outstanding = state.commands.get(keys.forward(name))
+        outstanding = state.commands.get(keys.forward_key(name))
         if outstanding is not None:
             command = outstanding.command
             _require(isinstance(command, cmd.ForwardWeights), command)
@@ -232,8 +243,11 @@ def relay_chain_is_path(state: State) -> None:
             _require(told == (following, asked), command, following)
 
 
-def _being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
-    scoring = keys.score(trajectory_id) in state.commands or keys.score(group_id) in state.commands
+def _is_being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
+    scoring = (
+        keys.score_key(trajectory_id) in state.commands
+        or keys.score_key(group_id) in state.commands
+    )
     waits_for_siblings = state.settings.reward_scope == "group"
     return scoring or trajectory_id in state.unscored or waits_for_siblings
 
@@ -245,7 +259,7 @@ def no_standstill(state: State) -> None:
     see to. In a run that has ended nothing is waited for.
     """
     if state.phase != Phase.ENDED:
-        _WAYS_ON[state.phase](state)
+        _PHASE_CHECKS[state.phase](state)
 
 
 def _starting_ends(state: State) -> None:
@@ -258,107 +272,111 @@ def _running_ends(state: State) -> None:
     Fewer than G unchosen groups => the newest version admits; else all are finished, or have an
     owner and a deadline. Without a replica that serves, one is awaited, or loads.
     """
-    if state.draining or not trainer_idle(state) or steps_done(state):
-        _require(_trainer_is_at_it(state), "the trainer has no order and is not awaited")
+    if state.draining or not is_trainer_idle(state) or are_steps_done(state):
+        _require(_is_trainer_busy(state), "the trainer has no order and is not awaited")
         return
     _require(keys.BATCH_WAIT in state.timers or state.owed >= 0, "no clock runs for the batch")
-    live = [r for r in state.live_replicas() if serving(state, r)]
+    live = [r for r in state.live_replicas() if is_serving(state, r)]
     answered = (cmd.ScoreTrajectories, cmd.ProposeBatch)
-    under_way = _replicas_work(state) or any(
+    under_way = _is_replica_busy(state) or any(
         isinstance(o.command, answered) for o in state.commands.values()
     )
     #: replicas that have nothing to do may be waiting for new weights
-    if under_way or _weights_are_awaited(state) or state.lost:
+    if under_way or _are_weights_awaited(state) or state.lost:
         return
     if not live:
-        _require(_replica_is_awaited(state), "no replica serves, and none is awaited")
+        _require(_is_replica_awaited(state), "no replica serves, and none is awaited")
         return
     _require(not batch_size(state), "a batch is finished and nobody trains it")
     unchosen = sum(state.deadlines.values())
     if unchosen < state.settings.groups_per_step and groups_wanted(state) > 0:
         newest = [r for r in live if r.version >= state.newest_for(r)]
-        _require(any(admits(state, r) for r in newest), "the newest version does not admit")
+        _require(any(is_admitting(state, r) for r in newest), "the newest version does not admit")
         _require(False, "an empty replica that admits was given nothing")
     _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
 
 
 def _exporting_ends(state: State) -> None:
     """The trainer exports, or what it needs for that is on its way."""
-    way_on = _trainer_is_at_it(state) or keys.WEIGHTS in state.timers or _relay_is_awaited(state)
+    way_on = _is_trainer_busy(state) or keys.WEIGHTS in state.timers or _is_relay_awaited(state)
     _require(way_on, "nobody exports the model, and nothing for it is awaited")
 
 
-def _final_evaluation_ends(state: State) -> None:
+def _check_evaluation_ends(state: State) -> None:
     """The export is evaluated, or due to be, and a replica answers or gets what it needs."""
     evaluation = state.evaluation
     binds = evaluation is not None and evaluation.final and evaluation.version == state.exported
     due = state.evaluation_due == state.exported
     _require(state.exported >= 0 and (binds or due), "the export will not be evaluated")
     scored = any(isinstance(o.command, cmd.ScoreTrajectories) for o in state.commands.values())
-    answers = _replicas_work(state) or scored or bool(state.lost)
-    fed = _weights_are_awaited(state) or _trainer_is_at_it(state)
-    way_on = answers or fed or _replica_is_awaited(state)
+    answers = _is_replica_busy(state) or scored or bool(state.lost)
+    fed = _are_weights_awaited(state) or _is_trainer_busy(state)
+    way_on = answers or fed or _is_replica_awaited(state)
     _require(way_on, "nobody answers the last evaluation, and nothing for it is awaited")
 
 
 def _ending_ends(state: State) -> None:
     writing = any(
-        isinstance(outstanding.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
+        isinstance(outstanding.command, cmd.EndTrajectories)
+        and keys.deadline_timer(key) in state.timers
         for key, outstanding in state.commands.items()
     )
-    _require(writing or store_orders.awaited(state), "nobody writes the last ends")
+    _require(writing or store_orders.is_store_awaited(state), "nobody writes the last ends")
 
 
 def _stopping_ends(state: State) -> None:
     stopping = any(
-        isinstance(outstanding.command, cmd.StopActor) and keys.deadline(key) in state.timers
+        isinstance(outstanding.command, cmd.StopActor) and keys.deadline_timer(key) in state.timers
         for key, outstanding in state.commands.items()
     )
     _require(stopping, "nobody is stopping")
 
 
-_WAYS_ON = {
+_PHASE_CHECKS = {
     Phase.STARTING: _starting_ends,
     Phase.RUNNING: _running_ends,
     Phase.EXPORTING: _exporting_ends,
-    Phase.FINAL_EVALUATION: _final_evaluation_ends,
+    Phase.FINAL_EVALUATION: _check_evaluation_ends,
     Phase.ENDING: _ending_ends,
     Phase.STOPPING: _stopping_ends,
 }
 
 
-def _trainer_is_at_it(state: State) -> bool:
+def _is_trainer_busy(state: State) -> bool:
     """Whether the trainer has an order, or is about to be there; or a pause waits for answers."""
     if state.pausing and keys.PAUSE in state.timers:
         return True
     orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.SAVE, keys.LOAD, keys.REDO)
-    return any(key in state.commands for key in orders) or _is_awaited(state, Role.TRAINER)
+    return any(key in state.commands for key in orders) or _is_role_awaited(state, Role.TRAINER)
 
 
-def _replicas_work(state: State) -> bool:
+def _is_replica_busy(state: State) -> bool:
     return any(r.running or r.loading for r in state.live_replicas())
 
 
-def _weights_are_awaited(state: State) -> bool:
-    if keys.WEIGHTS in state.timers or _relay_is_awaited(state):
+def _are_weights_awaited(state: State) -> bool:
+    if keys.WEIGHTS in state.timers or _is_relay_awaited(state):
         return True
-    return any(keys.receive(name) in state.timers for name in state.relays)
+    return any(keys.receive_timer(name) in state.timers for name in state.relays)
 
 
-def _replica_is_awaited(state: State) -> bool:
+def _is_replica_awaited(state: State) -> bool:
     """One is started again, or its engine starts; or the start still waits for the first one."""
     starts = any(
-        a.role == Role.ROLLOUT and a.alive and not a.ready and keys.progress(a.name) in state.timers
+        a.role == Role.ROLLOUT
+        and a.alive
+        and not a.ready
+        and keys.progress_timer(a.name) in state.timers
         for a in state.actors.values()
     )
-    return starts or keys.START in state.timers or _is_awaited(state, Role.ROLLOUT)
+    return starts or keys.START in state.timers or _is_role_awaited(state, Role.ROLLOUT)
 
 
-def _relay_is_awaited(state: State) -> bool:
-    return _is_awaited(state, Role.RELAY)
+def _is_relay_awaited(state: State) -> bool:
+    return _is_role_awaited(state, Role.RELAY)
 
 
-def _is_awaited(state: State, role: Role) -> bool:
+def _is_role_awaited(state: State, role: Role) -> bool:
     """A process of this role has a time to come back, or is about to be restarted.
 
     It may not have joined yet; its name begins with its role.
@@ -367,7 +385,7 @@ def _is_awaited(state: State, role: Role) -> bool:
     if any(t.kind == TimerKind.REJOIN and t.subject.startswith(role) for t in timers):
         return True
     actors = (a.name for a in state.actors.values() if a.role == role)
-    return any(keys.restart(name) in state.commands for name in actors)
+    return any(keys.restart_key(name) in state.commands for name in actors)
 
 
 def lost_work_takes_room(state: State) -> None:
@@ -375,10 +393,12 @@ def lost_work_takes_room(state: State) -> None:
     any newer one."""
     if not state.lost:
         return
-    able = {r.version for r in state.live_replicas() if serving(state, r) and room(r) > 0}
+    able = {
+        r.version for r in state.live_replicas() if is_serving(state, r) and count_free_slots(r) > 0
+    }
     for name in state.lost:
         trajectory = state.trajectories[ids.TrajectoryId(name)]
-        waits = keys.resume(name) in state.timers and not trajectory.restart
+        waits = keys.resume_timer(name) in state.timers and not trajectory.restart
         newest = trajectory.version if waits else max(able, default=-1)
         usable = {v for v in able if trajectory.version <= v <= newest}
         _require(not usable, f"version {min(usable, default=-1)} has room for", name)
@@ -413,7 +433,7 @@ def evaluation_adds_up(state: State) -> None:
     _require(evaluation.done + open_answers == evaluation.total, "total", evaluation)
 
 
-def indexes_are_true(state: State) -> None:
+def indexes_match_state(state: State) -> None:
     """The indexes are those that the state gives."""
     kept, made = indexes_of(state), Indexes(state)
     _require(kept.roles == made.roles, "roles", kept.roles)
@@ -430,13 +450,19 @@ def indexes_are_true(state: State) -> None:
     _require(kept.fetched == made.fetched, "fetched", kept.fetched)
     _require(kept.from_afar == made.from_afar, "from afar", kept.from_afar)
     _require(kept.lengths == made.lengths, "lengths", kept.lengths)
-    _require(kept.lost.content() == made.lost.content(), "lost work", kept.lost.content())
     _require(
-        kept.replicas.content() == made.replicas.content(), "replicas", kept.replicas.content()
+        kept.lost.to_comparable() == made.lost.to_comparable(),
+        "lost work",
+        kept.lost.to_comparable(),
+    )
+    _require(
+        kept.replicas.to_comparable() == made.replicas.to_comparable(),
+        "replicas",
+        kept.replicas.to_comparable(),
     )
     for name, standing in kept.standings.items():
         replica = state.replicas[name]
-        _require(not why_engine_not_in_tail(state, replica), "in its tail", replica)
+        _require(not find_engine_reason(state, replica), "in its tail", replica)
         _require(standing_of(state, replica) == (standing, True), "standing", standing)
 
 
@@ -460,5 +486,5 @@ ALL: tuple[Callable[[State], None], ...] = (
     lost_work_takes_room,
     versions_monotonic,
     evaluation_adds_up,
-    indexes_are_true,
+    indexes_match_state,
 )

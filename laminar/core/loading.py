@@ -18,11 +18,11 @@ a checkpoint (core/versions/load_sources.py).
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.failing import fail
+from laminar.core.failing import fail_run
 from laminar.core.registry import handles
 from laminar.core.repack import migration
 from laminar.core.scheduling import dispatch, evaluation
-from laminar.core.scheduling.admission import serving
+from laminar.core.scheduling.admission import is_serving
 from laminar.core.state import indexes, keys, versions
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import indexes_of, master_relay
@@ -30,7 +30,7 @@ from laminar.core.state.lost_work import goes_anywhere
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import Replica, State
 from laminar.core.state.statuses import TrajectoryStatus
-from laminar.core.validation import COUNT_MAX, anything, are_allocated, of_a_version
+from laminar.core.validation import COUNT_MAX, accept_any, are_allocated, of_a_version
 from laminar.core.versions import broadcast, load_sources, pinning, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -47,13 +47,13 @@ FAILED_LOADS_MAX = 2
 """A replica that rejects weights twice in a row is restarted; the fault is then its own."""
 
 
-def _published(state: State, event: ev.WeightsPublished) -> bool:
+def _has_valid_versions(state: State, event: ev.WeightsPublished) -> bool:
     return of_a_version(state, event) and are_allocated(state, event.held)
 
 
 @handles(
     ev.WeightsPublished,
-    valid=_published,
+    valid=_has_valid_versions,
 )
 def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     """Whatever is newest is what an empty replica pulls next, once its relay has it."""
@@ -68,7 +68,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
         state.newest, state.newest_step = event.version, event.step
         state.newest_digest = event.digest
         versions.version_published(state, event.version, event.digest)
-    known = not broadcast.hold(ctx, relay, event.version, event.digest, event.held)
+    known = not broadcast.record_held_versions(ctx, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and starts afresh
         return ctx.ignore("repeat") if known else None
     if publishing.end_republish(ctx, event.version) or not known or news:
@@ -77,20 +77,20 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     else:
         ctx.ignore("repeat")
     if news:
-        evaluation.version_published(ctx, event.version, event.step, previous_step)
-        _expect_everywhere(ctx)
-        pinning.tell(ctx)
-        migration.look(ctx)
+        evaluation.schedule_evaluation(ctx, event.version, event.step, previous_step)
+        _expect_newest(ctx)
+        pinning.send_pins(ctx)
+        migration.schedule_repack(ctx)
 
 
 def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
     trained = ctx.state.newest_digest
     found = f"{event.digest}, but {trained} was trained"
-    if not fail(ctx, FailureKind.EXPORT_DIFFERS, ctx.stamped.peer, found):
+    if not fail_run(ctx, FailureKind.EXPORT_DIFFERS, ctx.stamped.peer, found):
         ctx.ignore("run-ending")
 
 
-def _expect_everywhere(ctx: Context) -> None:
+def _expect_newest(ctx: Context) -> None:
     """A newer version is out: who has it already can be used, the others have a time to get it."""
     state = ctx.state
     for relay in state.relays.values():
@@ -102,28 +102,28 @@ def _expect_everywhere(ctx: Context) -> None:
             broadcast.await_newest(ctx, relay)
 
 
-def _pulled(ctx: Context) -> Replica | None:
+def _end_pull(ctx: Context) -> Replica | None:
     """The sender, whose order to load ends here; None if it has none, and then that is counted."""
     name = ctx.stamped.peer
     replica = ctx.state.replicas.get(name)
-    if replica is None or ctx.done(keys.pull(name)) is None:
+    if replica is None or ctx.end_command(keys.pull_key(name)) is None:
         ctx.ignore("not-pulling")
         return None
     return replica
 
 
-def _measured(state: State, event: ev.WeightsLoaded) -> bool:
+def _has_valid_load_time(state: State, event: ev.WeightsLoaded) -> bool:
     return of_a_version(state, event) and 0 <= event.seconds <= COUNT_MAX
 
 
 @handles(
     ev.WeightsLoaded,
-    valid=_measured,
+    valid=_has_valid_load_time,
 )
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     """The replica serves again, with a fresh share of new groups."""
-    state, ordered = ctx.state, indexes.ordered_pull(ctx.state, ctx.stamped.peer)
-    replica = _pulled(ctx)
+    state, ordered = ctx.state, indexes.get_pull_order(ctx.state, ctx.stamped.peer)
+    replica = _end_pull(ctx)
     if replica is None:
         return
     streamed = ordered is not None and ordered.purpose == PullPurpose.STREAM
@@ -132,50 +132,50 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     replica.took = replica.took if streamed else 0
     took_ms = int(event.seconds * 1000)
     if ordered is not None and event.reloaded:
-        load_sources.note_load(state, ordered, event.num_bytes, took_ms)
-    alone = ordered is None or load_sources.is_load_alone(ordered)
+        load_sources.record_load(state, ordered, event.num_bytes, took_ms)
+    alone = ordered is None or load_sources.is_plain_load(ordered)
     if event.reloaded and alone and _time_for(took_ms) > PULL_TIMEOUT_MS:
         state.slow_load_ms = max(state.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
     for trajectory_id in replica.running:
         state.trajectories[trajectory_id].version = event.version
-    indexes.replica_changed(state, replica)
-    pinning.tell(ctx)
-    if state.lost or evaluation.waits(state):
+    indexes.update_replica(state, replica)
+    pinning.send_pins(ctx)
+    if state.lost or evaluation.is_evaluation_waiting(state):
         ctx.touch_all()  # who has which version decides what the others load
     else:
-        ctx.touch(replica.name)
+        ctx.touch_replica(replica.name)
 
 
-@handles(ev.WeightsRejected, valid=anything)
+@handles(ev.WeightsRejected, valid=accept_any)
 def on_weights_rejected(ctx: Context, event: ev.WeightsRejected) -> None:
     """Digest or probe failed: it does not serve; it tries once more, then it is restarted. What ran
     there goes on elsewhere with the tokens from before the load."""
-    replica = _pulled(ctx)
+    replica = _end_pull(ctx)
     if replica is None:
         return
-    _give_up_weights(ctx, replica)
+    _drop_weights(ctx, replica)
     replica.failed_loads += 1
-    indexes.replica_changed(ctx.state, replica)
-    ctx.touch(replica.name)
+    indexes.update_replica(ctx.state, replica)
+    ctx.touch_replica(replica.name)
     if replica.failed_loads >= FAILED_LOADS_MAX:
-        ctx.restart(replica.name, f"rejected weights {event.version}: {event.reason}")
+        ctx.restart_actor(replica.name, f"rejected weights {event.version}: {event.reason}")
 
 
-def _give_up_weights(ctx: Context, replica: Replica) -> None:
+def _drop_weights(ctx: Context, replica: Replica) -> None:
     """It has none now; what ran there waits for another place."""
     for trajectory_id in list(replica.running):
-        dispatch.lose(ctx, trajectory_id)
+        dispatch.lose_trajectory(ctx, trajectory_id)
     replica.version, replica.step, replica.loading = -1, -1, False
 
 
-def _held_versions(state: State, event: ev.VersionGone) -> bool:
+def _has_valid_held(state: State, event: ev.VersionGone) -> bool:
     return are_allocated(state, event.held)
 
 
 @handles(
     ev.VersionGone,
-    valid=_held_versions,
+    valid=_has_valid_held,
 )
 def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     """The relay has evicted it: decide again without it.
@@ -183,17 +183,17 @@ def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     What the relay got since then, it has reported; what it had before and has no more is gone. Who
     was to give it is not asked again before it is heard of.
     """
-    state, ordered = ctx.state, indexes.ordered_pull(ctx.state, ctx.stamped.peer)
-    replica = _pulled(ctx)
+    state, ordered = ctx.state, indexes.get_pull_order(ctx.state, ctx.stamped.peer)
+    replica = _end_pull(ctx)
     if replica is None:
         return
     replica.loading = False
     if ordered is not None and ordered.purpose == PullPurpose.STREAM:
-        _give_up_weights(ctx, replica)
+        _drop_weights(ctx, replica)
         state.failed_sources[replica.relay] = None
     if ordered is not None and ordered.holder:
         state.failed_sources[ordered.holder] = None
-    indexes.replica_changed(state, replica)
+    indexes.update_replica(state, replica)
     relay = state.relays.get(replica.relay)
     if relay is not None:
         latest = max(event.held, default=event.version)
@@ -202,12 +202,12 @@ def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
     ctx.touch_all()
 
 
-def _kept_versions(state: State, event: ev.CheckpointSaved) -> bool:
+def _has_valid_kept(state: State, event: ev.CheckpointSaved) -> bool:
     there = event.version in event.kept and are_allocated(state, event.kept)
     return there and of_a_version(state, event)
 
 
-@handles(ev.CheckpointSaved, valid=_kept_versions)
+@handles(ev.CheckpointSaved, valid=_has_valid_kept)
 def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     """Lost work whose version no relay has any more may have it again."""
     state = ctx.state
@@ -216,37 +216,39 @@ def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     ordered = state.commands.get(keys.SAVE)
     command = ordered.command if ordered is not None else None
     if isinstance(command, cmd.SaveCheckpoint) and command.version == event.version:
-        ctx.done(keys.SAVE)
+        ctx.end_command(keys.SAVE)
     saved = {**state.saved, event.version: event.path}
     state.saved = {version: path for version, path in saved.items() if version in event.kept}
-    versions.checkpoints_kept(state)
+    versions.trim_trained_steps(state)
     ctx.touch_all()
 
 
 @handles(
     ev.CheckpointRefused,
-    valid=anything,
+    valid=accept_any,
 )
 def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
     """What one replica cannot read, no other is sent to: decide again without it."""
-    replica = _pulled(ctx)
+    replica = _end_pull(ctx)
     if replica is None:
         return
     replica.loading = False
-    indexes.replica_changed(ctx.state, replica)
+    indexes.update_replica(ctx.state, replica)
     ctx.state.saved.pop(event.version, None)
     ctx.touch_all()
 
 
-def pull(ctx: Context, replica: Replica, version: int, exact: bool, purpose: PullPurpose) -> None:
+def order_pull(
+    ctx: Context, replica: Replica, version: int, exact: bool, purpose: PullPurpose
+) -> None:
     """Order a load; this very version (exact) is in reach of the replica, or is streamed."""
     state, streamed = ctx.state, purpose == PullPurpose.STREAM
     replica.loading = not streamed
     replica.progress_ns = ctx.stamped.time_ns
-    evicted = exact and not streamed and version not in state.held_for(replica)
-    choice = load_sources.choose(state, replica, version) if evicted else None
+    evicted = exact and not streamed and version not in state.list_held_versions(replica)
+    choice = load_sources.choose_source(state, replica, version) if evicted else None
     source = choice.source if choice is not None else None
-    peer = source.name if source is not None and source.tier == load_sources.Tier.PEER else ""
+    peer = source.name if source is not None and source.tier == load_sources.SourceTier.PEER else ""
     command = cmd.PullWeights(
         to=replica.name,
         version=version,
@@ -257,8 +259,8 @@ def pull(ctx: Context, replica: Replica, version: int, exact: bool, purpose: Pul
         address=state.relays[peer].bulk if peer else "",
     )
     timeout_ms = _time_for(max(state.slow_load_ms, choice.ms if choice is not None else 0))
-    ctx.command(command, key=keys.pull(replica.name), timeout_ms=timeout_ms)
-    indexes.replica_changed(state, replica)
+    ctx.issue_command(command, key=keys.pull_key(replica.name), timeout_ms=timeout_ms)
+    indexes.update_replica(state, replica)
 
 
 def _time_for(longest_ms: int) -> int:
@@ -271,15 +273,19 @@ def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
     state = ctx.state
     if not _can_pull(state, replica):
         return
-    wanted = _version_of_lost_work(state, replica)
+    wanted = _find_lost_work_version(state, replica)
     if wanted >= 0 and wanted != replica.version:
-        return pull(ctx, replica, wanted, True, PullPurpose.RESUME)
+        return order_pull(ctx, replica, wanted, True, PullPurpose.RESUME)
     if state.newest_for(replica) < 0:
         return  # its relay will be back: an evaluation does not move on for that
     wanted = evaluation.version_wanted(ctx, replica)
     exact = state.evaluation is not None
-    if wanted >= 0 and wanted != replica.version and (not exact or _loads(state, replica, wanted)):
-        pull(ctx, replica, wanted, exact, PullPurpose.EVALUATION)
+    if (
+        wanted >= 0
+        and wanted != replica.version
+        and (not exact or _can_load_version(state, replica, wanted))
+    ):
+        order_pull(ctx, replica, wanted, exact, PullPurpose.EVALUATION)
 
 
 def plan_pull(ctx: Context, replica: Replica) -> None:
@@ -290,9 +296,9 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
         return _plan_stream(ctx, replica)
     if _can_pull(state, replica):
         purpose = PullPurpose.START if replica.version < 0 else PullPurpose.NEWER
-        pull(ctx, replica, newest, False, purpose)
-    elif _can_pull_in_flight(state, replica) and newest in state.held_for(replica):
-        pull(ctx, replica, newest, True, PullPurpose.IN_FLIGHT)
+        order_pull(ctx, replica, newest, False, purpose)
+    elif _can_pull_in_flight(state, replica) and newest in state.list_held_versions(replica):
+        order_pull(ctx, replica, newest, True, PullPurpose.IN_FLIGHT)
 
 
 def _plan_stream(ctx: Context, replica: Replica) -> None:
@@ -304,17 +310,17 @@ def _plan_stream(ctx: Context, replica: Replica) -> None:
     if comes and relay.name not in state.failed_sources and _can_pull(state, replica):
         replica.version, replica.step = state.newest, state.newest_step
         replica.digest, replica.took = state.newest_digest, 0
-        pull(ctx, replica, state.newest, True, PullPurpose.STREAM)
-        ctx.touch(replica.name)
+        order_pull(ctx, replica, state.newest, True, PullPurpose.STREAM)
+        ctx.touch_replica(replica.name)
 
 
 def _can_pull_in_flight(state: State, replica: Replica) -> bool:
-    if not state.settings.in_flight or not serving(state, replica):
+    if not state.settings.in_flight or not is_serving(state, replica):
         return False
-    if indexes.streams(state, replica.name):
+    if indexes.is_streaming(state, replica.name):
         return False
     groups = (state.groups[state.trajectories[t].group] for t in replica.running)
-    return all(group.purpose == Purpose.TRAIN for group in groups) and not _awaits_turn(
+    return all(group.purpose == Purpose.TRAIN for group in groups) and not _is_turn_awaited(
         state, replica
     )
 
@@ -324,12 +330,12 @@ def _can_pull(state: State, replica: Replica) -> bool:
     rejecting weights."""
     busy = replica.running or replica.incoming or replica.given or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
-    if busy or given_up or not state.actor_alive(replica.name):
+    if busy or given_up or not state.is_actor_alive(replica.name):
         return False
-    return not indexes.streams(state, replica.name) and not _awaits_turn(state, replica)
+    return not indexes.is_streaming(state, replica.name) and not _is_turn_awaited(state, replica)
 
 
-def _awaits_turn(state: State, replica: Replica) -> bool:
+def _is_turn_awaited(state: State, replica: Replica) -> bool:
     """Whether an environment's answer is due here after which a trajectory needs the version that
     the replica has; in flight only a held-out answer does."""
     if not state.settings.environment:
@@ -345,30 +351,35 @@ def _awaits_turn(state: State, replica: Replica) -> bool:
 
 def may_pull_reserved(state: State) -> list[Kind]:
     """Kinds of empty replicas that plan_reserved_pull may order to pull."""
-    lost, index = _wanted_by_lost_work(state), indexes_of(state).replicas
+    lost, index = _list_wanted_versions(state), indexes_of(state).replicas
     if not lost and not evaluation.may_want(state):
         return []
-    return index.of(lambda kind: not kind.loading and kind.failed_loads < FAILED_LOADS_MAX)
+    return index.filter_kinds(
+        lambda kind: not kind.loading and kind.failed_loads < FAILED_LOADS_MAX
+    )
 
 
-def _version_of_lost_work(state: State, replica: Replica) -> int:
+def _find_lost_work_version(state: State, replica: Replica) -> int:
     """One in reach of this replica that lost work needs and no live one has or loads; -1: none."""
-    wanted = _wanted_by_lost_work(state)
-    near = next((v for v in wanted if state.in_reach(replica, v)), -1)
+    wanted = _list_wanted_versions(state)
+    near = next((v for v in wanted if state.is_in_reach(replica, v)), -1)
     if near >= 0 or not state.version_bytes:
         return near
     return next((v for v in wanted if _to_be_fetched(state, replica, v)), -1)
 
 
-def _loads(state: State, replica: Replica, version: int) -> bool:
+def _can_load_version(state: State, replica: Replica, version: int) -> bool:
     """It is in reach of this replica, which else is the one for which it is fetched."""
-    return state.in_reach(replica, version) or _to_be_fetched(state, replica, version)
+    return state.is_in_reach(replica, version) or _to_be_fetched(state, replica, version)
 
 
 def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
     """Another machine has it, no replica there is free to load it, and none loads it already."""
     index = indexes_of(state)
-    if version in index.fetched or load_sources.choose(state, replica, version).source is None:
+    if (
+        version in index.fetched
+        or load_sources.choose_source(state, replica, version).source is None
+    ):
         return False
     near = [
         name for relay in load_sources.holders(state, version) for name in index.served_by(relay)
@@ -376,14 +387,16 @@ def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
     return not any(_can_pull(state, state.replicas[name]) for name in near)
 
 
-def _wanted_by_lost_work(state: State) -> list[int]:
+def _list_wanted_versions(state: State) -> list[int]:
     """Versions that no live replica has or loads, what was lost first at the head."""
     if not state.lost:
         return []
-    return [v for v in indexes_of(state).lost.wanted() if not _is_served_or_loaded(state, v)]
+    return [v for v in indexes_of(state).lost.list_wanted() if not _is_served_or_loaded(state, v)]
 
 
 def _is_served_or_loaded(state: State, version: int) -> bool:
     """Serves it, or is loading this very version."""
-    serving = indexes_of(state).replicas.of(lambda kind: kind.version == version and kind.serving)
+    serving = indexes_of(state).replicas.filter_kinds(
+        lambda kind: kind.version == version and kind.serving
+    )
     return bool(serving) or version in indexes_of(state).fetched

@@ -39,7 +39,7 @@ from laminar.core.members import (
     readiness,  # noqa: F401
     resumption,  # noqa: F401
 )
-from laminar.core.planner import plan
+from laminar.core.planner import run_planner
 from laminar.core.registry import HANDLING as HANDLING  # complete, with all of the above
 from laminar.core.registry import handles
 from laminar.core.repack import (
@@ -56,7 +56,7 @@ from laminar.core.steps import (
     batching,  # noqa: F401
     step_replay,  # noqa: F401
 )
-from laminar.core.validation import anything
+from laminar.core.validation import accept_any
 from laminar.core.versions import (
     broadcast,  # noqa: F401
     publishing,  # noqa: F401
@@ -66,7 +66,7 @@ from laminar.events.base import COORDINATOR, Command, Roles, Stamped
 from laminar.names.roles import Role
 
 
-class Machine:
+class StateMachine:
     """State and the only way to change it."""
 
     def __init__(self, state: State | None = None) -> None:
@@ -86,16 +86,16 @@ class Machine:
             raise LogicError("the first event of a log must be coordinator-started")
         return self._state
 
-    def handle(self, stamped: Stamped) -> list[Command]:
+    def handle_event(self, stamped: Stamped) -> list[Command]:
         """Apply one event; returns the commands that it causes, in order."""
         if self._state is None:
-            self._state = _first_state(stamped)
+            self._state = _create_state(stamped)
         state = self._state
         state.seq = stamped.seq
         state.time_ns = max(state.time_ns, stamped.time_ns)
         ctx, event = Context(state, stamped), stamped.event
         handling = HANDLING[type(event)]
-        if not _from_known_sender(ctx):
+        if not _is_from_known_sender(ctx):
             ctx.ignore("fenced")
         elif not _from_right_sender(ctx, handling.senders):
             ctx.ignore("wrong-sender")
@@ -103,24 +103,24 @@ class Machine:
             ctx.ignore("impossible")
         else:
             handling.handler(ctx, event)
-            if handling.planned or ctx.anybody_touched or ctx.failure is not None:
-                plan(ctx)
+            if handling.planned or ctx.any_touched or ctx.failure is not None:
+                run_planner(ctx)
                 groups.send_endings(ctx)
         return ctx.commands
 
 
-def _first_state(stamped: Stamped) -> State:
+def _create_state(stamped: Stamped) -> State:
     event = stamped.event
     if not isinstance(event, ev.CoordinatorStarted):
         raise LogicError("the first event of a log must be coordinator-started")
     require_known(event.logic, event.settings)
     state = State(settings=event.settings, logic=event.logic)
     if event.origin is not None:
-        forks.begin(state, event.origin)
+        forks.apply_origin(state, event.origin)
     return state
 
 
-def _from_known_sender(ctx: Context) -> bool:
+def _is_from_known_sender(ctx: Context) -> bool:
     """Only the sender's incarnation decides; late events from live actors are accepted."""
     stamped = ctx.stamped
     if stamped.peer == COORDINATOR or isinstance(stamped.event, ev.ActorJoined):
@@ -141,7 +141,7 @@ def _from_right_sender(ctx: Context, senders: Roles) -> bool:
     return role in senders or isinstance(ctx.stamped.event, ev.ActorJoined)
 
 
-@handles(ev.CoordinatorStarted, valid=anything)
+@handles(ev.CoordinatorStarted, valid=accept_any)
 def on_coordinator_started(ctx: Context, event: ev.CoordinatorStarted) -> None:
     """A coordinator begins, or comes back: leases get a full grace outside, timers here."""
     state = ctx.state

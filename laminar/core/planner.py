@@ -31,16 +31,20 @@ PLAN_ROUNDS_MAX = 10_000
 """The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
 
 
-def plan(ctx: Context) -> None:
+def run_planner(ctx: Context) -> None:
     """Decide until nothing is left to decide."""
     for _ in range(PLAN_ROUNDS_MAX):
-        lifecycle.end_failed(ctx)
+        lifecycle.end_failed_run(ctx)
         lifecycle.end_flat_data(ctx)
         _plan_replicas(ctx)
         if ctx.repack_due:
-            migration.plan(ctx)
-        decided = step_replay.plan(ctx) or batching.choose_batch(ctx) or lifecycle.plan(ctx)
-        if not (decided or ctx.anybody_touched):
+            migration.plan_migrations(ctx)
+        decided = (
+            step_replay.plan_step_repeat(ctx)
+            or batching.choose_batch(ctx)
+            or lifecycle.plan_phase(ctx)
+        )
+        if not (decided or ctx.any_touched):
             return
     raise AssertionError("the planner found no fixpoint")
 
@@ -51,7 +55,7 @@ def _plan_replicas(ctx: Context) -> None:
     recovery.plan_lost(ctx)
     recovery.plan_unscored(ctx)
     evaluation.plan_unserved(ctx)
-    while ctx.anybody_touched:
+    while ctx.any_touched:
         if state.settings.stream:  # one that has just begun to stream takes it
             recovery.plan_lost(ctx)
         names, all_touched = ctx.take_touched()
@@ -62,7 +66,7 @@ def _plan_replicas(ctx: Context) -> None:
             _plan_reserved_for_others(ctx, names)
         if state.settings.in_flight:  # what began before the load would be older than it must
             _plan_pulls(ctx, touched, names, all_touched)
-        _share_out_groups(ctx, touched, all_touched)
+        _place_new_groups(ctx, touched, all_touched)
         if not state.settings.in_flight:
             _plan_pulls(ctx, touched, names, all_touched)
 
@@ -93,12 +97,12 @@ def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
 def _for_reserved(state: State) -> dict[int, None]:
     """Numbers of the replicas for which evaluation or a reserved pull may have something."""
     index = indexes_of(state).replicas
-    begins = evaluation.may_begin(state)
+    begins = evaluation.find_starting_kinds(state)
     found = dict.fromkeys(
-        index.with_room(begins) if state.settings.in_flight else index.numbers_of(begins)
+        index.with_room(begins) if state.settings.in_flight else index.iter_numbers(begins)
     )
     found |= dict.fromkeys(index.with_room(evaluation.may_help(state)))
-    found |= dict.fromkeys(index.empty(loading.may_pull_reserved(state)))
+    found |= dict.fromkeys(index.iter_empty(loading.may_pull_reserved(state)))
     return found
 
 
@@ -113,8 +117,8 @@ def _plan_pulls(
 
 def _plan_pulls_of_others(ctx: Context, but: Collection[str]) -> None:
     index, in_flight = indexes_of(ctx.state).replicas, ctx.state.settings.in_flight
-    behind = index.of(lambda kind: kind.behind and not kind.loading)
-    for number in sorted(index.numbers_of(behind) if in_flight else index.empty(behind)):
+    behind = index.filter_kinds(lambda kind: kind.behind and not kind.loading)
+    for number in sorted(index.iter_numbers(behind) if in_flight else index.iter_empty(behind)):
         if index.replicas[number].name not in but:
             loading.plan_pull(ctx, index.replicas[number])
 
@@ -122,16 +126,16 @@ def _plan_pulls_of_others(ctx: Context, but: Collection[str]) -> None:
 # --- new groups -----------------------------------------------------------------------------------
 
 
-def _share_out_groups(ctx: Context, touched: list[Replica], all_touched: bool) -> None:
+def _place_new_groups(ctx: Context, touched: list[Replica], all_touched: bool) -> None:
     """New groups one at a time to the emptiest replica that admits and has room."""
     state = ctx.state
-    others = _Others(state, {r.name: None for r in touched}) if all_touched else None
+    others = _UntouchedReplicas(state, {r.name: None for r in touched}) if all_touched else None
     queue = [(r.load, i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
     heapify(queue)
     while True:
-        while queue and not _takes_group(state, touched[queue[0][1]]):
+        while queue and not _can_take_group(state, touched[queue[0][1]]):
             heappop(queue)  # a new group never makes another one admissible
-        other = others.least() if others is not None else None
+        other = others.find_least_loaded() if others is not None else None
         if other is not None and not (queue and queue[0][0] <= other.load):
             dispatch.new_group(ctx, other)
         elif queue:
@@ -142,28 +146,28 @@ def _share_out_groups(ctx: Context, touched: list[Replica], all_touched: bool) -
             return
 
 
-def _takes_group(state: State, replica: Replica) -> bool:
-    return has_room_for_group(state, replica) and admission.admits(state, replica)
+def _can_take_group(state: State, replica: Replica) -> bool:
+    return has_room_for_group(state, replica) and admission.is_admitting(state, replica)
 
 
-class _Others:
+class _UntouchedReplicas:
     """Replicas that nothing but a touch of all has touched."""
 
     def __init__(self, state: State, but: dict[str, None]) -> None:
         self._state, self._but = state, but
         self._refused: dict[int, None] = {}  #: steps whose weights admit no more
 
-    def least(self) -> Replica | None:
+    def find_least_loaded(self) -> Replica | None:
         """The emptiest that takes a group."""
         index, size = indexes_of(self._state).replicas, self._state.settings.group_size
-        while kinds := index.of(self._may_admit):
-            replica = index.least(kinds, size, self._but)
+        while kinds := index.filter_kinds(self._may_admit):
+            replica = index.find_least_loaded(kinds, size, self._but)
             if replica is not None and not admission.has_sessions(self._state, replica, size):
                 self._but = {**self._but, replica.name: None}
                 continue
             if replica is None or not has_room_for_group(self._state, replica):
                 return None  # the others have no fewer
-            if admission.admits(self._state, replica):
+            if admission.is_admitting(self._state, replica):
                 return replica
             self._refused[replica.step] = None  # what is left to refuse it, refuses all of its step
         return None

@@ -41,24 +41,24 @@ NEW_RUN = tuple(rule.name for rule in RULES)
 """What a run that begins now logs in `Settings.rules`."""
 
 
-def applies(settings: Settings, rule: Rule) -> bool:
+def is_rule_active(settings: Settings, rule: Rule) -> bool:
     """Whether this run decides by the new rule."""
     return rule.name in settings.rules
 
 
 def rules_of(settings: Settings) -> list[str]:
     """Names of all rules that this run decides by."""
-    return [rule.name for rule in RULES if applies(settings, rule)]
+    return [rule.name for rule in RULES if is_rule_active(settings, rule)]
 
 
-def known(logic: int) -> bool:
+def is_known_logic(logic: int) -> bool:
     """Whether this program has the decisions of that version."""
     return OLDEST_LOGIC <= logic <= LOGIC_VERSION
 
 
-def unknown(logic: int, settings: Settings) -> str:
+def find_unsupported_reason(logic: int, settings: Settings) -> str:
     """What of the rules of a log this program does not have; empty when it has them all."""
-    if not known(logic):
+    if not is_known_logic(logic):
         return f"logic version {logic}, this program has {LOGIC_VERSION}"
     names = {rule.name for rule in RULES}
     missing = next((name for name in settings.rules if name not in names), "")
@@ -67,5 +67,5 @@ def unknown(logic: int, settings: Settings) -> str:
 
 def require_known(logic: int, settings: Settings) -> None:
     """Refuse a log of rules that this program does not have."""
-    if reason := unknown(logic, settings):
+    if reason := find_unsupported_reason(logic, settings):
         raise LogicError(f"this log was begun with {reason}")

@@ -31,45 +31,45 @@ def may_join(state: State, role: str) -> bool:
     return role in (Role.STORE, Role.NODE) and state.phase == Phase.ENDING
 
 
-def awaited(state: State) -> bool:
+def is_store_awaited(state: State) -> bool:
     """Whether the store is lost, or about to be restarted, and has a time to come back."""
     return any(
-        keys.rejoin(name) in state.timers or keys.restart(name) in state.commands
+        keys.rejoin_timer(name) in state.timers or keys.restart_key(name) in state.commands
         for name in indexes_of(state).roles.get(Role.STORE, ())
     )
 
 
-def waits(state: State, command: Command) -> bool:
+def can_survive_restart(state: State, command: Command) -> bool:
     """Whether this order outlives the process that it was given to: a new one carries it out."""
     running = state.phase not in (Phase.STOPPING, Phase.ENDED)
     return running and isinstance(command, cmd.EndTrajectories)
 
 
-def lost(ctx: Context, name: str) -> None:
+def handle_store_lost(ctx: Context, name: str) -> None:
     """The store is lost: its orders wait, and it has the time of a start to return."""
-    for key in _orders(ctx.state, name):
-        ctx.clear_timer(keys.deadline(key))
+    for key in _list_store_orders(ctx.state, name):
+        ctx.clear_timer(keys.deadline_timer(key))
     if ctx.state.phase not in (Phase.STOPPING, Phase.ENDED):
-        ctx.set_timer(keys.rejoin(name), ctx.state.settings.start_timeout_ms)
+        ctx.set_timer(keys.rejoin_timer(name), ctx.state.settings.start_timeout_ms)
 
 
-def joined(state: State, actor: Actor) -> None:
+def handle_store_joined(state: State, actor: Actor) -> None:
     """What waits is sent to the new process as soon as it is accepted."""
     if actor.role == Role.STORE:
-        for key in _orders(state, actor.name):
+        for key in _list_store_orders(state, actor.name):
             state.commands[key].incarnation = actor.incarnation
 
 
-def ready(ctx: Context, name: str) -> None:
+def handle_store_ready(ctx: Context, name: str) -> None:
     """The store can write: who waited for it, and what it is to do, has its whole time again."""
     state = ctx.state
-    ctx.clear_timer(keys.rejoin(name))
-    for key in _orders(state, name):
-        ctx.set_timer(keys.deadline(key), END_TIMEOUT_MS + state.settings.disk_wait_ms)
+    ctx.clear_timer(keys.rejoin_timer(name))
+    for key in _list_store_orders(state, name):
+        ctx.set_timer(keys.deadline_timer(key), END_TIMEOUT_MS + state.settings.disk_wait_ms)
     for replica in state.replicas.values():
         replica.progress_ns = ctx.stamped.time_ns
 
 
-def _orders(state: State, name: str) -> list[CommandKey]:
+def _list_store_orders(state: State, name: str) -> list[CommandKey]:
     kept = indexes_of(state).commands.get(name, ())
-    return [key for key in kept if waits(state, state.commands[key].command)]
+    return [key for key in kept if can_survive_restart(state, state.commands[key].command)]

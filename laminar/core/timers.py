@@ -8,7 +8,7 @@ Emits   through those who had set it: restarts, drops, the end of the run
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.failing import fail
+from laminar.core.failing import fail_run
 from laminar.core.members import lifecycle, membership
 from laminar.core.registry import handles
 from laminar.core.repack import migration
@@ -17,7 +17,7 @@ from laminar.core.state import indexes, keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.keys import CommandKey, TimerKind, TimerName
 from laminar.core.steps import batch_wait, step_replay
-from laminar.core.validation import anything
+from laminar.core.validation import accept_any
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -27,7 +27,7 @@ from laminar.names.roles import Role
 
 @handles(
     ev.TimerFired,
-    valid=anything,
+    valid=accept_any,
 )
 def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
@@ -36,23 +36,23 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
         return ctx.ignore("late")
     kind, subject = keys.parse_timer(event.timer)
     if kind == TimerKind.START:
-        lifecycle.on_start_timeout(ctx)
+        lifecycle.handle_start_timeout(ctx)
     elif kind == TimerKind.WEIGHTS:
         relay = indexes.master_relay(state)
         name = relay.name if relay is not None else Role.RELAY
-        fail(ctx, FailureKind.NOT_PUBLISHED, name, str(state.completed))
+        fail_run(ctx, FailureKind.NOT_PUBLISHED, name, str(state.completed))
     elif kind == TimerKind.BATCH_WAIT:
-        batch_wait.batch_wait_expired(ctx)
+        batch_wait.handle_batch_timeout(ctx)
     elif kind == TimerKind.REPACK:
-        migration.look(ctx)
+        migration.schedule_repack(ctx)
     elif kind == TimerKind.PAUSE:
         pass  # they have had their time: the planner lets the run pause
     elif kind == TimerKind.RESUME:
-        recovery.resume_wait_over(ctx, TrajectoryId(subject))
+        recovery.handle_resume_timeout(ctx, TrajectoryId(subject))
     elif kind == TimerKind.PROGRESS:
         recovery.watch_progress(ctx, subject)
     elif kind == TimerKind.REJOIN:
-        membership.on_rejoin_expired(ctx, subject)
+        membership.handle_rejoin_timeout(ctx, subject)
     elif kind == TimerKind.RECEIVE:
         broadcast.receive_expired(ctx, subject)
     else:
@@ -66,9 +66,9 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
     what = type(command).__name__
     if isinstance(command, cmd.ProposeBatch):
         state.proposal_failed = True
-        ctx.done(key)
+        ctx.end_command(key)
     elif isinstance(command, cmd.StopActor):
-        ctx.done(key)
+        ctx.end_command(key)
         indexes.end_actor(state, command.to)
     elif isinstance(command, cmd.RestartActor):
         membership.restart_expired(ctx, command)
@@ -81,6 +81,6 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         or isinstance(command, cmd.EndTrajectories)
         or step_replay.may_be_lost(state, command.to)
     ):
-        ctx.restart(command.to, f"{what} was not done in time")
+        ctx.restart_actor(command.to, f"{what} was not done in time")
     else:
-        fail(ctx, FailureKind.OVERDUE, command.to, what)
+        fail_run(ctx, FailureKind.OVERDUE, command.to, what)

@@ -24,7 +24,7 @@ ROWS_MAX = 1 << 27
 """The most rows of a data set: one permutation of it is held in memory."""
 
 
-class OfVersion(Protocol):
+class VersionedEvent(Protocol):
     """An event about weights."""
 
     @property
@@ -34,12 +34,12 @@ class OfVersion(Protocol):
     def step(self) -> int: ...
 
 
-def anything(state: State, event: Event) -> bool:
+def accept_any(state: State, event: Event) -> bool:
     """Whatever such an event says can be true, or does no harm: its handler looks it up."""
     return True
 
 
-def of_a_version(state: State, event: OfVersion) -> bool:
+def of_a_version(state: State, event: VersionedEvent) -> bool:
     return is_allocated(state, event.version, event.step)
 
 

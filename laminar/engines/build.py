@@ -40,21 +40,21 @@ async def start_engine(
         # Importing vLLM takes seconds, in which this process has heartbeats to send.
         start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm.start")
         engine: ReplicaEngine = await start.start_vllm(
-            config, engine_dtype(config), vocab_limit, seed, on_deltas, output
+            config, get_engine_dtype(config), vocab_limit, seed, on_deltas, output
         )
         return engine
     torch_engine = await asyncio.to_thread(_torch_engine, config, vocab_limit)
     return EngineRunner(torch_engine, on_deltas, asyncio.get_running_loop())
 
 
-def _device(config: Config) -> str:
+def _resolve_device(config: Config) -> str:
     if config.rollout.device != "auto":
         return config.rollout.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
-    rollout, device = config.rollout, _device(config)
+    rollout, device = config.rollout, _resolve_device(config)
     if device == "cpu":
         torch.set_num_threads(rollout.threads)
     try:
@@ -64,7 +64,7 @@ def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
             hf_config,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=config.max_model_len,
-            dtype=getattr(torch, engine_dtype(config)),
+            dtype=getattr(torch, get_engine_dtype(config)),
             device=device,
             vocab_limit=min(vocab_limit, vocab),
         )
@@ -72,9 +72,9 @@ def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
         raise ConfigError(f"model.name = {config.model.name!r}: {error}") from error
 
 
-def engine_dtype(config: Config) -> str:
+def get_engine_dtype(config: Config) -> str:
     """The type that the engine computes in on this machine, as torch names it."""
     for name in (config.rollout.dtype, config.weights.dtype):
         if name != "auto":
             return name
-    return "bfloat16" if _device(config) == "cuda" else "float32"
+    return "bfloat16" if _resolve_device(config) == "cuda" else "float32"

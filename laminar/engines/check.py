@@ -21,22 +21,22 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from laminar.config import Config, ConfigError, dumps
-from laminar.engines.environment import VLLM
+from laminar.config import Config, ConfigError, dump_config
+from laminar.engines.environment import VLLM_ENVIRONMENT
 from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.run.command_line import with_extra
 
-ASK_S = 180.0
+PROBE_TIMEOUT_S = 180.0
 """The time for vLLM's import and a look at the model, on a machine that is busy."""
-PARALLEL_ENDS = ("parallel_size", "parallel_rank")
-PARALLEL_BEGINS = ("data_parallel", "nnodes", "node_rank", "master_addr", "master_port")
+PARALLEL_SUFFIXES = ("parallel_size", "parallel_rank")
+PARALLEL_PREFIXES = ("data_parallel", "nnodes", "node_rank", "master_addr", "master_port")
 """How vLLM's arguments end and begin that spread an engine over more processes."""
 TAKEN = b"taken"
 """What vllm_check says when vLLM takes the configuration."""
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING = "embed_tokens.weight"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING_SUFFIX = "embed_tokens.weight"
 """How the name of the embedding ends in the models of transformers."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -86,7 +86,7 @@ def check_vllm(config: Config) -> None:
 def _check_parallelism(config: Config) -> None:
     """An engine has the GPUs that its node gives it."""
     for key, value in config.rollout.vllm.extra.items():
-        if key.endswith(PARALLEL_ENDS) or key.startswith(PARALLEL_BEGINS):
+        if key.endswith(PARALLEL_SUFFIXES) or key.startswith(PARALLEL_PREFIXES):
             raise ConfigError(
                 f"rollout.vllm.extra.{key} = {value!r}: a replica is one engine on one machine, "
                 "with rollout.vllm.tensor_parallel_size GPUs; leave it out, and take more GPUs by "
@@ -101,7 +101,7 @@ def count_gpus() -> int:
 
 
 @contextlib.contextmanager
-def vllm_asked(config: Config) -> Iterator[Callable[[], None]]:
+def probe_vllm(config: Config) -> Iterator[Callable[[], None]]:
     """Ask vLLM whether it runs this model, and takes what `extra` says, in a process of its own.
 
     That takes as long as its import, so there is time for other checks; calling what this gives
@@ -115,25 +115,26 @@ def vllm_asked(config: Config) -> Iterator[Callable[[], None]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=VLLM | os.environ,
+        env=VLLM_ENVIRONMENT | os.environ,
     )
     assert child.stdin is not None
     try:
         with contextlib.suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(dumps(config).encode())
+            child.stdin.write(dump_config(config).encode())
         child.stdin = None
-        yield partial(_vllm_answer, child)
+        yield partial(_check_vllm_answer, child)
     finally:
         child.kill()
         child.communicate()
 
 
-def _vllm_answer(child: subprocess.Popen[bytes]) -> None:
+def _check_vllm_answer(child: subprocess.Popen[bytes]) -> None:
     try:
-        out, err = child.communicate(timeout=ASK_S)
+        out, err = child.communicate(timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f'rollout.engine = "vllm", but vLLM has not been imported within {ASK_S:g} s; try '
+            f'rollout.engine = "vllm", but vLLM has not been imported within {PROBE_TIMEOUT_S:g} '
+            "s; try "
             '`python -c "import vllm"`'
         ) from None
     if child.returncode != 0:
@@ -150,7 +151,7 @@ def weight_shapes(directory: str | Path) -> Shapes:
     download that was cut short, and a file that Git LFS has left as a pointer.
     """
     directory, found = Path(directory), Shapes()
-    for file in _files(directory):
+    for file in _list_weight_files(directory):
         try:
             with safe_open(directory / file, framework="np") as tensors:
                 names = list(tensors.keys())
@@ -166,7 +167,7 @@ def check_embedding(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
     """config.json and the weight files have the same number of tokens, of the same width."""
     wide = "word_embed_proj_dim" if "word_embed_proj_dim" in hf_config else "hidden_size"
     for name, shape in shapes.items():
-        if not name.endswith(EMBEDDING):
+        if not name.endswith(EMBEDDING_SUFFIX):
             continue
         for key, size, what in zip(("vocab_size", wide), shape, ("rows", "columns"), strict=False):
             wanted = hf_config.get(key)
@@ -178,15 +179,15 @@ def check_embedding(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
                 )
 
 
-def _files(directory: Path) -> list[str]:
-    if (directory / ONE_FILE).exists():
-        return [ONE_FILE]
-    index = directory / INDEX
+def _list_weight_files(directory: Path) -> list[str]:
+    if (directory / SINGLE_FILE).exists():
+        return [SINGLE_FILE]
+    index = directory / INDEX_FILE
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except FileNotFoundError:
         raise EngineError(
-            f"{directory} has no weights: neither {ONE_FILE} nor {INDEX} is there"
+            f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"{index} cannot be read ({error!r}); download it again") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from laminar.config import Config
 
-VLLM = {
+VLLM_ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-torch",  # else it says that there is no Triton, at each start
@@ -27,24 +27,24 @@ VLLM_MODULES = (
     "vllm.v1.executor.multiproc_executor",
 )
 """What the processes of a vLLM replica import, its core included."""
-VLLM_ON_CPU = {
+VLLM_CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # a helper of the sampler would be compiled at the first token
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
-def vllm_environment(gpus: bool) -> dict[str, str]:
+def get_vllm_environment(gpus: bool) -> dict[str, str]:
     """What vLLM reads when it is imported; what a user has set stays."""
-    return VLLM if gpus else VLLM | VLLM_ON_CPU
+    return VLLM_ENVIRONMENT if gpus else VLLM_ENVIRONMENT | VLLM_CPU_ENVIRONMENT
 
 
-def environment(config: Config, gpus: bool) -> dict[str, str]:
+def build_environment(config: Config, gpus: bool) -> dict[str, str]:
     """Variables of a replica's process. Without GPUs, threads that wait for one another in a busy
     loop slow an engine many times as soon as anything else runs on the machine."""
     if config.rollout.engine != "vllm":
         return {}
     threads = {} if gpus else {"OMP_NUM_THREADS": str(config.rollout.threads)}
-    return threads | vllm_environment(gpus)
+    return threads | get_vllm_environment(gpus)
 
 
 def engine_modules(config: Config, gpus: bool) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from laminar.engines.protocol import EngineError
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 DEFAULT_ROPE_THETA = 10_000.0  #: what transformers takes when a config names none
 
 _REQUIRED = (
@@ -128,26 +128,27 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config; raises EngineError for all that is not implemented."""
     kind = config.get("model_type")
-    if kind not in SUPPORTED:
+    if kind not in SUPPORTED_MODEL_TYPES:
         raise EngineError(
-            f"model_type = {kind!r} is not supported; the torch engine runs {', '.join(SUPPORTED)}"
+            f"model_type = {kind!r} is not supported; the torch engine runs "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     _refuse_unknown(config)
     _refuse_variants(config)
-    heads = _number(config, "num_attention_heads")
-    hidden = _number(config, "hidden_size")
-    theta, scaling = _rope(config)
+    heads = _parse_number(config, "num_attention_heads")
+    hidden = _parse_number(config, "hidden_size")
+    theta, scaling = _parse_rope(config)
     spec = ModelSpec(
         model_type=kind,
-        vocab_size=_number(config, "vocab_size"),
+        vocab_size=_parse_number(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_number(config, "intermediate_size"),
-        num_layers=_number(config, "num_hidden_layers"),
+        intermediate_size=_parse_number(config, "intermediate_size"),
+        num_layers=_parse_number(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_kv_heads(config, kind, heads),
         head_dim=_head_dim(config, kind, hidden, heads),
-        rms_norm_eps=_number(config, "rms_norm_eps", float),
-        max_positions=_number(config, "max_position_embeddings"),
+        rms_norm_eps=_parse_number(config, "rms_norm_eps", float),
+        max_positions=_parse_number(config, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -193,7 +194,7 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
             )
 
 
-def _number(config: Mapping[str, Any], name: str, kind: type = int) -> Any:
+def _parse_number(config: Mapping[str, Any], name: str, kind: type = int) -> Any:
     value = config.get(name)
     if value is None:
         raise EngineError(f"config field {name} is missing; the torch engine needs it")
@@ -206,19 +207,19 @@ def _number(config: Mapping[str, Any], name: str, kind: type = int) -> Any:
 def _kv_heads(config: Mapping[str, Any], kind: str, heads: int) -> int:
     if kind == "llama" and config.get("num_key_value_heads") is None:
         return heads  # configs older than grouped attention leave it out
-    return int(_number(config, "num_key_value_heads"))
+    return int(_parse_number(config, "num_key_value_heads"))
 
 
 def _head_dim(config: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int:
     """Qwen3 states its own; the others default to an even split of the hidden size."""
     if kind == "qwen3" or config.get("head_dim") is not None:
-        return int(_number(config, "head_dim"))
+        return int(_parse_number(config, "head_dim"))
     if hidden % heads:
         raise EngineError(f"hidden_size = {hidden} is not a multiple of {heads} attention heads")
     return hidden // heads
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
+def _parse_rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Base and scaling from `rope_parameters`, or from the older pair of fields."""
     fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     older_name = fields.pop("type", None)
@@ -227,7 +228,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
         raise EngineError("partial_rotary_factor other than 1.0 is not implemented")
     if kind == "llama3":
-        return float(theta), _llama3(fields)
+        return float(theta), _parse_llama3_rope(fields)
     if kind != "default":
         raise EngineError(f"rope_type = {kind!r}: only 'default' and 'llama3' are implemented")
     if fields:
@@ -235,11 +236,11 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     return float(theta), None
 
 
-def _llama3(fields: Mapping[str, Any]) -> Llama3Rope:
+def _parse_llama3_rope(fields: Mapping[str, Any]) -> Llama3Rope:
     if sorted(fields) != sorted(_LLAMA3_FIELDS):
         raise EngineError(
             f"rope_type 'llama3' needs exactly {', '.join(_LLAMA3_FIELDS)}; "
             f"it has {', '.join(sorted(fields)) or 'none'}"
         )
-    factor, low, high = (_number(fields, name, float) for name in _LLAMA3_FIELDS[:3])
-    return Llama3Rope(factor, low, high, _number(fields, "original_max_position_embeddings"))
+    factor, low, high = (_parse_number(fields, name, float) for name in _LLAMA3_FIELDS[:3])
+    return Llama3Rope(factor, low, high, _parse_number(fields, "original_max_position_embeddings"))

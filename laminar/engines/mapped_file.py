@@ -27,7 +27,7 @@ class MappedFile:
         self._file: tuple[int, int] | None = None  #: device and inode
         self._bytes: FileBytes | None = None
 
-    def view(self, source: WeightSource) -> FileBytes:
+    def map_source(self, source: WeightSource) -> FileBytes:
         """All of its file; who reads it never writes."""
         try:
             fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -120,7 +120,7 @@ class ReplicaEngine(Protocol):
         """Queue a request; the future fails with EngineError when it can never run."""
         ...
 
-    def abort(self, request_id: str) -> asyncio.Future[bool]:
+    def abort_request(self, request_id: str) -> asyncio.Future[bool]:
         """Forget a request (False: it is unknown or finished). Once it resolves, no delta of the
         request follows."""
         ...
@@ -144,7 +144,7 @@ class ReplicaEngine(Protocol):
         wait, for what `arrived` brings and `go_on` ends. EngineError while a sequence runs."""
         ...
 
-    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         """The first bytes of a version lie in their place: copy the tensors that are whole, and
         prefill what waits through the layers that are here, if the engine can.
 
@@ -153,18 +153,20 @@ class ReplicaEngine(Protocol):
         """
         ...
 
-    def go_on(self) -> asyncio.Future[None]:
+    def resume_sampling(self) -> asyncio.Future[None]:
         """What arrived is proved: sample what waits."""
         ...
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> asyncio.Future[list[list[float]]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; what runs is not touched.
 
         EngineError for what is not finite.
         """
         ...
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         """The engine's state as of the latest step or call."""
         ...
 
@@ -184,7 +186,7 @@ class Engine(Protocol):
         """Queue a request; EngineError when it can never run (too long, unknown ids, ...)."""
         ...
 
-    def abort(self, request_id: str) -> bool:
+    def abort_request(self, request_id: str) -> bool:
         """Forget a request; False when it is unknown or finished. No delta of it follows."""
         ...
 
@@ -210,19 +212,19 @@ class Engine(Protocol):
         """As ReplicaEngine has it; `step` is not called before `go_on` there."""
         ...
 
-    def arrived(self, tensors: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
+    def load_partial(self, tensors: Iterable[tuple[str, torch.Tensor]], last: bool) -> None:
         """The next tensors of the version that is expected, each given once; what waits is
         prefilled behind them. EngineError as `load_weights` has it."""
         ...
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence; what runs is not touched.
 
         EngineError for what `step` raises too: log-probs that are not finite are never returned.
         """
         ...
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         """A cheap snapshot."""
         ...
 

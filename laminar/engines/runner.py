@@ -65,7 +65,7 @@ class EngineRunner:
         self._undelivered: list[TokenDelta] = []
         self._delivery_due = False
         self._lock = threading.Lock()  # guards the two above
-        self._stats = engine.stats()
+        self._stats = engine.get_stats()
         self._weights = MappedWeights()
         self._proved = True  #: `score` has answered since the last load, or nothing ran then
         self._broken: EngineError | None = None  #: what a step failed with before that
@@ -76,33 +76,35 @@ class EngineRunner:
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
         """Queue a request; the future fails with EngineError when the engine refuses it."""
-        return self.call(lambda engine: engine.add(request))
+        return self.call_engine(lambda engine: engine.add(request))
 
-    def abort(self, request_id: str) -> asyncio.Future[bool]:
+    def abort_request(self, request_id: str) -> asyncio.Future[bool]:
         """Forget a request; after it resolves no delta of the request arrives."""
-        return self.call(lambda engine: engine.abort(request_id))
+        return self.call_engine(lambda engine: engine.abort_request(request_id))
 
     def load(
         self, source: WeightSource, on_update: KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
         """Copy a version into the engine."""
-        return self.call(lambda engine: self._load(engine, source, on_update))
+        return self.call_engine(lambda engine: self._load(engine, source, on_update))
 
     def expect_weights(self) -> asyncio.Future[None]:
-        return self.call(self._expect)
+        return self.call_engine(self._expect_weights)
 
-    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         """Copy tensors of a version that is still being written, in the order of its table."""
-        return self.call(lambda engine: self._arrived(engine, source, num_bytes))
+        return self.call_engine(lambda engine: self._load_partial(engine, source, num_bytes))
 
-    def go_on(self) -> asyncio.Future[None]:
-        return self.call(self._go_on)
+    def resume_sampling(self) -> asyncio.Future[None]:
+        return self.call_engine(self._resume_sampling)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> asyncio.Future[list[list[float]]]:
         """Log-probs at temperature 1 of tokens 1..L-1 of each sequence."""
-        return self.call(lambda engine: self._score(engine, sequences))
+        return self.call_engine(lambda engine: self._compute_logprobs(engine, sequences))
 
-    def call(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
+    def call_engine(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Run fn(engine) on the engine's thread between steps; the future has its outcome."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self.failed.done():
@@ -111,7 +113,7 @@ class EngineRunner:
             self._jobs.put(_Job(fn, future))
         return future
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         """The engine's state as of the latest step or call."""
         return self._stats
 
@@ -133,16 +135,16 @@ class EngineRunner:
         cause: Exception | None = None
         try:
             while self._run_jobs():
-                if self._busy():
+                if self._has_work():
                     self._step()
             self._engine.close()
         except Exception as error:
             cause = error
-        self._loop.call_soon_threadsafe(self._end, cause)
+        self._loop.call_soon_threadsafe(self._finish_thread, cause)
 
     def _run_jobs(self) -> bool:
         """Run what the loop asked for, waiting for it when idle; False when it is to close."""
-        wait = not self._busy()
+        wait = not self._has_work()
         while True:
             try:
                 job = self._jobs.get(block=wait)
@@ -156,37 +158,39 @@ class EngineRunner:
     def _run_job(self, job: _Job) -> None:
         try:
             value, error = job.run(self._engine), None
-            self._stats = self._engine.stats()
+            self._stats = self._engine.get_stats()
         except Exception as caught:
             value, error = None, caught
-        self._loop.call_soon_threadsafe(_resolve, job.future, value, error)
+        self._loop.call_soon_threadsafe(_resolve_future, job.future, value, error)
 
-    def _busy(self) -> bool:
+    def _has_work(self) -> bool:
         return not self._held and self._stats.running + self._stats.waiting > 0
 
-    def _expect(self, engine: Engine) -> None:
+    def _expect_weights(self, engine: Engine) -> None:
         self._broken, self._proved, self._given = None, True, 0
         engine.expect_weights()
         self._held = True
 
-    def _arrived(self, engine: Engine, source: WeightSource, num_bytes: int) -> None:
+    def _load_partial(self, engine: Engine, source: WeightSource, num_bytes: int) -> None:
         count = whole_among(source.tensors, num_bytes)
-        tensors = islice(self._weights.tensors(source), self._given, count)
+        tensors = islice(self._weights.iter_tensors(source), self._given, count)
         self._given = count
-        engine.arrived(tensors, last=num_bytes >= source.nbytes)
+        engine.load_partial(tensors, last=num_bytes >= source.nbytes)
 
-    def _go_on(self, engine: Engine) -> None:
+    def _resume_sampling(self, engine: Engine) -> None:
         self._held = False
 
     def _load(self, engine: Engine, source: WeightSource, on_update: KvOnUpdate | None) -> None:
         self._broken, self._proved = None, on_update is None
         self._held = self._held and on_update is not None
-        engine.load_weights(self._weights.tensors(source), on_update)
+        engine.load_weights(self._weights.iter_tensors(source), on_update)
 
-    def _score(self, engine: Engine, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def _compute_logprobs(
+        self, engine: Engine, sequences: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
         if self._broken is not None:
             raise self._broken
-        scores = engine.score(sequences)
+        scores = engine.compute_logprobs(sequences)
         self._proved = True
         return scores
 
@@ -195,9 +199,9 @@ class EngineRunner:
         try:
             deltas = self._engine.step()
         except EngineError as error:
-            return self._broke(error)
+            return self._handle_step_error(error)
         end = time.monotonic_ns()
-        self._stats = self._engine.stats()
+        self._stats = self._engine.get_stats()
         tokens = sum(len(delta.token_ids) for delta in deltas)
         self._steps.append(StepRecord(start, end, len(deltas), tokens))
         with self._lock:
@@ -205,24 +209,24 @@ class EngineRunner:
             due = bool(self._undelivered) and not self._delivery_due
             self._delivery_due |= due
         if due:
-            self._loop.call_soon_threadsafe(self._deliver)
+            self._loop.call_soon_threadsafe(self._deliver_deltas)
 
-    def _broke(self, error: EngineError) -> None:
+    def _handle_step_error(self, error: EngineError) -> None:
         """A step failed; with weights that are not proved they are at fault."""
         if self._proved:
             raise error
         self._broken = error
         self._engine.close()
-        self._stats = self._engine.stats()
+        self._stats = self._engine.get_stats()
 
-    def _deliver(self) -> None:
+    def _deliver_deltas(self) -> None:
         """Hand over all deltas so far, on the loop."""
         with self._lock:
             deltas, self._undelivered = self._undelivered, []
             self._delivery_due = False
         self._on_deltas(deltas)
 
-    def _end(self, cause: Exception | None) -> None:
+    def _finish_thread(self, cause: Exception | None) -> None:
         """The thread is about to end: nothing may go on waiting. Called once, on the loop."""
         if cause is None:
             self.failed.set_result(None)
@@ -231,10 +235,10 @@ class EngineRunner:
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
-                _resolve(job.future, None, EngineError("the engine's thread has stopped"))
+                _resolve_future(job.future, None, EngineError("the engine's thread has stopped"))
 
 
-def _resolve(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+def _resolve_future(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
     if future.done():  # its waiter was cancelled
         return
     if error is None:

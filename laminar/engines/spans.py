@@ -36,7 +36,7 @@ class Span(NamedTuple):
     kv_len: int  #: cache positions that attention runs over, a multiple of KV_ROUND
 
 
-def plan(lengths: Lengths, call_cost: int) -> list[int]:
+def plan_spans(lengths: Lengths, call_cost: int) -> list[int]:
     """First rows of the spans, from 0 upward: each cut saves more than `call_cost` positions."""
     cuts = [0]
     pending = [(0, len(lengths))]
@@ -62,13 +62,13 @@ def _best_cut(lengths: Lengths, call_cost: int) -> int:
     return best + 1 if rows * longest - int(costs[best]) > call_cost else 0
 
 
-def cost(lengths: Lengths, firsts: list[int], call_cost: int) -> int:
+def estimate_step_cost(lengths: Lengths, firsts: list[int], call_cost: int) -> int:
     """Positions that a step reads for each layer and key head, its calls included."""
     counts = np.diff([*firsts, len(lengths)])
     return int((counts * np.maximum.reduceat(lengths, firsts)).sum()) + call_cost * len(firsts)
 
 
-class Spans:
+class SpanPlanner:
     """The plan of one engine's running rows."""
 
     def __init__(self, call_cost: int) -> None:
@@ -77,32 +77,34 @@ class Spans:
         self._excess = 0  # positions that a step reads more than with its rows in order
         self._lost = 0  # the same, summed over the steps since they were put in order
 
-    def rows_changed(self) -> None:
+    def discard_plan(self) -> None:
         self._firsts = []
 
-    def of(self, lengths: Lengths) -> list[Span]:
+    def compute_spans(self, lengths: Lengths) -> list[Span]:
         """The spans of a step over rows of these lengths."""
         if not self._firsts:
-            self._plan(lengths)
+            self._plan_spans(lengths)
         self._lost += self._excess
         kv_lens = map(round_up, np.maximum.reduceat(lengths, self._firsts).tolist())
         stops = [*self._firsts[1:], len(lengths)]
         return [Span(*span) for span in zip(self._firsts, stops, kv_lens, strict=True)]
 
-    def order(self, lengths: Lengths) -> list[int] | None:
+    def choose_order(self, lengths: Lengths) -> list[int] | None:
         """The rows, longest first, when the steps have lost what moving them would cost."""
         if self._lost == 0 or self._lost <= MOVE_COST * int(lengths.sum()):
             return None
         self._lost = 0
-        self.rows_changed()
+        self.discard_plan()
         rows: list[int] = np.argsort(-lengths, kind="stable").tolist()
         return rows
 
-    def _plan(self, lengths: Lengths) -> None:
-        self._firsts, self._excess = plan(lengths, self._call_cost), 0
-        here = cost(lengths, self._firsts, self._call_cost)
+    def _plan_spans(self, lengths: Lengths) -> None:
+        self._firsts, self._excess = plan_spans(lengths, self._call_cost), 0
+        here = estimate_step_cost(lengths, self._firsts, self._call_cost)
         in_vain = here - self._call_cost * len(self._firsts) - int(lengths.sum())
         if in_vain > self._call_cost:  # or else no order of the rows is worth another call
             ordered = np.sort(lengths)[::-1]
-            there = cost(ordered, plan(ordered, self._call_cost), self._call_cost)
+            there = estimate_step_cost(
+                ordered, plan_spans(ordered, self._call_cost), self._call_cost
+            )
             self._excess = max(here - there, 0)

@@ -29,9 +29,9 @@ class MappedWeights:
     def __init__(self) -> None:
         self._file = MappedFile()
 
-    def tensors(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_tensors(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """Views in the order of the table; the caller copies them, and never writes."""
-        data = self._file.view(source)
+        data = self._file.map_source(source)
         for place in source.tensors:
             start = source.offset + place.offset
             dtype = getattr(torch, place.dtype)

@@ -21,58 +21,58 @@ from laminar.names.ports import Disk, DiskError
 
 def read_segment(disk: Disk, number: int, size: int = -1) -> bytes:
     """The first `size` bytes of a segment (-1: all), whatever form it is stored in."""
-    if segment_name(number) in disk.names():
+    if segment_name(number) in disk.list_names():
         return disk.read(segment_name(number), 0, size)
-    return _unpacked(disk, number, size)
+    return _decompress_segment(disk, number, size)
 
 
-def stored_bytes(disk: Disk) -> dict[int, int]:
+def measure_segments(disk: Disk) -> dict[int, int]:
     """Bytes that each segment takes on the disk, by number, ascending."""
-    names = disk.names()
+    names = disk.list_names()
     return {
-        number: sum(disk.size(name) for name in _files(number) if name in names)
+        number: sum(disk.get_size(name) for name in _list_segment_files(number) if name in names)
         for number in segment_numbers(names)
     }
 
 
-def tidy(disk: Disk, before: int, keep_bytes: int) -> None:
+def compact_segments(disk: Disk, before: int, keep_bytes: int) -> None:
     """Tidy the segments below `before`: remove what is beyond `keep_bytes` (0: nothing) in all,
     then compress the oldest that is left. One at a time, because the coordinator waits meanwhile.
     """
     if keep_bytes:
         _remove_oldest(disk, before, keep_bytes)
-    names = disk.names()
+    names = disk.list_names()
     plain = [n for n in segment_numbers(names) if n < before and segment_name(n) in names]
     if plain:
-        _compress(disk, plain[0])
+        _compress_segment(disk, plain[0])
 
 
-def _files(number: int) -> tuple[str, str]:
+def _list_segment_files(number: int) -> tuple[str, str]:
     return segment_name(number), compressed_name(number)
 
 
 def _remove_oldest(disk: Disk, before: int, keep_bytes: int) -> None:
-    names, sizes = disk.names(), stored_bytes(disk)
+    names, sizes = disk.list_names(), measure_segments(disk)
     excess = sum(sizes.values()) - keep_bytes
     for number in [n for n in sizes if n < before]:
         if excess <= 0:
             return
-        for name in _files(number):
+        for name in _list_segment_files(number):
             if name in names:
                 disk.remove(name)
         excess -= sizes[number]
 
 
-def _compress(disk: Disk, number: int) -> None:
+def _compress_segment(disk: Disk, number: int) -> None:
     plain = disk.read(segment_name(number))
     packed = zstandard.ZstdCompressor(write_checksum=True).compress(plain)
     write_whole(disk, compressed_name(number), packed)
-    if _unpacked(disk, number, -1) != plain:
+    if _decompress_segment(disk, number, -1) != plain:
         raise DiskError(f"{compressed_name(number)} reads back differently from what was written")
     disk.remove(segment_name(number))
 
 
-def _unpacked(disk: Disk, number: int, size: int) -> bytes:
+def _decompress_segment(disk: Disk, number: int, size: int) -> bytes:
     """A segment as far as it can be unpacked: the reader knows how long it has to be, and checks
     the CRC."""
     data = disk.read(compressed_name(number))

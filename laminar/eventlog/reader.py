@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
-from laminar.core.rules import known
+from laminar.core.rules import is_known_logic
 from laminar.eventlog.compaction import read_segment
 from laminar.eventlog.record import (
     FRAME,
@@ -81,12 +81,12 @@ _TYPED: _Decoders[Record] = _Decoders(
 )
 
 
-def _unpack(body: bytes) -> dict[str, Any]:
+def _unpack_body(body: bytes) -> dict[str, Any]:
     value: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
     return value
 
 
-_RAW: _Decoders[dict[str, Any]] = _Decoders(_unpack, _unpack, True)
+_RAW: _Decoders[dict[str, Any]] = _Decoders(_unpack_body, _unpack_body, True)
 
 
 def read_log(
@@ -97,19 +97,19 @@ def read_log(
     With a `tail` from an earlier scan it ends exactly there, whatever was written since. With a
     `start` it begins exactly there.
     """
-    history = records(disk, tail, start)
+    history = open_history(disk, tail, start)
     for record in history:
         yield history.position, record
 
 
-def records(
+def open_history(
     disk: Disk, tail: LogTail | None = None, start: Takeover | None = None
 ) -> History[Record]:
     """The same without the positions, which it knows, as it knows its tail at the end."""
     return History(disk, _TYPED, tail, start)
 
 
-def read_raw(
+def read_raw_log(
     disk: Disk, start: Takeover | None = None
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(segment, offset, plain map) of every record, also of another release."""
@@ -118,26 +118,26 @@ def read_raw(
         yield *history.position, body
 
 
-def beginning(disk: Disk) -> Takeover | None:
+def find_beginning(disk: Disk) -> Takeover | None:
     """Where the oldest segment of the history begins that is still there; None: nothing is gone."""
-    numbers = segment_numbers(disk.names())
+    numbers = segment_numbers(disk.list_names())
     if numbers[:1] in ([], [1]):
         return None
-    chain = History(disk, _RAW, start=Takeover(numbers[0], 0, 0)).chain()
+    chain = History(disk, _RAW, start=Takeover(numbers[0], 0, 0)).follow_chain()
     return Takeover(chain[0].segment, 0, chain[0].seed) if chain else None
 
 
-def scan(disk: Disk, start: Takeover | None = None) -> LogTail:
+def scan_log(disk: Disk, start: Takeover | None = None) -> LogTail:
     """Check the log (from `start`) and find its end; an empty directory is an empty history."""
-    history = records(disk, start=start)
+    history = open_history(disk, start=start)
     last_seq = None
     for record in history:
         if isinstance(record, EventRecord):
             last_seq = record.seq
-    return history.tail(last_seq)
+    return history.get_tail(last_seq)
 
 
-def _first(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
+def _read_opening(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
     """A cursor at the start of a segment, and its opening, or None where that is not valid."""
     data = read_segment(disk, number, _OPENING_BYTES + 1)
     try:
@@ -145,7 +145,7 @@ def _first(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
     except UNDECODABLE:
         return Frames(number, data, 0), None
     frames = Frames(number, data, opening.seed)
-    return frames, opening if frames.valid_at(0, opening.seed) else None
+    return frames, opening if frames.is_valid_at(0, opening.seed) else None
 
 
 def _first_body(data: bytes) -> bytes:
@@ -159,7 +159,7 @@ def _is_other_record(frames: Frames) -> bool:
     try:
         _TYPED.later(_first_body(frames.data))
     except UNDECODABLE:
-        return frames.valid_at(0, frames.crc)
+        return frames.is_valid_at(0, frames.crc)
     return True
 
 
@@ -172,12 +172,12 @@ class _Span(NamedTuple):
     seed: int  #: CRC that its chain starts from
     end: Takeover | None  #: None: as far as its frames are valid
 
-    def holds(self, place: Takeover) -> bool:
+    def has_place(self, place: Takeover) -> bool:
         return place.segment == self.segment and (not self.end or place.offset <= self.end.offset)
 
 
-def _is_ours(span: _Span) -> bool:
-    return span.schema == SCHEMA_VERSION and known(span.logic)
+def _is_readable(span: _Span) -> bool:
+    return span.schema == SCHEMA_VERSION and is_known_logic(span.logic)
 
 
 class History(Generic[_T]):
@@ -205,77 +205,83 @@ class History(Generic[_T]):
         """The position of the record that the iteration gave last."""
         return Position(self._frames.segment, self._frames.offset)
 
-    def tail(self, last_seq: int | None) -> LogTail:
+    def get_tail(self, last_seq: int | None) -> LogTail:
         """Where the history ends, once the iteration has; `last_seq`: of the last event in it."""
         return LogTail(self._end, self._newest, last_seq, self._torn_bytes)
 
     def __iter__(self) -> Iterator[_T]:
-        chain = self.chain()
-        if self._start and not (chain and chain[0].holds(self._start)):
+        chain = self.follow_chain()
+        if self._start and not (chain and chain[0].has_place(self._start)):
             raise NotInHistory("the history ends before it, or passes it by")
         for span in chain:
             size = span.end.offset if span.end else -1
-            if not (self._decoders.any_release or _is_ours(span)):
+            if not (self._decoders.any_release or _is_readable(span)):
                 raise LogOfOtherRelease(span.segment, span.schema, span.logic)
             data = read_segment(self._disk, span.segment, size)
             self._frames = frames = Frames(span.segment, data, span.seed)
             if self._start and self._start.segment == span.segment:
                 self._skip_to_start(frames, self._start)
-            yield from self._records(frames)
-            self._close(frames, span.end)
+            yield from self._iter_records(frames)
+            self._check_segment_end(frames, span.end)
 
     def _skip_to_start(self, frames: Frames, start: Takeover) -> None:
-        frames.skip(start.offset)
+        frames.skip_to(start.offset)
         if (frames.offset, frames.crc) != (start.offset, start.crc):
             raise NotInHistory(f"the history is another one at {start.segment}:{start.offset}")
 
-    def _records(self, frames: Frames) -> Iterator[_T]:
+    def _iter_records(self, frames: Frames) -> Iterator[_T]:
         decoders = self._decoders
         decode = decoders.later if frames.offset else decoders.header
         for body in frames:
             try:
                 record = decode(body)
             except UNDECODABLE as error:
-                raise frames.corrupt("a readable record", str(error)) from error
+                raise frames.make_corrupt_error("a readable record", str(error)) from error
             yield record
             decode = decoders.later
 
-    def _close(self, frames: Frames, end: Takeover | None) -> None:
+    def _check_segment_end(self, frames: Frames, end: Takeover | None) -> None:
         """Check that the history of a segment ends where its successor says, or is merely torn."""
         if end is None:
-            if frames.continued():
-                raise frames.fault()
-            self._torn_bytes += frames.remaining()
+            if frames.is_continued():
+                raise frames.make_fault_error()
+            self._torn_bytes += frames.count_remaining()
         elif len(frames.data) < end.offset:
-            raise frames.corrupt(f"{end.offset} bytes before the takeover", f"{len(frames.data)}")
+            raise frames.make_corrupt_error(
+                f"{end.offset} bytes before the takeover", f"{len(frames.data)}"
+            )
         elif frames.offset != end.offset:
-            raise frames.fault()
+            raise frames.make_fault_error()
         elif frames.crc != end.crc:
-            raise frames.corrupt(f"CRC {end.crc:#010x} at the takeover", f"{frames.crc:#010x}")
+            raise frames.make_corrupt_error(
+                f"CRC {end.crc:#010x} at the takeover", f"{frames.crc:#010x}"
+            )
         self._end = Takeover(frames.segment, frames.offset, frames.crc)
 
-    def chain(self) -> list[_Span]:
+    def follow_chain(self) -> list[_Span]:
         """The takeovers, followed from the newest segment down to the start; oldest first."""
         if self._tail is None:
-            self._newest, end = self._highest(), None
+            self._newest, end = self._find_highest(), None
             number = self._newest_opened()
         else:
             self._newest, end = self._tail.newest, self._tail.end
             number = end.segment if end else 0
         spans = []
         while number >= self._oldest:
-            opening = self._open(number)
+            opening = self._require_opening(number)
             spans.append(_Span(number, opening.schema, opening.logic, opening.seed, end))
             end = opening.takes_over
             number = end.segment if end else 0
         return spans[::-1]
 
-    def _highest(self) -> int:
+    def _find_highest(self) -> int:
         """The highest number of a segment; LogCorrupt when one from the start on is missing."""
-        numbers = [n for n in segment_numbers(self._disk.names()) if n >= self._oldest]
+        numbers = [n for n in segment_numbers(self._disk.list_names()) if n >= self._oldest]
         for expected, number in enumerate(numbers, self._oldest):
             if number != expected:
-                raise Frames(expected, b"", 0).corrupt("the file", f"{segment_name(number)} next")
+                raise Frames(expected, b"", 0).make_corrupt_error(
+                    "the file", f"{segment_name(number)} next"
+                )
         return numbers[-1] if numbers else 0
 
     def _newest_opened(self) -> int:
@@ -286,22 +292,26 @@ class History(Generic[_T]):
         opening holds at most one.
         """
         for number in range(self._newest, self._oldest - 1, -1):
-            frames, opening = _first(self._disk, number)
+            frames, opening = _read_opening(self._disk, number)
             too_long = len(frames.data) > _OPENING_BYTES
-            if opening or too_long or frames.continued() or _is_other_record(frames):
+            if opening or too_long or frames.is_continued() or _is_other_record(frames):
                 return number
             self._torn_bytes += len(frames.data)
         return 0
 
-    def _open(self, number: int) -> _Opening:
+    def _require_opening(self, number: int) -> _Opening:
         """The opening of a segment that belongs to the history; LogCorrupt if it cannot."""
-        frames, opening = _first(self._disk, number)
+        frames, opening = _read_opening(self._disk, number)
         if opening is None:
             if _is_other_record(frames):
-                raise frames.corrupt("a header first", "another record")
-            raise frames.fault()
+                raise frames.make_corrupt_error("a header first", "another record")
+            raise frames.make_fault_error()
         if opening.segment != number:
-            raise frames.corrupt(f"the header of segment {number}", f"of {opening.segment}")
+            raise frames.make_corrupt_error(
+                f"the header of segment {number}", f"of {opening.segment}"
+            )
         if opening.takes_over and not 0 < opening.takes_over.segment < number:
-            raise frames.corrupt("a takeover of an older segment", f"{opening.takes_over.segment}")
+            raise frames.make_corrupt_error(
+                "a takeover of an older segment", f"{opening.takes_over.segment}"
+            )
         return opening

@@ -91,7 +91,7 @@ class EventRecord(
     event: msgspec.Raw  #: MessagePack, as `events` encodes it
 
     @classmethod
-    def of(cls, stamped: Stamped, body: bytes) -> EventRecord:
+    def from_stamped(cls, stamped: Stamped, body: bytes) -> EventRecord:
         """`body`: the encoding of the event."""
         return cls(
             seq=stamped.seq,
@@ -180,7 +180,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode  #: anything
 
 
-def seeded(crc: int, settled: int) -> int:
+def seed_crc(crc: int, settled: int) -> int:
     """What the CRC of a frame starts from: the chain, and whether the frame is marked SETTLED."""
     return crc ^ (0xFFFFFFFF if settled else 0)
 
@@ -195,7 +195,7 @@ def encode_frame(record: Record, crc: int, *, settled: bool = False) -> tuple[by
             "shorten the run name (header) or keep the payload in the store (event, decision)"
         )
     mark = SETTLED if settled else 0
-    crc = zlib.crc32(body, seeded(crc, mark))
+    crc = zlib.crc32(body, seed_crc(crc, mark))
     return FRAME.pack(len(body) | mark, crc) + body, crc
 
 
@@ -239,22 +239,22 @@ class Frames:
             if not 0 < length <= MAX_BODY_BYTES or end > size:
                 return
             body = data[start:end]
-            if crc32(body, seeded(crc, word) if word & SETTLED else crc) != stored:
+            if crc32(body, seed_crc(crc, word) if word & SETTLED else crc) != stored:
                 return
             yield body
             self.offset, self.crc = offset, crc = end, stored
 
-    def skip(self, until: int) -> None:
+    def skip_to(self, until: int) -> None:
         """Move over valid frames up to the offset `until`, or to the last one that ends before."""
         before = Frames(self.segment, self.data[:until], self.crc)
         for _ in before:
             pass
         self.offset, self.crc = before.offset, before.crc
 
-    def remaining(self) -> int:
+    def count_remaining(self) -> int:
         return len(self.data) - self.offset
 
-    def continued(self) -> bool:
+    def is_continued(self) -> bool:
         """True if what follows the bad frame at the cursor was written after it had become durable.
 
         One settled frame, wherever it is, proves that. Behind a bad header, which is durable before
@@ -263,12 +263,12 @@ class Frames:
         A wrong length hides where the next frame begins, so every place that could be the start of
         a body is tried.
         """
-        if self.remaining() <= FRAME.size:
+        if self.count_remaining() <= FRAME.size:
             return False
         word, stored = FRAME.unpack_from(self.data, self.offset)
         start = self.offset + FRAME.size
         body = self.data[start : start + (word & ~SETTLED)]
-        chains = (stored, zlib.crc32(body, seeded(self.crc, word & SETTLED)))
+        chains = (stored, zlib.crc32(body, seed_crc(self.crc, word & SETTLED)))
         key = self.data.find(KIND_KEY, start + FRAME.size)
         while key >= 0:
             at = key - 1 - FRAME.size
@@ -292,11 +292,13 @@ class Frames:
 
     def _is_chained(self, offset: int, chains: tuple[int, ...]) -> bool:
         """True if the frame there continues one of the chains, or the next one continues its."""
-        if any(self.valid_at(offset, chain) for chain in chains):
+        if any(self.is_valid_at(offset, chain) for chain in chains):
             return True
-        return self.valid_at(frame_end(self.data, offset), FRAME.unpack_from(self.data, offset)[1])
+        return self.is_valid_at(
+            frame_end(self.data, offset), FRAME.unpack_from(self.data, offset)[1]
+        )
 
-    def valid_at(self, offset: int, crc: int) -> bool:
+    def is_valid_at(self, offset: int, crc: int) -> bool:
         """True if a frame that continues the chain `crc` begins at `offset`."""
         if offset + FRAME.size > len(self.data):
             return False
@@ -304,24 +306,28 @@ class Frames:
         start, end = offset + FRAME.size, frame_end(self.data, offset)
         if not 0 < end - start <= MAX_BODY_BYTES or end > len(self.data):
             return False
-        return bool(zlib.crc32(self.data[start:end], seeded(crc, word & SETTLED)) == stored)
+        return bool(zlib.crc32(self.data[start:end], seed_crc(crc, word & SETTLED)) == stored)
 
-    def fault(self) -> LogCorrupt:
+    def make_fault_error(self) -> LogCorrupt:
         """What is wrong with the frame at the cursor."""
-        remaining = self.remaining() - FRAME.size
+        remaining = self.count_remaining() - FRAME.size
         if remaining < 0:
-            return self.corrupt(f"{FRAME.size} bytes of frame head", f"{self.remaining()} bytes")
+            return self.make_corrupt_error(
+                f"{FRAME.size} bytes of frame head", f"{self.count_remaining()} bytes"
+            )
         word, stored = FRAME.unpack_from(self.data, self.offset)
         length = word & ~SETTLED
         if not 0 < length <= MAX_BODY_BYTES:
-            return self.corrupt(f"a body length of 1 to {MAX_BODY_BYTES}", f"{length}")
+            return self.make_corrupt_error(f"a body length of 1 to {MAX_BODY_BYTES}", f"{length}")
         if length > remaining:
-            return self.corrupt(f"a body of {length} bytes", f"{remaining} bytes")
+            return self.make_corrupt_error(f"a body of {length} bytes", f"{remaining} bytes")
         start = self.offset + FRAME.size
         body = self.data[start : start + length]
-        computed = zlib.crc32(body, seeded(self.crc, word & SETTLED))
-        return self.corrupt(f"CRC {computed:#010x} of the body", f"{stored:#010x} in the frame")
+        computed = zlib.crc32(body, seed_crc(self.crc, word & SETTLED))
+        return self.make_corrupt_error(
+            f"CRC {computed:#010x} of the body", f"{stored:#010x} in the frame"
+        )
 
-    def corrupt(self, expected: str, found: str) -> LogCorrupt:
+    def make_corrupt_error(self, expected: str, found: str) -> LogCorrupt:
         hint = "restore the file from a copy, or start a new run"
         return LogCorrupt(self.segment, self.offset, expected, found, hint)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.rules import LogicError
-from laminar.core.state.state import State, digest
-from laminar.eventlog.reader import History, records
+from laminar.core.state.state import State, hash_state
+from laminar.eventlog.reader import History, open_history
 from laminar.eventlog.record import (
     HASH_FOLLOWS,
     DecisionRecord,
@@ -60,7 +60,7 @@ class Difference:
 class Replay:
     """What a replay found."""
 
-    machine: Machine
+    machine: StateMachine
     events: int = 0  #: that were handled, of which a snapshot has none
     decisions: int = 0
     hashes: int = 0
@@ -73,7 +73,7 @@ class Replay:
     tail: LogTail | None = None
 
 
-def stamped(record: EventRecord) -> Stamped:
+def decode_stamped(record: EventRecord) -> Stamped:
     """The event of a record, typed; WireError for one that this program does not know."""
     return Stamped(
         seq=record.seq,
@@ -85,7 +85,7 @@ def stamped(record: EventRecord) -> Stamped:
     )
 
 
-def replay(
+def replay_records(
     disk: Disk,
     tail: LogTail | None = None,
     *,
@@ -97,19 +97,19 @@ def replay(
 
     Raises NotInHistory, before the observer has seen anything, for a snapshot of another history.
     """
-    found = Replay(Machine(snapshot.restored() if snapshot else None))
-    history = records(disk, tail, snapshot.position if snapshot else None)
+    found = Replay(StateMachine(snapshot.decode_state() if snapshot else None))
+    history = open_history(disk, tail, snapshot.position if snapshot else None)
     expected: list[bytes] = []  # decisions of the last event
     index = 0  # of the next one to compare
     writer = 0  # incarnation of the coordinator whose records these are
     for record in history:
         if isinstance(record, EventRecord):
             if index < len(expected):
-                found.difference = _missing(history.position, found, expected[index])
+                found.difference = _describe_missing(history.position, found, expected[index])
                 return found
             if until is not None and record.seq > until:
                 return found
-            expected, index = _handle(found, history, record, observer), 0
+            expected, index = _handle_record(found, history, record, observer), 0
         elif isinstance(record, DecisionRecord):
             if not _is_decided(found, record, expected, index):
                 found.difference = _other_decision(history.position, found, record, expected, index)
@@ -119,17 +119,19 @@ def replay(
             found.difference = _compare_hash(history, found, record, snapshot)
         elif record.incarnation == writer:  # it went on in another segment, so it was whole
             if index < len(expected):
-                found.difference = _missing(history.position, found, expected[index])
+                found.difference = _describe_missing(history.position, found, expected[index])
         else:
             writer = record.incarnation
         if found.difference is not None:
             return found
-    found.unlogged = _owed(found.machine, expected, index)
-    found.tail = history.tail(found.machine.state.seq if found.events else None)
+    found.unlogged = _list_unlogged(found.machine, expected, index)
+    found.tail = history.get_tail(found.machine.state.seq if found.events else None)
     return found
 
 
-def _owed(machine: Machine, expected: list[bytes], index: int) -> list[DecisionRecord]:
+def _list_unlogged(
+    machine: StateMachine, expected: list[bytes], index: int
+) -> list[DecisionRecord]:
     """The decisions from `index` on, as the tick would have logged them."""
     return [
         DecisionRecord(cause=machine.state.seq, index=place, command=msgspec.Raw(command))
@@ -137,12 +139,12 @@ def _owed(machine: Machine, expected: list[bytes], index: int) -> list[DecisionR
     ]
 
 
-def _handle(
+def _handle_record(
     found: Replay, history: History[Record], record: EventRecord, observer: Observer | None
 ) -> list[bytes]:
     try:
-        event = stamped(record)
-        commands = found.machine.handle(event)
+        event = decode_stamped(record)
+        commands = found.machine.handle_event(event)
     except (WireError, LogicError) as error:
         found.difference = Difference(history.position, record.seq, "an event", str(error))
         return []
@@ -165,8 +167,8 @@ def _other_decision(
     position: Position, found: Replay, record: DecisionRecord, expected: list[bytes], index: int
 ) -> Difference:
     seq = found.machine.state.seq
-    replayed = _shown(expected[index]) if index < len(expected) else "no further decision"
-    logged = _shown(record.command)
+    replayed = _format_command(expected[index]) if index < len(expected) else "no further decision"
+    logged = _format_command(record.command)
     if record.cause != seq or record.index != index or index >= len(expected):
         logged = f"decision {record.index} of event {record.cause}: {logged}"
     return Difference(position, seq, logged, replayed)
@@ -181,7 +183,7 @@ def _compare_hash(
         return None  # it is of an event that this replay has not seen
     actual, of = found.digests.pop(record.seq, ""), record.seq
     if not actual:
-        actual, of = digest(state), state.seq
+        actual, of = hash_state(state), state.seq
     if record.seq == of and record.digest == HASH_FOLLOWS:
         found.digests[of] = actual
         return None
@@ -192,11 +194,13 @@ def _compare_hash(
     return Difference(history.position, state.seq, logged, f"state {actual} after event {of}")
 
 
-def _missing(position: Position, found: Replay, command: bytes) -> Difference:
-    return Difference(position, found.machine.state.seq, "no such decision", _shown(command))
+def _describe_missing(position: Position, found: Replay, command: bytes) -> Difference:
+    return Difference(
+        position, found.machine.state.seq, "no such decision", _format_command(command)
+    )
 
 
-def _shown(command: bytes | msgspec.Raw) -> str:
+def _format_command(command: bytes | msgspec.Raw) -> str:
     try:
         return repr(decode_command(command))
     except WireError as error:

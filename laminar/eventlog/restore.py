@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laminar.eventlog.reader import NotInHistory, scan
+from laminar.eventlog.reader import NotInHistory, scan_log
 from laminar.eventlog.record import SEGMENT_BYTES, LogCorrupt, LogTail, segment_numbers
-from laminar.eventlog.replay import Observer, Replay, replay
-from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, Snapshots, snapshots
+from laminar.eventlog.replay import Observer, Replay, replay_records
+from laminar.eventlog.snapshot import SNAPSHOT_EVERY, Snapshot, SnapshotFiles, read_snapshots
 from laminar.eventlog.whole_files import remove_unfinished
 from laminar.eventlog.writer import LogWriter
 from laminar.names.ports import Disk
@@ -36,7 +36,7 @@ class Restored:
         return self.tail.newest + 1
 
 
-def restore(
+def restore_log(
     disk: Disk, observer: Observer | None = None, *, observe_from: int | None = None
 ) -> Restored:
     """Replay from the newest usable snapshot; `observer` sees the events after it.
@@ -44,27 +44,27 @@ def restore(
     With `observe_from` the observer is to see that event and all that follow: a later snapshot is
     then used only where nothing else goes back so far.
     """
-    found = snapshots(disk)
-    whole = _is_whole(disk, found)
+    found = read_snapshots(disk)
+    whole = _is_log_whole(disk, found)
     for snapshot in _to_try(found.usable, observe_from, whole):
         try:
-            return _replayed(disk, observer, snapshot, found.unusable)
+            return _replay_from(disk, observer, snapshot, found.unusable)
         except NotInHistory as error:
             found.unusable[snapshot.name] = str(error)
     if whole:
-        return _replayed(disk, observer, None, found.unusable)
+        return _replay_from(disk, observer, None, found.unusable)
     why = "; ".join(f"{name}: {fault}" for name, fault in found.unusable.items())
     hint = "restore the segments from a copy, or start a new run"
     raise LogCorrupt(1, 0, "the file, or a snapshot in its place", why or "neither", hint)
 
 
-def _replayed(
+def _replay_from(
     disk: Disk, observer: Observer | None, snapshot: Snapshot | None, unusable: dict[str, str]
 ) -> Restored:
-    replayed = replay(disk, observer=observer, snapshot=snapshot)
+    replayed = replay_records(disk, observer=observer, snapshot=snapshot)
     tail = replayed.tail  # None: it stopped at a difference
     if tail is None:
-        tail = scan(disk, snapshot.position if snapshot else None)
+        tail = scan_log(disk, snapshot.position if snapshot else None)
     return Restored(replayed, tail, snapshot, unusable)
 
 
@@ -74,13 +74,13 @@ def _to_try(usable: list[Snapshot], observe_from: int | None, whole: bool) -> li
     return early if whole else [*early, *(s for s in reversed(usable) if s not in early)]
 
 
-def _is_whole(disk: Disk, found: Snapshots) -> bool:
+def _is_log_whole(disk: Disk, found: SnapshotFiles) -> bool:
     """Whether the first segment is there, or there never was one."""
-    numbers = segment_numbers(disk.names())
+    numbers = segment_numbers(disk.list_names())
     return numbers[0] == 1 if numbers else found == ([], {})
 
 
-def take_over(
+def take_over_log(
     disk: Disk,
     restored: Restored,
     *,
@@ -94,7 +94,7 @@ def take_over(
 ) -> LogWriter:
     """Begin a segment after what was restored, and write the decisions that its coordinator did not
     write."""
-    writer = LogWriter.begin(
+    writer = LogWriter.take_over(
         disk,
         restored.tail,
         logic=logic,

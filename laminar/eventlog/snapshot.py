@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from laminar.core.rules import unknown
-from laminar.core.state.state import State, decode, digest, encode
+from laminar.core.rules import find_unsupported_reason
+from laminar.core.state.state import State, decode, encode, hash_state
 from laminar.eventlog.record import FRAME, SCHEMA_VERSION, Takeover
 from laminar.eventlog.whole_files import write_whole
 from laminar.names.ports import Disk
 
 SNAPSHOT_EVERY = 50_000
 """Events between two snapshots: a start replays at most so many, which takes about a second."""
-KEPT = 2
+SNAPSHOTS_KEPT = 2
 
 _NAME = re.compile(r"snapshot-(\d{12,})\.bin")
 
@@ -46,14 +46,14 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The name of its file."""
-        return _name(self.seq)
+        return _format_name(self.seq)
 
-    def restored(self) -> State:
+    def decode_state(self) -> State:
         """The state, a new one with every call; msgspec.MsgspecError for another release's."""
         return decode(self.state)
 
 
-class Snapshots(NamedTuple):
+class SnapshotFiles(NamedTuple):
     """What a directory holds."""
 
     usable: list[Snapshot]  #: newest first; whether they belong to the history is the reader's
@@ -71,37 +71,37 @@ def write_snapshot(disk: Disk, state: State, position: Takeover) -> None:
         logic=state.logic,
         position=position,
         seq=state.seq,
-        digest=digest(state),
+        digest=hash_state(state),
         state=msgspec.Raw(encode(state)),
     )
     body = _encode(snapshot)
-    write_whole(disk, _name(state.seq), FRAME.pack(len(body), zlib.crc32(body)) + body)
-    for seq in _numbers(disk)[KEPT:]:
-        disk.remove(_name(seq))
+    write_whole(disk, _format_name(state.seq), FRAME.pack(len(body), zlib.crc32(body)) + body)
+    for seq in _list_numbers(disk)[SNAPSHOTS_KEPT:]:
+        disk.remove(_format_name(seq))
 
 
-def snapshots(disk: Disk) -> Snapshots:
+def read_snapshots(disk: Disk) -> SnapshotFiles:
     """Read every snapshot file."""
-    found = Snapshots([], {})
-    for seq in _numbers(disk):
-        read = _read(disk.read(_name(seq)), seq)
+    found = SnapshotFiles([], {})
+    for seq in _list_numbers(disk):
+        read = _parse_snapshot(disk.read(_format_name(seq)), seq)
         if isinstance(read, Snapshot):
             found.usable.append(read)
         else:
-            found.unusable[_name(seq)] = read
+            found.unusable[_format_name(seq)] = read
     return found
 
 
-def _name(seq: int) -> str:
+def _format_name(seq: int) -> str:
     return f"snapshot-{seq:012d}.bin"
 
 
-def _numbers(disk: Disk) -> list[int]:
+def _list_numbers(disk: Disk) -> list[int]:
     """The numbers of the snapshot files, highest first."""
-    return sorted((int(m[1]) for m in map(_NAME.fullmatch, disk.names()) if m), reverse=True)
+    return sorted((int(m[1]) for m in map(_NAME.fullmatch, disk.list_names()) if m), reverse=True)
 
 
-def _read(data: bytes, seq: int) -> Snapshot | str:
+def _parse_snapshot(data: bytes, seq: int) -> Snapshot | str:
     """The snapshot, or why this program cannot go on from it."""
     body = data[FRAME.size :]
     if data[: FRAME.size] != FRAME.pack(len(body), zlib.crc32(body)):
@@ -110,12 +110,12 @@ def _read(data: bytes, seq: int) -> Snapshot | str:
         snapshot = _decode(body)
         if snapshot.schema != SCHEMA_VERSION:
             return f"it is of schema {snapshot.schema}, this release reads {SCHEMA_VERSION}"
-        restored = snapshot.restored()
-        if reason := unknown(snapshot.logic, restored.settings):
+        restored = snapshot.decode_state()
+        if reason := find_unsupported_reason(snapshot.logic, restored.settings):
             return f"it is of {reason}"
         if snapshot.seq != seq:
             return f"it is of event {snapshot.seq}"
-        if digest(restored) != snapshot.digest:
+        if hash_state(restored) != snapshot.digest:
             return "its state has another form in this release"
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return f"it is of another release: {error}"

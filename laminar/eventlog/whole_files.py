@@ -17,7 +17,7 @@ UNFINISHED = ".tmp"
 def write_whole(disk: Disk, name: str, data: bytes) -> None:
     """Durable on return, under its name."""
     try:
-        file = disk.create(name + UNFINISHED)
+        file = disk.create_file(name + UNFINISHED)
     except FileExistsError as error:
         raise DiskError(
             f"{name}{UNFINISHED} is there already: another coordinator of this run writes it"
@@ -25,11 +25,11 @@ def write_whole(disk: Disk, name: str, data: bytes) -> None:
     file.append(data)
     file.sync()
     file.close()
-    disk.replace(name + UNFINISHED, name)
+    disk.replace_file(name + UNFINISHED, name)
 
 
 def remove_unfinished(disk: Disk) -> None:
     """Remove what a crash left; only for the writer that has just taken the log over."""
-    for name in disk.names():
+    for name in disk.list_names():
         if name.endswith(UNFINISHED):
             disk.remove(name)

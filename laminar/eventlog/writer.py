@@ -23,7 +23,7 @@ from functools import partial
 import msgspec
 
 from laminar.core.state.state import State
-from laminar.eventlog.compaction import tidy
+from laminar.eventlog.compaction import compact_segments
 from laminar.eventlog.record import (
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
@@ -75,7 +75,7 @@ class LogWriter:
         self._keep_bytes = keep_bytes
         self._snapshot_seq = snapshot.seq if snapshot else 0
         self._snapshot_segment = snapshot.position.segment if snapshot else 0
-        self._file = _create(disk, header.segment)
+        self._file = _create_segment(disk, header.segment)
         self._offset = 0  #: bytes handed to the file
         self._crc = header.takes_over.crc if header.takes_over else 0
         self._pending: list[bytes] = []
@@ -84,7 +84,7 @@ class LogWriter:
         self._keeping = False  #: a snapshot is under way
 
     @classmethod
-    def begin(
+    def take_over(
         cls,
         disk: Disk,
         tail: LogTail,
@@ -140,7 +140,7 @@ class LogWriter:
 
     def flush(self) -> None:
         """Write what is buffered without making it durable: for a tick with nothing to send."""
-        self._begin_try()
+        self._begin_attempt()
         self._write()
         self._failed = False
 
@@ -149,16 +149,16 @@ class LogWriter:
 
         Raises DiskError, and LogTaken when a newer segment shows that the log has a new owner.
         """
-        self._begin_try()
+        self._begin_attempt()
         self._write()
         self._sync()
-        if segment_numbers(self._disk.names())[-1:] != [self._header.segment]:
-            raise LogTaken(_taken(self._header.segment))
+        if segment_numbers(self._disk.list_names())[-1:] != [self._header.segment]:
+            raise LogTaken(_describe_takeover(self._header.segment))
         if self._offset > self._segment_bytes:
-            self._rotate()
+            self._rotate_segment()
         self._failed = False
 
-    def snapshot(self, state: State, background: Background) -> None:
+    def snapshot_if_due(self, state: State, background: Background) -> None:
         """Keep the state, which is that after the last event appended, when it is time to.
 
         Commits first: a snapshot describes only what is durable. Raises as `commit`. Without room
@@ -168,24 +168,24 @@ class LogWriter:
         if under_way or state.seq - self._snapshot_seq < self._snapshot_every:
             return
         self.commit()
-        self._begin_try()
+        self._begin_attempt()
         end = Takeover(self._header.segment, self._offset, self._crc)
         self._keeping = True
-        keep, kept = partial(self._keep, state, end), partial(self._kept, end)
+        keep, kept = partial(self._write_snapshot, state, end), partial(self._finish_snapshot, end)
         background.run("snapshot", len(state.trajectories), keep, kept)
         self._snapshot_seq = state.seq
         self._failed = False
 
-    def _keep(self, state: State, end: Takeover) -> bytes:
+    def _write_snapshot(self, state: State, end: Takeover) -> bytes:
         try:
             write_snapshot(self._disk, state, end)
-            tidy(self._disk, self._snapshot_segment, self._keep_bytes)
+            compact_segments(self._disk, self._snapshot_segment, self._keep_bytes)
         except DiskFull:
             remove_unfinished(self._disk)  # the log needs the room
             return b""
         return _KEPT
 
-    def _kept(self, end: Takeover, answer: bytes | None) -> None:
+    def _finish_snapshot(self, end: Takeover, answer: bytes | None) -> None:
         """What the next one may tidy up lies before this one, if it is there."""
         self._keeping = False
         if answer == _KEPT:
@@ -199,7 +199,7 @@ class LogWriter:
         if self._keeping:
             remove_unfinished(self._disk)
 
-    def _begin_try(self) -> None:
+    def _begin_attempt(self) -> None:
         """Failed until the caller has succeeded: what raised is never tried again."""
         if self._failed:
             raise DiskError("the event log failed before and is not tried again: end the process")
@@ -218,11 +218,11 @@ class LogWriter:
             self._file.sync()
             self._unsynced = False
 
-    def _rotate(self) -> None:
+    def _rotate_segment(self) -> None:
         """Go on in the next segment. The old one is durable by now, so its end can be named."""
         end = Takeover(self._header.segment, self._offset, self._crc)
         header = msgspec.structs.replace(self._header, segment=end.segment + 1, takes_over=end)
-        file = _create(self._disk, header.segment)
+        file = _create_segment(self._disk, header.segment)
         self._file.close()
         self._file, self._header, self._offset = file, header, 0
         self.append(header)
@@ -230,18 +230,18 @@ class LogWriter:
         self._sync()
 
 
-def _create(disk: Disk, number: int) -> AppendFile:
+def _create_segment(disk: Disk, number: int) -> AppendFile:
     try:
-        return disk.create(segment_name(number))
+        return disk.create_file(segment_name(number))
     except FileExistsError as error:
-        raise LogTaken(_taken(number - 1)) from error
+        raise LogTaken(_describe_takeover(number - 1)) from error
 
 
 def _refuse_if_grown(disk: Disk, tail: LogTail) -> None:
     """Called once the new segment exists: from then on an old writer's commits are refused."""
     first = tail.end.segment if tail.end else 1
     seen = tail.torn_bytes + (tail.end.offset if tail.end else 0)
-    found = sum(disk.size(segment_name(number)) for number in range(first, tail.newest + 1))
+    found = sum(disk.get_size(segment_name(number)) for number in range(first, tail.newest + 1))
     if found != seen:
         raise LogGrew(
             f"the event log grew from {seen} to {found} bytes since it was read: another "
@@ -249,7 +249,7 @@ def _refuse_if_grown(disk: Disk, tail: LogTail) -> None:
         )
 
 
-def _taken(number: int) -> str:
+def _describe_takeover(number: int) -> str:
     return (
         f"{segment_name(number)} is no longer the newest segment of the event log: another "
         "coordinator of this run has taken the log over, this one must end"

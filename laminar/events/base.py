@@ -24,13 +24,18 @@ class WireError(ValueError):
     """Bytes that are no legal message or frame here; they change nothing, the owner counts them."""
 
 
-def kebab(name: str) -> str:
+def to_kebab_case(name: str) -> str:
     """`TrajectoryFinished` -> `trajectory-finished`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
 
 
 class Event(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab, gc=False
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag=to_kebab_case,
+    gc=False,
 ):
     """A fact, in the past tense. It may arrive more than once; handling is idempotent."""
 
@@ -41,7 +46,7 @@ class Command(
     kw_only=True,
     forbid_unknown_fields=True,
     omit_defaults=True,
-    tag=kebab,
+    tag=to_kebab_case,
     gc=False,
 ):
     """A decision, in the imperative, addressed to one process.

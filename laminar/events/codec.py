@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from laminar.events.base import Command, Event, WireError
-from laminar.events.commands import ALL_COMMANDS, Order
+from laminar.events.commands import ALL_COMMANDS, Envelope
 from laminar.events.events import ALL_EVENTS
 
 MESSAGE_BYTES_MAX = 15 << 20
@@ -26,26 +26,28 @@ batch (14 bytes for a trajectory) and what a user's batch strategy is asked (240
 the configuration is refused where they could grow beyond it (config/rules.py)."""
 
 
-class TooLarge(ValueError):
+class MessageTooLarge(ValueError):
     """A message of ours above MESSAGE_BYTES_MAX: the sentence names it and its size."""
 
 
-def _union(types: tuple[type, ...]) -> Any:
+def _make_union(types: tuple[type, ...]) -> Any:
     return reduce(or_, types)
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
-_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(_union(ALL_EVENTS))
-_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(_union(ALL_COMMANDS))
-_order_decoder = msgspec.msgpack.Decoder(Order)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(_make_union(ALL_EVENTS))
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(
+    _make_union(ALL_COMMANDS)
+)
+_order_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
-def encode(message: Event | Command | Order) -> bytes:
+def encode(message: Event | Command | Envelope) -> bytes:
     """One MessagePack map; equal messages give equal bytes. Raises TooLarge."""
     data = _encoder.encode(message)
     if len(data) > MESSAGE_BYTES_MAX:
         name = type(message).__struct_config__.tag or "an order"
-        raise TooLarge(
+        raise MessageTooLarge(
             f"{name} has {len(data)} bytes, more than a message may have ({MESSAGE_BYTES_MAX})"
         )
     return data
@@ -61,9 +63,9 @@ def decode_command(data: bytes | msgspec.Raw) -> Command:
     return command
 
 
-def decode_order(data: bytes) -> tuple[Order, Command]:
+def decode_envelope(data: bytes) -> tuple[Envelope, Command]:
     """The envelope and the command inside it."""
-    order: Order = _decode(_order_decoder, data)
+    order: Envelope = _decode(_order_decoder, data)
     return order, decode_command(order.command)
 
 

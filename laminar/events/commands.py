@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 import msgspec
 
 from laminar.events.base import CARRIED_OUT_BY, Command, carried_out_by
-from laminar.events.reasons import DropReason, End, PullPurpose
+from laminar.events.reasons import DropReason, EndKind, PullPurpose
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 from laminar.names.roles import ACTOR_ROLES, Role
 
@@ -160,7 +160,7 @@ class GenerateTrajectory(Command, frozen=True, kw_only=True):
     seed: int
 
 
-class Placed(
+class PlacedTrajectory(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """A trajectory and the placement that may act on it."""
@@ -176,14 +176,14 @@ class ScoreTrajectories(Command, frozen=True, kw_only=True):
     group: GroupId
     row_index: int
     purpose: Purpose
-    items: tuple[Placed, ...]
+    items: tuple[PlacedTrajectory, ...]
 
 
 @carried_out_by(Role.ROLLOUT)
 class AbortTrajectories(Command, frozen=True, kw_only=True):
     """Stop generating what runs under these placements or lower ones; it has no answer."""
 
-    items: tuple[Placed, ...]
+    items: tuple[PlacedTrajectory, ...]
     sessions: bool = False  #: their environments' sessions end, too
 
 
@@ -194,10 +194,10 @@ class ReleaseTrajectories(Command, frozen=True, kw_only=True):
     They go on on another replica of the same version (repack).
     """
 
-    items: tuple[Placed, ...]
+    items: tuple[PlacedTrajectory, ...]
 
 
-class Ending(
+class TrajectoryEnding(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """How one trajectory ended; enough to write a row for one that was never opened."""
@@ -208,7 +208,7 @@ class Ending(
     purpose: Purpose
     row_index: int
     placement: int
-    end: End
+    end: EndKind
     reason: DropReason  #: NONE unless it is dropped
     step: int  #: that trained it or whose weights were evaluated, -1 for a drop
 
@@ -217,10 +217,10 @@ class Ending(
 class EndTrajectories(Command, frozen=True, kw_only=True):
     """Write how trajectories ended and fence every lower placement of them."""
 
-    endings: tuple[Ending, ...]
+    endings: tuple[TrajectoryEnding, ...]
 
 
-class Candidate(
+class BatchCandidate(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """What a user's batch strategy may know of a finished group."""
@@ -240,7 +240,7 @@ class ProposeBatch(Command, frozen=True, kw_only=True):
 
     step_index: int = msgspec.field(name="step")
     count: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[BatchCandidate, ...]
 
 
 ALL_COMMANDS: tuple[type[Command], ...] = tuple(CARRIED_OUT_BY)
@@ -252,7 +252,7 @@ else:
     """What holds a command of any kind is decoded through its tag."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A command on the wire: with its id and the event that caused it."""
 
     command_id: int

@@ -14,7 +14,7 @@ from laminar.names.ids import GroupId
 from laminar.names.roles import Role
 
 
-class Unfinished(
+class UnfinishedPrompt(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """A prompt that was handed out and has no end."""
@@ -23,7 +23,7 @@ class Unfinished(
     row_index: int = msgspec.field(name="row")
 
 
-class Origin(
+class ForkOrigin(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """The checkpoint of another run with which this one begins, and how far that was in its data
@@ -38,7 +38,7 @@ class Origin(
     cursor: int  #: next (pass * num_train + position) to hand out
     seed: int  #: that the pass of the cursor is ordered by
     shuffle: bool
-    unfinished: tuple[Unfinished, ...] = ()  #: in the order of dispatch
+    unfinished: tuple[UnfinishedPrompt, ...] = ()  #: in the order of dispatch
 
 
 @reported_by(Role.COORDINATOR)
@@ -50,7 +50,7 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     settings: Settings
     clock_ns: int  #: this machine's time of day; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
-    origin: Origin | None = None  #: of a fork, in its first record
+    origin: ForkOrigin | None = None  #: of a fork, in its first record
 
 
 @reported_by(

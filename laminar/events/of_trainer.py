@@ -58,7 +58,7 @@ class StepRedone(Event, frozen=True, kw_only=True):
     published: str  #: of those that were; empty: none were, or it is not known
 
 
-class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExcludedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows of a batch that were not trained: an engine that sampled of them had other weights."""
 
     replica: str
@@ -79,7 +79,7 @@ class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int
     digest: str  #: xxh3_128 of the ids of the batch, in order
     metrics: dict[str, float]
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[ExcludedRows, ...] = ()
 
 
 @reported_by(Role.TRAINER)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class End(StrEnum):
+class EndKind(StrEnum):
     """How a trajectory or a group ended; NONE: not yet."""
 
     NONE = ""

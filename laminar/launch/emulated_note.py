@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from laminar.config import ConfigError, load
+from laminar.config import ConfigError, load_config
 from laminar.run.directory import CONFIG_FILE
 
 EMULATED = (
@@ -17,11 +17,11 @@ EMULATED = (
 )
 
 
-def notes(run_dir: Path) -> list[str]:
+def list_notes(run_dir: Path) -> list[str]:
     """Notes for the first lines of an output; a directory without a configuration has none."""
     try:
         file = run_dir / CONFIG_FILE
-        emulated = file.is_file() and load([], resolved=file).is_emulated
+        emulated = file.is_file() and load_config([], resolved=file).is_emulated
     except ConfigError:
         return []
     return [f"note: {EMULATED}"] if emulated else []

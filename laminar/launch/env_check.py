@@ -18,10 +18,10 @@ from rich.console import Console
 
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.launch.reward_check import short
+from laminar.launch.reward_check import shorten_text
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_pool import SessionDied, SessionPool
-from laminar.tasks.environments.session_process import Said
+from laminar.tasks.environments.session_process import TextReply
 from laminar.tasks.environments.user_class import RESET
 
 SEED = 0  #: of all rows
@@ -29,10 +29,10 @@ SEED = 0  #: of all rows
 
 def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> None:
     """Reset the environment for each of the rows and show what it says."""
-    found = asyncio.run(_resets(env, rows))
+    found = asyncio.run(_run_resets(env, rows))
     lines = [f"reset      of {env.name or env.path}, tried on {len(rows)} rows, says"]
     for row, said in zip(rows, found, strict=True):
-        lines.append(f"  row {row.index:<5}  {_outcome(said)}")
+        lines.append(f"  row {row.index:<5}  {_format_outcome(said)}")
     if all(said.failed for said in found):
         raise ConfigError(
             f"{RESET} of the environment in {env.path} worked for none of the {len(rows)} rows "
@@ -43,24 +43,24 @@ def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> 
         console.print(line, highlight=False, markup=False)
 
 
-def _outcome(said: Said) -> str:
+def _format_outcome(said: TextReply) -> str:
     if said.failed:
         return f"FAILED: {said.text}"
-    return "nothing" if said.text is None else short(said.text)
+    return "nothing" if said.text is None else shorten_text(said.text)
 
 
-async def _resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[Said]:
+async def _run_resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[TextReply]:
     """Side by side, each in a session of its own."""
-    pool = SessionPool.of(env)
+    pool = SessionPool.from_config(env)
     try:
         return await asyncio.gather(*(_reset(pool, row, env.tool_timeout_s) for row in rows))
     finally:
         await pool.close()
 
 
-async def _reset(pool: SessionPool, row: PromptRow, limit_s: float) -> Said:
+async def _reset(pool: SessionPool, row: PromptRow, limit_s: float) -> TextReply:
     try:
         session = await pool.open()
     except SessionDied as died:
-        return Said(str(died), failed=True)
+        return TextReply(str(died), failed=True)
     return await session.reset(row, SEED, limit_s)

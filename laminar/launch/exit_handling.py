@@ -31,26 +31,26 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
             sys.stdout.flush()
         return code
     except ConfigError as error:
-        say(program, str(error))
+        print_error(program, str(error))
         return exit_codes.USER_ERROR
     except KeyboardInterrupt:
-        say(program, "interrupted")
+        print_error(program, "interrupted")
         return exit_codes.STOPPED_EARLY
     except BrokenPipeError:
         discard_stdout()
         return exit_codes.PIPE_CLOSED
     except OSError as error:
         if error.filename is not None:
-            say(program, f"{error.filename}: {error.strerror}")
+            print_error(program, f"{error.filename}: {error.strerror}")
             return exit_codes.USER_ERROR
         if error.errno not in OUTPUT_ERRORS:
             raise
         discard_stdout()
-        say(program, f"the output cannot be written: {error.strerror}")
+        print_error(program, f"the output cannot be written: {error.strerror}")
         return exit_codes.FAILED
 
 
-def say(program: str, sentence: str) -> None:
+def print_error(program: str, sentence: str) -> None:
     """Print a sentence on stderr, if there is one."""
     with contextlib.suppress(OSError):
         print(f"{program}: {sentence}", file=sys.stderr, flush=True)

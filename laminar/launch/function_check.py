@@ -11,8 +11,8 @@ import subprocess
 import msgspec
 
 from laminar.config import AlgorithmConfig, ConfigError
-from laminar.config.algorithm_rules import users_functions
-from laminar.names.process_end import how_it_ended
+from laminar.config.algorithm_rules import list_user_functions
+from laminar.names.process_end import describe_exit
 from laminar.run.isolated_process import run_isolated
 
 TRIAL_S = 120.0
@@ -21,7 +21,7 @@ TRIED = b"tried"  #: as training/function_check.py, which needs torch, says it
 
 def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> None:
     """Have the functions of the user called on made-up sequences, if there are any."""
-    named = users_functions(algorithm)
+    named = list_user_functions(algorithm)
     if not named:
         return
     names = " or ".join(f"{key} = {reference!r}" for key, reference in named.items())
@@ -35,7 +35,7 @@ def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> Non
         ) from None
     if not said:
         raise ConfigError(
-            f"{names} ends the process that calls it ({how_it_ended(code)}); a file of functions "
+            f"{names} ends the process that calls it ({describe_exit(code)}); a file of functions "
             "must not end its process"
         )
     if said != TRIED:

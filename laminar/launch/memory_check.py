@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.actors.system.processes import gpus_of
+from laminar.actors.system.processes import assign_gpus
 from laminar.config import Config, ConfigError
 from laminar.engines.check import count_gpus, weight_shapes
 from laminar.engines.environment import gpus_per_replica, visible_gpus
@@ -31,7 +31,7 @@ from laminar.run.memory_limit import memory_limit
 from laminar.training.model.footprint import (
     BYTES,
     ModelSizes,
-    footprint,
+    estimate_footprint,
     longest_row,
     pass_tokens,
     sizes_of,
@@ -54,14 +54,14 @@ CACHE = 0.2
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineMemory:
     memory: int  #: bytes that our processes may take together
     shared: int  #: bytes of /dev/shm
     gpus: dict[str, int]  #: bytes of each GPU, by its name for CUDA; 0: not known
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPlace:
     """One memory, and what is to lie in it."""
 
     name: str
@@ -77,55 +77,62 @@ class Place:
         return not self.have or self.want <= self.have
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{what} {_gb(size)}" for what, size in self.parts.items())
-        amount = f"{_gb(self.want)} of {_gb(self.have)}" if self.have else _gb(self.want)
+        parts = ", ".join(f"{what} {_format_gb(size)}" for what, size in self.parts.items())
+        amount = (
+            f"{_format_gb(self.want)} of {_format_gb(self.have)}"
+            if self.have
+            else _format_gb(self.want)
+        )
         return f"{amount} GB of {self.name} ({parts})"
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineMemory:
     gpus = visible_gpus()
     gpus = gpus if gpus and count_gpus() else []
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
-    return Machine(memory_limit(), shared, {gpu: _gpu_bytes(gpu) for gpu in gpus})
+    return MachineMemory(memory_limit(), shared, {gpu: _gpu_bytes(gpu) for gpu in gpus})
 
 
-def check_memory(config: Config, machines: int, machine: Machine | None = None) -> list[Place]:
+def check_memory(
+    config: Config, machines: int, machine: MachineMemory | None = None
+) -> list[MemoryPlace]:
     """Every place has room; ConfigError. `machines`: how many of the run's are this one."""
     if config.is_emulated:
         return []
     directory, machine = config.model.name, machine or this_machine()
-    run = Run(_sizes(directory), machines, machine)
+    run = MemoryEstimate(_read_sizes(directory), machines, machine)
     if config.has_critic:
-        run = replace(run, critic=_sizes(config.critic_name))
+        run = replace(run, critic=_read_sizes(config.critic_name))
     model = run.model
-    places = run.places(config)
+    places = run.list_places(config)
     short = [place for place in places if not place.fits]
     if not short:
         run.check_slots(config)
         return places
     worst = max(short, key=lambda place: place.want / place.have)
     raise ConfigError(
-        f"{directory} has {_count(model.parameters)} parameters, and the run would take more "
-        f"memory than there is: {worst}; {ON_TOP}; {_fix(config, run)}"
+        f"{directory} has {_format_count(model.parameters)} parameters, and the run would take "
+        "more "
+        f"memory than there is: {worst}; {ON_TOP}; {_suggest_fix(config, run)}"
     )
 
 
-def _sizes(directory: str) -> ModelSizes:
+def _read_sizes(directory: str) -> ModelSizes:
     return sizes_of(read_hf_config(directory), weight_shapes(directory))
 
 
-def memory_lines(places: Sequence[Place]) -> list[str]:
+def memory_lines(places: Sequence[MemoryPlace]) -> list[str]:
     """The table of the plan: what lies where."""
     if not places:
         return []
-    columns = _columns(places)
+    columns = _group_places(places)
     names = dict.fromkeys(chain.from_iterable(place.parts for place in columns.values()))
     rows = [["memory, 10^9 bytes", *columns]]
     for name in names:
         sizes = [place.parts.get(name, 0) for place in columns.values()]
-        rows.append([f"  {name}", *(_gb(size) if size else "" for size in sizes)])
-    rows.append(["  all", *(_gb(place.want) for place in columns.values())])
-    rows.append(["  there is", *(_gb(p.have) if p.have else "?" for p in columns.values())])
+        rows.append([f"  {name}", *(_format_gb(size) if size else "" for size in sizes)])
+    rows.append(["  all", *(_format_gb(place.want) for place in columns.values())])
+    rows.append(["  there is", *(_format_gb(p.have) if p.have else "?" for p in columns.values())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
@@ -134,9 +141,9 @@ def memory_lines(places: Sequence[Place]) -> list[str]:
     return [*lines, f"  {ON_TOP}"]
 
 
-def _columns(places: Iterable[Place]) -> dict[str, Place]:
+def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
     """The places by their names; GPUs that have and take the same are one column."""
-    alike: dict[Any, list[Place]] = {}
+    alike: dict[Any, list[MemoryPlace]] = {}
     for place in places:
         on_gpu = place.name.startswith(GPU)
         alike.setdefault((on_gpu, place.have, tuple(place.parts.items())), []).append(place)
@@ -147,18 +154,18 @@ def _columns(places: Iterable[Place]) -> dict[str, Place]:
 
 
 @dataclass(frozen=True)
-class Run:
+class MemoryEstimate:
     """A model on so many machines of a run, all of which are this one."""
 
     model: ModelSizes
     machines: int
-    machine: Machine
+    machine: MachineMemory
     critic: ModelSizes | None = None  #: of the model that it begins as
 
-    def places(self, config: Config) -> list[Place]:
+    def list_places(self, config: Config) -> list[MemoryPlace]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
         way = way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
-        trained = footprint(self.model, way)
+        trained = estimate_footprint(self.model, way)
         gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
         host: dict[str, int] = {}
         for name in trainer_gpus:
@@ -167,46 +174,48 @@ class Run:
             host |= {name: way.ranks * size for name, size in trained.device.items()}
         host |= trained.host
         self._add_replicas(config, host, gpus)
-        slots = self._slots(config)
+        slots = self._count_slots(config)
         relays = {
-            f"{slots} weight slots" + _times(self.machines): (
-                self.machines * slots * self._version(config)
+            f"{slots} weight slots" + _format_machines(self.machines): (
+                self.machines * slots * self._version_bytes(config)
             )
         }
         return [
-            *(Place(GPU + name, machine.gpus[name], parts) for name, parts in gpus.items()),
-            Place("this machine", machine.memory, host | relays),
-            Place(str(SHARED_MEMORY), machine.shared, relays),
+            *(MemoryPlace(GPU + name, machine.gpus[name], parts) for name, parts in gpus.items()),
+            MemoryPlace("this machine", machine.memory, host | relays),
+            MemoryPlace(str(SHARED_MEMORY), machine.shared, relays),
         ]
 
-    def over(self, config: Config) -> int:
+    def compute_excess(self, config: Config) -> int:
         """Bytes for which there is no room."""
-        return sum(place.want - place.have for place in self.places(config) if not place.fits)
+        return sum(place.want - place.have for place in self.list_places(config) if not place.fits)
 
     def check_slots(self, config: Config) -> None:
-        version = self._version(config)
+        version = self._version_bytes(config)
         limit, least = self._slot_limit(config), MIN_SLOTS * version
         if limit < least:
             what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
             raise ConfigError(
-                f"weights.max_bytes = {config.weights.max_bytes} ({_gb(limit)} GB{what}) has no "
-                f"room for {MIN_SLOTS} versions of {_gb(version)} GB: set it to {least} or more, "
+                f"weights.max_bytes = {config.weights.max_bytes} ({_format_gb(limit)} GB{what}) "
+                "has no "
+                f"room for {MIN_SLOTS} versions of {_format_gb(version)} GB: set it to {least} "
+                "or more, "
                 "or take a smaller model"
             )
 
     def _trainer_gpus(self, config: Config) -> list[str]:
         if config.trainer.device == "cpu":
             return []
-        return gpus_of("trainer", "", list(self.machine.gpus), ranks=config.trainer.ranks)
+        return assign_gpus("trainer", "", list(self.machine.gpus), ranks=config.trainer.ranks)
 
-    def _version(self, config: Config) -> int:
+    def _version_bytes(self, config: Config) -> int:
         """The bytes of one version, as it is published."""
         way = way_of(config, gpu=bool(self._trainer_gpus(config)))
         return way.published * self.model.parameters
 
-    def _slots(self, config: Config) -> int:
+    def _count_slots(self, config: Config) -> int:
         """How many slots the relay makes; a limit that is too low for any does not count."""
-        most = self._slot_limit(config) // max(self._version(config), 1)
+        most = self._slot_limit(config) // max(self._version_bytes(config), 1)
         return max(MIN_SLOTS, min(config.weights.slots, most))
 
     def _slot_limit(self, config: Config) -> int:
@@ -221,17 +230,17 @@ class Run:
         counts = [config.replicas_on(machine) for machine in range(self.machines)]
         for index in chain.from_iterable(map(range, counts)):
             per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
-            for name in gpus_of("rollout", f"rollout-{index}", names, per_replica, ranks):
+            for name in assign_gpus("rollout", f"rollout-{index}", names, per_replica, ranks):
                 copies[name] = copies.get(name, 0) + 1
         for name, count in copies.items():
-            what, size = _replica(config, self.model, self.machine.gpus[name])
-            gpus[name][_times_of(count, what)] = count * size
+            what, size = _estimate_replica(config, self.model, self.machine.gpus[name])
+            gpus[name][_format_times(count, what)] = count * size
         if not names:
-            what, size = _replica(config, self.model, 0, on_gpu=False)
-            host[_times_of(sum(counts), what)] = sum(counts) * size
+            what, size = _estimate_replica(config, self.model, 0, on_gpu=False)
+            host[_format_times(sum(counts), what)] = sum(counts) * size
 
 
-def _replica(
+def _estimate_replica(
     config: Config, model: ModelSizes, gpu: int, *, on_gpu: bool = True
 ) -> tuple[str, int]:
     """What a replica takes of each of its GPUs, or of the host.
@@ -250,13 +259,13 @@ def _replica(
     return "vLLM replica", max(int(vllm.gpu_memory_utilization * gpu), weights)
 
 
-def _fix(config: Config, run: Run) -> str:
+def _suggest_fix(config: Config, run: MemoryEstimate) -> str:
     """The mildest settings that make it fit, and no more of them than it takes; or none do."""
-    ways = dict(_smaller(config, run))
+    ways = dict(_list_reductions(config, run))
     chosen: dict[str, Any] = {}
-    over = run.over(config)
+    over = run.compute_excess(config)
     for key, values in ways.items():
-        left = run.over(_with(config, chosen | {key: values[-1]}))
+        left = run.compute_excess(_apply_changes(config, chosen | {key: values[-1]}))
         if left < over:
             chosen[key], over = values[-1], left
     if over:
@@ -264,12 +273,14 @@ def _fix(config: Config, run: Run) -> str:
     for key in list(chosen):
         others = {name: value for name, value in chosen.items() if name != key}
         milder = [others, *(others | {key: value} for value in ways[key])]
-        chosen = next(tried for tried in milder if not run.over(_with(config, tried)))
+        chosen = next(
+            tried for tried in milder if not run.compute_excess(_apply_changes(config, tried))
+        )
     words = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
     return f"set {words}, or take a smaller model"
 
 
-def _smaller(config: Config, run: Run) -> Iterator[tuple[str, list[Any]]]:
+def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[Any]]]:
     """Settings that are not at their smallest, with the values that take less, from the mildest."""
     if config.trainer.activation_checkpointing != "on":
         yield CHECKPOINTING, ["on"]
@@ -297,7 +308,7 @@ def _smaller(config: Config, run: Run) -> Iterator[tuple[str, list[Any]]]:
         yield "trainer.save_freq", [0]
 
 
-def _smaller_share(config: Config, run: Run) -> Iterator[tuple[str, list[float]]]:
+def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[float]]]:
     """Shares of a GPU with which vLLM still has room for its weights, and for some cache."""
     gpu = min((size for size in run.machine.gpus.values() if size), default=0)
     one = run.model.parameters * BYTES["bfloat16"] // gpus_per_replica(config)
@@ -306,16 +317,16 @@ def _smaller_share(config: Config, run: Run) -> Iterator[tuple[str, list[float]]
         yield VLLM_SHARE, shares
 
 
-def _with(config: Config, changes: Mapping[str, Any]) -> Config:
+def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """The settings with others in their place, by dotted keys; no rule is checked."""
     for key, value in changes.items():
-        config = _replaced(config, key.split("."), value)
+        config = _replace_value(config, key.split("."), value)
     return config
 
 
-def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+def _replace_value(section: Any, path: Sequence[str], value: Any) -> Any:
     first, *rest = path
-    new = _replaced(getattr(section, first), rest, value) if rest else value
+    new = _replace_value(getattr(section, first), rest, value) if rest else value
     return msgspec.structs.replace(section, **{first: new})
 
 
@@ -329,19 +340,19 @@ def _gpu_bytes(name: str) -> int:
         return 0
 
 
-def _times_of(count: int, what: str) -> str:
+def _format_times(count: int, what: str) -> str:
     plural = what.replace("replica's", "replicas'") if "'" in what else f"{what}s"
     return f"{count} {plural}" if count > 1 else f"a {what}"
 
 
-def _times(machines: int) -> str:
+def _format_machines(machines: int) -> str:
     return f" on each of {machines} machines" if machines > 1 else ""
 
 
-def _gb(size: int) -> str:
+def _format_gb(size: int) -> str:
     """A size in 10^9 bytes."""
     return f"{size / 1e9:.{1 if size >= 1e9 else 3}f}"
 
 
-def _count(parameters: int) -> str:
+def _format_count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from laminar.actors.restart_limit import RestartLimit, node_again
+from laminar.actors.restart_limit import RestartLimit, decide_node_restart
 from laminar.config import Config
 
 Process = subprocess.Popen[bytes]
 
 
 @dataclass
-class Machine:
+class NodeProcess:
     """One of them."""
 
     index: int
@@ -38,7 +38,7 @@ class Machine:
         return f"node-{self.index}"
 
 
-class Machines:
+class NodeRestarter:
     """Machines of one run."""
 
     def __init__(
@@ -50,24 +50,24 @@ class Machines:
     ) -> None:
         self._config, self._indexes = config, indexes
         self._start, self._note = start, note
-        self._machines: list[Machine] = []
+        self._machines: list[NodeProcess] = []
 
-    def begin(self, first: Callable[[int], Process]) -> None:
+    def start_all(self, first: Callable[[int], Process]) -> None:
         """Start all, for the first time by way of `first`."""
         for index in self._indexes:
             limit, now_s = RestartLimit(self._config), time.monotonic()
-            self._machines.append(Machine(index, first(index), limit, now_s))
+            self._machines.append(NodeProcess(index, first(index), limit, now_s))
 
     @property
     def begun(self) -> bool:
         return bool(self._machines)
 
-    def code(self) -> int | None:
+    def get_exit_code(self) -> int | None:
         """The exit code of the first node, once none is started again."""
         over = all(machine.over for machine in self._machines)
         return self._machines[0].process.returncode if over else None
 
-    def look(self, now_s: float) -> None:
+    def restart_ended(self, now_s: float) -> None:
         """Start again, in its time, each node that has ended."""
         for machine in self._machines:
             if machine.again_s is not None and now_s >= machine.again_s:
@@ -75,10 +75,10 @@ class Machines:
                 machine.again_s = None
             code = machine.process.poll()
             if code is not None and machine.again_s is None and not machine.over:
-                self._ended(machine, code, now_s)
+                self._plan_restart(machine, code, now_s)
 
-    def _ended(self, machine: Machine, code: int, now_s: float) -> None:
-        pause_s = node_again(machine.limit, code, now_s - machine.began_s, now_s)
+    def _plan_restart(self, machine: NodeProcess, code: int, now_s: float) -> None:
+        pause_s = decide_node_restart(machine.limit, code, now_s - machine.began_s, now_s)
         if isinstance(pause_s, str):
             machine.over = True
             if pause_s:

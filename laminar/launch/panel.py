@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from laminar.analysis.log.evaluations import held_out
-from laminar.analysis.log.run_log import WallClock, records, typed_event
+from laminar.analysis.log.evaluations import format_evaluation
+from laminar.analysis.log.run_log import WallClock, parse_event, read_records
 from laminar.config import ConfigError
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
@@ -54,7 +54,7 @@ _START_PARTS: dict[type, str] = {
 events before the next part begins."""
 
 
-class Progress:
+class ProgressPanel:
     """Shows the newest status; `update` is called a few times a second."""
 
     def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
@@ -63,16 +63,18 @@ class Progress:
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         telemetry = Telemetry()
-        self._drain = telemetry.drain
-        self._notes = telemetry.outlet("terminal", self._print)
-        self._notes.say = lambda name, lost, reason: self.note(
+        self._drain = telemetry.wait_drained
+        self._notes = telemetry.add_outlet("terminal", self._print_notes)
+        self._notes.say = lambda name, lost, reason: self.add_note(
             f"lines lost here: {lost} ({reason})"
         )
-        self._due: Outlet[None] = telemetry.outlet("panel", lambda _: self._draw(), kept=1)
-        self._end: Outlet[None] = telemetry.outlet(
+        self._due: Outlet[None] = telemetry.add_outlet(
+            "panel", lambda _: self._draw_status(), kept=1
+        )
+        self._end: Outlet[None] = telemetry.add_outlet(
             "end of the panel", lambda _: self._stop(), kept=1
         )
-        self._pace = Pace()
+        self._pace = StepPace()
         self._shown: tuple[int, int, str] = (-1, 0, "")
         self._silent: list[str] = []  #: nodes of which that was said
         self._awaited: list[str] = []  #: processes of which it was said that they are started again
@@ -82,7 +84,7 @@ class Progress:
         self._told: set[str] = {"start"} if attached else set()
         self._first_step: int | None = None  #: that a status had
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressPanel:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -92,7 +94,7 @@ class Progress:
         self._end.put(None)
         self._drain(DRAIN_S)
 
-    def note(self, text: str) -> None:
+    def add_note(self, text: str) -> None:
         """One line above the panel."""
         self._notes.put(text)
 
@@ -100,7 +102,7 @@ class Progress:
         """Show the newest status soon."""
         self._due.put(None)
 
-    def _print(self, notes: list[str]) -> None:
+    def _print_notes(self, notes: list[str]) -> None:
         for done, text in enumerate(notes):
             try:
                 self._print_line(text)
@@ -114,7 +116,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def _draw(self) -> None:
+    def _draw_status(self) -> None:
         status = self._read()
         if status is None:
             return
@@ -127,10 +129,10 @@ class Progress:
         if status["step"] > self._first_step:
             self._tell_start()
         if self._live is None:
-            return self._line(status)
+            return self._print_status(status)
         if not self._live.is_started:
             self._live.start()
-        self._live.update(self._panel(status), refresh=True)
+        self._live.update(self._build_panel(status), refresh=True)
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -191,55 +193,57 @@ class Progress:
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
                 self._print_line(
-                    f"{name} was lost{_why(lost_by, name)}, and has been started again"
+                    f"{name} was lost{_format_reason(lost_by, name)}, and has been started again"
                 )
         self._pids = pids
         for name in awaited:
             if name not in self._awaited:
-                self._print_line(f"{name} is lost{_why(lost_by, name)}: its node starts it again")
+                self._print_line(
+                    f"{name} is lost{_format_reason(lost_by, name)}: its node starts it again"
+                )
         for name in self._awaited:
             if name not in awaited and name not in self._resumed:
                 self._print_line(f"{name} is back, or is not waited for any more")
         self._resumed &= set(awaited)
         self._awaited = awaited
 
-    def _line(self, status: dict[str, Any]) -> None:
+    def _print_status(self, status: dict[str, Any]) -> None:
         """One line per step, evaluation or phase; and one when it has been quiet for long."""
         now = time.monotonic()
-        key = (status["step"], len(status["evaluations"]), _doing(status))
+        key = (status["step"], len(status["evaluations"]), _describe_phase(status))
         if key == self._shown and now - self._shown_at < QUIET_S:
             return
         if len(status["evaluations"]) > self._shown[1]:
             facts = status["evaluations"][-1]
-            self._print_line(f"held-out after step {facts['step']}: {held_out(facts)}")
+            self._print_line(f"held-out after step {facts['step']}: {format_evaluation(facts)}")
         self._shown, self._shown_at = key, now
-        self._print_line(self._plain(status))
+        self._print_line(self._format_status(status))
 
-    def _plain(self, status: dict[str, Any]) -> str:
+    def _format_status(self, status: dict[str, Any]) -> str:
         """What is of little use elsewhere stands last, and is cut off first."""
         errors = status["reward_errors"]
         failed = sum(errors["by_reason"].values()) if errors else 0
         parts = [
             f"[{status['seconds']:5.0f} s]",
-            f"{_doing(status):<9}",
-            self._steps(status),
-            *_learning(status),
+            f"{_describe_phase(status):<9}",
+            self._format_steps(status),
+            *_format_learning(status),
             *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
             *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
             f"{status['tokens_per_s']:.0f} tok/s",
             *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
-            *_replicas(status),
+            *_count_replicas(status),
         ]
         line = "  ".join(parts)
         return line if len(line) <= LINE_MAX else f"{line[: LINE_MAX - 3]}..."
 
-    def _steps(self, status: dict[str, Any]) -> str:
+    def _format_steps(self, status: dict[str, Any]) -> str:
         total = status["total_steps"]
-        left = self._pace.left(status["step"], total, time.monotonic())
+        left = self._pace.estimate_left(status["step"], total, time.monotonic())
         step = f"step {status['step']}" + (f"/{total}" if total else "")
         return f"{step}, {left}" if left else step
 
-    def _bar(self, status: dict[str, Any]) -> str:
+    def _format_bar(self, status: dict[str, Any]) -> str:
         """A bar of the steps, where their number is known."""
         if not (total := status["total_steps"]):
             return ""
@@ -247,34 +251,37 @@ class Progress:
         full, empty = "━─" if self._console.encoding.startswith("utf") else "#-"
         return f"[cyan]{full * done}[/cyan][bright_black]{empty * (BAR - done)}[/bright_black]  "
 
-    def _panel(self, status: dict[str, Any]) -> Table:
+    def _build_panel(self, status: dict[str, Any]) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2))
-        steps = f"{self._bar(status)}{self._steps(status)}, {_span(status['seconds'])}"
-        table.add_row("[bold]laminar[/bold]", f"{_doing(status):<9}  {steps}")
+        span = _format_span(status["seconds"])
+        steps = f"{self._format_bar(status)}{self._format_steps(status)}, {span}"
+        table.add_row("[bold]laminar[/bold]", f"{_describe_phase(status):<9}  {steps}")
         errors, repack = status["reward_errors"], status["repack"]
         failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
-        table.add_row("learning", "  ".join([*_learning(status), *failed]))
+        table.add_row("learning", "  ".join([*_format_learning(status), *failed]))
         moved = f", {repack['moves']} moved" if repack else ""
         ready = f"{status['groups_ready']} groups ready"
         rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
-        for name, replica in _shown(status["replicas"]):
+        for name, replica in _group_replicas(status["replicas"]):
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
             begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
-            running = f"{replica['running']} running{waiting}{begins}{_cache(replica['engine'])}"
+            running = (
+                f"{replica['running']} running{waiting}{begins}{_format_cache(replica['engine'])}"
+            )
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
         for facts in status["evaluations"][-3:]:
-            table.add_row("held-out", f"after step {facts['step']}: {held_out(facts)}")
+            table.add_row("held-out", f"after step {facts['step']}: {format_evaluation(facts)}")
         return table
 
 
-class Pace:
+class StepPace:
     """How long the steps that are left will take, at the pace of the last ones."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
 
-    def left(self, step: int, total: int, now: float) -> str:
+    def estimate_left(self, step: int, total: int, now: float) -> str:
         """Words for it, or "" while it is unknown; `now` in seconds."""
         if not step:  # what the start takes says nothing of the steps
             return ""
@@ -284,15 +291,15 @@ class Pace:
         if step == first or step >= total:
             return ""
         per_step = (last - then) / (step - first)
-        return f"{_span(max((total - step) * per_step - (now - last), 0.0))} left"
+        return f"{_format_span(max((total - step) * per_step - (now - last), 0.0))} left"
 
 
-def _why(lost_by: dict[str, str], name: str) -> str:
+def _format_reason(lost_by: dict[str, str], name: str) -> str:
     """The reason of a loss, in brackets; none where the present coordinator has not seen it."""
     return f" ({lost_by[name]})" if name in lost_by else ""
 
 
-def _span(seconds: float) -> str:
+def _format_span(seconds: float) -> str:
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.{1 if seconds < 10 * size else 0}f} {unit}"
@@ -306,19 +313,19 @@ def failed_share(errors: dict[str, Any]) -> str:
     return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
 
 
-def _cache(engine: dict[str, int] | None) -> str:
+def _format_cache(engine: dict[str, int] | None) -> str:
     """How much of its room for keys and values is used, by its last gauge."""
     if not engine or not engine["kv_capacity_tokens"]:
         return ""
     return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
 
 
-def _doing(status: dict[str, Any]) -> str:
+def _describe_phase(status: dict[str, Any]) -> str:
     """What the run does: its phase, unless it pauses or has paused."""
     return str(status.get("pause") or status["phase"])
 
 
-def _learning(status: dict[str, Any]) -> list[str]:
+def _format_learning(status: dict[str, Any]) -> list[str]:
     reward = status["reward"]
     return [
         f"reward {reward:.3f}" if reward is not None else "reward -",
@@ -327,23 +334,23 @@ def _learning(status: dict[str, Any]) -> list[str]:
     ]
 
 
-def _replicas(status: dict[str, Any]) -> list[str]:
+def _count_replicas(status: dict[str, Any]) -> list[str]:
     """How many do what; the panel and status.json have each of them."""
     doing = Counter(replica["doing"] for replica in status["replicas"].values())
     return [", ".join(f"{count} {what}" for what, count in doing.most_common())]
 
 
-def _shown(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+def _group_replicas(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Each of a few; of many, those together that do the same with the same weights."""
     if len(replicas) <= REPLICAS_SHOWN:
         return list(replicas.items())
     alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for replica in replicas.values():
         alike.setdefault((replica["version"], replica["doing"]), []).append(replica)
-    return [(f"{len(found)} replicas", _summed(found)) for _, found in sorted(alike.items())]
+    return [(f"{len(found)} replicas", _sum_replicas(found)) for _, found in sorted(alike.items())]
 
 
-def _summed(replicas: list[dict[str, Any]]) -> dict[str, Any]:
+def _sum_replicas(replicas: list[dict[str, Any]]) -> dict[str, Any]:
     """The sums over replicas that do the same."""
     engines = [engine for replica in replicas if (engine := replica["engine"])]
     cache = ("kv_used_tokens", "kv_capacity_tokens")
@@ -362,21 +369,21 @@ def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
     """
     ends: dict[str, int] = {}
     clock = WallClock()
-    for record in records(run_dir):
+    for record in read_records(run_dir):
         if not isinstance(record, EventRecord):
             continue
-        stamped = typed_event(record)
+        stamped = parse_event(record)
         at_ns, part = clock.unix_ns(stamped), _START_PARTS.get(type(stamped.event))
         if at_ns < begun_ns:
             continue
         if part is not None:
             ends[part] = at_ns
         if isinstance(stamped.event, ev.StepCompleted):
-            return _lengths(ends, begun_ns)
+            return _measure_parts(ends, begun_ns)
     return []
 
 
-def _lengths(ends: dict[str, int], begun_ns: int) -> list[tuple[str, float]]:
+def _measure_parts(ends: dict[str, int], begun_ns: int) -> list[tuple[str, float]]:
     """The lengths of the parts, in order; what had ended before the part before it took no time."""
     lengths = []
     for name in dict.fromkeys(_START_PARTS.values()):

@@ -21,7 +21,7 @@ from laminar.config import Config, ConfigError
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.steps.batching import STRATEGIES
 from laminar.engines.check import (
-    EMBEDDING,
+    EMBEDDING_SUFFIX,
     check_embedding,
     check_engine,
     count_gpus,
@@ -35,16 +35,16 @@ from laminar.launch.reward_check import ROWS, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import check_all, encode_prompt
-from laminar.tasks.data.hub import localize
+from laminar.tasks.data.chat import check_prompts, encode_prompt
+from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
-from laminar.tasks.data.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
 from laminar.tasks.environments.renderer import Renderer
 from laminar.tasks.environments.tool_calls import CallParser
-from laminar.tasks.environments.user_class import declared, tools_of
+from laminar.tasks.environments.user_class import decode_tools, load_declaration
 from laminar.tasks.import_check import check_import
 from laminar.tasks.rewards.results import RewardCall, RewardSpec
-from laminar.tasks.rewards.reward_functions import check_rows, described, reward_spec
+from laminar.tasks.rewards.reward_functions import check_rows, describe_function, reward_spec
 from laminar.tasks.row_checks import row_warnings
 from laminar.training.model.lora_targets import check_lora
 
@@ -56,7 +56,7 @@ LONGEST_PROMPTS = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run will do."""
 
     config: Config
@@ -82,7 +82,7 @@ def check_settings(config: Config, *, here: bool = True) -> Config:
     if here:
         check_machine(config)
     if not config.is_emulated:
-        config = localize(config)
+        config = localize_config(config)
         check_model(config, here=here)
         check_critic(config)
         check_import(
@@ -105,22 +105,22 @@ def check_machine(config: Config) -> None:
         check_devices(config)
 
 
-def look_at_data(config: Config) -> Plan:
+def look_at_data(config: Config) -> RunPlan:
     """All of the data, the tokenizer and the reward; nothing is written."""
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
-    prompts, tools = load_prompts(config.data), tools_of(config.env)
+    prompts, tools = load_prompts(config.data), decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
     if not config.data.filter_overlong_prompts:
         longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
-        check_all(tokenizer, longest, config.data, tools)
+        check_prompts(tokenizer, longest, config.data, tools)
     ids = encode_prompt(tokenizer, prompts.train[0], config.data, tools)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)
-    return Plan(
+    return RunPlan(
         config=config,
         num_train=len(prompts.train),
         num_held_out=len(prompts.held_out),
@@ -149,25 +149,25 @@ def look_at_environment(
     if not config.env.path:
         return config, False
     if spec.scope == "group":
-        names = ", ".join(map(described, spec.functions))
+        names = ", ".join(map(describe_function, spec.functions))
         raise ConfigError(
             f"env.path = {config.env.path!r} with {names}, which scores all siblings in one call: "
             "they end one by one; give a function that scores one response"
         )
-    found = declared(config.env)
+    found = load_declaration(config.env)
     env = msgspec.structs.replace(config.env, tools=found.tools)
-    config, tools = msgspec.structs.replace(config, env=env), tools_of(env)
+    config, tools = msgspec.structs.replace(config, env=env), decode_tools(env)
     ends = end_ids(config.model.name, tokenizer)
-    Renderer(tokenizer, config.data, tools, ends).check(CallParser(tokenizer, tools))
+    Renderer(tokenizer, config.data, tools, ends).check_template(CallParser(tokenizer, tools))
     return config, found.has_reward
 
 
-def emulated_plan(config: Config) -> Plan:
+def emulated_plan(config: Config) -> RunPlan:
     """There is nothing to look at."""
     scope = "group" if config.reward.scope == "group" else "trajectory"
     reward = msgspec.structs.replace(config.reward, scope=scope)
     num_train = config.data.dataset_size - config.data.val_size
-    return Plan(
+    return RunPlan(
         config=msgspec.structs.replace(config, reward=reward),
         num_train=num_train,
         num_held_out=config.data.val_size,
@@ -256,13 +256,13 @@ def check_critic(config: Config) -> None:
             f"{key} has another tokenizer than model.name = {config.model.name!r}: the critic "
             "reads the policy's ids; give a model of the same family, or leave it out"
         )
-    rows = next((s[0] for n, s in shapes.items() if n.endswith(EMBEDDING)), 0)
+    rows = next((s[0] for n, s in shapes.items() if n.endswith(EMBEDDING_SUFFIX)), 0)
     if not rows or limits.get("model_type") not in CONFIG_MAPPING:
         raise ConfigError(
             f"{key} has the model_type {limits.get('model_type')!r}, and a critic is a decoder of "
-            f"transformers with {EMBEDDING}: give one such as Qwen3, or leave it out"
+            f"transformers with {EMBEDDING_SUFFIX}: give one such as Qwen3, or leave it out"
         )
-    if rows < (ids := tokenizer_size(of_policy)):
+    if rows < (ids := get_tokenizer_size(of_policy)):
         raise ConfigError(
             f"{key} has {rows} embeddings, and the tokenizer of model.name = "
             f"{config.model.name!r} has ids up to {ids - 1}; give a model that knows them all"

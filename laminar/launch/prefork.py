@@ -16,18 +16,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from laminar.actors.system.roles import needs
+from laminar.actors.system.roles import collect_needs
 from laminar.config import Config
 from laminar.engines.environment import visible_gpus
 
 
-class EarlyNode:
+class PreforkedNode:
     """A node daemon that imports; `go` makes it one of a run, `close` ends one that is none."""
 
     def __init__(self, config: Config, roles: Sequence[str]) -> None:
         """Start the process in a session of its own: Ctrl-C is the starter's to hand on."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        imports = json.dumps(needs(roles, config, gpus=bool(visible_gpus())))
+        imports = json.dumps(collect_needs(roles, config, gpus=bool(visible_gpus())))
         with theirs:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "laminar.cli.prefork_node", imports],
@@ -36,7 +36,7 @@ class EarlyNode:
             )
         self._given = False
 
-    def go(self, words: Sequence[str], lock_fd: int) -> subprocess.Popen[bytes]:
+    def start_node(self, words: Sequence[str], lock_fd: int) -> subprocess.Popen[bytes]:
         """The node; its standard input stays open until `close`, or the end of this process."""
         socket.send_fds(self._socket, [json.dumps([*words]).encode()], [lock_fd])
         self._given = True

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from laminar.config import Config, ConfigError, dumps, load
-from laminar.config.algorithm_rules import users_functions
+from laminar.config import Config, ConfigError, dump_config, load_config
+from laminar.config.algorithm_rules import list_user_functions
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.takeover import check_resumable
@@ -29,10 +29,10 @@ from laminar.core.state.state import State
 from laminar.core.steps.step_replay import other_function
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord, LogRefused
-from laminar.eventlog.restore import restore
+from laminar.eventlog.restore import restore_log
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
-from laminar.observe.logs import new_attempt
+from laminar.observe.logs import create_attempt
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
@@ -66,7 +66,7 @@ CHANGEABLE = (
 HEADER_MAX = 100 << 20
 """Bytes of the header of a safetensors file, as its readers limit it."""
 _PLACE = ("run.name", "run.output_dir")
-_BEGIN_AGAIN = "so there is nothing to resume: begin it again, with --move-old or another run.name"
+_RESTART_HINT = "so there is nothing to resume: begin it again, with --move-old or another run.name"
 
 
 def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
@@ -81,9 +81,9 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     check_resumable(run_dir, state)
     place = _place_of(run_dir, own)
     if files:  # what they leave to be worked out is compared when that is done
-        config = load(files, [*overrides, *place])
+        config = load_config(files, [*overrides, *place])
     else:
-        config = load([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
+        config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
         check_unchanged(own, config)
     steps = config.trainer.total_training_steps
     if steps and steps < state.completed:
@@ -92,7 +92,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
             f"{state.completed} steps already: give as many at least"
         )
     check_checkpoints(run_dir, state)
-    now = file_digests(users_functions(own.algorithm))
+    now = file_digests(list_user_functions(own.algorithm))
     if state.newest >= 0 and (other := other_function(state.functions, now)):
         raise ConfigError(f"{run_dir} cannot be resumed: {other}")
     return config
@@ -119,12 +119,14 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
             sizes = (safetensors_size(path) for path in directory.glob("*.safetensors"))
             short = [path for path, size in sizes if path.stat().st_size != size]
         except (OSError, CheckpointError, ValueError) as error:
-            raise ConfigError(_unusable(directory, f"is damaged ({error})")) from None
+            raise ConfigError(_format_unusable(directory, f"is damaged ({error})")) from None
         if short:
-            raise ConfigError(_unusable(directory, f"is damaged ({short[0].name} is cut off)"))
+            raise ConfigError(
+                _format_unusable(directory, f"is damaged ({short[0].name} is cut off)")
+            )
         if chains.get(resume.step, resume.digest) != resume.digest:
             what = "is another run's: the log has other trajectories in its steps"
-            raise ConfigError(_unusable(directory, what))
+            raise ConfigError(_format_unusable(directory, what))
         found.append(resume.step)
     first = state.trained[0].step_index if state.trained else 0
     if first and not any(step in chains for step in found):
@@ -135,7 +137,7 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
         )
 
 
-def _unusable(directory: Path, why: str) -> str:
+def _format_unusable(directory: Path, why: str) -> str:
     return f"checkpoint {directory} {why}; put back what was there, or move it out of the way"
 
 
@@ -165,16 +167,16 @@ def state_of(run_dir: Path) -> State:
     """What the log of a run leads to; ConfigError where there is none, or it is damaged."""
     events = run_dir / EVENTS_DIR
     if not events.is_dir():
-        raise ConfigError(f"{run_dir} has no event log ({events}), {_BEGIN_AGAIN}")
+        raise ConfigError(f"{run_dir} has no event log ({events}), {_RESTART_HINT}")
     try:
-        restored = restore(RealDisk(events))
+        restored = restore_log(RealDisk(events))
     except LogRefused as error:
         raise ConfigError(f"{run_dir} cannot be resumed: {error}") from None
     machine = restored.replay.machine
     if restored.replay.difference is not None:
         raise ConfigError(f"{run_dir} cannot be resumed: {restored.replay.difference}")
     if not machine.started:
-        raise ConfigError(f"{run_dir} has an empty event log, {_BEGIN_AGAIN}")
+        raise ConfigError(f"{run_dir} has an empty event log, {_RESTART_HINT}")
     return machine.state
 
 
@@ -196,26 +198,26 @@ def check_unchanged(own: Config, now: Config) -> None:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Every setting, by its dotted key."""
-    return _flat(msgspec.to_builtins(config))
+    return _flatten_tree(msgspec.to_builtins(config))
 
 
-def _flat(tree: Any, key: str = "") -> dict[str, Any]:
+def _flatten_tree(tree: Any, key: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {key: tree}
-    parts = [_flat(value, f"{key}.{name}" if key else name) for name, value in tree.items()]
+    parts = [_flatten_tree(value, f"{key}.{name}" if key else name) for name, value in tree.items()]
     return {name: value for part in parts for name, value in part.items()}
 
 
 def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Our share of the directory, which no other process has; the settings as they are now."""
-    lock = RunLock.alone(run_dir, "train")
+    lock = RunLock.join_idle_run(run_dir, "train")
     try:
         make_missing_secret(run_dir)
-        write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
+        write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over
             (run_dir / name).unlink(missing_ok=True)
-        new_attempt(run_dir)
+        create_attempt(run_dir)
     except OSError as error:
         lock.close()
         raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None

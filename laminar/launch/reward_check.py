@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 
 from laminar.config import ConfigError, RewardConfig
-from laminar.tasks.data.prompts import PromptRow, columns_of, restore
+from laminar.tasks.data.prompts import PromptRow, columns_of, from_plain
 from laminar.tasks.rewards.results import (
     FAILURES,
     RewardCall,
@@ -29,7 +29,7 @@ from laminar.tasks.rewards.results import (
     RewardSpec,
     RewardWorkerLost,
 )
-from laminar.tasks.rewards.reward_functions import described, open_scorer
+from laminar.tasks.rewards.reward_functions import describe_function, open_scorer
 from laminar.tasks.rewards.worker_pool import RewardPool
 
 ROWS = 3
@@ -48,14 +48,15 @@ def trial_calls(
     on that."""
     return [
         RewardCall(
-            row, [(text, encode(text) if text else []) for text in _texts(spec, row, group_size)]
+            row,
+            [(text, encode(text) if text else []) for text in _build_texts(spec, row, group_size)],
         )
         for row in rows[:ROWS]
     ]
 
 
-def _texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[str]:
-    truth = restore(row.ground_truth)
+def _build_texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[str]:
+    truth = from_plain(row.ground_truth)
     only_custom = all(function.kind == "custom" for function in spec.functions)
     forms = FORMS if only_custom else FORMS[1:2]
     texts = [form.format(truth) for form in forms] if truth is not None else []
@@ -74,39 +75,40 @@ def show_trial(
         console.print(line, highlight=False, markup=False)
 
     show(
-        f"reward     {_name(spec)}; called on {len(calls)} rows, with the answer in the data and "
+        f"reward     {_describe_functions(spec)}; called on {len(calls)} rows, with the answer "
+        "in the data and "
         "with an empty one, it gives"
     )
     results: list[RewardResult] = []
     pairs: list[tuple[float | None, float | None]] = []
-    for call, found in zip(calls, _results(spec, reward, calls), strict=True):
+    for call, found in zip(calls, _run_calls(spec, reward, calls), strict=True):
         results += found
-        for index in sorted({_telling(found), len(found) - 1}):
+        for index in sorted({_find_best_call(found), len(found) - 1}):
             text, _ = call.completions[index]
-            show(f"  row {call.row.index:<5}  {short(text)}: {_outcome(found[index])}")
+            show(f"  row {call.row.index:<5}  {shorten_text(text)}: {_format_result(found[index])}")
         if found[1:]:  # else the data has no answer
-            pairs.append((_score(found[_telling(found)]), _score(found[-1])))
-    if results and all(_score(result) is None for result in results):
+            pairs.append((_get_score(found[_find_best_call(found)]), _get_score(found[-1])))
+    if results and all(_get_score(result) is None for result in results):
         raise ConfigError(_no_score(spec, calls, results[0]))
-    return _flat(pairs, calls) or _backward(pairs)
+    return _find_flat_reward(pairs, calls) or _backward(pairs)
 
 
 def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
     """Why a run is refused whose reward has scored nothing."""
     row, said = (
         calls[0].row,
-        f"gave no score for any answer that it was tried on ({_outcome(first)})",
+        f"gave no score for any answer that it was tried on ({_format_result(first)})",
     )
     insist = "or start without the trial by reward.trial = false"
     if row.ground_truth is not None:
-        return f"{_name(spec)} {said}; correct it, {insist}"
+        return f"{_describe_functions(spec)} {said}; correct it, {insist}"
     return (
         f"row {row.index} of {row.data_source} has no answer column ({columns_of(row)}), and "
-        f"{_name(spec)} {said}; set data.answer_key, correct the function, {insist}"
+        f"{_describe_functions(spec)} {said}; set data.answer_key, correct the function, {insist}"
     )
 
 
-def _flat(
+def _find_flat_reward(
     pairs: Sequence[tuple[float | None, float | None]], calls: Sequence[RewardCall]
 ) -> dict[str, str]:
     """The warning where the right answer earns what the empty one does, on every row."""
@@ -117,14 +119,14 @@ def _flat(
         "reward-flat": f"the reward gives {pairs[0][0]:g} to the answer in the data and the same "
         f"to an empty one, and so on each of the {len(pairs)} rows tried; where every answer gets "
         "the same, nothing is learned: look at what the function compares the response with (row "
-        f"{row.index} has the answer {_short_repr(restore(row.ground_truth))}), and whether it "
+        f"{row.index} has the answer {_short_repr(from_plain(row.ground_truth))}), and whether it "
         "takes the response as text or as messages"
     }
 
 
-def _telling(found: Sequence[RewardResult]) -> int:
+def _find_best_call(found: Sequence[RewardResult]) -> int:
     """Which call shows what a right answer is worth: the best score that an empty one has not."""
-    scores = [_score(result) for result in found]
+    scores = [_get_score(result) for result in found]
     scored = [(score, -i) for i, score in enumerate(scores) if score not in (None, scores[-1])]
     return -max(scored)[1] if scored else 0
 
@@ -142,16 +144,16 @@ def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, s
     }
 
 
-def failed(result: RewardResult) -> bool:
+def has_failed(result: RewardResult) -> bool:
     return result.reason in (*FAILURES, "worker-lost", NOT_TRIED.reason)
 
 
-def _score(result: RewardResult) -> float | None:
+def _get_score(result: RewardResult) -> float | None:
     """What the function gave; a response on which it failed has reward.error_score there."""
-    return None if failed(result) else result.score
+    return None if has_failed(result) else result.score
 
 
-def _results(
+def _run_calls(
     spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
 ) -> Iterator[list[RewardResult]]:
     if not spec.custom:
@@ -170,14 +172,18 @@ async def _in_worker(
     try:
         await pool.start()
     except RewardWorkerLost as error:
-        raise ConfigError(f"{_name(spec)} cannot be loaded: {error}; correct it") from None
+        raise ConfigError(
+            f"{_describe_functions(spec)} cannot be loaded: {error}; correct it"
+        ) from None
     found: list[list[RewardResult]] = []
     late = False
     try:
         for call in calls:
             results = []
-            for part in _parts(spec, call):
-                results += [NOT_TRIED] * len(part.completions) if late else await _one(pool, part)
+            for part in _split_call(spec, call):
+                results += (
+                    [NOT_TRIED] * len(part.completions) if late else await _score_call(pool, part)
+                )
                 late = late or any(result.reason == "timeout" for result in results)
             found.append(results)
     finally:
@@ -185,28 +191,28 @@ async def _in_worker(
     return found
 
 
-def _parts(spec: RewardSpec, call: RewardCall) -> list[RewardCall]:
+def _split_call(spec: RewardSpec, call: RewardCall) -> list[RewardCall]:
     """The calls of the function that this means."""
     if spec.scope == "group":
         return [call]
     return [RewardCall(call.row, [one]) for one in call.completions]
 
 
-async def _one(pool: RewardPool, call: RewardCall) -> list[RewardResult]:
+async def _score_call(pool: RewardPool, call: RewardCall) -> list[RewardResult]:
     try:
-        return await pool.score(call)
+        return await pool.compute_rewards(call)
     except RewardWorkerLost as error:
         return [RewardResult(None, "worker-lost", str(error))] * len(call.completions)
 
 
-def _name(spec: RewardSpec) -> str:
+def _describe_functions(spec: RewardSpec) -> str:
     whole = ", all siblings in one call" if spec.scope == "group" else ""
     if len(spec.functions) == 1:
-        return described(spec.functions[0]) + whole
-    return " + ".join(f"{f.weight:g} * {described(f)}" for f in spec.functions) + whole
+        return describe_function(spec.functions[0]) + whole
+    return " + ".join(f"{f.weight:g} * {describe_function(f)}" for f in spec.functions) + whole
 
 
-def short(text: str) -> str:
+def shorten_text(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
 
 
@@ -215,12 +221,12 @@ def _short_repr(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
 
 
-def _outcome(result: RewardResult) -> str:
-    if failed(result):
+def _format_result(result: RewardResult) -> str:
+    if has_failed(result):
         return f"FAILED, {result.reason}: {result.detail}"
     extras = "".join(f", {name} {_short_value(value)}" for name, value in result.extras.items())
     return ("None (it does not apply)" if result.score is None else f"{result.score:g}") + extras
 
 
 def _short_value(value: float | str) -> str:
-    return short(value) if isinstance(value, str) else f"{value:g}"
+    return shorten_text(value) if isinstance(value, str) else f"{value:g}"

@@ -30,10 +30,10 @@ from rich.console import Console
 
 from laminar.config import Config
 from laminar.coordinator.restarts import GiveUp, Restarts
-from laminar.coordinator.takeover import Asking
-from laminar.launch.node_restarts import Machines
-from laminar.launch.panel import Progress
-from laminar.launch.prefork import EarlyNode
+from laminar.coordinator.takeover import ResumeRequest
+from laminar.launch.node_restarts import NodeRestarter
+from laminar.launch.panel import ProgressPanel
+from laminar.launch.prefork import PreforkedNode
 from laminar.names import exit_codes
 from laminar.net.addresses import ip_of
 from laminar.run.directory import COORDINATOR_FILE
@@ -74,7 +74,7 @@ def node_args(config: Config, machine: int) -> list[str]:
     return words  # it listens on its address on the way to the coordinator
 
 
-def start(lock: RunLock, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
+def start_daemon(lock: RunLock, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
     """Start a daemon of the run in a session of its own: Ctrl-C is ours to hand on. It sees our end
     by its stdin's. It gets these descriptors, too."""
     return subprocess.Popen(
@@ -95,9 +95,9 @@ class Supervisor:
         lock: RunLock,
         console: Console,
         asked: StopRequest,
-        early: Sequence[EarlyNode] = (),
+        early: Sequence[PreforkedNode] = (),
         *,
-        asking: Asking = Asking.NOTHING,
+        asking: ResumeRequest = ResumeRequest.NOTHING,
         nodes: Sequence[int] | None = None,
     ) -> None:
         """`early`: the nodes, where they have been started already. `asking`: whether a run that
@@ -105,11 +105,11 @@ class Supervisor:
         None: all, and nobody else has a share of the run."""
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self._alone = nodes is None
-        self.progress = Progress(lock.run_dir, console)
+        self.progress = ProgressPanel(lock.run_dir, console)
         self._asked, self._early, self._asking = asked, early, asking
         self._told = StopRequest.NOTHING  #: what the present coordinator knows of it
         indexes = range(config.run.nodes) if nodes is None else nodes
-        self._nodes = Machines(config, indexes, self._start_node, self.progress.note)
+        self._nodes = NodeRestarter(config, indexes, self._start_node, self.progress.add_note)
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
         )
@@ -118,23 +118,23 @@ class Supervisor:
         """Watch until the coordinator has ended finally, and all other processes have left."""
         self._start_coordinator()
         if self._alone:
-            self._nodes.begin(self._start_first)
+            self._nodes.start_all(self._start_first)
         with self.progress:
-            over = self._watch()
-            if over.reason and not self._lock.lost():  # that is printed last
-                self.progress.note(f"the run cannot go on: {over.reason}")
+            over = self._watch_processes()
+            if over.reason and not self._lock.find_lost_reason():  # that is printed last
+                self.progress.add_note(f"the run cannot go on: {over.reason}")
             self._end_processes(self._leave_s(over))
         sweep_arenas()  # of a relay that was killed together with its node
         return over
 
     def _leave_s(self, over: GiveUp) -> float:
         """How long the others may take to end by themselves."""
-        if self._lock.lost():
+        if self._lock.find_lost_reason():
             return NOTICE_S
         told = over.code != exit_codes.USER_ERROR and over.code in exit_codes.FINAL
         return NODE_EXIT_S if told and not over.reason else 0.0
 
-    def _watch(self) -> GiveUp:
+    def _watch_processes(self) -> GiveUp:
         again_s: float | None = None  #: when the next coordinator is to be started
         while True:
             time.sleep(POLL_S)
@@ -145,32 +145,34 @@ class Supervisor:
             if again_s is not None and now >= again_s:
                 self._start_coordinator()
                 again_s = None
-            self._hand_on()
+            self._forward_request()
             if self._asked.level < StopRequest.NOW:
-                self._nodes.look(now)
+                self._nodes.restart_ended(now)
             code = self._coordinator.poll(now)
-            if self._coordinator.killed_if_still():
-                self.progress.note(f"the coordinator has made no turn for {STILL_S:g} s: killed")
+            if self._coordinator.kill_if_stalled():
+                self.progress.add_note(
+                    f"the coordinator has made no turn for {STILL_S:g} s: killed"
+                )
             if self._coordinator.has_served:
-                self._asking = Asking.NOTHING
+                self._asking = ResumeRequest.NOTHING
             if code is None or again_s is not None:
-                self._begin_late()
+                self._start_late_nodes()
                 continue
-            verdict = self._restarts.ended(code, self._coordinator.served_s(now), now)
+            verdict = self._restarts.decide_restart(code, self._coordinator.served_s(now), now)
             if isinstance(verdict, GiveUp):
                 return verdict
             again_s = now + verdict.pause_s
             self._tell_restart(code, verdict.pause_s)
 
-    def _begin_late(self) -> None:
+    def _start_late_nodes(self) -> None:
         """Start nodes beside those of others. One takes the name of a node that lives, so it waits
         until our coordinator serves: then nobody else serves the run."""
         if self._coordinator.has_served and not self._nodes.begun:
-            self._nodes.begin(self._start_first)
+            self._nodes.start_all(self._start_first)
 
     def _given_up(self, no_coordinator: bool) -> GiveUp | None:
         """What ends a run without its coordinator."""
-        if reason := self._lock.lost():
+        if reason := self._lock.find_lost_reason():
             return GiveUp(exit_codes.USER_ERROR, reason)
         if self._asked.level < StopRequest.NOW:
             return None
@@ -186,7 +188,7 @@ class Supervisor:
             words = (*options, "--turns-fd", str(turns))
             return self._start("laminar.cli.coord", *words, fds=(turns,))
 
-        self._coordinator = Served(start, self.run_dir / COORDINATOR_FILE)
+        self._coordinator = CoordinatorProcess(start, self.run_dir / COORDINATOR_FILE)
         self._told = StopRequest.NOTHING
 
     def _start_first(self, index: int) -> Process:
@@ -194,39 +196,41 @@ class Supervisor:
         if not self._early:
             return self._start_node(index)
         words = [str(self.run_dir), *node_args(self.config, index)]
-        return self._early[index].go(words, self._lock.fd)
+        return self._early[index].start_node(words, self._lock.fd)
 
     def _start_node(self, index: int) -> Process:
         return self._start("laminar.cli.node", *node_args(self.config, index))
 
     def _start(self, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
-        return start(self._lock, module, *options, fds=fds)
+        return start_daemon(self._lock, module, *options, fds=fds)
 
     def _tell_restart(self, code: int, pause_s: float) -> None:
         what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
-        self.progress.note(
+        self.progress.add_note(
             f"the coordinator {what} (exit code {code}); starting it again in {pause_s:.1f} s, "
             "everything else goes on"
         )
 
-    def _hand_on(self) -> None:
+    def _forward_request(self) -> None:
         """Tell the coordinator what was asked for; one that still starts reads it then."""
         level, reason = self._asked.level, self._asked.reason
         if level <= self._told:
             return
         first, self._told = self._told == StopRequest.NOTHING, level
         if level == StopRequest.PAUSE:
-            self.progress.note(
+            self.progress.add_note(
                 f"pausing ({reason}): the step in training is completed and saved; "
                 "Ctrl-C to end the run instead"
             )
         elif level == StopRequest.DRAIN:
-            self.progress.note(
+            self.progress.add_note(
                 f"stopping ({reason}): the step in training is completed and the model exported; "
                 "Ctrl-C again to stop at once"
             )
         elif not first or level == StopRequest.NOW:
-            self.progress.note(f"stopping at once ({reason}); Ctrl-C again to kill what is left")
+            self.progress.add_note(
+                f"stopping at once ({reason}); Ctrl-C again to kill what is left"
+            )
         stdin = self._coordinator.process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets it
@@ -241,7 +245,7 @@ class Supervisor:
                 self._coordinator.process.kill()
             for name, node in self._nodes:
                 if number and node.poll() is None:
-                    self.progress.note(f"ending {name} ({signal.Signals(number).name}) ...")
+                    self.progress.add_note(f"ending {name} ({signal.Signals(number).name}) ...")
                     os.killpg(node.pid, number)
             self._wait_for_processes(wait_s, killed=number == signal.SIGKILL)
 
@@ -275,7 +279,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in (*stop_signals(), *pause_signals(), signal.SIGINT, signal.SIGQUIT):
-            self._before[number] = signal.signal(number, self._signalled)
+            self._before[number] = signal.signal(number, self._handle_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -286,7 +290,7 @@ class StopRequest:
         """How long ago an end at once was asked for."""
         return time.monotonic() - self._now_s
 
-    def _signalled(self, number: int, frame: object) -> None:
+    def _handle_signal(self, number: int, frame: object) -> None:
         more = min(max(self.level + 1, self.DRAIN), self.BY_FORCE)
         wanted = {
             **dict.fromkeys(pause_signals(), self.PAUSE),
@@ -299,14 +303,14 @@ class StopRequest:
                 self._now_s = time.monotonic()
 
 
-class Served:
+class CoordinatorProcess:
     """A coordinator process, and since when it serves: it has written the address file then."""
 
     def __init__(self, start: Callable[[int], Process], address: Path) -> None:
         """`start` gives it a descriptor, to which it writes while it makes turns. What `address`
         says before the start is an earlier coordinator's, which may have had the same process id on
         another machine."""
-        self._address, self._before = address, _version(address)
+        self._address, self._before = address, _identify_file(address)
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         self._turns = open(reading, "rb", buffering=0)  # noqa: SIM115
@@ -320,7 +324,7 @@ class Served:
 
     def poll(self, now_s: float) -> int | None:
         """The coordinator's exit code, if it has ended."""
-        if self._since_s is None and self._named():
+        if self._since_s is None and self._has_address():
             self._since_s = now_s
         code = self.process.poll()
         if code is None:
@@ -332,7 +336,7 @@ class Served:
             self._turns.close()
         return code
 
-    def killed_if_still(self) -> bool:
+    def kill_if_stalled(self) -> bool:
         """Kill it if it makes no turns any more, which is counted in polls: where all processes
         were paused together, by their machine say, it has stood still no longer than we have."""
         if not self._turned or self._still * POLL_S <= STILL_S:
@@ -348,15 +352,15 @@ class Served:
     def has_served(self) -> bool:
         return self._since_s is not None
 
-    def _named(self) -> bool:
+    def _has_address(self) -> bool:
         try:
             ours = bool(json.loads(self._address.read_text())["pid"] == self.process.pid)
         except (OSError, ValueError, KeyError):
             return False
-        return ours and _version(self._address) != self._before
+        return ours and _identify_file(self._address) != self._before
 
 
-def _version(path: Path) -> tuple[int, int] | None:
+def _identify_file(path: Path) -> tuple[int, int] | None:
     """Another one for each file that was renamed to this path; None without any."""
     try:
         status = path.stat()

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from laminar.launch.exit_handling import discard_stdout, say
+from laminar.launch.exit_handling import discard_stdout, print_error
 
 
 class Terminal(Console):
@@ -28,13 +28,13 @@ class Terminal(Console):
         self.gone = False
         self._last_word = ""
 
-    def lines(self, lines: Iterable[str]) -> None:
+    def print_lines(self, lines: Iterable[str]) -> None:
         """Print as they are; what cannot be written now may be written with what comes later."""
         for line in lines:
             with contextlib.suppress(OSError):
                 self.print(line, highlight=False, markup=False)
 
-    def end(self) -> None:
+    def flush_output(self) -> None:
         """Nothing more comes: what still cannot be written is dropped."""
         try:
             self.file.flush()
@@ -45,7 +45,7 @@ class Terminal(Console):
         """Say so on stderr once there is no reader, or now, if there is none already."""
         self._last_word = sentence
         if self.gone:
-            say("laminar", sentence)
+            print_error("laminar", sentence)
 
     def on_broken_pipe(self) -> None:
         """Called by rich, whose own way is to leave the program."""
@@ -54,4 +54,4 @@ class Terminal(Console):
         self.gone = self.quiet = True
         discard_stdout()
         if self._last_word:
-            say("laminar", self._last_word)
+            print_error("laminar", self._last_word)

@@ -16,21 +16,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laminar.analysis.log.evaluations import is_shaped, score, share
+from laminar.analysis.log.evaluations import format_accuracy, format_score, is_shaped
 from laminar.analysis.report.summary import summary_of, write_summary
-from laminar.analysis.report.summary_lines import count_of, range_line
-from laminar.cluster.slurm import going_on
-from laminar.config import Config, ConfigError, dumps
+from laminar.analysis.report.summary_lines import format_count, range_line
+from laminar.cluster.slurm import resume_command
+from laminar.config import Config, ConfigError, dump_config
 from laminar.config.algorithm_rules import OWN_AGGREGATION
 from laminar.coordinator.restarts import GiveUp
-from laminar.coordinator.takeover import Asking
-from laminar.engines.check import vllm_asked
+from laminar.coordinator.takeover import ResumeRequest
+from laminar.engines.check import probe_vllm
 from laminar.launch.env_check import show_resets
-from laminar.launch.exit_handling import say
+from laminar.launch.exit_handling import print_error
 from laminar.launch.memory_check import check_memory, memory_lines
 from laminar.launch.panel import failed_share
-from laminar.launch.preflight import Plan, check_settings, look_at_data
-from laminar.launch.prefork import EarlyNode
+from laminar.launch.preflight import RunPlan, check_settings, look_at_data
+from laminar.launch.prefork import PreforkedNode
 from laminar.launch.resume_check import (
     check_data,
     check_unchanged,
@@ -40,7 +40,7 @@ from laminar.launch.reward_check import show_trial
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args, roles_of
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
-from laminar.observe.logs import new_attempt
+from laminar.observe.logs import create_attempt
 from laminar.run.command_line import shell_command
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
@@ -52,7 +52,7 @@ from laminar.run.directory import (
     TENSORBOARD_DIR,
     run_config,
 )
-from laminar.run.lock import RunLock, holders, in_use, moving
+from laminar.run.lock import RunLock, holders, in_use, lock_for_move
 from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
 
@@ -69,7 +69,7 @@ class ForkStart(NamedTuple):
     take: Callable[[Path], None]  #: have it in the new run directory; OSError
 
 
-def begin(
+def run_training(
     config: Config,
     run_dir: Path,
     arguments: argparse.Namespace,
@@ -83,55 +83,55 @@ def begin(
     with contextlib.ExitStack() as ends:
         early = []
         for index in range(config.run.nodes if starts else 0):
-            early.append(ends.enter_context(contextlib.closing(EarlyNode(config, roles_of(index)))))
+            node = PreforkedNode(config, roles_of(index))
+            early.append(ends.enter_context(contextlib.closing(node)))
         machines = 1 if arguments.prepare else config.run.nodes
-        plan, found = look(config, run_dir, arguments, forked, console, machines)
-        if not starts:
-            console.lines([f"WARNING: {text}" for text in found.values()])
+        plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
+        console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
-            return GiveUp(_shown(console))
+            return GiveUp(_get_exit_code(console))
         with StopRequest() as asked:  # before there is a directory: nothing is left half made
             if not arguments.resume and run_dir.exists():
-                console.lines([f"moved the old run to {move_aside(run_dir)}"])
-            place = claim_run_directory if arguments.resume else prepare
+                console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
+            place = claim_run_directory if arguments.resume else prepare_directory
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
             if forked is not None:
-                _take(forked, run_dir)
+                _take_fork(forked, run_dir)
             if arguments.prepare:
-                console.lines(_daemons(plan.config, run_dir))
-                return GiveUp(_shown(console))
+                console.print_lines(_format_daemons(plan.config, run_dir))
+                return GiveUp(_get_exit_code(console))
             console.when_gone(
                 "nobody reads the output any more; the run goes on, and "
                 f"`{shell_command('stop', run_dir)}` ends it"
             )
-            asking = Asking.RESUME if arguments.resume else Asking.NOTHING
+            asking = ResumeRequest.RESUME if arguments.resume else ResumeRequest.NOTHING
             over = Supervisor(plan.config, lock, console, asked, early, asking=asking).run()
-        if reason := lock.lost():
-            console.lines(["", f"the run ended    {reason}"])
+        if reason := lock.find_lost_reason():
+            console.print_lines(["", f"the run ended    {reason}"])
             return over
-        return conclude(run_dir, console, over)
+        return report_end(run_dir, console, over)
 
 
-def look(
+def plan_run(
     config: Config,
     run_dir: Path,
     arguments: argparse.Namespace,
     forked: ForkStart | None,
     console: Terminal,
     machines: int,
-) -> tuple[Plan, dict[str, str]]:
+) -> tuple[RunPlan, dict[str, str]]:
     """The plan, which is shown, and its warnings; ConfigError for what a run cannot start with.
     `machines`: how many of the run's machines this one will be; with 0 it is not looked at."""
     places = check_memory(config, machines) if machines else []
-    asked = vllm_asked(config) if machines else contextlib.nullcontext(lambda: None)
+    asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
         plan = look_at_data(config)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
             check_data(run_dir, plan.data_digest)
         vllm_takes_it()
-    console.lines([*plan_lines(plan), *memory_lines(places)])
-    console.lines(forked.lines if forked is not None else [])
+    console.print_lines([*plan_lines(plan), *memory_lines(places)])
+    console.print_lines(forked.lines if forked is not None else [])
     found = dict(plan.warnings)
     if plan.config.reward.trial and plan.resets:
         show_resets(plan.config.env, plan.resets, console)
@@ -140,11 +140,11 @@ def look(
     return plan, found
 
 
-def _shown(console: Terminal) -> int:
+def _get_exit_code(console: Terminal) -> int:
     return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
 
 
-def _daemons(config: Config, run_dir: Path) -> list[str]:
+def _format_daemons(config: Config, run_dir: Path) -> list[str]:
     """The commands that run what is prepared."""
     nodes = [node_args(config, machine) for machine in range(config.run.nodes)]
     return [
@@ -167,7 +167,7 @@ def place_of(config: Config, move_old: bool) -> Path:
     return run_dir
 
 
-def conclude(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
+def report_end(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
     """The closing lines. The run has ended, and they change nothing of how it did; why it failed
     stands in the log, where its coordinator has said it."""
     reason = over.reason
@@ -176,24 +176,24 @@ def conclude(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
         if over == GiveUp(exit_codes.FAILED) and not summary["failure"]:
             over = GiveUp(over.code, UNHANDLED)
         reason = summary["failure"] or over.reason
-        lines = [*summary_lines(summary, run_dir, over), *_not_kept(run_dir, summary)]
+        lines = [*summary_lines(summary, run_dir, over), *_write_summary(run_dir, summary)]
     except ConfigError as error:  # the coordinator ended before it had logged anything
         lines = [f"no summary: {error}"]
         lines += [f"the run FAILED   {over.reason}"] if over.reason else []
     except KeyboardInterrupt:
         shown = shell_command("report", run_dir)
         lines = [f"no summary: interrupted; the run is over, `{shown}` shows it"]
-    console.lines(lines)
-    console.end()
+    console.print_lines(lines)
+    console.flush_output()
     if console.gone:
-        say(
+        print_error(
             "laminar",
             f"{run_dir} has ended with code {over.code}; `{shell_command('report', run_dir)}`",
         )
     return GiveUp(over.code, reason)
 
 
-def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+def _write_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """Write the summary; a line when there is no room for it."""
     try:
         write_summary(run_dir, summary)
@@ -205,23 +205,23 @@ def _not_kept(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 def move_aside(run_dir: Path) -> Path:
     """Rename a run directory to the first free NAME.N; ConfigError while its run is active."""
     number = 1
-    with moving(run_dir):
+    with lock_for_move(run_dir):
         while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
             number += 1
         rename(run_dir, target, durable=True)
     return target
 
 
-def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
+def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Make the directory, ours before anything is in it. The coordinator gives the warnings."""
     try:
         run_dir.mkdir(parents=True)
         lock = RunLock.create(run_dir, "train")
         make_secret(run_dir)
-        write_whole(run_dir / CONFIG_FILE, dumps(config).encode(), durable=True)
+        write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)
         if warnings:
             (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
-        new_attempt(run_dir)
+        create_attempt(run_dir)
         return lock
     except FileExistsError:
         raise ConfigError(in_use(run_dir)) from None
@@ -229,7 +229,7 @@ def prepare(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
         raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
 
 
-def _take(forked: ForkStart, run_dir: Path) -> None:
+def _take_fork(forked: ForkStart, run_dir: Path) -> None:
     """What a fork begins with; without that there is no run directory."""
     try:
         forked.take(run_dir)
@@ -240,7 +240,7 @@ def _take(forked: ForkStart, run_dir: Path) -> None:
         ) from None
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: RunPlan) -> list[str]:
     """What will happen, in a few lines; the first prompt as the model sees it."""
     c = plan.config
     prompt = [
@@ -250,19 +250,19 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     return [
         f"run        {c.run_dir}",
-        f"model      {_model(c)}",
+        f"model      {_format_model(c)}",
         f"data       {plan.num_train} training prompts, {plan.num_held_out} held out "
         f"({plan.overlap} further rows left out because their prompt is held out)",
         f"steps      {plan.steps} of {c.data.train_batch_size} prompts x "
         f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
         f"replicas   {c.total_replicas} ({c.rollout.engine} engine, "
         f"{c.rollout.max_num_seqs} sequences each)",
-        *_objective(c),
+        *_format_objective(c),
         *([] if c.is_emulated else prompt),
     ]
 
 
-def _objective(c: Config) -> list[str]:
+def _format_objective(c: Config) -> list[str]:
     """What is trained on, where it is not the default."""
     a = c.algorithm
     loss, own = a.policy_loss.loss_mode, OWN_AGGREGATION.get(a.policy_loss.loss_mode)
@@ -272,7 +272,7 @@ def _objective(c: Config) -> list[str]:
     return [f"loss       {loss} ({summed}), advantages {a.adv_estimator}"]
 
 
-def _model(c: Config) -> str:
+def _format_model(c: Config) -> str:
     return f"emulated, {c.emulation.weights_mb} MiB" if c.is_emulated else c.model.name
 
 
@@ -290,16 +290,16 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[
             f"what led to it   {run_dir}/logs/latest/*.jsonl; "
             f"{shell_command('log', 'tail', run_dir)}",
         ]
-    lines += _lost(summary["lost_by"])
+    lines += _format_losses(summary["lost_by"])
     if summary["resumable"]:
-        lines.append(f"resume with      {going_on(run_dir)}")
-    lines += _held_out(summary["evaluations"])
+        lines.append(f"resume with      {resume_command(run_dir)}")
+    lines += _format_evaluations(summary["evaluations"])
     if len(summary["evaluations"]) > 1:
         ranges = summary["eval_by_prompt_length"]
         lines += [f"  by prompt      {range_line(found)}" for found in ranges]
     lines += [
         f"steps            {summary['steps']} in {summary['seconds']:.0f} s, "
-        f"{_skipped(summary)}"
+        f"{_format_skipped(summary)}"
         f"{summary['trajectories_trained']} trajectories trained, "
         f"{summary['weight_versions']} weight versions",
         f"staleness        mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}",
@@ -319,12 +319,12 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[
     return lines
 
 
-def _skipped(summary: dict[str, Any]) -> str:
+def _format_skipped(summary: dict[str, Any]) -> str:
     count = summary["steps_unchanged"]
-    return f"{count_of(count, 'skipped update', 'skipped updates')}, " if count else ""
+    return f"{format_count(count, 'skipped update', 'skipped updates')}, " if count else ""
 
 
-def _lost(lost_by: dict[str, str]) -> list[str]:
+def _format_losses(lost_by: dict[str, str]) -> list[str]:
     """Why processes were lost; of those with the same reason the first one's name."""
     by_reason = {reason: name for name, reason in reversed(lost_by.items())}
     lines = [f"lost             {name}: {reason}" for reason, name in by_reason.items()]
@@ -332,7 +332,7 @@ def _lost(lost_by: dict[str, str]) -> list[str]:
     return lines[:LOST_SHOWN] + (more if len(lines) > LOST_SHOWN else [])
 
 
-def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:
+def _format_evaluations(evaluations: list[dict[str, Any]]) -> list[str]:
     """The score from the first evaluation to the last; a shaped reward has its mean score beside
     it."""
     if len(evaluations) < 2:
@@ -340,9 +340,13 @@ def _held_out(evaluations: list[dict[str, Any]]) -> list[str]:
     first, last = evaluations[0], evaluations[-1]
     of_what = " (the exported model)" if last["final"] else ""
     shaped = is_shaped(first) or is_shaped(last)
-    lines = [f"held-out score   {score(first)} -> {score(last)}{of_what}"] if shaped else []
+    lines = (
+        [f"held-out score   {format_score(first)} -> {format_score(last)}{of_what}"]
+        if shaped
+        else []
+    )
     name = "held-out right   " if shaped else "held-out score   "
-    return [*lines, f"{name}{share(first)} -> {share(last)}{of_what}"]
+    return [*lines, f"{name}{format_accuracy(first)} -> {format_accuracy(last)}{of_what}"]
 
 
 def _reward_errors(summary: dict[str, Any], run_dir: Path) -> list[str]:

@@ -43,7 +43,7 @@ def eval_group(evaluation: int, position: int) -> GroupId:
     return GroupId(f"e{evaluation}.{position}")
 
 
-def trajectory(group: GroupId, sibling: int) -> TrajectoryId:
+def make_trajectory_id(group: GroupId, sibling: int) -> TrajectoryId:
     return TrajectoryId(f"{group}.{sibling}")
 
 
@@ -72,15 +72,15 @@ def hash64(*parts: int | str) -> int:
     return xxhash.xxh3_64_intdigest(_encode(parts))
 
 
-def batch_digest(batch: Sequence[str]) -> str:
+def hash_batch(batch: Sequence[str]) -> str:
     """xxh3_128 (hex) of the MessagePack array of the ids of a batch, in order."""
     return xxhash.xxh3_128_hexdigest(_encode(batch))
 
 
-def chained(before: str, *batches: Sequence[str]) -> str:
+def extend_chain_digest(before: str, *batches: Sequence[str]) -> str:
     """The digest of all batches so far: `before` of those before these; empty: there are none."""
     for batch in batches:
-        before = xxhash.xxh3_128_hexdigest(_encode((before, batch_digest(batch))))
+        before = xxhash.xxh3_128_hexdigest(_encode((before, hash_batch(batch))))
     return before
 
 

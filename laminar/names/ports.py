@@ -52,7 +52,7 @@ class AppendFile(Protocol):
 class Disk(Protocol):
     """The files of one directory, by name."""
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """File names, sorted."""
         ...
 
@@ -60,9 +60,9 @@ class Disk(Protocol):
         """Bytes [offset, offset + size) of a file; size -1 reads to the end."""
         ...
 
-    def size(self, name: str) -> int: ...
+    def get_size(self, name: str) -> int: ...
 
-    def create(self, name: str) -> AppendFile:
+    def create_file(self, name: str) -> AppendFile:
         """A new file (O_EXCL: FileExistsError if it exists), its directory entry made durable."""
         ...
 
@@ -71,7 +71,7 @@ class Disk(Protocol):
         DiskError."""
         ...
 
-    def replace(self, old: str, new: str) -> None:
+    def replace_file(self, old: str, new: str) -> None:
         """Give the file `old` the name `new`, replacing what had it, durable on return; DiskError.
 
         A crash leaves the one or the other under `new`, never a mixture."""
@@ -85,7 +85,7 @@ class Disk(Protocol):
 class Background(Protocol):
     """Work on a state so large that the coordinator's turns must not wait for it."""
 
-    def here(self, size: int) -> bool:
+    def can_run_inline(self, size: int) -> bool:
         """Whether work on so many trajectories is done at once, before `run` returns."""
         ...
 
@@ -96,15 +96,15 @@ class Background(Protocol):
         unless it is done here, or None when there is none: then `what` is counted and logged."""
         ...
 
-    def collect(self) -> None:
+    def collect_results(self) -> None:
         """Hand over the answers that have come since."""
         ...
 
 
-class AtOnce:
+class InlineBackground:
     """A Background that does everything before `run` returns; what the work raises is raised."""
 
-    def here(self, size: int) -> bool:
+    def can_run_inline(self, size: int) -> bool:
         return True
 
     def run(
@@ -112,5 +112,5 @@ class AtOnce:
     ) -> None:
         done(work())
 
-    def collect(self) -> None:
+    def collect_results(self) -> None:
         """Nothing is under way."""

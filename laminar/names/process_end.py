@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """The end of a process that has this `returncode`, which is -N after signal N."""
     if code >= 0:
         return f"exit code {code}"

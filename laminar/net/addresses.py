@@ -46,7 +46,7 @@ def own_ip(host: str, key: str) -> str:
 def ip_of(host: str, key: str) -> str:
     """The same, where the address may be another machine's."""
     name = own_name() if host == AUTO else host
-    ip = _address_of(name) or _of_interface(name) or _of_name(name)
+    ip = _parse_address(name) or _of_interface(name) or _of_name(name)
     if ip is None and _has_ipv6(name):
         raise ConfigError(
             f"{key} = {host!r} means an IPv6 address, and the processes of a run listen on IPv4: "
@@ -99,10 +99,10 @@ def check_reachable(ip: str, coordinator: str) -> None:
 def is_loopback(address: str) -> bool:
     """Whether tcp://HOST:PORT is reached from its own machine only."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
-    return (_address_of(host) or "").startswith("127.")
+    return (_parse_address(host) or "").startswith("127.")
 
 
-def _address_of(host: str) -> str | None:
+def _parse_address(host: str) -> str | None:
     try:
         return str(ipaddress.IPv4Address("0.0.0.0" if host == "*" else host))
     except ValueError:

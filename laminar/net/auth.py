@@ -32,23 +32,23 @@ class RunKeys:
 
     def __init__(self, secret: Secret) -> None:
         self._domain = secret.run_id.encode()
-        self._server = z85.encode(secret.key("curve-server"))
-        self._client = z85.encode(secret.key("curve-client"))
+        self._server = z85.encode(secret.derive_key("curve-server"))
+        self._client = z85.encode(secret.derive_key("curve-client"))
         self._server_public = zmq.curve_public(self._server)
         self._client_public = zmq.curve_public(self._client)
 
     def __repr__(self) -> str:
         return "RunKeys(***)"
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Let this server, which is not bound yet, take clients of its run only."""
-        _gate().admit(self._domain, z85.decode(self._client_public))
+        _get_gate().admit_clients(self._domain, z85.decode(self._client_public))
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._server)
         socket.set(zmq.ZAP_DOMAIN, self._domain)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def present(self, socket: zmq.Socket[bytes]) -> None:
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
         """Let this client, which is not connected yet, talk to servers of its run only."""
         socket.set(zmq.CURVE_SERVERKEY, self._server_public)
         socket.set(zmq.CURVE_PUBLICKEY, self._client_public)
@@ -63,21 +63,21 @@ class _Gate:
         self._admitted: dict[bytes, bytes] = {}  #: public key of the clients, by domain
         self._socket = context.socket(zmq.REP)
         self._socket.bind(_ZAP)
-        threading.Thread(target=self._answer, name="zap", daemon=True).start()
+        threading.Thread(target=self._serve_requests, name="zap", daemon=True).start()
 
-    def admit(self, domain: bytes, client: bytes) -> None:
+    def admit_clients(self, domain: bytes, client: bytes) -> None:
         self._admitted[domain] = client
 
-    def _answer(self) -> None:
+    def _serve_requests(self) -> None:
         try:
             while True:
-                self._socket.send_multipart(self._judge(self._socket.recv_multipart()))
+                self._socket.send_multipart(self._answer_request(self._socket.recv_multipart()))
         except zmq.ContextTerminated:
             pass
         finally:
             self._socket.close(0)  # without it everybody is refused, and nobody waits for an answer
 
-    def _judge(self, request: list[bytes]) -> list[bytes]:
+    def _answer_request(self, request: list[bytes]) -> list[bytes]:
         number, domain, mechanism, key = request[1], request[2], request[5], b"".join(request[6:])
         known = mechanism == b"CURVE" and key == self._admitted.get(domain)
         answer = (b"200", b"OK") if known else (b"400", b"not of this run")
@@ -87,7 +87,7 @@ class _Gate:
 _gates: list[_Gate] = []
 
 
-def _gate() -> _Gate:
+def _get_gate() -> _Gate:
     """The one of this process and its context; a fork has a context of its own."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with _GATE_LOCK:

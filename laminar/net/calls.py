@@ -67,7 +67,7 @@ class Server(Protocol):
     async def start(self) -> None:
         """Take requests from now on."""
 
-    def again(self) -> None:
+    def retry_held(self) -> None:
         """What the handler could not handle yet is handed over to it now."""
 
     async def wait_closed(self) -> None:
@@ -77,20 +77,20 @@ class Server(Protocol):
         """Take no more; what is not handled yet is asked again of the next server."""
 
 
-class Serving:
+class ServingState:
     """The time in which a server serves: from its start to its close, or to what failed."""
 
     def __init__(self) -> None:
         self._closed: asyncio.Future[None] | None = None
 
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+    def mark_started(self, loop: asyncio.AbstractEventLoop) -> None:
         self._closed = loop.create_future()
 
     def __bool__(self) -> bool:
         """Whether it serves now."""
         return self._closed is not None and not self._closed.done()
 
-    def end(self, error: Exception | None) -> None:
+    def mark_ended(self, error: Exception | None) -> None:
         """`error`: what failed. Only the first end counts."""
         if self._closed is None or self._closed.done():
             return

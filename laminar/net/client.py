@@ -114,7 +114,7 @@ class ClientShell:
         self._on_trouble, self._told = on_trouble, ""
         self._flush_due = False
         self._socket = ClientSocket(keys, link.limits.max_frame)
-        self._socket.attach(asyncio.get_running_loop(), self._turn)
+        self._socket.attach_loop(asyncio.get_running_loop(), self._run_turn)
 
     @property
     def address(self) -> str:
@@ -139,22 +139,22 @@ class ClientShell:
         if not self.closed.done():
             self.link.close()
             self._send_due()
-            self._end(None)
+            self._end_link(None)
         return len(self.link.outbox)
 
-    def _turn(self) -> None:
+    def _run_turn(self) -> None:
         try:
-            frames = self._socket.drain()
+            frames = self._socket.drain_frames()
             for frame in frames:
-                self._take(frame)
+                self._receive_frame(frame)
             self._look_up()
             self._send_due()
             if frames:
                 self.turned.set()
         except Exception as error:
-            self._end(error)
+            self._end_link(error)
 
-    def _take(self, frame: bytes) -> None:
+    def _receive_frame(self, frame: bytes) -> None:
         try:
             bodies = self.link.receive(frame, now_ns())
         except WireError:
@@ -169,18 +169,18 @@ class ClientShell:
         now, known = now_ns(), self._socket.address
         silent = self.link.silent_ns(now) > 2 * self._heartbeat_ns
         if silent or self.link.state is not LinkState.UP:
-            self._tell_refusal()
+            self._report_refusal()
         if known and (not silent or now - self._looked_ns < self._heartbeat_ns):
             return
         self._looked_ns = now
         address = self._find_address()
         if address and (address != known or self._socket.given_up):
             self._socket.connect(address)
-            self.link.reintroduce()
+            self.link.request_hello()
 
-    def _tell_refusal(self) -> None:
+    def _report_refusal(self) -> None:
         """Say it and go on: the address may be of a server that is gone, and another run's now."""
-        reason = self._socket.refusal()
+        reason = self._socket.find_refusal_reason()
         if reason and reason != self._told:
             self._told = reason
             self._on_trouble(reason)
@@ -194,7 +194,7 @@ class ClientShell:
         for frame in self.link.poll(now_ns()):
             self._socket.send(frame)
 
-    def _end(self, error: Exception | None) -> None:
+    def _end_link(self, error: Exception | None) -> None:
         self._socket.close(LINGER_MS)
         self.turned.set()
         if error is None:
@@ -204,7 +204,7 @@ class ClientShell:
             self.closed.set_exception(error)
 
 
-def started(shell: ClientShell | None) -> ClientShell:
+def require_started(shell: ClientShell | None) -> ClientShell:
     """The shell, or RuntimeError for a client that was never started."""
     if shell is None:
         raise RuntimeError("call start() first, in a running event loop")
@@ -274,9 +274,9 @@ class ControlClient:
             self._shell.flush_soon()
         return seq
 
-    def gauge(self, body: bytes) -> None:
+    def send_gauge(self, body: bytes) -> None:
         """Send a value that the next one replaces; forgotten when the coordinator is away."""
-        self._link.gauge(body)
+        self._link.send_gauge(body)
         if self._shell is not None:
             self._shell.flush_soon()
 
@@ -287,20 +287,20 @@ class ControlClient:
             self._find_address,
             self._heartbeat_ms,
             self._on_body,
-            self._notice,
+            self._handle_link_state,
             self._keys,
             self._on_trouble,
         )
 
     async def wait_closed(self) -> None:
         """Return after `close`; raise what a callback raised."""
-        await asyncio.shield(started(self._shell).closed)
+        await asyncio.shield(require_started(self._shell).closed)
 
     async def close(self, flush_s: float = FLUSH_S) -> int:
         """Wait at most `flush_s` for acknowledgements, say Bye; how many messages are lost."""
-        return await started(self._shell).close(flush_s)
+        return await require_started(self._shell).close(flush_s)
 
-    def _notice(self) -> None:
+    def _handle_link_state(self) -> None:
         seen, self._seen = self._seen, (self._link.server_boot, self._link.state)
         if self._seen == seen:
             return

@@ -14,14 +14,14 @@ APART_S = 60.0
 """The time between two sentences."""
 
 
-class Strangers:
+class RejectedPeers:
     """The strangers of one server; pure, the time is handed in."""
 
     def __init__(self, address: str, tell: Callable[[str], object]) -> None:
         self._address, self._tell = address, tell
         self._untold, self._next_s = 0, float("-inf")
 
-    def refused(self, count: int, now_s: float) -> None:
+    def record_rejected(self, count: int, now_s: float) -> None:
         """So many more were sent away."""
         self._untold += count
         if self._untold == 0 or now_s < self._next_s:

@@ -18,7 +18,7 @@ import msgspec
 
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S, Reply, Request, RpcError
-from laminar.net.client import ClientShell, now_ns, started
+from laminar.net.client import ClientShell, now_ns, require_started
 from laminar.net.frames import FRAME_BYTES_MAX
 from laminar.net.session import MS, ClientLink, Limits, LinkClosed, LinkState, OutboxFull
 
@@ -77,12 +77,12 @@ class RpcClient:
             self._link,
             self._find_address,
             self._heartbeat_ms,
-            self._answered,
-            self._notice,
+            self._handle_reply,
+            self._handle_link_state,
             self._keys,
             self._on_trouble,
         )
-        self._shell.closed.add_done_callback(self._ended)
+        self._shell.closed.add_done_callback(self._handle_closed)
 
     async def call(self, body: bytes, timeout_s: float) -> bytes:
         """The reply. Waits while the outbox is full.
@@ -90,17 +90,17 @@ class RpcClient:
         Raises RpcError (the server says no), TimeoutError, LinkClosed (refused, closed, failed),
         ValueError (`body` exceeds max_message). After a timeout the request may still be handled.
         """
-        shell = started(self._shell)
+        shell = require_started(self._shell)
         self._last_id += 1
         number, started_ns = self._last_id, now_ns()
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         call = self._calls[number] = _Call(_encode(Request(number, body)), future)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._queue(shell, call)
+                await self._queue_call(shell, call)
                 return await call.reply
         except TimeoutError as error:
-            raise TimeoutError(self._overdue(shell, number, body, started_ns)) from error
+            raise TimeoutError(self._describe_timeout(shell, number, body, started_ns)) from error
         finally:
             del self._calls[number]
 
@@ -109,7 +109,7 @@ class RpcClient:
         if self._shell is not None:
             await self._shell.close(flush_s)
 
-    async def _queue(self, shell: ClientShell, call: _Call) -> None:
+    async def _queue_call(self, shell: ClientShell, call: _Call) -> None:
         while True:
             try:
                 call.seq = self._link.send(call.body)
@@ -119,7 +119,7 @@ class RpcClient:
                 shell.turned.clear()
                 await shell.turned.wait()
 
-    def _answered(self, body: bytes) -> None:
+    def _handle_reply(self, body: bytes) -> None:
         reply = _decode_reply(body)
         call = self._calls.get(reply.id)
         if call is None or call.reply.done():
@@ -129,39 +129,41 @@ class RpcClient:
         else:
             call.reply.set_exception(RpcError(reply.error))
 
-    def _notice(self) -> None:
+    def _handle_link_state(self) -> None:
         if self._link.state is LinkState.REFUSED:
-            self._fail(f"the {self._server} refused {self._link.name}: {self._link.reason}")
+            self._fail_calls(f"the {self._server} refused {self._link.name}: {self._link.reason}")
         if self._link.server_boot != self._server_boot:
             self._server_boot = self._link.server_boot
             taken = self._link.outbox.first
             self._again.extend(n for n, call in self._calls.items() if 0 < call.seq < taken)
-        self._ask_again()
+        self._resend_calls()
 
-    def _ask_again(self) -> None:
+    def _resend_calls(self) -> None:
         """A server that died between its acknowledgement and its reply left these open."""
         while self._again:
             call = self._calls.get(self._again[0])
             try:
                 if call is not None and not call.reply.done():
                     call.seq = self._link.send(call.body)
-                    started(self._shell).flush_soon()
+                    require_started(self._shell).flush_soon()
             except OutboxFull:
                 return
             self._again.popleft()
 
-    def _ended(self, closed: asyncio.Future[None]) -> None:
+    def _handle_closed(self, closed: asyncio.Future[None]) -> None:
         error = closed.exception()
-        self._fail(f"the link to the {self._server} failed: {error}" if error else "")
+        self._fail_calls(f"the link to the {self._server} failed: {error}" if error else "")
 
-    def _fail(self, reason: str) -> None:
+    def _fail_calls(self, reason: str) -> None:
         for call in self._calls.values():
             if call.seq and not call.reply.done():
                 call.reply.set_exception(
                     LinkClosed(reason or f"the link to the {self._server} is closed")
                 )
 
-    def _overdue(self, shell: ClientShell, number: int, body: bytes, started_ns: int) -> str:
+    def _describe_timeout(
+        self, shell: ClientShell, number: int, body: bytes, started_ns: int
+    ) -> str:
         now = now_ns()
         return (
             f"the {self._server} at {shell.address or 'an unknown address'} did not answer "

@@ -20,7 +20,7 @@ import msgspec
 
 from laminar.events.base import WireError
 from laminar.net.auth import RunKeys
-from laminar.net.calls import Handler, Reply, Request, RpcError, Serving
+from laminar.net.calls import Handler, Reply, Request, RpcError, ServingState
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
 from laminar.net.frames import (
@@ -31,7 +31,7 @@ from laminar.net.frames import (
     decode_client,
     encode,
 )
-from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink, full
+from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink, describe_client_limit
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 
@@ -99,7 +99,7 @@ class RpcServer:
         self._next_look_ns = (
             self._looked_ns + self._lease_ns
         )  #: no lease of the present peers ends before
-        self._serving = Serving()
+        self._serving = ServingState()
         self.bad_frames = 0
 
     @property
@@ -109,42 +109,42 @@ class RpcServer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._serving.begin(loop)
-        self._socket.attach(loop, self._turn)
+        self._serving.mark_started(loop)
+        self._socket.attach_loop(loop, self._run_turn)
 
     async def wait_closed(self) -> None:
         """Return after `close`; raise what the handler or a callback raised."""
         await self._serving.wait_closed()
 
-    def again(self) -> None:
+    def retry_held(self) -> None:
         """What could not be handled yet is handed over now, and not in RETRY_MS."""
         if self._serving:
             self._awake.update(self._held)
-            self._turn()
+            self._run_turn()
 
     async def close(self) -> None:
         """Stop listening; what is not handled yet is asked again of the next server."""
-        self._end(None)
+        self._end_serving(None)
 
-    def _turn(self) -> None:
+    def _run_turn(self) -> None:
         try:
-            frames = self._socket.drain()
+            frames = self._socket.drain_frames()
             for route, frame in frames:
-                self._take(route, frame, now_ns())
-            self._awake.update(dict.fromkeys(self._wakeups.due(now_ns())))
-            self._serve()
+                self._receive_frame(route, frame, now_ns())
+            self._awake.update(dict.fromkeys(self._wakeups.take_due(now_ns())))
+            self._handle_requests()
             self._send_due()
             self._awake.clear()
             if len(frames) < DRAIN_FRAMES:
                 self._judge_silence(now_ns())
         except Exception as error:
-            self._end(error)
+            self._end_serving(error)
 
-    def _take(self, route: bytes, frame: bytes, now: int) -> None:
+    def _receive_frame(self, route: bytes, frame: bytes, now: int) -> None:
         peer = self._routes.get(route)
         try:
             if peer is None:
-                peer = self._introduce(route, frame, now)
+                peer = self._connect_peer(route, frame, now)
             else:
                 self._take_requests(peer, peer.link.receive(frame, now))
         except WireError:
@@ -152,17 +152,17 @@ class RpcServer:
         if peer is not None:
             self._awake[peer.key] = None
 
-    def _introduce(self, route: bytes, frame: bytes, now: int) -> _Peer | None:
+    def _connect_peer(self, route: bytes, frame: bytes, now: int) -> _Peer | None:
         """A new connection: of a new client, or of one that we know and that reconnected."""
         hello = decode_client(frame, self._limits.max_frame)
         if not isinstance(hello, Hello):
             return None  # from before our start: its sender will say Hello when it gets no answer
         peer = self._peers.get((hello.name, hello.boot_id))
         if peer is None and len(self._peers) >= self._peers_max:
-            self._socket.send(route, encode(Refused(full(self._peers_max))))
+            self._socket.send(route, encode(Refused(describe_client_limit(self._peers_max))))
             return None
         if peer is None:
-            peer = self._peers[hello.name, hello.boot_id] = self._admit(hello, route, now)
+            peer = self._peers[hello.name, hello.boot_id] = self._make_peer(hello, route, now)
         else:
             peer.link.receive(frame, now)
             del self._routes[peer.route]
@@ -170,7 +170,7 @@ class RpcServer:
         self._routes[route] = peer
         return peer
 
-    def _admit(self, hello: Hello, route: bytes, now: int) -> _Peer:
+    def _make_peer(self, hello: Hello, route: bytes, now: int) -> _Peer:
         self._links_made += 1
         link = ServerLink(
             hello,
@@ -183,20 +183,20 @@ class RpcServer:
 
     def _take_requests(self, peer: _Peer, bodies: list[tuple[int, bytes]]) -> None:
         if peer.link.state is LinkState.CLOSED:
-            self._drop(peer)
+            self._drop_peer(peer)
         for seq, body in bodies:
             if seq == 0:
-                peer.link.refuse("a gauge is not a request")
+                peer.link.refuse_client("a gauge is not a request")
                 continue
             try:
                 peer.requests.append((seq, _decode_request(body)))
             except BAD_BYTES as error:
-                peer.link.refuse(f"a message is not a request: {error}")
+                peer.link.refuse_client(f"a message is not a request: {error}")
 
-    def _serve(self) -> None:
+    def _handle_requests(self) -> None:
         """Hand all waiting requests to the handler, but none of a peer that does not read."""
         taken: list[tuple[_Peer, int, Request]] = []
-        for peer in self._present(self._awake):
+        for peer in self._select_known(self._awake):
             peer.flush()
             if not peer.replies:
                 taken += [(peer, seq, request) for seq, request in peer.requests]
@@ -211,12 +211,12 @@ class RpcServer:
                 self._held[peer.key] = None
                 peer.requests.append((seq, request))
             else:
-                peer.replies.append(self._reply(request.id, reply))
-                peer.link.processed(seq)
+                peer.replies.append(self._encode_reply(request.id, reply))
+                peer.link.mark_processed(seq)
         for key in self._held:
-            self._wakeups.wake(key, now_ns() + RETRY_MS * MS)
+            self._wakeups.schedule_wakeup(key, now_ns() + RETRY_MS * MS)
 
-    def _reply(self, number: int, answer: bytes | RpcError) -> bytes:
+    def _encode_reply(self, number: int, answer: bytes | RpcError) -> bytes:
         if isinstance(answer, RpcError):
             return _encode(Reply(number, b"", str(answer)))
         reply = _encode(Reply(number, answer))
@@ -225,13 +225,13 @@ class RpcServer:
         return _encode(Reply(number, b"", f"the reply of {len(answer)} bytes is too large"))
 
     def _send_due(self) -> None:
-        for peer in self._present(self._awake):
+        for peer in self._select_known(self._awake):
             peer.flush()
             for frame in peer.link.poll(now_ns()):
                 self._socket.send(peer.route, frame)
-            self._wakeups.wake(peer.key, peer.link.next_due_ns())
+            self._wakeups.schedule_wakeup(peer.key, peer.link.next_due_ns())
 
-    def _present(self, keys: Iterable[_Key]) -> list[_Peer]:
+    def _select_known(self, keys: Iterable[_Key]) -> list[_Peer]:
         return [self._peers[key] for key in keys if key in self._peers]
 
     def _judge_silence(self, now: int) -> None:
@@ -247,20 +247,20 @@ class RpcServer:
         self._next_look_ns = now + self._lease_ns
         for peer in list(self._peers.values()):
             if paused:
-                peer.link.pardon(now)
+                peer.link.reset_silence(now)
                 continue
             silent_ns = peer.link.silent_ns(now)
             if silent_ns > self._lease_ns:
-                self._drop(peer)
+                self._drop_peer(peer)
             else:
                 self._next_look_ns = min(self._next_look_ns, now - silent_ns + self._lease_ns)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop_peer(self, peer: _Peer) -> None:
         del self._peers[peer.key]
         del self._routes[peer.route]
         self._held.pop(peer.key, None)
         self._on_peer_lost(peer.link.boot_id)
 
-    def _end(self, error: Exception | None) -> None:
+    def _end_serving(self, error: Exception | None) -> None:
         self._socket.close(LINGER_MS)
-        self._serving.end(error)
+        self._serving.mark_ended(error)

@@ -109,7 +109,7 @@ class Outbox:
         self._bytes += len(body)
         return seq
 
-    def acknowledge(self, seq: int, now_ns: int) -> None:
+    def acknowledge_up_to(self, seq: int, now_ns: int) -> None:
         """Forget everything up to `seq`; progress resets the timeout."""
         if seq >= self.next:
             raise WireError(f"{seq} is acknowledged, but only {self.next - 1} were sent")
@@ -125,24 +125,24 @@ class Outbox:
         self._wait_ns = RESEND_MIN_NS
         self._resend_ns = now_ns + self._wait_ns if self._in_flight else NEVER_NS
 
-    def rewind(self) -> None:
+    def mark_all_due(self) -> None:
         """Everything unacknowledged is due again, at once: the server is another one."""
         self._sent = self.first - 1
         self._flight_bytes = 0
         self._wait_ns = RESEND_MIN_NS
         self._resend_ns = NEVER_NS
 
-    def expired(self, now_ns: int) -> bool:
+    def is_ack_overdue(self, now_ns: int) -> bool:
         """An acknowledgement is overdue."""
         return now_ns >= self._resend_ns
 
-    def take(self, now_ns: int) -> list[tuple[int, bytes]]:
+    def take_due(self, now_ns: int) -> list[tuple[int, bytes]]:
         """(number, body) of what must go now: what was never sent, or the window once more."""
         if not self._bodies:
             return []
-        if self.expired(now_ns):
+        if self.is_ack_overdue(now_ns):
             wait_ns = min(2 * self._wait_ns, RESEND_MAX_NS)
-            self.rewind()
+            self.mark_all_due()
             self._wait_ns = wait_ns
         due: list[tuple[int, bytes]] = []
         while self._may_send():
@@ -178,7 +178,7 @@ class Inbox:
         self.processed = last_seq
         self.ack_due = False
 
-    def accept(self, seq: int) -> bool:
+    def accept_number(self, seq: int) -> bool:
         """True: deliver it. What came before, or too early, is answered with a new Ack."""
         if seq == self.delivered + 1:
             self.delivered = seq
@@ -186,7 +186,7 @@ class Inbox:
         self.ack_due = True
         return False
 
-    def done(self, seq: int) -> None:
+    def mark_processed(self, seq: int) -> None:
         """Everything up to `seq` is processed; ValueError for what was never delivered."""
         if seq > self.delivered:
             raise ValueError(f"{seq} is declared processed, but {self.delivered} came last")
@@ -219,7 +219,7 @@ class LinkState(StrEnum):
     CLOSED = "closed"
 
 
-def full(clients: int) -> str:
+def describe_client_limit(clients: int) -> str:
     """What is answered to a client that comes too late."""
     return (
         f"{clients} clients are connected, more are not possible; start fewer processes, or raise "
@@ -250,8 +250,8 @@ class _Link:
         """How long nothing was heard from the peer."""
         return now_ns - self._heard_ns
 
-    def _sequenced(self, now_ns: int) -> list[bytes]:
-        inbox, boot, due = self.inbox, self.server_boot, self.outbox.take(now_ns)
+    def _take_sequenced(self, now_ns: int) -> list[bytes]:
+        inbox, boot, due = self.inbox, self.server_boot, self.outbox.take_due(now_ns)
         if not (due or inbox.ack_due):
             return []
         inbox.ack_due = False
@@ -288,13 +288,13 @@ class ClientLink(_Link):
         self._hello_wait_ns = RESEND_MIN_NS
         self._bye_due = False
 
-    def gauge(self, body: bytes) -> None:
+    def send_gauge(self, body: bytes) -> None:
         """Send `body` with the next poll; forgotten if the link is not up."""
         check_body(body, self.limits)
         if self.state is LinkState.UP:
             self._gauges.append(body)
 
-    def reintroduce(self) -> None:
+    def request_hello(self) -> None:
         """The connection is a new one: say Hello with the next poll."""
         self._hello_ns = 0
         self._hello_wait_ns = RESEND_MIN_NS
@@ -311,18 +311,18 @@ class ClientLink(_Link):
         if self.state in (LinkState.REFUSED, LinkState.CLOSED):
             return []
         if isinstance(message, Welcome):
-            self._welcomed(message, now_ns)
+            self._handle_welcome(message, now_ns)
         elif isinstance(message, Refused):
             self.state, self.reason = LinkState.REFUSED, message.reason
             self.again = message.again
         elif self.state is LinkState.UP and message.boot == self.server_boot:
-            return self._sequel(message, now_ns)
+            return self._handle_sequenced(message, now_ns)
         return []
 
     def poll(self, now_ns: int) -> list[bytes]:
         """Frames that must go now."""
         if self.state is LinkState.JOINING:
-            return self._hello(now_ns) if now_ns >= self._hello_ns else []
+            return self._make_hello(now_ns) if now_ns >= self._hello_ns else []
         if self.state is LinkState.UP:
             return self._poll_up(now_ns)
         frames = [encode(Bye())] if self._bye_due else []
@@ -340,8 +340,8 @@ class ClientLink(_Link):
             return min(self._hello_ns, heartbeat_ns, self.outbox.next_due_ns())
         return 0 if self._bye_due else NEVER_NS
 
-    def _welcomed(self, welcome: Welcome, now_ns: int) -> None:
-        self.outbox.acknowledge(welcome.last_seq, now_ns)
+    def _handle_welcome(self, welcome: Welcome, now_ns: int) -> None:
+        self.outbox.acknowledge_up_to(welcome.last_seq, now_ns)
         if welcome.server_boot != self.server_boot:
             self._turn_to(welcome.server_boot)
         self.incarnation = welcome.incarnation
@@ -357,24 +357,24 @@ class ClientLink(_Link):
         self._inboxes[server_boot] = self.inbox
         if len(self._inboxes) > SERVERS_KNOWN:
             del self._inboxes[next(iter(self._inboxes))]
-        self.outbox.rewind()
+        self.outbox.mark_all_due()
 
-    def _sequel(self, message: Data | Ack, now_ns: int) -> list[bytes]:
-        self.outbox.acknowledge(message.ack, now_ns)
+    def _handle_sequenced(self, message: Data | Ack, now_ns: int) -> list[bytes]:
+        self.outbox.acknowledge_up_to(message.ack, now_ns)
         self._heard_ns = now_ns
-        if isinstance(message, Ack) or not self.inbox.accept(message.seq):
+        if isinstance(message, Ack) or not self.inbox.accept_number(message.seq):
             return []
-        self.inbox.done(message.seq)
+        self.inbox.mark_processed(message.seq)
         return [message.body]
 
     def _poll_up(self, now_ns: int) -> list[bytes]:
         # An overdue answer may mean that another server listens now: it must hear who we are.
         overdue = now_ns - self._asked_ns >= self._heartbeat_ns
         unanswered = overdue and self._heard_ns < self._asked_ns
-        say_hello = unanswered or now_ns >= self._hello_ns or self.outbox.expired(now_ns)
-        frames = self._hello(now_ns) if say_hello else []
+        say_hello = unanswered or now_ns >= self._hello_ns or self.outbox.is_ack_overdue(now_ns)
+        frames = self._make_hello(now_ns) if say_hello else []
         waiting = self.outbox.next_due_ns()
-        frames += self._sequenced(now_ns)
+        frames += self._take_sequenced(now_ns)
         if waiting <= now_ns:
             self._asked_ns = now_ns
         elif overdue and not say_hello:
@@ -385,7 +385,7 @@ class ClientLink(_Link):
             self._gauges.clear()
         return frames
 
-    def _hello(self, now_ns: int) -> list[bytes]:
+    def _make_hello(self, now_ns: int) -> list[bytes]:
         self._asked_ns = now_ns
         joining = self.state is LinkState.JOINING
         self._hello_ns = now_ns + self._hello_wait_ns if joining else NEVER_NS
@@ -424,7 +424,7 @@ class ServerLink(_Link):
         self._has_record = last_seq is not None
         self._answer_due = True  #: Welcome, or Refused
         self.inbox = Inbox(last_seq or 0)
-        self._resume(hello.first_seq)
+        self._resume_from(hello.first_seq)
 
     def receive(self, frame: bytes, now_ns: int) -> list[tuple[int, bytes]]:
         """(number, body) to handle, in order; number 0 is a gauge. WireError if illegal."""
@@ -433,7 +433,7 @@ class ServerLink(_Link):
             self._answer_due = self.state is LinkState.REFUSED
             return []
         if isinstance(message, Hello):
-            self._introduced(message)
+            self._handle_hello(message)
         elif isinstance(message, Gauge):
             self._heard_ns = now_ns
             return [(0, message.body)]
@@ -442,30 +442,30 @@ class ServerLink(_Link):
         elif isinstance(message, Bye):
             self.state, self.reason = LinkState.CLOSED, "the client said Bye"
         else:
-            return self._sequel(message, now_ns)
+            return self._handle_sequenced(message, now_ns)
         self._heard_ns = now_ns
         return []
 
-    def processed(self, peer_seq: int) -> None:
+    def mark_processed(self, peer_seq: int) -> None:
         """Everything up to `peer_seq` is durable: its acknowledgement may go out."""
-        self.inbox.done(peer_seq)
+        self.inbox.mark_processed(peer_seq)
 
-    def refuse(self, reason: str, *, again: bool = False) -> None:
+    def refuse_client(self, reason: str, *, again: bool = False) -> None:
         """Take nothing more from this client and tell it why, as often as it asks; `again`: another
         process in its place is welcome."""
         self.state, self._answer_due = LinkState.REFUSED, True
         self.reason, self.again = reason[:MAX_TEXT], again
 
-    def pardon(self, now_ns: int) -> None:
+    def reset_silence(self, now_ns: int) -> None:
         """Count silence from now: the owner itself was paused and could not listen."""
         self._heard_ns = now_ns
 
     def poll(self, now_ns: int) -> list[bytes]:
         """Frames that must go now."""
-        frames = [self._answer()] if self._answer_due else []
+        frames = [self._make_answer()] if self._answer_due else []
         self._answer_due = False
         if self.state is LinkState.UP:
-            frames += self._sequenced(now_ns)
+            frames += self._take_sequenced(now_ns)
         return frames
 
     def next_due_ns(self) -> int:
@@ -476,36 +476,38 @@ class ServerLink(_Link):
             return NEVER_NS
         return 0 if self.inbox.ack_due else self.outbox.next_due_ns()
 
-    def _answer(self) -> bytes:
+    def _make_answer(self) -> bytes:
         if self.state is LinkState.REFUSED:
             return encode(Refused(self.reason, self.again))
         return encode(Welcome(self.server_boot, self.incarnation, self.inbox.processed))
 
-    def _introduced(self, hello: Hello) -> None:
+    def _handle_hello(self, hello: Hello) -> None:
         if (hello.name, hello.boot_id) != (self.name, self.boot_id):
             raise WireError(f"{hello.name} speaks on the link of {self.name}")
         self._answer_due = True
-        self._resume(hello.first_seq)
+        self._resume_from(hello.first_seq)
 
-    def _resume(self, first_seq: int) -> None:
+    def _resume_from(self, first_seq: int) -> None:
         """The client forgot everything below `first_seq`: some server has acknowledged it."""
         if first_seq <= self.inbox.delivered + 1:
             return
         if self._has_record:
-            self.refuse(
+            self.refuse_client(
                 f"{self.name} was acknowledged up to {first_seq - 1}, but the record ends at "
                 f"{self.inbox.delivered}: restart it, so that its work is recovered"
             )
         else:
             self.inbox.skip_to(first_seq - 1)
 
-    def _sequel(self, message: Data | Ack | Heartbeat, now_ns: int) -> list[tuple[int, bytes]]:
+    def _handle_sequenced(
+        self, message: Data | Ack | Heartbeat, now_ns: int
+    ) -> list[tuple[int, bytes]]:
         if message.boot == self.server_boot:
-            self.outbox.acknowledge(message.ack, now_ns)
+            self.outbox.acknowledge_up_to(message.ack, now_ns)
         self._heard_ns = now_ns
         if isinstance(message, Heartbeat):
             self.inbox.ack_due = True
-        elif isinstance(message, Data) and self.inbox.accept(message.seq):
+        elif isinstance(message, Data) and self.inbox.accept_number(message.seq):
             return [(message.seq, message.body)]
         return []
 

@@ -41,7 +41,7 @@ from laminar.net.auth import (
     why_refused,
 )
 from laminar.net.frames import FRAME_BYTES_MAX
-from laminar.net.rejected_peers import Strangers
+from laminar.net.rejected_peers import RejectedPeers
 from laminar.net.session import PEERS_MAX
 
 HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
@@ -74,16 +74,16 @@ class _Socket:
     def fileno(self) -> int:
         return int(self._socket.get(zmq.FD))
 
-    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    def attach_loop(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call `callback` when frames may have come, and at least every SAFETY_TICK_S.
 
         It should drain; while frames are left it is called again, after other work of the loop.
         """
         self._loop, self._callback = loop, callback
-        loop.add_reader(self.fileno, self._ready)
+        loop.add_reader(self.fileno, self._on_readable)
         self._tick = loop.call_soon(self._on_tick)
 
-    def detach(self) -> None:
+    def detach_loop(self) -> None:
         if self._loop is None:
             return
         self._loop.remove_reader(self.fileno)
@@ -96,7 +96,7 @@ class _Socket:
 
         A port is free again some milliseconds later, or when the process has ended.
         """
-        self.detach()
+        self.detach_loop()
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -141,21 +141,21 @@ class _Socket:
     def _on_tick(self) -> None:
         if self._loop is not None:
             self._tick = self._loop.call_later(SAFETY_TICK_S, self._on_tick)
-            self._ready()
+            self._on_readable()
 
-    def _ready(self) -> None:
+    def _on_readable(self) -> None:
         self._callback()
         self._recheck_soon()
 
     def _recheck_soon(self) -> None:
         if self._loop is not None and not self._recheck_due:
             self._recheck_due = True
-            self._loop.call_soon(self._recheck)
+            self._loop.call_soon(self._recheck_events)
 
-    def _recheck(self) -> None:
+    def _recheck_events(self) -> None:
         self._recheck_due = False
         if self._loop is not None and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._ready()
+            self._on_readable()
 
 
 class PortTaken(ConfigError):
@@ -186,7 +186,7 @@ class ServerSocket(_Socket):
         ip = own_ip(host, "coordinator.host")
         super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        keys.guard(self._socket)
+        keys.secure_server(self._socket)
         self._monitor = self._socket.get_monitor_socket(FINAL_REFUSALS)
         try:
             self._socket.bind(f"tcp://{ip}:{port or '*'}")
@@ -194,9 +194,9 @@ class ServerSocket(_Socket):
             self.close()
             raise _bind_error(host, port, error) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._strangers = Strangers(self.address, on_stranger)
+        self._strangers = RejectedPeers(self.address, on_stranger)
 
-    def drain(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
+    def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
         """(routing id, frame) of what has arrived, at most `max_frames`."""
         frames: list[tuple[bytes, bytes]] = []
         try:
@@ -211,7 +211,7 @@ class ServerSocket(_Socket):
         count = 0
         while self._monitor is not None and next_event(self._monitor):
             count += 1
-        self._strangers.refused(count, time.monotonic())
+        self._strangers.record_rejected(count, time.monotonic())
         super()._on_tick()
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
@@ -239,7 +239,7 @@ class ClientSocket(_Socket):
         loop = self._loop
         self.close()
         self._open()
-        self._keys.present(self._socket)
+        self._keys.secure_client(self._socket)
         self._monitor = self._socket.get_monitor_socket(REFUSALS)
         self._refusals, self.given_up = 0, False
         try:
@@ -250,9 +250,9 @@ class ClientSocket(_Socket):
             ) from error
         self.address = address
         if loop is not None:
-            self.attach(loop, self._callback)
+            self.attach_loop(loop, self._callback)
 
-    def drain(self, max_frames: int = DRAIN_FRAMES) -> list[bytes]:
+    def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[bytes]:
         """Frames that have arrived, at most `max_frames`."""
         frames: list[bytes] = []
         try:
@@ -262,7 +262,7 @@ class ClientSocket(_Socket):
             pass
         return frames
 
-    def refusal(self) -> str:
+    def find_refusal_reason(self) -> str:
         """Why the server does not let this end in; empty: it does, or does not answer. Without a
         reason of its own it has refused REFUSALS_SAID times."""
         last = 0

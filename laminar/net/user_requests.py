@@ -36,7 +36,7 @@ TURN_S = 5.0
 _POLL_S = 0.02
 
 
-def ask(run_dir: Path, event: Event) -> None:
+def send_user_event(run_dir: Path, event: Event) -> None:
     """Return when the coordinator of the run has logged the event."""
     socket = ClientSocket(RunKeys(read_secret(run_dir)))
     frame = encode_frame(Ask(encode(event)))
@@ -48,9 +48,11 @@ def ask(run_dir: Path, event: Event) -> None:
                 _look_up(socket, run_dir)
                 if socket.address:
                     socket.send(frame)
-            if any(isinstance(decode_server(f, FRAME_BYTES_MAX), Ack) for f in socket.drain()):
+            if any(
+                isinstance(decode_server(f, FRAME_BYTES_MAX), Ack) for f in socket.drain_frames()
+            ):
                 return
-            if reason := socket.refusal():
+            if reason := socket.find_refusal_reason():
                 raise ConfigError(reason)
             time.sleep(_POLL_S)
     finally:
@@ -60,7 +62,7 @@ def ask(run_dir: Path, event: Event) -> None:
     raise ConfigError(f"the coordinator at {socket.address} has not answered for {ANSWER_S:g} s")
 
 
-def answers(address: str, keys: RunKeys) -> bool:
+def is_coordinator_alive(address: str, keys: RunKeys) -> bool:
     """Whether a coordinator of the run makes turns at this address. Waits for it, no loop runs."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
@@ -72,7 +74,7 @@ def answers(address: str, keys: RunKeys) -> bool:
         asking.connect(address)
         asking.send(encode_frame(Heartbeat("", 0)))
         deadline = time.monotonic() + TURN_S
-        while not (heard := asking.drain()) and time.monotonic() < deadline:
+        while not (heard := asking.drain_frames()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return bool(heard)
     finally:

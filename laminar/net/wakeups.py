@@ -25,13 +25,13 @@ class Wakeups(Generic[Key]):
         self._heap: list[tuple[int, Key]] = []
         self._earliest_ns: dict[Key, int] = {}  #: in the heap
 
-    def wake(self, key: Key, at_ns: int) -> None:
+    def schedule_wakeup(self, key: Key, at_ns: int) -> None:
         """Have `due` name this key at that time, or before."""
         if at_ns < self._earliest_ns.get(key, NEVER_NS):
             self._earliest_ns[key] = at_ns
             heappush(self._heap, (at_ns, key))
 
-    def due(self, now_ns: int) -> list[Key]:
+    def take_due(self, now_ns: int) -> list[Key]:
         """Keys whose time has come, in its order; they are not named again by themselves."""
         keys: list[Key] = []
         while self._heap and self._heap[0][0] <= now_ns:

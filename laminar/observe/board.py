@@ -51,34 +51,43 @@ class Board:
 
     def write(self, items: list[Scalars]) -> None:
         if not self._begun:
-            self._file.write([_record(_time(time.time()) + _bytes(3, b"brain.Event:2"))])
+            self._file.write(
+                [_encode_record(_encode_time(time.time()) + _encode_bytes(3, b"brain.Event:2"))]
+            )
             self._begun = True
-        self._file.write([_record(_event(item)) for item in items])
+        self._file.write([_encode_record(_encode_event(item)) for item in items])
 
 
-def _event(item: Scalars) -> bytes:
-    summary = b"".join(_bytes(1, _value(*figure)) for figure in item.figures.items())
-    return _time(item.time_s) + _key(2, VARINT) + _varint(item.step) + _bytes(5, summary)
+def _encode_event(item: Scalars) -> bytes:
+    summary = b"".join(_encode_bytes(1, _encode_value(*figure)) for figure in item.figures.items())
+    return (
+        _encode_time(item.time_s)
+        + _encode_key(2, VARINT)
+        + _encode_varint(item.step)
+        + _encode_bytes(5, summary)
+    )
 
 
-def _time(seconds: float) -> bytes:
-    return _key(1, FIXED_64) + struct.pack("<d", seconds)
+def _encode_time(seconds: float) -> bytes:
+    return _encode_key(1, FIXED_64) + struct.pack("<d", seconds)
 
 
-def _value(name: str, value: float) -> bytes:
+def _encode_value(name: str, value: float) -> bytes:
     tag = NO_TAG.sub("_", name).lstrip("/").encode()
-    return _bytes(1, tag) + _key(2, FIXED_32) + bytes(c_float(value))  # too large: infinite
+    return (
+        _encode_bytes(1, tag) + _encode_key(2, FIXED_32) + bytes(c_float(value))
+    )  # too large: infinite
 
 
-def _bytes(field: int, content: bytes) -> bytes:
-    return _key(field, BYTES) + _varint(len(content)) + content
+def _encode_bytes(field: int, content: bytes) -> bytes:
+    return _encode_key(field, BYTES) + _encode_varint(len(content)) + content
 
 
-def _key(field: int, wire_type: int) -> bytes:
-    return _varint(field << 3 | wire_type)
+def _encode_key(field: int, wire_type: int) -> bytes:
+    return _encode_varint(field << 3 | wire_type)
 
 
-def _varint(number: int) -> bytes:
+def _encode_varint(number: int) -> bytes:
     """Seven bits to a byte, the lowest first; all but the last byte have the highest bit."""
     encoded = bytearray()
     while number > 0x7F:
@@ -91,21 +100,21 @@ def _varint(number: int) -> bytes:
 # --- records --------------------------------------------------------------------------------------
 
 
-def _record(event: bytes) -> bytes:
+def _encode_record(event: bytes) -> bytes:
     length = struct.pack("<Q", len(event))
-    return length + _checksum(length) + event + _checksum(event)
+    return length + _compute_checksum(length) + event + _compute_checksum(event)
 
 
-def _checksum(content: bytes) -> bytes:
+def _compute_checksum(content: bytes) -> bytes:
     """CRC-32C, turned and shifted as readers of these files expect it."""
     crc = 0xFFFFFFFF
     for byte in content:
-        crc = crc >> 8 ^ TABLE[(crc ^ byte) & 0xFF]
+        crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 0xFF]
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def _table() -> tuple[int, ...]:
+def _build_crc_table() -> tuple[int, ...]:
     entries = []
     for entry in range(256):
         for _ in range(8):
@@ -114,4 +123,4 @@ def _table() -> tuple[int, ...]:
     return tuple(entries)
 
 
-TABLE = _table()
+CRC_TABLE = _build_crc_table()

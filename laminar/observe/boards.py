@@ -29,16 +29,16 @@ class Boards:
         self.status: list[Outlet[dict[str, Any]]] = []
         self._log = log
         self._wandb: WandbRun | None = None
-        self._threads = {name: telemetry.beside() for name in config.trainer.logger}
+        self._threads = {name: telemetry.start_sibling() for name in config.trainer.logger}
         if thread := self._threads.get("tensorboard"):
-            self.scalars.append(thread.outlet("tensorboard", Board(run_dir).write))
+            self.scalars.append(thread.add_outlet("tensorboard", Board(run_dir).write))
         if thread := self._threads.get("wandb"):
             self._wandb = WandbRun(config, run_dir, log)
-            self.scalars.append(thread.outlet("wandb", self._wandb.write))
+            self.scalars.append(thread.add_outlet("wandb", self._wandb.write))
         if thread := self._threads.get("prometheus"):
-            self._listen(config, run_dir, thread)
+            self._serve_prometheus(config, run_dir, thread)
 
-    def _listen(self, config: Config, run_dir: Path, thread: Telemetry) -> None:
+    def _serve_prometheus(self, config: Config, run_dir: Path, thread: Telemetry) -> None:
         host, port = config.coordinator.host, config.coordinator.prometheus_port
         try:
             page = Prometheus(run_dir, config.run.name, host, port)
@@ -46,12 +46,12 @@ class Boards:
             self._log.error("prometheus-not-served", address=f"{host}:{port}", reason=str(error))
             return
         self._log.info("prometheus-served", address=page.address)
-        self.scalars.append(thread.outlet("prometheus", page.show_step))
-        self.status.append(thread.outlet("prometheus-status", page.show_status, kept=1))
+        self.scalars.append(thread.add_outlet("prometheus", page.show_step))
+        self.status.append(thread.add_outlet("prometheus-status", page.show_status, kept=1))
 
     def close(self) -> None:
         """Wait for the last figures, within a limit; they are lost then, and nothing else is."""
         for thread in self._threads.values():
-            thread.drain(LAST_FIGURES_S)
+            thread.wait_drained(LAST_FIGURES_S)
         if self._wandb is not None:
             self._wandb.close()

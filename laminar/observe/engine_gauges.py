@@ -22,10 +22,10 @@ class LatestGauges:
     def __init__(self) -> None:
         self._said: dict[str, dict[str, int]] = {}
 
-    def take(self, stamped: Stamped, state: State) -> None:
+    def record_event(self, stamped: Stamped, state: State) -> None:
         if isinstance(stamped.event, ev.ReplicaReady):
             self._said.pop(stamped.peer, None)
-        elif (report := _report(stamped, state)) is not None:
+        elif (report := _get_report(stamped, state)) is not None:
             self._said[stamped.peer] = {
                 "kv_used_tokens": report.kv_used_tokens,
                 "kv_capacity_tokens": report.kv_capacity_tokens,
@@ -36,7 +36,7 @@ class LatestGauges:
                 "prefix_cache_hits": report.prefix_cache_hits,
             }
 
-    def of(self, replica: str) -> dict[str, int] | None:
+    def get_gauges(self, replica: str) -> dict[str, int] | None:
         """None until it has reported."""
         return self._said.get(replica)
 
@@ -46,16 +46,16 @@ class StepGauges:
     of them."""
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset_counts()
 
-    def _forget(self) -> None:
+    def _reset_counts(self) -> None:
         self._reports = self._running = self._waiting = 0
         self._shares, self._share_sum, self._share_max = 0, 0.0, 0.0
         self._first: dict[tuple[str, int], ev.TokenProgress] = {}
         self._last: dict[tuple[str, int], ev.TokenProgress] = {}
 
-    def take(self, stamped: Stamped, state: State) -> None:
-        if (report := _report(stamped, state)) is None:
+    def record_event(self, stamped: Stamped, state: State) -> None:
+        if (report := _get_report(stamped, state)) is None:
             return
         life = stamped.peer, stamped.incarnation
         self._first.setdefault(life, report)
@@ -69,27 +69,29 @@ class StepGauges:
             self._share_sum += share
             self._share_max = max(self._share_max, share)
 
-    def drain(self) -> dict[str, float]:
+    def drain_figures(self) -> dict[str, float]:
         """The figures of a step; those without a basis are left out."""
         figures: dict[str, float] = {}
         if self._reports:
             figures["rollout/running/mean"] = self._running / self._reports
             figures["rollout/waiting/mean"] = self._waiting / self._reports
-            figures["rollout/preempted"] = self._growth("preempted")
+            figures["rollout/preempted"] = self._sum_growth("preempted")
         if self._shares:
             figures["rollout/kv_used_share/mean"] = self._share_sum / self._shares
             figures["rollout/kv_used_share/max"] = self._share_max
-        if queries := self._growth("prefix_cache_queries"):
-            figures["rollout/prefix_cache_hit_share"] = self._growth("prefix_cache_hits") / queries
-        self._forget()
+        if queries := self._sum_growth("prefix_cache_queries"):
+            figures["rollout/prefix_cache_hit_share"] = (
+                self._sum_growth("prefix_cache_hits") / queries
+            )
+        self._reset_counts()
         return figures
 
-    def _growth(self, name: str) -> int:
+    def _sum_growth(self, name: str) -> int:
         pairs = ((self._first[life], last) for life, last in self._last.items())
         return sum(getattr(last, name) - getattr(first, name) for first, last in pairs)
 
 
-def _report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
+def _get_report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
     """The report of a replica that serves; that of an earlier process of its name is out of
     date."""
     event, replica = stamped.event, stamped.peer
@@ -107,7 +109,7 @@ class RepackCounts:
     def __init__(self) -> None:
         self.emptied = self.moves = 0
 
-    def take(self, commands: list[Command], state: State) -> None:
+    def record_commands(self, commands: list[Command], state: State) -> None:
         if not state.settings.repack_policy:
             return
         for command in commands:
@@ -117,7 +119,7 @@ class RepackCounts:
                 progress = state.progress.get(command.trajectory_id)
                 self.moves += progress is not None and bool(progress.source)
 
-    def drain(self) -> dict[str, float]:
+    def drain_figures(self) -> dict[str, float]:
         """The figures of a step; then it begins again."""
         found = {"repack/emptied": float(self.emptied), "repack/moves": float(self.moves)}
         self.emptied = self.moves = 0

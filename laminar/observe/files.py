@@ -82,10 +82,10 @@ class GrowingFile:
 
     def _open(self) -> None:
         if self._fd < 0:
-            self._path = _place(self._run_dir, self._name)
-            self._begin()
+            self._path = _resolve_path(self._run_dir, self._name)
+            self._open_file()
 
-    def _begin(self) -> None:
+    def _open_file(self) -> None:
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._size = os.fstat(self._fd).st_size
 
@@ -95,7 +95,7 @@ class GrowingFile:
         rename(self._path, Path(f"{self._path}.{number}"), durable=False)
         os.close(self._fd)
         self._fd = -1
-        self._begin()
+        self._open_file()
         for old, path in parts:
             if old <= number - (PARTS_KEPT - 1):
                 path.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ class GrowingFile:
                 written, rest = written + count, rest[count:]
         except OSError as error:
             self._mended = False
-            done = _whole(items, written)
+            done = _count_whole_items(items, written)
             self._size += sum(map(len, items[:done]))
             raise PartlyWritten(done, error) from error
         self._size += written
@@ -126,7 +126,7 @@ class ReplacedFile:
         write_whole(self._path, items[-1], durable=False)
 
 
-def _whole(items: Sequence[bytes], written: int) -> int:
+def _count_whole_items(items: Sequence[bytes], written: int) -> int:
     """How many items end within the first `written` bytes."""
     done = 0
     while done < len(items) and len(items[done]) <= written:
@@ -135,7 +135,7 @@ def _whole(items: Sequence[bytes], written: int) -> int:
     return done
 
 
-def _place(run_dir: Path, name: str) -> Path:
+def _resolve_path(run_dir: Path, name: str) -> Path:
     """Where a file is, whatever the link to the newest logs points at later."""
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is gone")

@@ -25,14 +25,14 @@ GIT_S = 5.0
 """A working directory on a slow file system has no commit, rather than a run that waits."""
 
 
-def hardware() -> dict[str, Any]:
+def describe_hardware() -> dict[str, Any]:
     """Plain values; what cannot be found out is empty."""
     return {
         "host": socket.gethostname(),
-        "cpu": _cpu(),
+        "cpu": _read_cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": _gpus(),
+        "gpus": _list_gpu_models(),
         "python": platform.python_version(),
         "laminar": __version__,
         "laminar_commit": commit_of(Path(__file__).parent),
@@ -54,7 +54,7 @@ def commit_of(directory: Path) -> str:
     return found.stdout.strip()
 
 
-def _cpu() -> str:
+def _read_cpu_model() -> str:
     try:
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -62,7 +62,7 @@ def _cpu() -> str:
     return found[1] if found else platform.machine()
 
 
-def _gpus() -> list[str]:
+def _list_gpu_models() -> list[str]:
     """The models of all that the machine has, as the driver names them."""
     found = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):

@@ -34,40 +34,40 @@ class _LineLogger:
     debug = info = warning = error = critical = msg
 
 
-def configure(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
+def configure_logging(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
     """Send this process's log lines to its file; call once at start. What the telemetry of the
     process loses is reported there."""
     telemetry = Telemetry()
-    lines = _outlet(run_dir, process, telemetry)
+    lines = _add_log_outlet(run_dir, process, telemetry)
     structlog.configure(
-        processors=_processors(run, process),
-        wrapper_class=_filtering(level),
+        processors=_make_processors(run, process),
+        wrapper_class=_make_level_filter(level),
         logger_factory=lambda *_: _LineLogger(lines),
         cache_logger_on_first_use=True,
     )
-    telemetry.tell_losses(_say_losses)
+    telemetry.tell_losses(_log_losses)
     return telemetry
 
 
-def logger_of(run_dir: Path, run: str, actor: str, telemetry: Telemetry) -> Any:
+def make_logger(run_dir: Path, run: str, actor: str, telemetry: Telemetry) -> Any:
     """The logger of one of several actors of this process, with a file of its own."""
     return structlog.wrap_logger(
-        _LineLogger(_outlet(run_dir, actor, telemetry)),
-        processors=_processors(run, actor),
-        wrapper_class=_filtering("info"),
+        _LineLogger(_add_log_outlet(run_dir, actor, telemetry)),
+        processors=_make_processors(run, actor),
+        wrapper_class=_make_level_filter("info"),
     )
 
 
-def _outlet(run_dir: Path, name: str, telemetry: Telemetry) -> Outlet[bytes]:
+def _add_log_outlet(run_dir: Path, name: str, telemetry: Telemetry) -> Outlet[bytes]:
     file = GrowingFile(run_dir, f"{LOGS_DIR}/latest/{name}.jsonl", in_parts=True)
-    return telemetry.outlet("log", file.write)
+    return telemetry.add_outlet("log", file.write)
 
 
-def _filtering(level: str) -> Any:
+def _make_level_filter(level: str) -> Any:
     return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
 
 
-def _processors(run: str, process: str) -> list[Any]:
+def _make_processors(run: str, process: str) -> list[Any]:
     def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
         """Add the process to a line, and not through context variables: callbacks of the event loop
         do not inherit them."""
@@ -82,11 +82,11 @@ def _processors(run: str, process: str) -> list[Any]:
     ]
 
 
-def _say_losses(outlet: str, lost: int, reason: str) -> None:
+def _log_losses(outlet: str, lost: int, reason: str) -> None:
     get_logger().warning("telemetry-lost", outlet=outlet, lost=lost, reason=reason)
 
 
-def new_attempt(run_dir: Path) -> Path:
+def create_attempt(run_dir: Path) -> Path:
     """Make logs/attempt_N and point logs/latest at it."""
     logs = run_dir / LOGS_DIR
     logs.mkdir(parents=True, exist_ok=True)

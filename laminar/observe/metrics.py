@@ -51,7 +51,7 @@ class _Written:
     step_event: int = 0  #: the last one of the line of a step
     evaluations: int = 0
 
-    def take(self, line: bytes) -> None:
+    def read_line(self, line: bytes) -> None:
         try:
             figures = json.loads(line)
             event = int(figures["event"])
@@ -75,10 +75,10 @@ class MetricsWriter:
         earlier: Earlier = _discard,
     ) -> None:
         """ConfigError when what an earlier coordinator has written cannot be read."""
-        written = _written(run_dir / METRICS_FILE, earlier)
+        written = _read_written(run_dir / METRICS_FILE, earlier)
         self._after = written.event
         self.replay_from = written.step_event  #: the first event that a replay must show again
-        self._lines = telemetry.outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
+        self._lines = telemetry.add_outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
         self._boards = boards
         self._pulls: list[float] = []
         self._gauges, self._repack = StepGauges(), RepackCounts()
@@ -87,8 +87,8 @@ class MetricsWriter:
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
-        self._gauges.take(stamped, state)
-        self._repack.take(commands, state)
+        self._gauges.record_event(stamped, state)
+        self._repack.record_commands(commands, state)
         if isinstance(event, ev.WeightsLoaded):
             self._pulls.append(event.seconds)
         elif isinstance(event, ev.StepCompleted):
@@ -96,8 +96,8 @@ class MetricsWriter:
             self._write(stamped, event.step_index + 1, figures)
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
-            facts = evaluation_scores.facts(state.evaluations[-1])
-            self._write(stamped, facts["step"], _evaluation(facts))
+            facts = evaluation_scores.describe_evaluation(state.evaluations[-1])
+            self._write(stamped, facts["step"], _compute_evaluation(facts))
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
         """The trainer's figures, and what only the coordinator knows."""
@@ -124,8 +124,8 @@ class MetricsWriter:
             **{f"ledger/dropped_groups/{why}": n for why, n in ledger.groups.dropped.items()},
             "events/seq": stamped.seq,
             **_reward_errors(state),
-            **self._gauges.drain(),
-            **(self._repack.drain() if state.settings.repack_policy else {}),
+            **self._gauges.drain_figures(),
+            **(self._repack.drain_figures() if state.settings.repack_policy else {}),
         }
         if seconds > 0:
             figures["timing_s/between_steps"] = seconds
@@ -153,7 +153,7 @@ def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:
     return {"groups/mixed_versions": float(sum(state.groups[g].mixed for g in groups))}
 
 
-def _evaluation(facts: dict[str, Any]) -> dict[str, float]:
+def _compute_evaluation(facts: dict[str, Any]) -> dict[str, float]:
     """The figures of an evaluation, by verl's names where it has one; what has no basis is left
     out."""
     n, folder = facts["answers_per_prompt"], f"val-core/{'export' if facts['final'] else 'policy'}"
@@ -179,13 +179,13 @@ def _reward_errors(state: State) -> dict[str, float]:
     return {"reward/errors/total": sum(errors.values()), **by_reason}
 
 
-def _written(path: Path, earlier: Earlier = _discard) -> _Written:
+def _read_written(path: Path, earlier: Earlier = _discard) -> _Written:
     """What the whole lines of the file say, one at a time; zeros for a new one."""
     found = _Written(earlier)
     try:
         with open(path, "rb") as lines:
             for line in lines:
-                found.take(line)
+                found.read_line(line)
     except FileNotFoundError:
         return found
     except OSError as error:

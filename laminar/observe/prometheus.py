@@ -75,17 +75,19 @@ class Prometheus(Collector):
             return
         for key, meaning in STATUS_FIGURES.items():
             if status[key] is not None:
-                yield _gauge(key, meaning, status[key])
+                yield _make_gauge(key, meaning, status[key])
         yield _by_label("phase", "what the run does; 1", "phase", {status["phase"]: 1})
-        yield from _replicas(status["replicas"])
+        yield from _make_replica_gauges(status["replicas"])
         alive, silent = len(status["processes"]), len(status["silent_nodes"])
         processes = {"joined": alive, "silent": silent}
         yield _by_label("processes", "of the run; silent: node daemons", "state", processes)
         for name, value in step.items():
-            yield _gauge(name, f"{name} of the last step or evaluation, see docs/metrics.md", value)
+            yield _make_gauge(
+                name, f"{name} of the last step or evaluation, see docs/metrics.md", value
+            )
 
 
-def _replicas(replicas: dict[str, dict[str, Any]]) -> Iterator[GaugeMetricFamily]:
+def _make_replica_gauges(replicas: dict[str, dict[str, Any]]) -> Iterator[GaugeMetricFamily]:
     doing = Counter(replica["doing"] for replica in replicas.values())
     yield _by_label("replicas", "replicas by what they do", "doing", dict(doing))
     versions = [replica["version"] for replica in replicas.values()]
@@ -96,10 +98,10 @@ def _replicas(replicas: dict[str, dict[str, Any]]) -> Iterator[GaugeMetricFamily
     gauges = [replica["engine"] for replica in replicas.values() if replica["engine"]]
     for key in ENGINE_FIGURES:
         total = sum(gauge[key] for gauge in gauges)
-        yield _gauge(f"engine_{key}", "sum over the replicas' last gauges", total)
+        yield _make_gauge(f"engine_{key}", "sum over the replicas' last gauges", total)
 
 
-def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+def _make_gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"laminar_{NO_NAME.sub('_', name)}", meaning, value)
 
 

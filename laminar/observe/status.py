@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.scheduling.admission import full_of, why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason, full_of
 from laminar.core.state import keys
-from laminar.core.state.evaluation_scores import facts
-from laminar.core.state.indexes import indexes_of, streams
-from laminar.core.state.process_failures import Losses
+from laminar.core.state.evaluation_scores import describe_evaluation
+from laminar.core.state.indexes import indexes_of, is_streaming
+from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import Replica, State
 from laminar.core.state.statuses import Phase, TrajectoryStatus
@@ -50,25 +50,25 @@ class StatusWriter:
         boards: Sequence[Outlet[dict[str, Any]]] = (),
     ) -> None:
         self._file = ReplacedFile(run_dir, STATUS_FILE)
-        self._outlets = [telemetry.outlet("status", self._replace, kept=1), *boards]
+        self._outlets = [telemetry.add_outlet("status", self._replace_file, kept=1), *boards]
         self._clock = clock
         self._written = 0.0
         self._tokens: tuple[float, int] = (clock(), 0)
         self._rate = 0.0
         self.last_metrics: dict[str, float] = {}
-        self._gauges, self._repack, self._losses = LatestGauges(), RepackCounts(), Losses()
+        self._gauges, self._repack, self._losses = LatestGauges(), RepackCounts(), ProcessFailures()
         self.left_out: deque[str] = deque(maxlen=LEFT_OUT_SHOWN)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._clock()
-        self._gauges.take(stamped, state)
-        self._repack.take(commands, state)
-        self._losses.take(stamped, commands)
+        self._gauges.record_event(stamped, state)
+        self._repack.record_commands(commands, state)
+        self._losses.record_event(stamped, commands)
         metrics = getattr(stamped.event, "metrics", None)
         if metrics:
             self.last_metrics = metrics
         if isinstance(stamped.event, ev.StepCompleted):
-            self.left_out += map(left_out_line, stamped.event.left_out)
+            self.left_out += map(format_left_out, stamped.event.left_out)
         if now - self._written >= INTERVAL_S or state.phase == Phase.ENDED or metrics:
             self._write(now, stamped.time_ns, state)
 
@@ -80,14 +80,14 @@ class StatusWriter:
         if now - then >= 2.0:
             self._rate = max(total - before, 0) / (now - then)
             self._tokens = (now, total)
-        status = self._status(state) | {"seconds": time_ns / 1e9}
+        status = self._build_status(state) | {"seconds": time_ns / 1e9}
         for outlet in self._outlets:
             outlet.put(status)
 
-    def _replace(self, found: list[dict[str, Any]]) -> None:
+    def _replace_file(self, found: list[dict[str, Any]]) -> None:
         self._file.write([msgspec.json.encode(found[-1])])
 
-    def _status(self, state: State) -> dict[str, Any]:
+    def _build_status(self, state: State) -> dict[str, Any]:
         trained = state.ledger.trajectories.trained
         return {
             "phase": state.phase,
@@ -101,9 +101,9 @@ class StatusWriter:
             "staleness_max": state.staleness_max,
             "newest_version": state.newest,
             "groups_ready": len(state.ready),
-            "trainer": _trainer(state),
-            "replicas": self._replicas(state),
-            "evaluations": [facts(result) for result in state.evaluations],
+            "trainer": _describe_trainer(state),
+            "replicas": self._describe_replicas(state),
+            "evaluations": [describe_evaluation(result) for result in state.evaluations],
             "evaluating": state.evaluation is not None,
             "export": state.export_path,
             "failure": state.failure or state.drained_for,
@@ -111,46 +111,46 @@ class StatusWriter:
             "left_out": list(self.left_out),
             "warnings": list(state.warnings.values()),
             "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
-            "awaited": _awaited(state),
+            "awaited": _list_awaited(state),
             "lost_by": dict(self._losses.why),
-            "repack": self._repacked(state),
+            "repack": self._describe_repack(state),
             "processes": {a.name: a.pid for a in state.actors.values()},
         }
 
-    def _repacked(self, state: State) -> dict[str, int] | None:
+    def _describe_repack(self, state: State) -> dict[str, int] | None:
         """What repack did since this coordinator began; None without it."""
         if not state.settings.repack_policy:
             return None
         return {"emptied": self._repack.emptied, "moves": self._repack.moves}
 
-    def _replicas(self, state: State) -> dict[str, dict[str, Any]]:
+    def _describe_replicas(self, state: State) -> dict[str, dict[str, Any]]:
         """What each does, asked once for all of a kind: there may be ten thousand. What its engine
         last said."""
         doing: dict[Kind | None, str] = {}
         shown = {}
         for name, replica in state.replicas.items():
-            kind = indexes_of(state).replicas.kind_of(name)
+            kind = indexes_of(state).replicas.get_kind(name)
             if kind is None or kind not in doing:
-                refused = why_not_admitted(state, replica) or "admitting"
+                refused = find_not_admitted_reason(state, replica) or "admitting"
                 begins = state.phase == Phase.STARTING
                 doing[kind] = "pulling" if replica.loading else "starting" if begins else refused
-            resetting, slots = _resetting(state, replica), _slots(state, replica)
+            resetting, slots = _count_resetting(state, replica), _count_slots(state, replica)
             begun = len(replica.running) - resetting
             shown[name] = {
                 "version": replica.version,
                 "running": min(begun, slots),
                 "waiting": max(begun - slots, 0),
                 "resetting": resetting,
-                "doing": _doing(state, replica, doing[kind]),
-                "engine": self._gauges.of(name),
+                "doing": _describe_activity(state, replica, doing[kind]),
+                "engine": self._gauges.get_gauges(name),
             }
         return shown
 
 
-def _doing(state: State, replica: Replica, doing: str) -> str:
+def _describe_activity(state: State, replica: Replica, doing: str) -> str:
     """What one of its kind may do besides: stream. With an environment, whose sessions wait for
     tools and hold no slot: which of both binds."""
-    if streams(state, replica.name):
+    if is_streaming(state, replica.name):
         return "streaming"
     if doing != "admitting" or not state.settings.environment:
         return doing
@@ -158,27 +158,29 @@ def _doing(state: State, replica: Replica, doing: str) -> str:
     return f"{full}-full" if full else doing
 
 
-def _trainer(state: State) -> str:
+def _describe_trainer(state: State) -> str:
     """What it does; a new process of it does again what its checkpoint does not have."""
-    if any(state.actors[name].role == Role.TRAINER for name in _awaited(state)):
+    if any(state.actors[name].role == Role.TRAINER for name in _list_awaited(state)):
         return "away"
     if 0 <= state.redone < state.completed:
         return f"redoing step {state.redone + 1} of {state.completed}"
     return "training" if state.batch else "waiting"
 
 
-def _awaited(state: State) -> list[str]:
+def _list_awaited(state: State) -> list[str]:
     """Processes that are lost and have a time to come back."""
     timers = state.timers
-    return [a.name for a in state.actors.values() if not a.alive and keys.rejoin(a.name) in timers]
+    return [
+        a.name for a in state.actors.values() if not a.alive and keys.rejoin_timer(a.name) in timers
+    ]
 
 
-def _slots(state: State, replica: Replica) -> int:
+def _count_slots(state: State, replica: Replica) -> int:
     """What its engine runs at a time: a replica takes one group more, which waits for slots."""
     return max(replica.capacity - state.settings.group_size, 1)
 
 
-def _resetting(state: State, replica: Replica) -> int:
+def _count_resetting(state: State, replica: Replica) -> int:
     """Trajectories that have a place in its engine while their environment speaks first."""
     if not state.settings.environment:
         return 0
@@ -186,7 +188,7 @@ def _resetting(state: State, replica: Replica) -> int:
     return sum(known[name].status == TrajectoryStatus.DISPATCHED for name in replica.running)
 
 
-def left_out_line(part: ev.LeftOut) -> str:
+def format_left_out(part: ev.ExcludedRows) -> str:
     """Whose rows were not trained, and why."""
     return (
         f"{len(part.trajectories)} answers of {part.replica} with version {part.version} were left "

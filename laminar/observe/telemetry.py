@@ -83,9 +83,9 @@ class Outlet(Generic[Item]):
             self.lost_writing += len(items) - done
             self._reason = str(error) or type(error).__name__
         else:
-            self._tell_losses()
+            self._report_losses()
 
-    def _tell_losses(self) -> None:
+    def _report_losses(self) -> None:
         lost = self.lost_before + self.lost_writing
         if lost > self._said:
             news, self._said = lost - self._said, lost
@@ -99,40 +99,40 @@ class Telemetry:
     def __init__(self) -> None:
         self._due: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._say: Say | None = None
-        threading.Thread(target=self._work, name="telemetry", daemon=True).start()
-        atexit.register(self.drain, DRAIN_S)
+        threading.Thread(target=self._run_writer, name="telemetry", daemon=True).start()
+        atexit.register(self.wait_drained, DRAIN_S)
 
-    def outlet(
+    def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
     ) -> Outlet[Item]:
         """`write` gets all waiting items in order, in the thread; what it raises is counted. With
         `kept` = 1 the newest item is written, and an older one is no loss."""
         outlet = Outlet(name, write, self._due, kept)
-        outlet.say = self._tell
+        outlet.say = self._report_loss
         return outlet
 
     def tell_losses(self, say: Say) -> None:
         """Have `say(outlet, items, reason)` called, once an outlet works again."""
         self._say = say
 
-    def beside(self) -> Telemetry:
+    def start_sibling(self) -> Telemetry:
         """Another thread, for what takes long: the others do not wait for it. Losses are reported
         as this one's are."""
         other = Telemetry()
-        other.tell_losses(self._tell)
+        other.tell_losses(self._report_loss)
         return other
 
-    def drain(self, timeout_s: float) -> bool:
+    def wait_drained(self, timeout_s: float) -> bool:
         """Wait until everything put so far was tried; False: that took too long."""
         done = threading.Event()
         self._due.put(done.set)
         return done.wait(timeout_s)
 
-    def _tell(self, name: str, lost: int, reason: str) -> None:
+    def _report_loss(self, name: str, lost: int, reason: str) -> None:
         if self._say is not None:
             self._say(name, lost, reason)
 
-    def _work(self) -> None:
+    def _run_writer(self) -> None:
         while True:
             self._due.get()()
             if self._due.empty():
@@ -158,8 +158,8 @@ def print_lines(lines: list[bytes]) -> None:
     os.write(_terminal, b"".join(lines))
 
 
-def tell(text: str) -> None:
+def print_last_line(text: str) -> None:
     """Print a last line to standard error; one that is gone or accepts nothing is ignored."""
     telemetry = Telemetry()
-    telemetry.outlet("terminal", print_lines).put(f"{text}\n".encode(errors="replace"))
-    telemetry.drain(DRAIN_S)
+    telemetry.add_outlet("terminal", print_lines).put(f"{text}\n".encode(errors="replace"))
+    telemetry.wait_drained(DRAIN_S)

@@ -48,7 +48,7 @@ class WandbRun:
 
     def write(self, items: list[Scalars]) -> None:
         if self._run is None:
-            self._run = self._begun()
+            self._run = self._begin_or_log()
         for item in items:
             self._run.log(item.figures, step=item.step)
 
@@ -67,17 +67,17 @@ class WandbRun:
                 child.kill()
                 self._log.error("wandb-not-finished", after_s=FINISH_S)
 
-    def _begun(self) -> Any:
+    def _begin_or_log(self) -> Any:
         """The run; that it cannot begin is said once, and tried again with the next figures."""
         try:
-            return self._begin()
+            return self._init_run()
         except Exception as error:
             if not self._failed:
                 self._failed = True
                 self._log.error("wandb-not-begun", reason=str(error))
             raise
 
-    def _begin(self) -> Any:
+    def _init_run(self) -> Any:
         import wandb  # more than a second to import
 
         return wandb.init(
@@ -103,14 +103,16 @@ def check_wandb() -> None:
     wrong = "trainer.logger names wandb, but "
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"{wrong}it is not installed: {with_extra('wandb')}")
-    if not (os.environ.get("WANDB_MODE") in OFFLINE or any(map(os.environ.get, KEYS)) or _login()):
+    if not (
+        os.environ.get("WANDB_MODE") in OFFLINE or any(map(os.environ.get, KEYS)) or _has_login()
+    ):
         raise ConfigError(
             f"{wrong}it has no API key: call `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline and upload the run later with `wandb sync`"
         )
 
 
-def _login() -> bool:
+def _has_login() -> bool:
     """Whether `wandb login` was called: it leaves a login named "user". The library's own question
     starts its process, which without a network never ends."""
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
-from laminar.core.state.evaluation_scores import facts
+from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
@@ -35,7 +35,7 @@ FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 Figures = dict[str, float]
 
 
-class Watch:
+class WarningMonitor:
     """Sees every event; `report` takes the warnings."""
 
     def __init__(
@@ -53,41 +53,41 @@ class Watch:
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.StepCompleted):
-            self.take(stamped.event.metrics)
+            self.take_figures(stamped.event.metrics)
         if state.phase == Phase.ENDED:
             return
-        for kind, text in self._found(stamped.event, state):
+        for kind, text in self._find_warnings(stamped.event, state):
             if kind not in state.warnings and kind not in self._given:
                 self._given.add(kind)
                 step = state.completed
                 self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
 
-    def take(self, figures: Figures) -> None:
+    def take_figures(self, figures: Figures) -> None:
         """Take the figures of a completed step; a coordinator that comes back gives earlier ones
         first."""
         self._recent.append(figures)
         if len(self._first) < WINDOW:
             self._first.append(figures)
 
-    def _found(self, event: Event, state: State) -> Iterator[tuple[str, str]]:
+    def _find_warnings(self, event: Event, state: State) -> Iterator[tuple[str, str]]:
         """Kind and text of what is wrong now, looked for at the events that could show it."""
         at_start, self._at_start = self._at_start, {}
         yield from at_start.items()
         if isinstance(event, ev.DataLoaded):
             yield from _few_prompts(state)
         elif isinstance(event, ev.WeightsRejected):
-            yield "weights", _rejected(event)
+            yield "weights", _describe_rejected(event)
         elif isinstance(event, ev.TrajectoryRewarded | ev.TrajectoryFailed):
             yield from _reward_errors(state)
         elif isinstance(event, ev.StepCompleted):
-            yield from _mismatch(event)
+            yield from _check_mismatch(event)
             yield from _prompts_differ(event)
-            yield from self._no_signal()
-            yield from self._truncated()
-            yield from self._entropy()
+            yield from self._check_signal()
+            yield from self._check_truncation()
+            yield from self._check_entropy()
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
-            yield from _falling(state)
+            yield from _check_evaluation_drop(state)
 
     def _mean(self, name: str) -> float | None:
         """Over the last WINDOW steps; None before there are so many that have it."""
@@ -98,7 +98,7 @@ class Watch:
         """The values of the first WINDOW steps, as far as they have it."""
         return [figures[name] for figures in self._first if name in figures]
 
-    def _no_signal(self) -> Iterator[tuple[str, str]]:
+    def _check_signal(self) -> Iterator[tuple[str, str]]:
         flat = self._mean("groups/no_variance")
         if flat is not None and flat >= FLAT_SHARE:
             reward, first = self._mean("reward/mean"), self._at_first("reward/mean")
@@ -112,7 +112,7 @@ class Watch:
                 "easy for this model",
             )
 
-    def _truncated(self) -> Iterator[tuple[str, str]]:
+    def _check_truncation(self) -> Iterator[tuple[str, str]]:
         cut = self._mean("response_length/clip_ratio")
         if cut is not None and cut >= TRUNCATED_SHARE:
             yield (
@@ -122,7 +122,7 @@ class Watch:
                 "the model ends its answers (chat template, end tokens)",
             )
 
-    def _entropy(self) -> Iterator[tuple[str, str]]:
+    def _check_entropy(self) -> Iterator[tuple[str, str]]:
         name = "actor/entropy"
         now, first = self._mean(name), self._at_first(name)
         if now is not None and len(first) == WINDOW and now < ENTROPY_SHARE * fmean(first):
@@ -159,9 +159,9 @@ def _reward_errors(state: State) -> Iterator[tuple[str, str]]:
         )
 
 
-def _falling(state: State) -> Iterator[tuple[str, str]]:
+def _check_evaluation_drop(state: State) -> Iterator[tuple[str, str]]:
     """The last evaluation against the best one before it, by the score, else by right answers."""
-    results = [facts(result) for result in state.evaluations]
+    results = [describe_evaluation(result) for result in state.evaluations]
     for name in ("score", "share"):
         known = [r for r in results if r[name] is not None and r[f"{name}_se"] is not None]
         if len(known) < 2:
@@ -180,7 +180,7 @@ def _falling(state: State) -> Iterator[tuple[str, str]]:
             return
 
 
-def _mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
+def _check_mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
     if event.left_out:
         part = event.left_out[0]
         yield (
@@ -203,7 +203,7 @@ def _prompts_differ(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
         )
 
 
-def _rejected(event: ev.WeightsRejected) -> str:
+def _describe_rejected(event: ev.WeightsRejected) -> str:
     return (
         f"weight version {event.version} was refused by a replica: {event.reason}; it loads again, "
         "and if it goes on, engine and trainer do not agree on this model"

@@ -18,7 +18,7 @@ NAME = "laminar"
 
 def shell_command(*words: object) -> str:
     """The command line that these words make, to be pasted in the working directory."""
-    return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
+    return " ".join([_find_program(), *(shlex.quote(str(word)) for word in words)])
 
 
 def own_program() -> str:
@@ -35,7 +35,7 @@ def with_extra(name: str) -> str:
 
 
 @cache
-def _program() -> str:
+def _find_program() -> str:
     """`laminar` where that is this one; else its path, a relative one if it is below."""
     own = Path(sys.executable).parent / NAME
     found = shutil.which(NAME)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from laminar.config import Config, ConfigError, load
+from laminar.config import Config, ConfigError, load_config
 
 CONFIG_FILE = "config.toml"
 SECRET_FILE = "secret"
@@ -70,7 +70,7 @@ def run_config(run_dir: Path) -> Config:
         raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
-    return load([], resolved=run_dir / CONFIG_FILE)
+    return load_config([], resolved=run_dir / CONFIG_FILE)
 
 
 def older_parts(path: Path) -> list[tuple[int, Path]]:
@@ -78,11 +78,11 @@ def older_parts(path: Path) -> list[tuple[int, Path]]:
 
     A lowest number above 1: there were older ones, which are gone.
     """
-    named = ((file.name.removeprefix(f"{path.name}."), file) for file in _beside(path))
+    named = ((file.name.removeprefix(f"{path.name}."), file) for file in _list_siblings(path))
     return sorted((int(number), file) for number, file in named if number.isdigit())
 
 
-def _beside(path: Path) -> list[Path]:
+def _list_siblings(path: Path) -> list[Path]:
     return list(path.parent.iterdir()) if path.parent.is_dir() else []
 
 

@@ -29,18 +29,20 @@ class FailPoints:
         self._run_dir = run_dir
         self._counts: Counter[str] = Counter()
 
-    def reached(self, point: str) -> None:
+    def hit_failpoint(self, point: str) -> None:
         """ConfigError for a variable that names no point."""
         texts = {name: text for name in SIGNALS if (text := os.environ.get(name))}
         if not texts or self._run_dir is None:
             return
         self._counts[point] += 1
         for name, text in texts.items():
-            wanted = dict(_parsed(name, part) for part in text.split(",") if part)
+            wanted = dict(_parse_entry(name, part) for part in text.split(",") if part)
             if self._counts[point] == wanted.get(point):
-                self._meet(self._run_dir / f"failed-{point}-{self._counts[point]}", SIGNALS[name])
+                self._raise_signal_once(
+                    self._run_dir / f"failed-{point}-{self._counts[point]}", SIGNALS[name]
+                )
 
-    def _meet(self, mark: Path, number: signal.Signals) -> None:
+    def _raise_signal_once(self, mark: Path, number: signal.Signals) -> None:
         """Have the signal, unless a process of this run has had it here."""
         try:
             with mark.open("x") as made:
@@ -50,7 +52,7 @@ class FailPoints:
         os.kill(os.getpid(), number)
 
 
-def _parsed(variable: str, text: str) -> tuple[str, int]:
+def _parse_entry(variable: str, text: str) -> tuple[str, int]:
     point, _, number = text.strip().partition(":")
     if point not in POINTS or not number.isdigit() or not int(number):
         raise ConfigError(

@@ -66,19 +66,19 @@ class RunLock:
         """Use `create`, `join` or `inherit`."""
         self.run_dir, self.fd = run_dir, fd
         self.inherited = inherited  #: another process of the run started this one
-        self._identity = _identity(os.fstat(fd))
+        self._identity = _get_identity(os.fstat(fd))
         self._card: tuple[Path, int] | None = None
-        if reason := self.lost():
+        if reason := self.find_lost_reason():
             os.close(fd)
             raise ConfigError(reason)
-        self._announce(name)
+        self._write_card(name)
 
     @classmethod
     def create(cls, run_dir: Path, name: str) -> RunLock:
         """The lock of a directory that was just made; ConfigError if another process has it
         already."""
         fd = _open(run_dir, os.O_CREAT | os.O_EXCL)
-        _share(fd, run_dir)
+        _wait_for_share(fd, run_dir)
         return cls(run_dir, fd, name)
 
     @classmethod
@@ -87,11 +87,11 @@ class RunLock:
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir} does not exist")
         fd = _open(run_dir, os.O_CREAT)
-        _share(fd, run_dir)
+        _wait_for_share(fd, run_dir)
         return cls(run_dir, fd, name)
 
     @classmethod
-    def alone(cls, run_dir: Path, name: str) -> RunLock:
+    def join_idle_run(cls, run_dir: Path, name: str) -> RunLock:
         """The lock of a run of which no process lives; ConfigError if one does, or begins just
         now."""
         fd = _open(run_dir, os.O_CREAT)
@@ -113,11 +113,11 @@ class RunLock:
         os.set_inheritable(fd, False)
         return cls(run_dir, fd, name, inherited=True)
 
-    def lost(self) -> str:
+    def find_lost_reason(self) -> str:
         """Why this directory is no longer the one that was locked; empty while it is."""
         path = self.run_dir / LOCK_FILE
         try:
-            if _identity(os.stat(path)) == self._identity:
+            if _get_identity(os.stat(path)) == self._identity:
                 return ""
         except (FileNotFoundError, NotADirectoryError):
             what = f"{path} was removed" if self.run_dir.is_dir() else f"{self.run_dir} is gone"
@@ -131,11 +131,13 @@ class RunLock:
         os.close(self.fd)
         if self._card is not None:
             path, fd = self._card
-            if not self.lost() and path.name not in SOLE:  # one that waits for it has it open
+            if (
+                not self.find_lost_reason() and path.name not in SOLE
+            ):  # one that waits for it has it open
                 path.unlink(missing_ok=True)
             os.close(fd)
 
-    def _announce(self, name: str) -> None:
+    def _write_card(self, name: str) -> None:
         """Say who we are, for those who ask; where that cannot be written we go on unnamed.
         ConfigError where another process has a name that only one may have."""
         holder = Holder(
@@ -151,7 +153,7 @@ class RunLock:
             if sole and not ours:
                 os.close(fd)
                 os.close(self.fd)
-                raise AlreadyServed(_served(self.run_dir, path))
+                raise AlreadyServed(_describe_sole_holder(self.run_dir, path))
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode(holder), 0)
             self._card = (path, fd)
@@ -160,7 +162,7 @@ class RunLock:
 
 
 @contextmanager
-def moving(run_dir: Path) -> Iterator[None]:
+def lock_for_move(run_dir: Path) -> Iterator[None]:
     """Within this, no process of a run lives in the directory and none can begin to.
 
     ConfigError if one does: it names them, and how to end them.
@@ -173,7 +175,7 @@ def moving(run_dir: Path) -> Iterator[None]:
             raise _no_locks(run_dir, error) from None
         if not whole:
             raise ConfigError(in_use(run_dir))
-        if _moved(fd, run_dir):
+        if _is_moved(fd, run_dir):
             raise ConfigError(f"run directory {run_dir} was moved by another process just now")
         yield
     finally:
@@ -186,34 +188,34 @@ def holders(run_dir: Path) -> list[Holder]:
         cards = list((run_dir / PROCESSES_DIR).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [holder for path in cards if (holder := _living(path)) is not None]
+    found = [holder for path in cards if (holder := _read_live_holder(path)) is not None]
     return sorted(found, key=lambda holder: (holder.host, holder.name))
 
 
 def in_use(run_dir: Path) -> str:
     """The sentence about a directory whose run lives."""
     living = holders(run_dir)
-    who = describe(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
+    who = format_holders(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
     return (
         f"run directory {run_dir} is in use by {who}; `{shell_command('stop', run_dir)}` ends a run"
     )
 
 
-def _served(run_dir: Path, card: Path) -> str:
+def _describe_sole_holder(run_dir: Path, card: Path) -> str:
     """The sentence about a name that another process has."""
-    holder = _living(card)
-    who = describe([holder]) if holder else f"whoever has {card} locked"
+    holder = _read_live_holder(card)
+    who = format_holders([holder]) if holder else f"whoever has {card} locked"
     return f"{run_dir} is served already, by {who}; `{shell_command('stop', run_dir)}` ends the run"
 
 
-def describe(living: list[Holder]) -> str:
+def format_holders(living: list[Holder]) -> str:
     """ "coordinator (pid 7), node-0 (pid 8)", with the host of what is not here."""
     return ", ".join(
         f"{each.name} (pid {each.pid}{'' if each.local else f' on {each.host}'})" for each in living
     )
 
 
-def _living(card: Path) -> Holder | None:
+def _read_live_holder(card: Path) -> Holder | None:
     """The process that wrote the card, if it still has it locked."""
     try:
         fd = os.open(card, os.O_RDONLY | os.O_CLOEXEC)
@@ -239,7 +241,7 @@ def _open(run_dir: Path, flags: int) -> int:
         raise ConfigError(f"{path} cannot be opened: {error.strerror}") from None
 
 
-def _share(fd: int, run_dir: Path) -> None:
+def _wait_for_share(fd: int, run_dir: Path) -> None:
     """Wait for our share; a process that has the whole has it for one renaming."""
     try:
         shared = _wait_for(fd, fcntl.LOCK_SH, MOVE_WAIT_S)
@@ -282,14 +284,14 @@ def try_lock(fd: int, kind: int) -> bool:
     return True
 
 
-def _moved(fd: int, run_dir: Path) -> bool:
+def _is_moved(fd: int, run_dir: Path) -> bool:
     try:
-        return _identity(os.stat(run_dir / LOCK_FILE)) != _identity(os.fstat(fd))
+        return _get_identity(os.stat(run_dir / LOCK_FILE)) != _get_identity(os.fstat(fd))
     except FileNotFoundError:
         return True
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def _get_identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 

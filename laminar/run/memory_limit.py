@@ -19,12 +19,12 @@ CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def memory_limit(root: Path = CGROUPS, own: Path = OWN) -> int:
     """The memory that this process may take, in bytes."""
-    return min([int(psutil.virtual_memory().total), *_limits(root, own)])
+    return min([int(psutil.virtual_memory().total), *_read_limits(root, own)])
 
 
-def _limits(root: Path, own: Path) -> Iterator[int]:
+def _read_limits(root: Path, own: Path) -> Iterator[int]:
     """The limits of our control group and all above it; "max" is none."""
-    for file in _files(root, own):
+    for file in _list_limit_files(root, own):
         try:
             text = file.read_text().strip()
         except OSError:  # there is no such group here, or it has no limit
@@ -33,7 +33,7 @@ def _limits(root: Path, own: Path) -> Iterator[int]:
             yield int(text)
 
 
-def _files(root: Path, own: Path) -> Iterator[Path]:
+def _list_limit_files(root: Path, own: Path) -> Iterator[Path]:
     try:
         lines = own.read_text().splitlines()
     except OSError:  # not Linux

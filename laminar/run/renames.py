@@ -19,7 +19,7 @@ from pathlib import Path
 
 def write_whole(path: Path, data: bytes, *, durable: bool) -> None:
     """Give the file this content; where that fails, nothing of it is left."""
-    new = unnamed(path)
+    new = get_temp_path(path)
     try:
         new.write_bytes(data)
         if durable:
@@ -30,7 +30,7 @@ def write_whole(path: Path, data: bytes, *, durable: bool) -> None:
         raise
 
 
-def unnamed(path: Path) -> Path:
+def get_temp_path(path: Path) -> Path:
     """Where this process makes what is to be `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 

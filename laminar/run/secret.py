@@ -36,14 +36,14 @@ class Secret:
     def __repr__(self) -> str:
         return "Secret(***)"
 
-    def key(self, use: str) -> bytes:
+    def derive_key(self, use: str) -> bytes:
         """32 bytes for one use, whose name has at most 16 characters."""
         return hashlib.blake2b(self._content, digest_size=32, person=use.encode()).digest()
 
     @property
     def run_id(self) -> str:
         """The run's identity on every machine, wherever its directory is mounted; no secret."""
-        return self.key("run")[:8].hex()
+        return self.derive_key("run")[:8].hex()
 
 
 def make_secret(run_dir: Path) -> None:
@@ -79,11 +79,11 @@ def read_secret(run_dir: Path) -> Secret:
             "made its directory"
         ) from None
     with os.fdopen(fd, "rb") as file:
-        _check(path, os.fstat(fd))
+        _check_permissions(path, os.fstat(fd))
         return Secret(file.read())
 
 
-def _check(path: Path, found: os.stat_result) -> None:
+def _check_permissions(path: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{path} is no file: remove it, and resume the run to make another")

@@ -36,7 +36,7 @@ def add_child_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lock-fd", type=int, default=None, help=argparse.SUPPRESS)
 
 
-def not_ignored(*signals: signal.Signals) -> list[signal.Signals]:
+def drop_ignored(*signals: signal.Signals) -> list[signal.Signals]:
     """The signals that were not ignored when this process began: `nohup` ignores SIGHUP, a script's
     `&` SIGINT, and it stays so."""
     return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
@@ -50,7 +50,7 @@ def in_batch_job() -> bool:
 def stop_signals() -> list[signal.Signals]:
     """What asks for a graceful end of the run, where that is decided."""
     term = [] if in_batch_job() else [signal.SIGTERM]
-    return [*term, END, *not_ignored(signal.SIGHUP)]
+    return [*term, END, *drop_ignored(signal.SIGHUP)]
 
 
 def pause_signals() -> list[signal.Signals]:
@@ -58,7 +58,7 @@ def pause_signals() -> list[signal.Signals]:
     return [signal.SIGUSR1, *([signal.SIGTERM] if in_batch_job() else [])]
 
 
-def answers_ms(config: Config, asked_by: str) -> int:
+def get_pause_timeout_ms(config: Config, asked_by: str) -> int:
     """How long a pause may wait for answers that could not go on later: half of the notice that a
     batch system gives; after SIGTERM it gives none."""
     return 0 if asked_by == signal.SIGTERM.name else config.slurm.notice_s * 500
@@ -67,7 +67,7 @@ def answers_ms(config: Config, asked_by: str) -> int:
 def leave_signals(*, warned: bool) -> list[signal.Signals]:
     """What asks an actor to leave the run; `warned`: it is one that a batch system warns."""
     usr1 = [signal.SIGUSR1] if warned else []
-    return [signal.SIGTERM, *usr1, *not_ignored(signal.SIGHUP)]
+    return [signal.SIGTERM, *usr1, *drop_ignored(signal.SIGHUP)]
 
 
 def handle_signals(signals: list[signal.Signals], act: Callable[[str], None]) -> None:
@@ -87,13 +87,13 @@ def follow_starter(act: Callable[[str], None]) -> None:
     def read() -> None:
         with open(os.dup(0), encoding="utf-8") as lines:
             for line in lines:
-                _hand_over(loop, act, line.strip())
-        _hand_over(loop, act, STARTER_GONE)
+                _call_in_loop(loop, act, line.strip())
+        _call_in_loop(loop, act, STARTER_GONE)
 
     threading.Thread(target=read, name="follow-starter", daemon=True).start()
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, act: Callable[[str], None], word: str) -> None:
+def _call_in_loop(loop: asyncio.AbstractEventLoop, act: Callable[[str], None], word: str) -> None:
     try:
         loop.call_soon_threadsafe(act, word)
     except RuntimeError:  # the loop is closed: this process ends already

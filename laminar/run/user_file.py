@@ -27,7 +27,7 @@ class UserFunction:
 
     def __init__(self, key: str, path: Path, name: str, function: Callable[..., Any]) -> None:
         self.key, self.path, self.name = key, path, name
-        self.digest = _digest(path)
+        self.digest = _digest_file(path)
         self.function = function
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class UserFunction:
             return self.function(*arguments)
         except Exception as error:
             raise ConfigError(
-                f"{self} raised {describe(error, str(self.path))}; correct it"
+                f"{self} raised {describe_error(error, str(self.path))}; correct it"
             ) from error
 
 
@@ -48,17 +48,17 @@ def file_digests(named: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for key, reference in named.items():
         try:
-            found[key] = _digest(Path(reference.rpartition(":")[0]))
+            found[key] = _digest_file(Path(reference.rpartition(":")[0]))
         except OSError as error:
             raise ConfigError(f"{key} = {reference!r} cannot be read: {error}") from error
     return found
 
 
-def _digest(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
-def users_function(key: str, reference: str, names: Iterable[str] = ()) -> UserFunction:
+def load_user_function(key: str, reference: str, names: Iterable[str] = ()) -> UserFunction:
     """Import what the setting `key` names; `names`: what it may be besides. Raises ConfigError."""
     file, _, name = reference.rpartition(":")
     path = Path(file)
@@ -76,7 +76,7 @@ def users_function(key: str, reference: str, names: Iterable[str] = ()) -> UserF
     try:
         found.loader.exec_module(module)
     except Exception as error:
-        said = describe(error, file)
+        said = describe_error(error, file)
         raise ConfigError(f"{key}: {path}:{name} does not import: {said}") from None
     function = getattr(module, name, None)
     if function is None:
@@ -86,7 +86,7 @@ def users_function(key: str, reference: str, names: Iterable[str] = ()) -> UserF
     return UserFunction(key, path, name, function)
 
 
-def describe(error: BaseException, path: str) -> str:
+def describe_error(error: BaseException, path: str) -> str:
     """One short line: type, message, and the place in the user's file (else the innermost)."""
     lines = str(error).strip().splitlines()
     text = type(error).__name__ + (f": {lines[0]}" if lines else "")

@@ -32,21 +32,21 @@ def open_tables(path: Path) -> Iterator[Tables]:
     """The tables as of now; a store that goes on writing does not change what is read."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name the store.sqlite of a run directory")
-    with _connected(path) as db:
+    with _connect_readonly(path) as db:
         yield Tables(db, payload_files.folder_of(path))
 
 
 def check_integrity(path: Path) -> list[str]:
     """What in the database and its files contradicts itself."""
     with open_tables(path) as tables:
-        return contradictions(tables)
+        return find_contradictions(tables)
 
 
-def contradictions(tables: Tables) -> list[str]:
+def find_contradictions(tables: Tables) -> list[str]:
     """The same of open tables."""
     problems = tables.sqlite_problems() + _meta_problems(tables)
     removed = tables.removed_payloads()
-    for row in tables.rows():
+    for row in tables.iter_rows():
         problems += _trajectory_problems(tables, row, row.id in removed)
     orphans = tables.orphan_chunks()
     problems += [f"{number} chunks of {name} have no row" for name, number in orphans]
@@ -57,7 +57,7 @@ def contradictions(tables: Tables) -> list[str]:
 
 
 def _meta_problems(tables: Tables) -> list[str]:
-    meta = tables.meta()
+    meta = tables.get_meta()
     missing = [f"meta key {key!r} is missing" for key in schema.META if key not in meta]
     if missing:
         return missing
@@ -84,7 +84,10 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
     tokens = logprobs = b""
     contexts: dict[int, bytes] = {}
     try:
-        loaded, contexts = [tables.load(chunk) for chunk in chunks], tables.turns.contexts(row)
+        loaded, contexts = (
+            [tables.load_chunk(chunk) for chunk in chunks],
+            tables.turns.get_contexts(row),
+        )
         tokens = b"".join(chunk.tokens for chunk in loaded)
         logprobs = b"".join(chunk.logprobs for chunk in loaded)
     except DamageError as error:
@@ -95,7 +98,7 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
             f"trajectory {row.id} counts {row.num_tokens} tokens, its chunks hold "
             f"{len(tokens)} bytes of tokens and {len(logprobs)} of log-probs"
         )
-    digest = rules.payload_digest(tokens, logprobs, list(contexts.values()))
+    digest = rules.digest_payload(tokens, logprobs, list(contexts.values()))
     if row.status != "open" and row.digest != digest:
         problems.append(f"trajectory {row.id} does not have its digest {row.digest}")
     problems += _context_problems(row, contexts)
@@ -211,13 +214,13 @@ def _prompt_ids(tables: Tables, row: Row) -> bytes:
     """Token ids of the row's prompt; empty when they are not there."""
     key = PromptKey(row.purpose, row.row_index)
     try:
-        return tables.prompt_ids(key, tables.prompt(key) or b"")
+        return tables.get_prompt_ids(key, tables.get_prompt(key) or b"")
     except msgspec.MsgspecError:
         return b""
 
 
 @contextmanager
-def _connected(path: Path) -> Iterator[sqlite3.Connection]:
+def _connect_readonly(path: Path) -> Iterator[sqlite3.Connection]:
     db = None
     try:
         db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)

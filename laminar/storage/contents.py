@@ -39,7 +39,7 @@ class Content(NamedTuple):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def digest_of(batch: Iterable[Content]) -> str:
+def digest_batch(batch: Iterable[Content]) -> str:
     """xxh3_128 (hex) of the MessagePack arrays of the samples, in the order of the batch."""
     state = xxhash.xxh3_128()
     for content in batch:

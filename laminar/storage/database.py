@@ -37,13 +37,13 @@ class Database(Transactions):
         with ExitStack() as opened:
             self._lock = WriterLock(path, incarnation)
             opened.callback(self._lock.close)
-            connection = _connect(path)
+            connection = _open_connection(path)
             opened.callback(connection.close)
             tables = Tables(connection, self._folder)
             super().__init__(connection, tables, str(path), in_flight=in_flight)
             payload_files.create_folder(self._folder)
-            with self._transaction():  # no writer can be between a file and its row now
-                payload_files.sweep(self._folder, self._tables.file_names())
+            with self._begin_transaction():  # no writer can be between a file and its row now
+                payload_files.remove_unnamed_files(self._folder, self._tables.file_names())
             opened.pop_all()
 
     def close(self) -> None:
@@ -51,30 +51,30 @@ class Database(Transactions):
         self._lock.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with super()._transaction():
-            self._lock.check()
+    def _begin_transaction(self) -> Iterator[None]:
+        with super()._begin_transaction():
+            self._lock.check_owner()
             yield
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
         replies = super().handle_batch(requests)
-        self._fail_points.reached("store-committed")
+        self._fail_points.hit_failpoint("store-committed")
         if self._tables.unnamed:
-            self._unlink()
+            self._unlink_unnamed()
         return replies
 
     def _before_commit(self) -> None:
-        self._fail_points.reached("store-commit")
+        self._fail_points.hit_failpoint("store-commit")
 
-    def _unlink(self) -> None:
+    def _unlink_unnamed(self) -> None:
         """Files of payloads whose removal is committed, or was undone: what no row names goes."""
-        with self._transaction():  # no writer can be between a file and its row now
+        with self._begin_transaction():  # no writer can be between a file and its row now
             unnamed = {name for name in self._tables.unnamed if not self._tables.is_named(name)}
-            payload_files.unlink(self._folder, unnamed)
+            payload_files.remove_files(self._folder, unnamed)
         self._tables.unnamed.clear()
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _open_connection(path: Path) -> sqlite3.Connection:
     """A connection that starts no transaction by itself."""
     try:
         db = sqlite3.connect(path, isolation_level=None)

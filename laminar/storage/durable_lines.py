@@ -22,9 +22,9 @@ class DurableLines:
 
     async def enter(self, line: bytes) -> None:
         """Durable on return."""
-        await asyncio.to_thread(self._enter, line)
+        await asyncio.to_thread(self._append_line, line)
 
-    def _enter(self, line: bytes) -> None:
+    def _append_line(self, line: bytes) -> None:
         if self._fd < 0:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o644)

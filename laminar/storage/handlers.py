@@ -21,7 +21,7 @@ from laminar.storage import rules
 from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
-from laminar.storage.turn_handlers import TurnHandlers, effect_item, result_of
+from laminar.storage.turn_handlers import TurnHandlers, effect_item, make_result
 
 REMOVED_AT_ONCE = 256
 """Payloads, so that other requests are not held up."""
@@ -38,17 +38,17 @@ class Handlers:
             m.Open: self._open,
             m.Append: self._append,
             m.Finish: self._finish,
-            m.Intend: self._turns.intend,
-            m.Continue: self._turns.go_on,
+            m.Intend: self._turns.record_intent,
+            m.Continue: self._turns.continue_trajectories,
             m.Fetch: self._fetch,
             m.PutRewards: self._put_rewards,
-            m.End: self._end,
+            m.End: self._end_trajectories,
             m.SamplePrompts: self._sample_prompts,
             m.RemovePayloads: self._remove_payloads,
-            m.Stats: self._stats,
+            m.Stats: self._collect_stats,
         }
 
-    def answer(self, request: m.Request) -> m.Reply:
+    def answer_request(self, request: m.Request) -> m.Reply:
         return self._by_type[type(request)](request)
 
     def _open(self, request: m.Open) -> m.OpenReply:
@@ -66,31 +66,33 @@ class Handlers:
 
     def _open_one(self, item: m.OpenItem, room: _Room) -> m.OpenResult | None:
         """None: not opened, for its tokens have no room in the reply."""
-        asked = _asked_by_open(item)
-        row = self._rows.row(item.trajectory_id)
+        asked = _make_opened_row(item)
+        row = self._rows.get_row(item.trajectory_id)
         verdict = rules.judge_open(row, asked, self._in_flight)
         if verdict.answer in ("fenced", "refused"):
-            return _barred_open(item, verdict.answer, verdict.reason)
+            return _refuse_open(item, verdict.answer, verdict.reason)
         prompt_ids = b""
         if verdict.answer == "open":
             key = PromptKey(item.purpose, item.row_index)
-            prompt = self._rows.prompt(key)
+            prompt = self._rows.get_prompt(key)
             if prompt is None:
-                return _barred_open(item, "refused", f"no {item.purpose} prompt {item.row_index}")
-            prompt_ids = self._rows.prompt_ids(key, prompt)
-            if not room.take(len(prompt_ids) + (rules.TOKEN_BYTES * row.all_tokens if row else 0)):
+                return _refuse_open(item, "refused", f"no {item.purpose} prompt {item.row_index}")
+            prompt_ids = self._rows.get_prompt_ids(key, prompt)
+            if not room.take_bytes(
+                len(prompt_ids) + (rules.TOKEN_BYTES * row.all_tokens if row else 0)
+            ):
                 return None
-        row = self._opened(row, verdict.change, asked)
-        chunks = self._rows.chunks(row.id) if verdict.answer == "open" else []
-        contexts = self._rows.turns.contexts(row) if verdict.answer == "open" else {}
+        row = self._save_opened(row, verdict.change, asked)
+        chunks = self._rows.load_chunks(row.id) if verdict.answer == "open" else []
+        contexts = self._rows.turns.get_contexts(row) if verdict.answer == "open" else {}
         return _open_result(row, verdict, prompt_ids, chunks, contexts)
 
-    def _opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
+    def _save_opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
         if row is not None and change == "none":
             return row
         if change == "restart":
             self._rows.drop_chunks(asked.id)
-        after = rules.opened(row, change, asked)
+        after = rules.apply_open(row, change, asked)
         self._rows.save(row, after)
         return after
 
@@ -98,7 +100,7 @@ class Handlers:
         return m.AppendReply(results=tuple(map(self._append_one, request.items)))
 
     def _append_one(self, item: m.AppendItem) -> m.Result:
-        row = self._rows.row(item.trajectory_id)
+        row = self._rows.get_row(item.trajectory_id)
         source = None
         if row is not None and row.replica is not None:  # whoever has this placement
             source = rules.Source(row.replica, item.weight_version, item.version_step)
@@ -106,18 +108,18 @@ class Handlers:
         chunk = Chunk(*place, item.tokens, item.logprobs, source, item.read)
         stored = None
         if row is not None and rules.is_behind(row, item.segment, item.offset):
-            stored = self._rows.chunk(row, item.segment, item.offset)
+            stored = self._rows.load_chunk_at(row, item.segment, item.offset)
         verdict = rules.judge_append(row, item.placement, chunk, stored, self._in_flight)
         if row is not None and verdict.changes:
             self._rows.add_chunk(row, chunk)
-            self._rows.save(row, rules.grown(row, chunk))
-        return result_of(item.trajectory_id, verdict)
+            self._rows.save(row, rules.apply_append(row, chunk))
+        return make_result(item.trajectory_id, verdict)
 
     def _finish(self, request: m.Finish) -> m.FinishReply:
         return m.FinishReply(results=tuple(map(self._finish_one, request.items)))
 
     def _finish_one(self, item: m.FinishItem) -> m.Result:
-        row = self._rows.row(item.trajectory_id)
+        row = self._rows.get_row(item.trajectory_id)
         verdict = rules.judge_finish(row, item.placement, item.finish_reason, item.num_tokens)
         if row is not None and verdict.changes:
             digest = self._whole_digest(row)
@@ -125,40 +127,42 @@ class Handlers:
                 status="generated", finish_reason=item.finish_reason, digest=digest
             )
             self._rows.save(row, after)
-        return result_of(item.trajectory_id, verdict)
+        return make_result(item.trajectory_id, verdict)
 
     def _whole_digest(self, row: Row) -> str:
         """The digest of the payload, which must have as many tokens and log-probs as the row."""
-        tokens, logprobs = _payload(self._rows.chunks(row.id))
+        tokens, logprobs = _join_payload(self._rows.load_chunks(row.id))
         if {len(tokens), len(logprobs)} != {row.num_tokens * rules.TOKEN_BYTES}:
             raise DamageError(
                 f"the chunks of {row.id} hold {len(tokens)} bytes of tokens and "
                 f"{len(logprobs)} of log-probs, its row counts {row.num_tokens} tokens"
             )
-        return rules.payload_digest(tokens, logprobs, list(self._rows.turns.contexts(row).values()))
+        return rules.digest_payload(
+            tokens, logprobs, list(self._rows.turns.get_contexts(row).values())
+        )
 
     def _fetch(self, request: m.Fetch) -> m.FetchReply:
         room = _Room()
         trajectories: list[m.Trajectory] = []
         left_out: list[str] = []
         removed: list[str] = []
-        rows = {wanted: self._rows.row(wanted) for wanted in request.ids}
+        rows = {wanted: self._rows.get_row(wanted) for wanted in request.ids}
         unknown = [wanted for wanted, row in rows.items() if row is None]
         found = [row for row in rows.values() if row is not None]
         self._require_ids(PromptKey(row.purpose, row.row_index) for row in found)
         for row in found:
             key = PromptKey(row.purpose, row.row_index)
-            prompt = self._rows.prompt(key)
+            prompt = self._rows.get_prompt(key)
             if prompt is None:
                 raise DamageError(
                     f"the {row.purpose} prompt {row.row_index} of {row.id} is missing"
                 )
-            ids = self._rows.prompt_ids(key, prompt)
-            if not room.take(_fetched_size(row, prompt, ids)):
+            ids = self._rows.get_prompt_ids(key, prompt)
+            if not room.take_bytes(_fetched_size(row, prompt, ids)):
                 left_out.append(row.id)
                 continue
             try:
-                trajectories.append(self._trajectory(row, ids, request.with_prompt, prompt))
+                trajectories.append(self._load_trajectory(row, ids, request.with_prompt, prompt))
             except PayloadRemoved:
                 removed.append(row.id)
         return m.FetchReply(
@@ -172,18 +176,18 @@ class Handlers:
         """All of these that exist have been tokenised; raises NotTokenised."""
         missing = {}
         for key in dict.fromkeys(keys):
-            prompt = self._rows.prompt(key)
-            if prompt is not None and not self._rows.prompt_ids(key, prompt):
+            prompt = self._rows.get_prompt(key)
+            if prompt is not None and not self._rows.get_prompt_ids(key, prompt):
                 missing[key] = prompt
         if missing:
             raise NotTokenised(missing)
 
-    def _trajectory(
+    def _load_trajectory(
         self, row: Row, prompt_ids: bytes, with_prompt: bool, prompt: bytes
     ) -> m.Trajectory:
-        chunks, contexts = self._rows.chunks(row.id), self._rows.turns.contexts(row)
-        tokens, logprobs = _payload(chunks)
-        effects = self._rows.turns.effects(row, row.turns) if with_prompt else []
+        chunks, contexts = self._rows.load_chunks(row.id), self._rows.turns.get_contexts(row)
+        tokens, logprobs = _join_payload(chunks)
+        effects = self._rows.turns.get_effects(row, row.turns) if with_prompt else []
         return m.Trajectory(
             trajectory_id=row.id,
             **row.identity._asdict(),
@@ -205,22 +209,22 @@ class Handlers:
             effects=tuple(map(effect_item, effects)),
             call_seconds=self._rows.turns.call_seconds(row) if with_prompt else 0.0,
             segment_lengths=rules.segment_lengths(chunks),
-            spans=rules.spans(row, chunks),
+            spans=rules.compute_spans(row, chunks),
             prompt=prompt if with_prompt else None,
-            extras=self._rows.extras(row.id),
+            extras=self._rows.get_extras(row.id),
         )
 
     def _put_rewards(self, request: m.PutRewards) -> m.PutRewardsReply:
         return m.PutRewardsReply(results=tuple(map(self._reward_one, request.items)))
 
-    def _reward_one(self, item: m.RewardItem) -> m.RewardResult:
-        row = self._rows.row(item.trajectory_id)
+    def _reward_one(self, item: m.RewardItem) -> m.StoredReward:
+        row = self._rows.get_row(item.trajectory_id)
         verdict = rules.judge_reward(row, item.placement, item.score, item.reason, item.detail)
         if row is not None and verdict.changes:
-            row = self._rewarded(row, item)
+            row = self._save_reward(row, item)
         return _reward_result(item.trajectory_id, verdict, row)
 
-    def _rewarded(self, row: Row, item: m.RewardItem) -> Row:
+    def _save_reward(self, row: Row, item: m.RewardItem) -> Row:
         after = row._replace(
             status="rewarded",
             reward_bits=rules.score_bits(item.score),
@@ -233,15 +237,15 @@ class Handlers:
         self._rows.set_reward_text(row.id, item.score, item.text, item.extras)
         return after
 
-    def _end(self, request: m.End) -> m.EndReply:
+    def _end_trajectories(self, request: m.End) -> m.EndReply:
         return m.EndReply(results=tuple(map(self._end_one, request.items)))
 
     def _end_one(self, item: m.EndItem) -> m.EndResult:
-        row = self._rows.row(item.trajectory_id)
-        asked = _asked_by_end(item)
+        row = self._rows.get_row(item.trajectory_id)
+        asked = _make_ended_row(item)
         verdict = rules.judge_end(row, asked)
         if verdict.changes:
-            after = rules.ended(row, asked)
+            after = rules.apply_end(row, asked)
             self._rows.save(row, after)
             self._rows.turns.lose_effects(after.id)
             row = after
@@ -254,32 +258,32 @@ class Handlers:
         )
 
     def _sample_prompts(self, request: m.SamplePrompts) -> m.SamplePromptsReply:
-        meta, room = self._rows.meta(), _Room()
+        meta, room = self._rows.get_meta(), _Room()
         purpose, rows = "train", int(meta["train_prompts"])
         if not rows:
             purpose, rows = "eval", int(meta["eval_prompts"])
         count = min(request.count, rows)
         keys = [PromptKey(purpose, i * rows // count) for i in range(count)]
         self._require_ids(keys)
-        found = ((key, self._rows.prompt(key)) for key in keys)
-        prompts = (self._rows.prompt_ids(key, p) for key, p in found if p is not None)
-        return m.SamplePromptsReply(prompts=tuple(p for p in prompts if room.take(len(p))))
+        found = ((key, self._rows.get_prompt(key)) for key in keys)
+        prompts = (self._rows.get_prompt_ids(key, p) for key, p in found if p is not None)
+        return m.SamplePromptsReply(prompts=tuple(p for p in prompts if room.take_bytes(len(p))))
 
     def _remove_payloads(self, request: m.RemovePayloads) -> m.RemovePayloadsReply:
         keep_tokens = request.keep_bytes // (2 * rules.TOKEN_BYTES)
-        removable = self._rows.removable(request.before_step, keep_tokens, REMOVED_AT_ONCE)
+        removable = self._rows.find_removable(request.before_step, keep_tokens, REMOVED_AT_ONCE)
         for trajectory_id in removable:
             self._rows.remove_payload(trajectory_id)
         return m.RemovePayloadsReply(removed=len(removable))
 
-    def _stats(self, request: m.Stats) -> m.StatsReply:
-        meta = self._rows.meta()
+    def _collect_stats(self, request: m.Stats) -> m.StatsReply:
+        meta = self._rows.get_meta()
         return m.StatsReply(
             train_prompts=int(meta["train_prompts"]),
             eval_prompts=int(meta["eval_prompts"]),
             totals=tuple(
                 m.Total(state=state, trajectories=number, tokens=tokens, tokens_lost=lost)
-                for state, number, tokens, lost in self._rows.totals()
+                for state, number, tokens, lost in self._rows.get_totals()
             ),
             database_bytes=self._rows.database_bytes(),
         )
@@ -291,14 +295,14 @@ class _Room:
     def __init__(self) -> None:
         self._used = 0
 
-    def take(self, size: int) -> bool:
+    def take_bytes(self, size: int) -> bool:
         if self._used and self._used + size > m.REPLY_BUDGET:
             return False
         self._used += size
         return True
 
 
-def _asked_by_open(item: m.OpenItem) -> Row:
+def _make_opened_row(item: m.OpenItem) -> Row:
     return Row(
         id=item.trajectory_id,
         group_id=item.group_id,
@@ -314,7 +318,7 @@ def _asked_by_open(item: m.OpenItem) -> Row:
     )
 
 
-def _asked_by_end(item: m.EndItem) -> Row:
+def _make_ended_row(item: m.EndItem) -> Row:
     return Row(
         id=item.trajectory_id,
         group_id=item.group_id,
@@ -329,7 +333,7 @@ def _asked_by_end(item: m.EndItem) -> Row:
     )
 
 
-def _barred_open(item: m.OpenItem, answer: rules.OpenAnswer, reason: str) -> m.OpenResult:
+def _refuse_open(item: m.OpenItem, answer: rules.OpenAnswer, reason: str) -> m.OpenResult:
     return m.OpenResult(trajectory_id=item.trajectory_id, answer=answer, reason=reason)
 
 
@@ -363,8 +367,8 @@ def _open_result(
 
 def _reward_result(
     trajectory_id: str, verdict: rules.RewardVerdict, row: Row | None
-) -> m.RewardResult:
-    result = m.RewardResult(
+) -> m.StoredReward:
+    result = m.StoredReward(
         trajectory_id=trajectory_id, answer=verdict.answer, reason=verdict.reason
     )
     if row is None or verdict.answer in ("fenced", "refused"):
@@ -377,7 +381,7 @@ def _reward_result(
     )
 
 
-def _payload(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
+def _join_payload(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
     """All tokens and all log-probs."""
     tokens = b"".join(chunk.tokens for chunk in chunks)
     return tokens, b"".join(chunk.logprobs for chunk in chunks)

@@ -41,7 +41,7 @@ class StoreWireError(ValueError):
     """Bytes that are no message of the store, or a message too large for a frame."""
 
 
-def _kebab(class_name: str) -> str:
+def _to_kebab_case(class_name: str) -> str:
     return re.sub(r"(?<=.)([A-Z])", r"-\1", class_name).lower()
 
 
@@ -49,7 +49,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of the parts of messages."""
 
 
-class Message(Item, frozen=True, kw_only=True, tag=_kebab):
+class Message(Item, frozen=True, kw_only=True, tag=_to_kebab_case):
     """Base of all messages: the field "type" holds the tag, PutRewards is "put-rewards"."""
 
 
@@ -320,7 +320,7 @@ class FetchReply(Message, frozen=True, kw_only=True):
     removed: tuple[str, ...] = ()  #: ended, and RemovePayloads took their tokens
 
 
-class RewardResult(Item, frozen=True, kw_only=True):
+class StoredReward(Item, frozen=True, kw_only=True):
     """What is stored of it, when the answer is "ok" or "already"."""
 
     trajectory_id: str
@@ -332,7 +332,7 @@ class RewardResult(Item, frozen=True, kw_only=True):
 
 
 class PutRewardsReply(Message, frozen=True, kw_only=True):
-    results: tuple[RewardResult, ...]
+    results: tuple[StoredReward, ...]
 
 
 class EndResult(Item, frozen=True, kw_only=True):

@@ -59,14 +59,14 @@ def create_folder(folder: Path) -> None:
     sync(folder.parent)
 
 
-def sweep(folder: Path, named: Collection[str]) -> None:
+def remove_unnamed_files(folder: Path, named: Collection[str]) -> None:
     """Remove every file that no row names: of restarted attempts and interrupted writes."""
     for path in folder.iterdir():
         if path.name not in named:
             path.unlink()
 
 
-def unlink(folder: Path, names: Collection[str]) -> None:
+def remove_files(folder: Path, names: Collection[str]) -> None:
     """Remove these, as far as they are there."""
     for name in names:
         (folder / name).unlink(missing_ok=True)

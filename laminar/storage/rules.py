@@ -141,7 +141,7 @@ class Chunk(NamedTuple):
     source: Source | None = None  #: of all of its tokens; None: it was stored before this was kept
     read: str = ""  #: digest of all that its engine was given to read before; empty: it went on
 
-    def repeats(self, other: Chunk) -> bool:
+    def has_same_tokens(self, other: Chunk) -> bool:
         """Whether both have the same tokens at the same place, whoever sampled them."""
         return self[:4] == other[:4]
 
@@ -180,7 +180,7 @@ def judge_open(row: Row | None, asked: Row, in_flight: bool = False) -> OpenVerd
     if row is None:
         return OpenVerdict("open", "create")
     if row.identity != asked.identity:
-        return OpenVerdict("refused", reason=_other_identity(row))
+        return OpenVerdict("refused", reason=_describe_identity(row))
     if asked.placement < row.placement:
         return OpenVerdict("fenced", reason=f"placement {row.placement} holds it")
     if row.end is not None:
@@ -199,7 +199,7 @@ def _judge_open_unfinished(row: Row, asked: Row, takes_over: bool, in_flight: bo
     if asked.attempt != row.attempt:
         reason = f"attempt {asked.attempt} is not new, attempt {row.attempt} is stored"
         return OpenVerdict("refused", reason=reason)
-    newer = in_flight and _may_go_on(row, asked.weight_version, asked.version_step)
+    newer = in_flight and _can_continue(row, asked.weight_version, asked.version_step)
     goes_on = newer and bool(row.num_tokens) and asked.temperature == row.temperature
     if asked.stamp != row.stamp and not goes_on and (row.num_tokens or not takes_over):
         reason = (
@@ -210,7 +210,7 @@ def _judge_open_unfinished(row: Row, asked: Row, takes_over: bool, in_flight: bo
     return OpenVerdict("open", "move" if takes_over else "none")
 
 
-def opened(row: Row | None, change: OpenChange, asked: Row) -> Row:
+def apply_open(row: Row | None, change: OpenChange, asked: Row) -> Row:
     """The row after `judge_open` allowed a change; a restart keeps count of what it discards."""
     if row is None:
         return asked
@@ -220,7 +220,7 @@ def opened(row: Row | None, change: OpenChange, asked: Row) -> Row:
     return row._replace(placement=asked.placement, replica=asked.replica, **stamp._asdict())
 
 
-def _may_go_on(row: Row, version: int | None, step: int | None) -> bool:
+def _can_continue(row: Row, version: int | None, step: int | None) -> bool:
     """Whether these weights are no older than those of its last token. A held-out answer has one
     version."""
     last_version, last_step = row.latest
@@ -239,20 +239,20 @@ def judge_append(
     row: Row | None, placement: int, chunk: Chunk, stored: Chunk | None, in_flight: bool = False
 ) -> Verdict:
     """May the chunk be added? `stored` is the chunk with the same key, if there is one."""
-    barred = _barred(row, placement)
+    barred = _check_placement(row, placement)
     if row is None or barred is not None:
-        return barred or _unknown()
+        return barred or _refuse_unknown()
     if is_behind(row, chunk.segment, chunk.offset):
-        if stored is not None and stored.repeats(chunk):
+        if stored is not None and stored.has_same_tokens(chunk):
             return _REPEAT
-        return Verdict("refused", f"{_position(chunk)} overlaps other stored tokens")
+        return Verdict("refused", f"{_format_position(chunk)} overlaps other stored tokens")
     if row.end is not None or row.status != "open":
         return Verdict("refused", f"the response is already {row.end or row.status}")
     if chunk.segment != row.turns:
         after = f"the environment has answered {row.turns} turns"
         return Verdict("refused", f"turn {chunk.segment} is not being sampled: {after}")
-    if not _continues(row, chunk):
-        return Verdict("refused", f"{_position(chunk)} leaves a gap: {_next_position(row)}")
+    if not _is_next(row, chunk):
+        return Verdict("refused", f"{_format_position(chunk)} leaves a gap: {_next_position(row)}")
     problem = _version_problem(row, chunk, in_flight)
     problem = problem or chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens - row.context_tokens)
     return Verdict("refused", problem) if problem else _WRITE
@@ -263,7 +263,7 @@ def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
     if chunk.source is None:
         return "it is not said who sampled it"
     _, version, step = chunk.source
-    if (version, step) == row.latest or (in_flight and _may_go_on(row, version, step)):
+    if (version, step) == row.latest or (in_flight and _can_continue(row, version, step)):
         return ""
     last_version, last_step = row.latest
     return (
@@ -289,7 +289,7 @@ def chunk_problem(chunk: Chunk, room: int) -> str:
     return ""
 
 
-def grown(row: Row, chunk: Chunk) -> Row:
+def apply_append(row: Row, chunk: Chunk) -> Row:
     """The row after an accepted chunk."""
     count = len(chunk.tokens) // TOKEN_BYTES
     after = row._replace(
@@ -307,9 +307,9 @@ def grown(row: Row, chunk: Chunk) -> Row:
 
 def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens: int) -> Verdict:
     """May the response be declared whole? Its writer must agree on the number of tokens."""
-    barred = _barred(row, placement)
+    barred = _check_placement(row, placement)
     if row is None or barred is not None:
-        return barred or _unknown()
+        return barred or _refuse_unknown()
     if row.num_tokens != num_tokens:
         return Verdict("refused", f"{row.num_tokens} tokens are stored, not {num_tokens}")
     if 0 < row.segments <= row.turns:
@@ -328,9 +328,9 @@ def judge_intend(
 ) -> Verdict:
     """May these calls of a turn be made? Not where any are `known`, unless they are the very same,
     of the same process: it may have asked twice."""
-    barred = _barred(row, placement)
+    barred = _check_placement(row, placement)
     if row is None or barred is not None:
-        return barred or _unknown()
+        return barred or _refuse_unknown()
     if row.status != "generated" or row.turns != turn or row.end is not None:
         what = row.end or row.status
         return Verdict("refused", f"turn {turn} wants no calls: it is {what} after {row.turns}")
@@ -344,9 +344,9 @@ def judge_context(
 ) -> Verdict:
     """May its environment's token ids be added: before the first turn as the prompt (turn 0), or
     behind a turn that has ended? The first ones stay (`stored`): the model may have read them."""
-    barred = _barred(row, placement)
+    barred = _check_placement(row, placement)
     if row is None or barred is not None:
-        return barred or _unknown()
+        return barred or _refuse_unknown()
     if row.end is not None:
         return Verdict("refused", f"it is already {row.end}")
     if stored is not None:
@@ -360,7 +360,7 @@ def judge_context(
     return Verdict("refused", problem) if problem else _WRITE
 
 
-def continued(row: Row, turn: int, tokens: bytes) -> Row:
+def apply_context(row: Row, turn: int, tokens: bytes) -> Row:
     """The row after an accepted context: it is open again."""
     count = row.context_tokens + len(tokens) // TOKEN_BYTES
     return row._replace(
@@ -383,9 +383,9 @@ def judge_reward(
     row: Row | None, placement: int, score: float | None, reason: str, detail: str
 ) -> RewardVerdict:
     """May the reward be stored? The first one stays: a batch may already have been chosen by it."""
-    barred = _barred(row, placement)
+    barred = _check_placement(row, placement)
     if row is None or barred is not None:
-        return RewardVerdict(*(barred or _unknown()))
+        return RewardVerdict(*(barred or _refuse_unknown()))
     if score is not None and not math.isfinite(score):
         return RewardVerdict("refused", f"the score {score} is not finite")
     if row.status == "rewarded":
@@ -406,9 +406,9 @@ def judge_end(row: Row | None, asked: Row) -> Verdict:
     if asked.end not in ("dropped", "trained" if asked.purpose == "train" else "evaluated"):
         return Verdict("refused", f"purpose {asked.purpose} cannot end as {asked.end}")
     if row is None:
-        return _WRITE if asked.end == "dropped" else _unknown()
+        return _WRITE if asked.end == "dropped" else _refuse_unknown()
     if row.identity != asked.identity:
-        return Verdict("refused", _other_identity(row))
+        return Verdict("refused", _describe_identity(row))
     if row.end is not None:
         if (row.end, row.end_reason, row.end_step) == how:
             return _REPEAT
@@ -423,7 +423,7 @@ def judge_end(row: Row | None, asked: Row) -> Verdict:
     return _WRITE
 
 
-def ended(row: Row | None, asked: Row) -> Row:
+def apply_end(row: Row | None, asked: Row) -> Row:
     """The row after `judge_end` allowed it; one that was never opened has attempt 0."""
     if row is None:
         return asked
@@ -435,7 +435,7 @@ def ended(row: Row | None, asked: Row) -> Row:
     )
 
 
-def payload_digest(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = ()) -> str:
+def digest_payload(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = ()) -> str:
     """xxh3_128 (hex) of all tokens, then all log-probs, then what its environment added, each
     framed by its length: the same however they were cut."""
     state = xxhash.xxh3_128(tokens)
@@ -446,7 +446,7 @@ def payload_digest(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = (
     return state.hexdigest()
 
 
-def read_digest(ids: bytes) -> str:
+def digest_read_ids(ids: bytes) -> str:
     """xxh3_128 (hex) of the token ids (int32) that an engine is given to read."""
     return xxhash.xxh3_128_hexdigest(ids)
 
@@ -461,7 +461,7 @@ def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
+def compute_spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
     """The parts of the row's response by who sampled them, given all of its chunks in order.
 
     What was stored before chunks had a source counts for whoever opened the row last.
@@ -481,10 +481,10 @@ def score_of(bits: bytes | None) -> float | None:
     return None if bits is None else float(struct.unpack("<d", bits)[0])
 
 
-def _barred(row: Row | None, placement: int) -> Verdict | None:
+def _check_placement(row: Row | None, placement: int) -> Verdict | None:
     """The refusal of a writer that does not hold the trajectory; None when it does."""
     if row is None:
-        return _unknown()
+        return _refuse_unknown()
     if placement < row.placement:
         return Verdict("fenced", f"placement {row.placement} holds it")
     if placement > row.placement:
@@ -492,19 +492,19 @@ def _barred(row: Row | None, placement: int) -> Verdict | None:
     return None
 
 
-def _unknown() -> Verdict:
+def _refuse_unknown() -> Verdict:
     return Verdict("refused", "it was never opened")
 
 
-def _other_identity(row: Row) -> str:
+def _describe_identity(row: Row) -> str:
     return f"it is stored as {', '.join(f'{k} {v}' for k, v in row.identity._asdict().items())}"
 
 
-def _continues(row: Row, chunk: Chunk) -> bool:
+def _is_next(row: Row, chunk: Chunk) -> bool:
     return chunk.offset == (row.segment_tokens if chunk.segment < row.segments else 0)
 
 
-def _position(chunk: Chunk) -> str:
+def _format_position(chunk: Chunk) -> str:
     return f"segment {chunk.segment} offset {chunk.offset}"
 
 

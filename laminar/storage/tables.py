@@ -82,19 +82,19 @@ _INSERT_CHUNK = f"INSERT INTO chunks VALUES ({', '.join('?' * len(StoredChunk._f
 ALL = 1 << 62  #: above every place and every number of rows
 
 
-class Wanted(NamedTuple):
+class TrajectoryFilter(NamedTuple):
     """Which trajectories are wanted: one condition on the row."""
 
     condition: str
     values: tuple[str | int, ...] = ()
 
     @classmethod
-    def trained_by(cls, step: int) -> Wanted:
+    def trained_by(cls, step: int) -> TrajectoryFilter:
         """The trajectories that the batch with this index, from 0, has trained."""
         return cls("\"end\" = 'trained' AND end_step = ?", (step,))
 
     @classmethod
-    def evaluated_after(cls, step: int) -> Wanted:
+    def evaluated_after(cls, step: int) -> TrajectoryFilter:
         """Held-out answers, whole ones, to the weights that this many steps have made."""
         return cls(
             "purpose = 'eval' AND status != 'open' AND COALESCE(version_step, end_step) = ?",
@@ -102,11 +102,11 @@ class Wanted(NamedTuple):
         )
 
     @classmethod
-    def finished(cls, purpose: str) -> Wanted:
+    def finished_for(cls, purpose: str) -> TrajectoryFilter:
         return cls("purpose = ? AND status != 'open'", (purpose,))
 
     @classmethod
-    def named(cls, name: str) -> Wanted:
+    def with_name(cls, name: str) -> TrajectoryFilter:
         """One trajectory, or all of a group, however far they are."""
         return cls("id = ? OR group_id = ?", (name, name))
 
@@ -121,19 +121,19 @@ class Tables:
         self.turns = TurnTables(connection)
         self.unnamed: set[str] = set()  #: payload files of removed payloads, maybe still there
 
-    def add_what_is_missing(self) -> None:
+    def migrate_schema(self) -> None:
         """What a database of an earlier release lacks."""
         for table in LATER_TABLES:
             self._db.execute(table)
         for table, name, kind in LATER_COLUMNS:
-            if name not in self._columns(table):
+            if name not in self._list_columns(table):
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         self._db.execute(LATER_INDEX)
 
-    def _columns(self, table: str) -> set[str]:
+    def _list_columns(self, table: str) -> set[str]:
         return {found[1] for found in self._db.execute(f"PRAGMA table_info({table})")}
 
-    def meta(self) -> dict[str, str]:
+    def get_meta(self) -> dict[str, str]:
         """Facts of the whole store, by the keys of `schema.META`."""
         return dict(self._db.execute("SELECT key, value FROM meta"))
 
@@ -144,13 +144,13 @@ class Tables:
         rows = ((purpose, index, payload) for index, payload in enumerate(payloads))
         self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", rows)
 
-    def prompt(self, key: PromptKey) -> bytes | None:
+    def get_prompt(self, key: PromptKey) -> bytes | None:
         """The payload, for `messages.decode_prompt`."""
         sql = "SELECT payload FROM prompts WHERE purpose = ? AND row_index = ?"
         found = self._db.execute(sql, key).fetchone()
         return None if found is None else found[0]
 
-    def prompt_ids(self, key: PromptKey, payload: bytes) -> bytes:
+    def get_prompt_ids(self, key: PromptKey, payload: bytes) -> bytes:
         """Token ids of the prompt with this payload; empty when it has not been tokenised yet."""
         if ids := _prompt_ids.decode(payload).prompt_ids:
             return ids
@@ -186,20 +186,22 @@ class Tables:
             state.update(payload)
         return state.hexdigest()
 
-    def row(self, trajectory_id: str) -> Row | None:
+    def get_row(self, trajectory_id: str) -> Row | None:
         sql = f"SELECT {ROW_COLUMNS} FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
         return None if found is None else Row._make(found)
 
-    def rows(self) -> Iterator[Row]:
+    def iter_rows(self) -> Iterator[Row]:
         sql = f"SELECT {ROW_COLUMNS} FROM trajectories ORDER BY id"
         return map(Row._make, self._db.execute(sql))
 
-    def places(self) -> Iterator[tuple[str, int, str | None]]:
+    def iter_placements(self) -> Iterator[tuple[str, int, str | None]]:
         """(id, placement, end) of every trajectory, in the order in which they were opened."""
         return iter(self._db.execute('SELECT id, placement, "end" FROM trajectories'))
 
-    def newest(self, wanted: Wanted, before: int = ALL, limit: int = ALL) -> list[tuple[int, Row]]:
+    def find_newest(
+        self, wanted: TrajectoryFilter, before: int = ALL, limit: int = ALL
+    ) -> list[tuple[int, Row]]:
         """(place, row) of rows with a lower place, the latest to be opened first."""
         sql = (
             f"SELECT rowid, {ROW_COLUMNS} FROM trajectories WHERE ({wanted.condition}) "
@@ -208,7 +210,7 @@ class Tables:
         found = self._db.execute(sql, (*wanted.values, before, limit))
         return [(place, Row._make(row)) for place, *row in found]
 
-    def responses(self) -> Iterator[Response]:
+    def iter_responses(self) -> Iterator[Response]:
         """Every whole response of training."""
         sql = (
             "SELECT num_tokens, reward, COALESCE(version_step, 0), \"end\" = 'trained', end_step "
@@ -248,9 +250,9 @@ class Tables:
         encoded = msgspec.json.encode(extras).decode() if extras else None
         self._db.execute(sql, (score, text, encoded, trajectory_id))
 
-    def extras(self, trajectory_id: str) -> Extras:
+    def get_extras(self, trajectory_id: str) -> Extras:
         """What its reward function gave besides the score; nothing in a database without it."""
-        if "extras" not in self._columns("trajectories"):
+        if "extras" not in self._list_columns("trajectories"):
             return {}
         sql = "SELECT extras FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
@@ -275,14 +277,14 @@ class Tables:
     def drop_chunks(self, trajectory_id: str) -> None:
         """Forget all chunks and contexts; their files are swept at the next start."""
         self._db.execute("DELETE FROM chunks WHERE trajectory_id = ?", (trajectory_id,))
-        self.turns.drop(trajectory_id)
+        self.turns.drop_contexts(trajectory_id)
 
     def stored_chunks(self, trajectory_id: str) -> list[StoredChunk]:
         """The chunks of a trajectory in order, without what lies in files."""
         sql = 'SELECT * FROM chunks WHERE trajectory_id = ? ORDER BY attempt, segment, "offset"'
         return [StoredChunk(*found) for found in self._db.execute(sql, (trajectory_id,))]
 
-    def chunk(self, row: Row, segment: int, offset: int) -> Chunk | None:
+    def load_chunk_at(self, row: Row, segment: int, offset: int) -> Chunk | None:
         """The chunk of the row's attempt that starts at this very offset, unless its payload was
         removed; DamageError."""
         sql = (
@@ -291,18 +293,18 @@ class Tables:
         )
         found = self._db.execute(sql, (row.id, row.attempt, segment, offset)).fetchone()
         stored = None if found is None else StoredChunk(*found)
-        return None if stored is None or stored.removed else self.load(stored)
+        return None if stored is None or stored.removed else self.load_chunk(stored)
 
-    def spans(self, row: Row) -> tuple[Span, ...]:
+    def get_spans(self, row: Row) -> tuple[Span, ...]:
         """The row's spans, as `rules.spans` has them, also of a payload that was removed."""
         parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source or row.source)
         return tuple(Span._make((*who, sum(c.num_tokens for c in part))) for who, part in parts)
 
-    def chunks(self, trajectory_id: str) -> list[Chunk]:
+    def load_chunks(self, trajectory_id: str) -> list[Chunk]:
         """All, in order; DamageError, PayloadRemoved."""
-        return [self.load(stored) for stored in self.stored_chunks(trajectory_id)]
+        return [self.load_chunk(stored) for stored in self.stored_chunks(trajectory_id)]
 
-    def load(self, stored: StoredChunk) -> Chunk:
+    def load_chunk(self, stored: StoredChunk) -> Chunk:
         """The chunk with its bytes, from the row or from its file."""
         if stored.removed:
             raise PayloadRemoved(
@@ -324,7 +326,7 @@ class Tables:
 
     # --- payloads that are removed ------------------------------------------------------------
 
-    def removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
+    def find_removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
         """The oldest payloads of those that `messages.RemovePayloads` speaks of."""
         kept = self._db.execute(f"SELECT SUM(num_tokens) FROM trajectories WHERE {PAYLOAD_KEPT}")
         beyond = (kept.fetchone()[0] or 0) - keep_tokens
@@ -364,7 +366,7 @@ class Tables:
 
     def removed_payloads(self) -> set[str]:
         """Trajectories whose payload was removed; none in a database that could not do it."""
-        if "payload_removed" not in self._columns("trajectories"):
+        if "payload_removed" not in self._list_columns("trajectories"):
             return set()
         sql = "SELECT id FROM trajectories WHERE payload_removed = 1"
         return {name for (name,) in self._db.execute(sql)}
@@ -374,13 +376,13 @@ class Tables:
         sql = "SELECT 1 FROM chunks WHERE file = ? LIMIT 1"
         return self._db.execute(sql, (file,)).fetchone() is not None
 
-    def text(self, trajectory_id: str) -> str:
+    def get_text(self, trajectory_id: str) -> str:
         """The response as a reward function saw it; empty when it was not scored."""
         sql = "SELECT text FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
         return (found[0] or "") if found else ""
 
-    def totals(self) -> list[tuple[str, int, int, int]]:
+    def get_totals(self) -> list[tuple[str, int, int, int]]:
         """(end, or status of what has none; trajectories; tokens; tokens lost), by name."""
         sql = (
             'SELECT COALESCE("end", status), COUNT(*), SUM(num_tokens), SUM(tokens_lost) '

@@ -42,7 +42,7 @@ class Transactions:
         self._db = connection
         self._tables = tables
         self._handlers = Handlers(tables, in_flight=in_flight)
-        with self._transaction():
+        with self._begin_transaction():
             self._create_or_check(name)
 
     def close(self) -> None:
@@ -57,8 +57,8 @@ class Transactions:
         """
         if not digest:
             raise ValueError("the digest of the data is empty")
-        with self._transaction():
-            stored = self._tables.meta()["data_digest"]
+        with self._begin_transaction():
+            stored = self._tables.get_meta()["data_digest"]
             if not stored:
                 self._store_prompts(train, held_out, digest)
             elif stored != digest:
@@ -70,8 +70,8 @@ class Transactions:
     def _store_prompts(
         self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
     ) -> None:
-        self._tables.add_prompts(Purpose.TRAIN, _encoded(train, Purpose.TRAIN))
-        self._tables.add_prompts(Purpose.EVAL, _encoded(held_out, Purpose.EVAL))
+        self._tables.add_prompts(Purpose.TRAIN, _encode_prompts(train, Purpose.TRAIN))
+        self._tables.add_prompts(Purpose.EVAL, _encode_prompts(held_out, Purpose.EVAL))
         self._tables.set_meta(
             {
                 "data_digest": digest,
@@ -83,30 +83,30 @@ class Transactions:
 
     def prompt_count(self) -> PromptCount:
         with disk_errors():
-            meta = self._tables.meta()
+            meta = self._tables.get_meta()
         counts = int(meta["train_prompts"]), int(meta["eval_prompts"])
         return PromptCount(*counts, meta["data_digest"])
 
-    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+    def save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
         """Token ids (int32 little-endian) of prompts that had none; on return they are on disk."""
-        with self._transaction():
+        with self._begin_transaction():
             self._tables.add_prompt_ids(ids)
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
         """Answer requests in order; on return all that they changed is on the disk. What needs
         token ids that are not kept yet is left undone."""
-        with self._transaction():
-            replies = [self._handle(request) for request in requests]
+        with self._begin_transaction():
+            replies = [self._handle_request(request) for request in requests]
             self._before_commit()
         return replies
 
     def _before_commit(self) -> None:
         """Called when a batch is answered, and before it is committed."""
 
-    def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
+    def _handle_request(self, request: m.Request) -> m.Reply | NotTokenised:
         self._db.execute("SAVEPOINT request")
         try:
-            return self._handlers.answer(request)
+            return self._handlers.answer_request(request)
         except DamageError as error:
             self._db.execute("ROLLBACK TO request")
             return m.ErrorReply(reason=str(error))
@@ -117,7 +117,7 @@ class Transactions:
                 self._db.execute("RELEASE request")
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _begin_transaction(self) -> Iterator[None]:
         with disk_errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -134,8 +134,8 @@ class Transactions:
             for statement in schema.TABLES:
                 self._db.execute(statement)
             self._tables.set_meta(schema.META)
-        self._tables.add_what_is_missing()
-        meta = self._tables.meta()
+        self._tables.migrate_schema()
+        meta = self._tables.get_meta()
         if meta.keys() != schema.META.keys() or meta["format"] != schema.FORMAT:
             raise ConfigError(
                 f"{name} has format {meta.get('format')!r} with keys {sorted(meta)}, this version "
@@ -159,7 +159,7 @@ def disk_error(error: sqlite3.Error) -> DiskError:
     return DiskError(errno.EIO, f"{type(error).__name__}: {error}")
 
 
-def _encoded(prompts: Sequence[m.PromptPayload], purpose: str) -> Iterator[bytes]:
+def _encode_prompts(prompts: Sequence[m.PromptPayload], purpose: str) -> Iterator[bytes]:
     for index, prompt in enumerate(prompts):
         try:
             payload = m.encode_prompt(prompt)

@@ -26,37 +26,37 @@ class TurnHandlers:
     def __init__(self, rows: Tables) -> None:
         self._rows = rows
 
-    def intend(self, request: m.Intend) -> m.IntendReply:
-        row = self._rows.row(request.trajectory_id)
-        known = self._rows.turns.effects(row, request.turn) if row is not None else []
-        asked = _stored(request.owner, request.effects)
+    def record_intent(self, request: m.Intend) -> m.IntendReply:
+        row = self._rows.get_row(request.trajectory_id)
+        known = self._rows.turns.get_effects(row, request.turn) if row is not None else []
+        asked = _make_stored_effects(request.owner, request.effects)
         verdict = rules.judge_intend(row, request.placement, request.turn, known, asked)
         if row is not None and verdict.changes:
             for effect in asked:
                 self._rows.turns.add_effect(row, request.turn, effect)
-        return m.IntendReply(results=(result_of(request.trajectory_id, verdict),))
+        return m.IntendReply(results=(make_result(request.trajectory_id, verdict),))
 
-    def go_on(self, request: m.Continue) -> m.ContinueReply:
-        return m.ContinueReply(results=tuple(map(self._go_on, request.items)))
+    def continue_trajectories(self, request: m.Continue) -> m.ContinueReply:
+        return m.ContinueReply(results=tuple(map(self._continue_trajectory, request.items)))
 
-    def _go_on(self, item: m.ContextItem) -> m.Result:
-        row, stored = self._rows.row(item.trajectory_id), None
+    def _continue_trajectory(self, item: m.ContextItem) -> m.Result:
+        row, stored = self._rows.get_row(item.trajectory_id), None
         if row is not None and row.end is None:
-            stored = self._rows.turns.contexts(row).get(item.turn)
+            stored = self._rows.turns.get_contexts(row).get(item.turn)
         verdict = rules.judge_context(row, item.placement, item.turn, item.tokens, stored)
         if row is not None and verdict.changes:
             self._rows.turns.add_context(row.id, item.turn, item.tokens)
             self.end_effects(row, item.turn - 1, item.effects)
-            self._rows.save(row, rules.continued(row, item.turn, item.tokens))
-        return result_of(item.trajectory_id, verdict)
+            self._rows.save(row, rules.apply_context(row, item.turn, item.tokens))
+        return make_result(item.trajectory_id, verdict)
 
     def end_effects(self, row: Row, turn: int, effects: Sequence[m.EffectItem]) -> None:
         """How the calls of a turn have ended."""
-        for effect in _stored("", effects):
+        for effect in _make_stored_effects("", effects):
             self._rows.turns.add_effect(row, turn, effect)
 
 
-def result_of(trajectory_id: str, verdict: rules.Verdict) -> m.Result:
+def make_result(trajectory_id: str, verdict: rules.Verdict) -> m.Result:
     return m.Result(trajectory_id=trajectory_id, answer=verdict.answer, reason=verdict.reason)
 
 
@@ -67,7 +67,7 @@ def effect_item(effect: StoredEffect) -> m.EffectItem:
     return msgspec.convert(fields, m.EffectItem)
 
 
-def _stored(owner: str, effects: Sequence[m.EffectItem]) -> list[StoredEffect]:
+def _make_stored_effects(owner: str, effects: Sequence[m.EffectItem]) -> list[StoredEffect]:
     return [
         StoredEffect(owner, e.call, e.tool, e.arguments, e.status, e.result, e.seconds)
         for e in effects

@@ -38,7 +38,7 @@ class TurnTables:
         values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens)
         self._db.execute("INSERT INTO contexts VALUES (?, ?, ?, ?)", values)
 
-    def contexts(self, row: Row) -> dict[int, bytes]:
+    def get_contexts(self, row: Row) -> dict[int, bytes]:
         """The row's contexts by the turn before which they are read; PayloadRemoved."""
         if not row.context_tokens:
             return {}
@@ -49,7 +49,7 @@ class TurnTables:
             raise PayloadRemoved(f"the tokens of {row.id} are not in the store any more")
         return known
 
-    def drop(self, trajectory_id: str) -> None:
+    def drop_contexts(self, trajectory_id: str) -> None:
         """Forget the contexts of an attempt that begins again; its calls stay."""
         self._db.execute("DELETE FROM contexts WHERE trajectory_id = ?", (trajectory_id,))
         self.lose_effects(trajectory_id)
@@ -59,7 +59,7 @@ class TurnTables:
         sql = "UPDATE contexts SET tokens = NULL WHERE trajectory_id = ?"
         self._db.execute(sql, (trajectory_id,))
 
-    def effects(self, row: Row, turn: int) -> list[StoredEffect]:
+    def get_effects(self, row: Row, turn: int) -> list[StoredEffect]:
         """Those of one turn of the row's attempt, in order."""
         sql = (
             "SELECT owner, call, tool, arguments, status, result, seconds FROM effects "
@@ -85,7 +85,7 @@ class TurnTables:
         found: float = self._db.execute(sql, (row.id, row.attempt, row.turns)).fetchone()[0]
         return found
 
-    def ends_of_calls(self) -> list[tuple[str, float]]:
+    def list_call_ends(self) -> list[tuple[str, float]]:
         """(status, seconds) of every call of the run."""
         return self._db.execute("SELECT status, seconds FROM effects").fetchall()
 

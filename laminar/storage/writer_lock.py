@@ -49,19 +49,19 @@ class WriterLock:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise self._failed("opening", error) from error
+            raise self._make_disk_error("opening", error) from error
         try:
             if not try_lock(self._fd, fcntl.LOCK_EX):
-                raise DatabaseHeld(f"{self._written()} has {database} open")
-            self.check()
+                raise DatabaseHeld(f"{self._read_writer()} has {database} open")
+            self.check_owner()
             self._write()
         except BaseException:
             os.close(self._fd)
             raise
 
-    def check(self) -> None:
+    def check_owner(self) -> None:
         """DiskError if a later incarnation of the store has taken the database over."""
-        last = self._written()
+        last = self._read_writer()
         if last.incarnation > self._own.incarnation:
             raise DiskError(errno.ESTALE, f"{last} has taken over from {self._own}")
 
@@ -77,15 +77,15 @@ class WriterLock:
             os.pwrite(self._fd, text, 0)
             os.ftruncate(self._fd, len(text))
         except OSError as error:
-            raise self._failed("writing", error) from error
+            raise self._make_disk_error("writing", error) from error
 
-    def _written(self) -> Writer:
+    def _read_writer(self) -> Writer:
         """What the file says, by its name: an open file may be read from a cache."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Writer)
         except (FileNotFoundError, msgspec.DecodeError):  # empty: nobody had it; or half written
             return Writer()
 
-    def _failed(self, doing: str, error: OSError) -> DiskError:
+    def _make_disk_error(self, doing: str, error: OSError) -> DiskError:
         kind = DiskFull if no_room(error) else DiskError
         return kind(error.errno, f"{doing} {self._path} failed: {error.strerror}")

@@ -15,15 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.names.process_end import how_it_ended
+from laminar.names.process_end import describe_exit
 from laminar.run.isolated_process import run_isolated
-from laminar.tasks.rewards.user_function import LOAD_S, load_in_silence
+from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, load_quietly
 
 ENDED = b"ended"
 """What the child says when the import has come to an end: an exit code could be the file's own."""
 
 
-def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
+def check_import(path: str, key: str, limit_s: float = IMPORT_TIMEOUT_S) -> None:
     """Import the file that the setting `key` names, if there is one, for at most `limit_s`."""
     if not Path(path).is_file():
         return
@@ -37,7 +37,7 @@ def check_import(path: str, key: str, limit_s: float = LOAD_S) -> None:
     if said != ENDED:
         raise ConfigError(
             f"{key} = {path!r} ends the process that imports it "
-            f"({how_it_ended(code)}); a file of functions must not end its process"
+            f"({describe_exit(code)}); a file of functions must not end its process"
         )
 
 
@@ -45,7 +45,7 @@ def main(path: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what the file prints is not our answer
     with suppress(ConfigError):
-        load_in_silence(path, "")
+        load_quietly(path, "")
     os.write(out, ENDED)
     os._exit(0)  # threads of the file need not end
 

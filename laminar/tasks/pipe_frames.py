@@ -15,7 +15,7 @@ import msgspec
 LENGTH = struct.Struct("<I")
 
 
-def frame(message: Any) -> bytes:
+def encode_frame(message: Any) -> bytes:
     """A message as it goes over the channel."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body

@@ -22,8 +22,8 @@ from laminar.tasks.rewards.results import RewardSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_LOOKED_AT = 64
-HELD_OUT_SHARE = 5
+ROWS_SAMPLED = 64
+EVAL_SHARE_DIVISOR = 5
 """More than a fifth of the rows held out is mostly the default on a small file."""
 
 
@@ -36,11 +36,11 @@ def row_warnings(
     if (messages := _first_messages(rows)) is not None:
         encode_prompt(tokenizer, messages, data)  # without a chat template it cannot be
     return {
-        **_blank(rows),
-        **_no_answers(rows, spec),
-        **_answer_lists(rows, spec),
-        **_held_out(prompts, data),
-        **_templated(tokenizer, prompts.train[:ROWS_LOOKED_AT], data),
+        **_warn_blank(rows),
+        **_warn_no_answers(rows, spec),
+        **_warn_answer_lists(rows, spec),
+        **_warn_eval_share(prompts, data),
+        **_warn_templated(tokenizer, prompts.train[:ROWS_SAMPLED], data),
     }
 
 
@@ -53,18 +53,18 @@ def _check_roles(rows: Sequence[PromptRow]) -> None:
     for row in rows:
         if not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
             raise ConfigError(
-                f"{_place(row)} has a prompt that ends with a message of the assistant, "
+                f"{_describe_row(row)} has a prompt that ends with a message of the assistant, "
                 f"{reprlib.repr(row.prompt[-1]['content'])}: the model would be asked to answer "
                 "after its own answer; leave that message out, so that the last one is the user's"
             )
 
 
-def _blank(rows: Sequence[PromptRow]) -> dict[str, str]:
+def _warn_blank(rows: Sequence[PromptRow]) -> dict[str, str]:
     """Prompts that say nothing; without any other the run is refused."""
-    found = [row for row in rows if not _said(row).strip()]
+    found = [row for row in rows if not _get_prompt_text(row).strip()]
     if not found:
         return {}
-    where = f"{_place(found[0])} has the prompt {_said(found[0])!r}"
+    where = f"{_describe_row(found[0])} has the prompt {_get_prompt_text(found[0])!r}"
     if len(found) == len(rows):
         raise ConfigError(
             f"all {len(rows)} prompts are blank ({where}); set data.prompt_key to the column with "
@@ -76,40 +76,41 @@ def _blank(rows: Sequence[PromptRow]) -> dict[str, str]:
     }
 
 
-def _said(row: PromptRow) -> str:
+def _get_prompt_text(row: PromptRow) -> str:
     """The prompt's text, of messages the last one's."""
     return row.prompt if isinstance(row.prompt, str) else str(row.prompt[-1]["content"])
 
 
-def _no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
+def _warn_no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
     """A function in verl's style gets a ground_truth; scorers of this project refuse such rows."""
     found = [row for row in rows if row.ground_truth is None]
     if not found or not any(function.style == "verl" for function in spec.functions):
         return {}
     return {
-        "no-answers": f"{len(found)} of {len(rows)} rows have no answer: {_place(found[0])} "
+        "no-answers": f"{len(found)} of {len(rows)} rows have no answer: {_describe_row(found[0])} "
         f"has none ({columns_of(found[0])}), and the reward function gets ground_truth = None; "
         "name its column by data.answer_key if it needs one"
     }
 
 
-def _answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
+def _warn_answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
     """Scorers that come with this project refuse lists."""
     found = [row for row in rows if isinstance(row.ground_truth, list)]
     if not found or not spec.custom:
         return {}
     return {
-        "answer-lists": f"{len(found)} of {len(rows)} answers are lists: {_place(found[0])} has "
+        "answer-lists": f"{len(found)} of {len(rows)} answers are lists: "
+        f"{_describe_row(found[0])} has "
         f"{reprlib.repr(found[0].ground_truth)}, and the reward function gets the list; if it "
         "compares with text, write the answer as text or name another column by data.answer_key"
     }
 
 
-def _held_out(prompts: PromptSet, data: DataConfig) -> dict[str, str]:
+def _warn_eval_share(prompts: PromptSet, data: DataConfig) -> dict[str, str]:
     """Rows held out of the training data, where no file of their own was given."""
     held_out = len(prompts.held_out)
     total = len(prompts.train) + held_out + prompts.overlap
-    if data.val_files or HELD_OUT_SHARE * held_out <= total:
+    if data.val_files or EVAL_SHARE_DIVISOR * held_out <= total:
         return {}
     return {
         "held-out": f"data.val_size = {data.val_size} holds out {held_out} of {total} rows, "
@@ -118,7 +119,7 @@ def _held_out(prompts: PromptSet, data: DataConfig) -> dict[str, str]:
     }
 
 
-def _templated(
+def _warn_templated(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
 ) -> dict[str, str]:
     """Most prompts have been through the chat template."""
@@ -133,5 +134,5 @@ def _templated(
     }
 
 
-def _place(row: PromptRow) -> str:
+def _describe_row(row: PromptRow) -> str:
     return f"row {row.index} of {row.data_source}"

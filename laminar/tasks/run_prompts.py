@@ -17,10 +17,10 @@ import numpy as np
 from laminar.config import Config
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
-from laminar.tasks.data.chat import CheckedPrompts, check_all, encode_prompt
+from laminar.tasks.data.chat import CheckedPrompts, check_prompts, encode_prompt
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.data.tokenizer import load_tokenizer
-from laminar.tasks.environments.user_class import tools_of
+from laminar.tasks.environments.user_class import decode_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,38 +30,38 @@ class RunPrompts:
     """The data of a configuration and its tokenizer."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self._tools = config, tools_of(config.env)
+        self._config, self._tools = config, decode_tools(config.env)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def load(self) -> LoadedPrompts:
         """Read and check everything; ConfigError."""
         return await asyncio.to_thread(self._load)
 
-    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         """Token ids of payloads, int32 little-endian; ConfigError."""
-        return await asyncio.to_thread(self._tokenise, prompts)
+        return await asyncio.to_thread(self._tokenise_prompts, prompts)
 
     def _load(self) -> LoadedPrompts:
         data = self._config.data
         prompts = load_prompts(data)
         self._tokenizer = load_tokenizer(self._config.model.name)
-        train = check_all(self._tokenizer, prompts.train, data, self._tools)
-        held_out = check_all(self._tokenizer, prompts.held_out, data, self._tools)
+        train = check_prompts(self._tokenizer, prompts.train, data, self._tools)
+        held_out = check_prompts(self._tokenizer, prompts.held_out, data, self._tools)
         overlap, digest = prompts.overlap, prompts.digest
-        return LoadedPrompts(_payloads(train), _payloads(held_out), overlap, digest)
+        return LoadedPrompts(_make_payloads(train), _make_payloads(held_out), overlap, digest)
 
-    def _tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    def _tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         assert self._tokenizer is not None, "the data is loaded first"
         found = {}
         for key, payload in prompts.items():
             kept = m.decode_prompt(payload)
             row = PromptRow(key.row_index, kept.prompt, None, {}, kept.data_source)
             ids = encode_prompt(self._tokenizer, row, self._config.data, self._tools)
-            found[key] = _blob(ids)
+            found[key] = _pack_ids(ids)
         return found
 
 
-def _payloads(prompts: CheckedPrompts) -> list[m.PromptPayload]:
+def _make_payloads(prompts: CheckedPrompts) -> list[m.PromptPayload]:
     """Rows as the store keeps them."""
     return [
         m.PromptPayload(
@@ -69,11 +69,11 @@ def _payloads(prompts: CheckedPrompts) -> list[m.PromptPayload]:
             ground_truth=row.ground_truth,
             columns=row.columns,
             data_source=row.data_source,
-            prompt_ids=b"" if ids is None else _blob(ids),
+            prompt_ids=b"" if ids is None else _pack_ids(ids),
         )
         for row, ids in zip(prompts.rows, prompts.ids, strict=True)
     ]
 
 
-def _blob(ids: list[int]) -> bytes:
+def _pack_ids(ids: list[int]) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()

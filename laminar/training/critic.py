@@ -24,11 +24,11 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.training.algorithms.advantages import Floats, inputs_of, later_errors
 from laminar.training.algorithms.loss_terms import BatchCounts, token_coefficients, value_losses
-from laminar.training.model.micro_batches import MicroBatch, mini_batches, unmasked
-from laminar.training.model.packing import passes
+from laminar.training.model.micro_batches import MicroBatch, mini_batches, select_unmasked
+from laminar.training.model.packing import build_passes
 from laminar.training.model.policy import Compute, LoadedPolicy
-from laminar.training.optimizer import adamw, apply_gradient, set_rate
-from laminar.training.ranks import ONE, Ranks
+from laminar.training.optimizer import apply_gradient, make_adamw, set_rate
+from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.schedule import learning_rate
 from laminar.training.steps import TrainSample
 
@@ -45,22 +45,22 @@ class Critic:
         model: LoadedPolicy,
         compute: Compute,
         total_steps: int = 0,
-        ranks: Ranks = ONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         """`model`: of model.py: load_critic."""
         self.config, self.model, self.ranks = config, model, ranks
         self._optim = msgspec.structs.replace(config.optim, lr=config.critic.lr)
-        self.optimizer = adamw(self._optim, model.model)
+        self.optimizer = make_adamw(self._optim, model.model)
         self._compute, self._total_steps = compute, total_steps
 
     @torch.no_grad()
-    def with_values(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    def assign_values(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """The samples in their order, each with the present values of its tokens."""
         lengths = [len(s.response_ids) for s in samples]
         ends = np.cumsum(lengths)
         flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
         at = {s.sample_id: (end - n, end) for s, n, end in zip(samples, lengths, ends, strict=True)}
-        for micro in self._passes(samples):
+        for micro in self._build_passes(samples):
             values = self.model.values(micro.rows, self._compute).double().cpu()
             if micro.empty:
                 continue
@@ -68,7 +68,7 @@ class Critic:
             for sample_id, part in zip(micro.sample_ids, parts, strict=True):
                 first, end = at[sample_id]
                 flat[first:end] = part
-        parts = np.split(self.ranks.sum(flat).numpy(), ends[:-1])
+        parts = np.split(self.ranks.all_reduce(flat).numpy(), ends[:-1])
         return [replace(s, values=part) for s, part in zip(samples, parts, strict=True)]
 
     def train_step(self, samples: Sequence[TrainSample], index: int) -> dict[str, float]:
@@ -100,16 +100,16 @@ class Critic:
         """One mini-batch: sums of its losses, clipped values, values and tokens; the norm of the
         gradient, and why there was no update."""
         algorithm, sums = self.config.algorithm, torch.zeros(4, dtype=torch.float64)
-        counts = BatchCounts.of(samples)
-        trained = unmasked(samples, algorithm.truncated)
+        counts = BatchCounts.from_samples(samples)
+        trained = select_unmasked(samples, algorithm.truncated)
         before = {s.sample_id: s.values for s in trained}
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._passes(trained):
+        for micro in self._build_passes(trained):
             values = self.model.values(micro.rows, self._compute)
             losses, clipped = value_losses(
                 values,
-                _tokens(micro, before, values.device),
-                _tokens(micro, returns, values.device),
+                _flatten_values(micro, before, values.device),
+                _flatten_values(micro, returns, values.device),
                 self.config.critic.cliprange_value,
             )
             coefficients = token_coefficients(
@@ -121,11 +121,11 @@ class Critic:
                 figures = (loss.detach(), clipped.sum(), values.detach().sum(), len(losses))
                 sums += torch.tensor([float(figure) for figure in figures], dtype=torch.float64)
         norm, reason = apply_gradient(self.optimizer, self.model.model, self.config.optim.clip_grad)
-        return self.ranks.sum(sums).numpy(), norm, reason
+        return self.ranks.all_reduce(sums).numpy(), norm, reason
 
-    def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+    def _build_passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """This rank's."""
-        return passes(
+        return build_passes(
             samples,
             self.config.trainer.micro_batch_tokens,
             self.model.device,
@@ -142,7 +142,9 @@ def returns_of(samples: Sequence[TrainSample], config: Config) -> Returns:
     return {s.sample_id: part for s, part in zip(samples, parts, strict=True)}
 
 
-def _tokens(micro: MicroBatch, of: Mapping[str, Floats | None], device: torch.device) -> Tensor:
+def _flatten_values(
+    micro: MicroBatch, of: Mapping[str, Floats | None], device: torch.device
+) -> Tensor:
     """[tokens] float32 of a pass."""
     flat = np.concatenate([of[sample_id] for sample_id in micro.sample_ids])
     return torch.from_numpy(flat.astype(np.float32)).to(device)

@@ -32,18 +32,18 @@ from laminar.storage.rules import Span
 from laminar.training import shared_safetensors
 from laminar.training.checkpoints import checkpoint, export
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
-from laminar.training.checkpoints.checkpoint import named_moments
+from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.checkpoints.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
-from laminar.training.learner import Learner, measured_step, no_point, take_weights
+from laminar.training.learner import Learner, no_point, replace_weights, run_measured_step
 from laminar.training.model import lora
 from laminar.training.model.fsdp import ShardedPolicy, load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import BasePolicy, named_weights, weight_forms
-from laminar.training.ranks import Ranks, meet
-from laminar.training.shared_safetensors import Forms, Rows, forms_of, rows_of
+from laminar.training.ranks import Ranks, join_rank_group
+from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
-from laminar.training.threaded import KeptCopies, device_of
-from laminar.training.trainer_state import LearnerFacts, Resume
+from laminar.training.threaded import CopyBuffers, device_of
+from laminar.training.trainer_state import LearnerFacts, ResumeState
 
 Result = TypeVar("Result")
 FoundRows = Iterable[tuple[str, Rows]]
@@ -51,15 +51,15 @@ PutRows = Callable[[bytes, Iterable[tuple[str, int, Tensor]]], None]
 """Puts rows (name, first row, rows) where a Target says (weights/version/shared_rows.py)."""
 
 
-class _Order(msgspec.Struct, frozen=True):
+class _RankOrder(msgspec.Struct, frozen=True):
     """What all ranks are to do."""
 
 
-class Load(_Order, tag="load", frozen=True):
+class LoadOrder(_RankOrder, tag="load", frozen=True):
     """Meet, and read the model."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     """A TrainSample as it is sent: each rank works out its advantage, from the whole batch."""
 
     sample_id: str
@@ -77,67 +77,76 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     contexts: tuple[Ids, ...]
 
 
-class TrainStep(_Order, tag="train", frozen=True):
-    batch: tuple[Row, ...]
+class TrainOrder(_RankOrder, tag="train", frozen=True):
+    batch: tuple[WireSample, ...]
     step: int
 
 
-class Score(_Order, tag="score", frozen=True):
+class ScoreOrder(_RankOrder, tag="score", frozen=True):
     sequences: tuple[tuple[int, ...], ...]
 
 
-class Copy(_Order, tag="copy", frozen=True):
+class CopyOrder(_RankOrder, tag="copy", frozen=True):
     """Keep a copy of weights and optimizer, in the place of the one before."""
 
 
-class PutWeights(_Order, tag="put", frozen=True):
+class PutWeightsOrder(_RankOrder, tag="put", frozen=True):
     target: bytes
     copied: bool  #: those that were copied, not the present ones
 
 
-class WriteFiles(_Order, tag="write", frozen=True):
+class WriteFilesOrder(_RankOrder, tag="write", frozen=True):
     """Write rows into the files of a directory, which rank 0 has created."""
 
     directory: str
     copied: bool  #: what was copied, optimizer included; else the present weights alone
 
 
-class Restore(_Order, tag="restore", frozen=True):
+class RestoreOrder(_RankOrder, tag="restore", frozen=True):
     directory: str
 
 
-class Reload(_Order, tag="reload", frozen=True):
+class ReloadOrder(_RankOrder, tag="reload", frozen=True):
     directory: str
 
 
-Order = Load | TrainStep | Score | Copy | PutWeights | WriteFiles | Restore | Reload
+RankOrder = (
+    LoadOrder
+    | TrainOrder
+    | ScoreOrder
+    | CopyOrder
+    | PutWeightsOrder
+    | WriteFilesOrder
+    | RestoreOrder
+    | ReloadOrder
+)
 
 
-def row_of(sample: TrainSample) -> Row:
-    return Row(**{name: getattr(sample, name) for name in Row.__struct_fields__})
+def row_of(sample: TrainSample) -> WireSample:
+    return WireSample(**{name: getattr(sample, name) for name in WireSample.__struct_fields__})
 
 
-def sample_of(row: Row) -> TrainSample:
+def sample_of(row: WireSample) -> TrainSample:
     return TrainSample(**msgspec.structs.asdict(row))
 
 
-def _array_as_bytes(value: Any) -> bytes:
+def _encode_array(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         return value.tobytes()
     raise NotImplementedError(type(value))
 
 
-def _bytes_as_array(kind: Any, data: bytes) -> Any:
+def _decode_array(kind: Any, data: bytes) -> Any:
     """`kind`: numpy.typing.NDArray of something."""
     (item,) = get_args(get_args(kind)[1])
     return np.frombuffer(data, item)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_array_as_bytes)
-_decoder = msgspec.msgpack.Decoder(Order, dec_hook=_bytes_as_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
 
 
-class Gang(Protocol):
+class RankGroup(Protocol):
     """The other ranks (rank_processes.py)."""
 
     size: int
@@ -145,7 +154,9 @@ class Gang(Protocol):
     async def start(self) -> None:
         """All take orders on return; RankError."""
 
-    async def together(self, body: bytes, own: Awaitable[Result]) -> tuple[Result, list[bytes]]:
+    async def run_on_all_ranks(
+        self, body: bytes, own: Awaitable[Result]
+    ) -> tuple[Result, list[bytes]]:
         """Have them carry out an order, while `own` does the same here."""
 
 
@@ -170,74 +181,76 @@ class RankWorker:
         self._device = device_of(config.trainer.device)
         if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
             self._device = torch.device("cuda", rank)
-        self._kept: dict[str, KeptCopies] = defaultdict(KeptCopies)
+        self._kept: dict[str, CopyBuffers] = defaultdict(CopyBuffers)
         self._copied: dict[str, dict[str, Rows]] = {}  #: by the file that they are for
 
-    async def handle(self, order: bytes) -> bytes:
+    async def handle_order(self, order: bytes) -> bytes:
         """Carry out an order of rank 0, which has the result itself."""
-        await asyncio.to_thread(self.carry_out, _decoder.decode(order))
+        await asyncio.to_thread(self.execute_order, _decoder.decode(order))
         return b""
 
-    def carry_out(self, order: Order) -> Any:
+    def execute_order(self, order: RankOrder) -> Any:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # which each thread has for itself
         match order:
-            case Load():
+            case LoadOrder():
                 self._reached("rank-load")
                 return self._load()
-            case TrainStep(batch, step):
+            case TrainOrder(batch, step):
                 self._reached("rank-step")
-                return measured_step(self.learner, [sample_of(row) for row in batch], step)
-            case Score(sequences):
-                return self.learner.score(sequences)
-            case Copy():
+                return run_measured_step(self.learner, [sample_of(row) for row in batch], step)
+            case ScoreOrder(sequences):
+                return self.learner.compute_logprobs(sequences)
+            case CopyOrder():
                 return self._copy()
-            case PutWeights(target, copied):
+            case PutWeightsOrder(target, copied):
                 self._reached("rank-fill")
-                rows = self._copied[MODEL_FILE].items() if copied else self._present()
+                rows = self._copied[MODEL_FILE].items() if copied else self._iter_weight_rows()
                 return self._put(target, ((name, r.first, r.data) for name, r in rows))
-            case WriteFiles(directory, copied):
+            case WriteFilesOrder(directory, copied):
                 self._reached("rank-write")
-                for path, (forms, rows) in self.files(Path(directory), copied=copied).items():
-                    shared_safetensors.write(path, forms, rows)
+                for path, (forms, rows) in self.plan_files(Path(directory), copied=copied).items():
+                    shared_safetensors.write_rows(path, forms, rows)
                 return None
-            case Restore(directory):
-                return checkpoint.take(Path(directory), self.learner)
-            case Reload(directory):
+            case RestoreOrder(directory):
+                return checkpoint.restore_checkpoint(Path(directory), self.learner)
+            case ReloadOrder(directory):
                 if self.learner.policy.base:
                     return checkpoint.read_back(Path(directory), self.learner)
-                return take_weights(self.learner, lambda: self._policy(directory))
+                return replace_weights(self.learner, lambda: self._load_policy(directory))
 
-    def files(self, directory: Path, *, copied: bool) -> dict[Path, tuple[Forms, FoundRows]]:
+    def plan_files(
+        self, directory: Path, *, copied: bool
+    ) -> dict[Path, tuple[TensorLayouts, FoundRows]]:
         """What tensors each file of a directory has, and what rows of this rank."""
-        found: dict[str, tuple[Forms, FoundRows]]
+        found: dict[str, tuple[TensorLayouts, FoundRows]]
         if copied:
-            found = {name: (forms_of(rows), rows.items()) for name, rows in self._copied.items()}
+            found = {name: (get_layouts(rows), rows.items()) for name, rows in self._copied.items()}
         else:
             model = self.learner.policy.model
-            found = {MODEL_FILE: (weight_forms(model), self._present())}
+            found = {MODEL_FILE: (weight_forms(model), self._iter_weight_rows())}
             if self.learner.policy.base:
                 adapters = {name: rows_of(tensor) for name, tensor in lora.file_tensors(model)}
-                found[ADAPTER_FILE] = forms_of(adapters), adapters.items()
+                found[ADAPTER_FILE] = get_layouts(adapters), adapters.items()
         return {directory / name: what for name, what in found.items()}
 
-    def _present(self) -> FoundRows:
+    def _iter_weight_rows(self) -> FoundRows:
         return ((n, rows_of(tensor)) for n, tensor in named_weights(self.learner.policy.model))
 
     def _load(self) -> ModelLayout:
         config = self._config
         torch.set_num_threads(config.trainer.threads)
         transformers.utils.logging.disable_progress_bar()
-        self._ranks = self._meet()
+        self._ranks = self._join_rank_group()
         self._size = self._tokenizer_size()
         adapt = config if config.lora.rank else None
-        policy = self._policy(config.model.name, adapt)
+        policy = self._load_policy(config.model.name, adapt)
         reference: ShardedPolicy | BasePolicy | None = None
         if config.algorithm.use_kl_loss and adapt is not None:
             reference = BasePolicy(policy)
         elif config.algorithm.use_kl_loss:
-            reference = self._policy(config.model.name)
-        critic = self._critic(config.critic_name) if config.has_critic else None
+            reference = self._load_policy(config.model.name)
+        critic = self._load_critic(config.critic_name) if config.has_critic else None
         total = config.trainer.total_training_steps
         self.learner = Learner(
             config,
@@ -248,15 +261,15 @@ class RankWorker:
             ranks=self._ranks,
         )
         self.learner.reached = self._reached
-        return policy.layout(weight_forms(policy.model), self.learner.compute)
+        return policy.describe_layout(weight_forms(policy.model), self.learner.compute)
 
-    def _meet(self) -> Ranks:
+    def _join_rank_group(self) -> Ranks:
         trainer = self._config.trainer
-        return meet(
+        return join_rank_group(
             self._meeting, self._rank, trainer.ranks, self._device, trainer.collective_timeout_s
         )
 
-    def _policy(self, name: str, adapt: Config | None = None) -> ShardedPolicy:
+    def _load_policy(self, name: str, adapt: Config | None = None) -> ShardedPolicy:
         return load_sharded(
             name,
             self._ranks,
@@ -266,7 +279,7 @@ class RankWorker:
             adapt=adapt,
         )
 
-    def _critic(self, name: str) -> ShardedPolicy:
+    def _load_critic(self, name: str) -> ShardedPolicy:
         return load_sharded_critic(
             name,
             self._ranks,
@@ -280,16 +293,16 @@ class RankWorker:
         model = learner.policy.model
         found: dict[str, Iterable[tuple[str, Tensor]]] = {
             MODEL_FILE: named_weights(model),
-            OPTIMIZER_FILE: named_moments(model, learner.optimizer),
+            OPTIMIZER_FILE: iter_moments(model, learner.optimizer),
         }
         if learner.critic is not None:
             found |= checkpoint.critic_tensors(learner.critic)
         if learner.policy.base:
             found[ADAPTER_FILE] = lora.file_tensors(model)
-        self._copied = {name: _copies(self._kept[name], each) for name, each in found.items()}
+        self._copied = {name: _copy_rows(self._kept[name], each) for name, each in found.items()}
 
 
-def _copies(kept: KeptCopies, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
+def _copy_rows(kept: CopyBuffers, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
     """Of the rows of this rank; of the tensors only one need be there at a time."""
     found = {}
     for name, tensor in tensors:
@@ -298,58 +311,58 @@ def _copies(kept: KeptCopies, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
     return found
 
 
-class _Together:
+class _AllRanks:
     """Rank 0's own worker, and those of the others."""
 
-    def __init__(self, worker: RankWorker, gang: Gang) -> None:
+    def __init__(self, worker: RankWorker, gang: RankGroup) -> None:
         self.worker, self.gang = worker, gang
 
-    async def __call__(self, order: Order) -> Any:
+    async def __call__(self, order: RankOrder) -> Any:
         """What came of it on rank 0, when all ranks have done it."""
-        own = asyncio.to_thread(self.worker.carry_out, order)
-        result, _ = await self.gang.together(_encoder.encode(order), own)
+        own = asyncio.to_thread(self.worker.execute_order, order)
+        result, _ = await self.gang.run_on_all_ranks(_encoder.encode(order), own)
         return result
 
 
 class RankedLearner:
     """The learners of all ranks, once they are loaded."""
 
-    def __init__(self, worker: RankWorker, gang: Gang) -> None:
+    def __init__(self, worker: RankWorker, gang: RankGroup) -> None:
         """`worker`: of rank 0. `gang`: the others, not yet started."""
         self._worker, self._gang = worker, gang
-        self._all = _Together(worker, gang)
+        self._all = _AllRanks(worker, gang)
 
     async def load(self) -> ModelLayout:
         """Start the other ranks, and read the model; ConfigError."""
         await self._gang.start()
-        layout: ModelLayout = await self._all(Load())
+        layout: ModelLayout = await self._all(LoadOrder())
         return layout
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
-        result: StepResult = await self._all(TrainStep(tuple(map(row_of, samples)), step))
+        result: StepResult = await self._all(TrainOrder(tuple(map(row_of, samples)), step))
         return result
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        scores: list[list[float]] = await self._all(Score(tuple(map(tuple, sequences))))
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        scores: list[list[float]] = await self._all(ScoreOrder(tuple(map(tuple, sequences))))
         return scores
 
-    async def fill(self, target: bytes) -> None:
+    async def put_weights(self, target: bytes) -> None:
         """Put the present weights into the Target in these bytes."""
-        await self._all(PutWeights(target, False))
+        await self._all(PutWeightsOrder(target, False))
 
-    async def reload(self, directory: Path) -> None:
+    async def reload_weights(self, directory: Path) -> None:
         """Take the weights of an export in the place of the present ones; with adapters these
         stay, and must be the same. CheckpointError."""
-        await self._all(Reload(os.fspath(directory)))
+        await self._all(ReloadOrder(os.fspath(directory)))
 
-    def facts(self) -> LearnerFacts:
-        return self._worker.learner.facts()
+    def collect_facts(self) -> LearnerFacts:
+        return self._worker.learner.collect_facts()
 
-    async def restore(self, directory: Path) -> Resume:
+    async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Take parameters and optimizer of a checkpoint in the place of the present ones;
         CheckpointError."""
-        await asyncio.to_thread(checkpoint.check, directory)
-        resume: Resume = await self._all(Restore(os.fspath(directory)))
+        await asyncio.to_thread(checkpoint.verify_checkpoint, directory)
+        resume: ResumeState = await self._all(RestoreOrder(os.fspath(directory)))
         return resume
 
 
@@ -359,35 +372,35 @@ class RankedFiles(ThreadedDirectories):
     def __init__(
         self,
         worker: RankWorker,
-        gang: Gang,
+        gang: RankGroup,
         source: str,
         describe: Callable[..., Awaitable[Any]],
     ) -> None:
         """`source`: the directory that the run's tokenizer came from. `describe`:
         weights/version/shared_rows.py: describe_rows."""
         self._worker, self._source, self._describe = worker, source, describe
-        self._all = _Together(worker, gang)
+        self._all = _AllRanks(worker, gang)
 
     async def copy(self) -> bool:
         """The ranks have what was copied: there is one copy."""
-        await self._all(Copy())
+        await self._all(CopyOrder())
         return True
 
-    async def describe(self, weights: bool, **facts: Any) -> Any:
+    async def build_manifest(self, weights: bool, **facts: Any) -> Any:
         async def fill(target: bytes) -> None:
-            await self._all(PutWeights(target, weights))
+            await self._all(PutWeightsOrder(target, weights))
 
         return await self._describe(fill=fill, **facts)
 
     async def write(self, directory: Path, copied: bool | None, extra: Mapping[str, bytes]) -> None:
-        await asyncio.to_thread(self._create, directory, bool(copied), extra)
-        await self._all(WriteFiles(os.fspath(directory), bool(copied)))
+        await asyncio.to_thread(self._create_files, directory, bool(copied), extra)
+        await self._all(WriteFilesOrder(os.fspath(directory), bool(copied)))
         if copied:
             await asyncio.to_thread(write_digests, directory)
 
-    def _create(self, directory: Path, copied: bool, extra: Mapping[str, bytes]) -> None:
+    def _create_files(self, directory: Path, copied: bool, extra: Mapping[str, bytes]) -> None:
         """All but the rows."""
         model = self._worker.learner.policy.model
         export.write_all_but_weights(model, self._source, directory, extra)
-        for path, (forms, _) in self._worker.files(directory, copied=copied).items():
-            shared_safetensors.create(path, forms)
+        for path, (forms, _) in self._worker.plan_files(directory, copied=copied).items():
+            shared_safetensors.create_file(path, forms)

@@ -28,13 +28,13 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.training.model.micro_batches import MicroBatch
 from laminar.training.ranks import Ranks
-from laminar.training.steps import Mismatch, MismatchSource, Origin, TrainSample, origin_of
+from laminar.training.steps import Mismatch, MismatchSource, Origin, TrainSample, get_origin
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats per token; what was measured is in docs/training.md."""
 MOVEMENT_FACTOR = 3.0
 """The rows of the measurement are few, and not those that the limit is for."""
-DOUBT_LEAST = 1e-4
+MIN_DOUBT = 1e-4
 """Of a token, on average over the rows of a measurement: what is less is rounding."""
 FEW_TOKENS = 4.0
 """The limit of n tokens is larger by the factor 1 + FEW_TOKENS / sqrt(n), where siblings count as
@@ -52,11 +52,11 @@ class MismatchLimits:
         self._rounding = rounding
         self._moved: dict[int, float] = {}
 
-    def moved(self, step: int, distance: float) -> None:
+    def record_movement(self, step: int, distance: float) -> None:
         """The updates of `step` changed the log-probs by so much; nats per doubt."""
         self._moved[step] = distance
 
-    def moved_by(self, step: int) -> float:
+    def get_movement(self, step: int) -> float:
         return self._moved[step]
 
     @property
@@ -64,11 +64,11 @@ class MismatchLimits:
         """How far every step so far has moved the weights, for a checkpoint."""
         return dict(self._moved)
 
-    def restore(self, movements: Mapping[int, float]) -> None:
+    def restore_movements(self, movements: Mapping[int, float]) -> None:
         """Take the movements as they were after the last of these steps."""
         self._moved = dict(movements)
 
-    def suspects(
+    def find_suspects(
         self,
         mismatch: Mapping[Origin, Mismatch],
         made: Mapping[int, int],
@@ -82,23 +82,23 @@ class MismatchLimits:
         """
         found = {}
         for origin, figure in mismatch.items():
-            distance = self._distance(made[origin[1]], step)
+            distance = self._sum_movements(made[origin[1]], step)
             limit = self._rounding + MOVEMENT_FACTOR * distance * figure.mean_doubt
             limit *= 1 + FEW_TOKENS / math.sqrt(figure.tokens / siblings[origin])
             if limit < figure.mean_abs_diff < math.inf:
                 found[origin] = MismatchSource(figure.mean_abs_diff, limit)
         return found
 
-    def _distance(self, made: int, step: int) -> float:
+    def _sum_movements(self, made: int, step: int) -> float:
         """A step of which nothing is known, as it was another process's, may have moved any way."""
         return sum(self._moved.get(s, math.inf) for s in range(made, step))
 
 
-def siblings_of(samples: Iterable[TrainSample]) -> dict[Origin, float]:
+def count_siblings(samples: Iterable[TrainSample]) -> dict[Origin, float]:
     """How many rows of one prompt each origin has sampled of, on average over its prompts."""
     rows: dict[Origin, list[str]] = {}
     for sample in samples:
-        for origin in {origin_of(span): None for span in sample.spans}:
+        for origin in {get_origin(span): None for span in sample.spans}:
             rows.setdefault(origin, []).append(sample.group_id)
     return {origin: len(groups) / len(set(groups)) for origin, groups in rows.items()}
 
@@ -106,47 +106,52 @@ def siblings_of(samples: Iterable[TrainSample]) -> dict[Origin, float]:
 def movement_rows(trained: Sequence[TrainSample], tokens: int) -> list[list[TrainSample]]:
     """The few: those with most doubt, and as many evenly from the others; of each what fits in half
     of so many tokens, but one at least, if there is one."""
-    by_doubt = sorted(trained, key=_doubt, reverse=True)
+    by_doubt = sorted(trained, key=_sum_doubts, reverse=True)
     half = MOVEMENT_ROWS // 2
     others = by_doubt[half:]
     evenly = others[:: -(-len(others) // half) or 1]
-    return [rows for part in (by_doubt[:half], evenly) if (rows := _fitting(part, tokens // 2))]
+    return [
+        rows for part in (by_doubt[:half], evenly) if (rows := _select_fitting(part, tokens // 2))
+    ]
 
 
-def _fitting(rows: Sequence[TrainSample], tokens: int) -> list[TrainSample]:
+def _select_fitting(rows: Sequence[TrainSample], tokens: int) -> list[TrainSample]:
     ends = itertools.accumulate(row.length for row in rows)
     return [
         row for i, (row, end) in enumerate(zip(rows, ends, strict=True)) if end <= tokens or not i
     ]
 
 
-def movement(parts: Sequence[Sequence[TrainSample]], before: Tensor, after: Tensor) -> float:
+def measure_movement(
+    parts: Sequence[Sequence[TrainSample]], before: Tensor, after: Tensor
+) -> float:
     """How far log-probs [tokens] of these rows are apart, nats per doubt that they had: of the part
     that has moved furthest. Few rows miss what others move: each part is a measurement of its own.
     """
     counts = [sum(len(s.response_ids) for s in part) for part in parts]
     found = (
-        _moved(*halves) for halves in zip(before.split(counts), after.split(counts), strict=True)
+        _measure_part(*halves)
+        for halves in zip(before.split(counts), after.split(counts), strict=True)
     )
     return max(found, default=0.0)
 
 
-def _moved(before: Tensor, after: Tensor) -> float:
-    doubt = float(doubts(before).sum())
-    return float((after - before).abs().sum()) / max(doubt, DOUBT_LEAST * len(before))
+def _measure_part(before: Tensor, after: Tensor) -> float:
+    doubt = float(compute_doubts(before).sum())
+    return float((after - before).abs().sum()) / max(doubt, MIN_DOUBT * len(before))
 
 
-def doubts(log_probs: Tensor) -> Tensor:
+def compute_doubts(log_probs: Tensor) -> Tensor:
     """1 - p of tokens with these log-probs; what rounding has put above 0 is none."""
     return torch.expm1(log_probs).neg().clamp(min=0.0)
 
 
-def _doubt(sample: TrainSample) -> float:
+def _sum_doubts(sample: TrainSample) -> float:
     """Of all its tokens together, as its engine scored them."""
-    return float(doubts(torch.tensor(sample.logprobs, dtype=torch.float64)).sum())
+    return float(compute_doubts(torch.tensor(sample.logprobs, dtype=torch.float64)).sum())
 
 
-def scores_of(
+def gather_scores(
     samples: Sequence[TrainSample], passes: Iterable[tuple[MicroBatch, Tensor]], ranks: Ranks
 ) -> Tensor:
     """Log-probs [tokens] float64 of all response tokens of `samples`, in order, of all ranks.
@@ -163,10 +168,10 @@ def scores_of(
         for sample_id, row in zip(micro.sample_ids, rows, strict=True):
             if (end := end_of.get(sample_id)) is not None:
                 found[end - len(row) : end] = row
-    return ranks.sum(found)
+    return ranks.all_reduce(found)
 
 
-def rounding_of(config: Config, compute: torch.dtype) -> float:
+def get_rounding(config: Config, compute: torch.dtype) -> float:
     """The user's limit, or that of the less precise of trainer and engine."""
     given = config.algorithm.rollout_correction.mismatch_limit
     rough = compute == torch.bfloat16 or "bfloat16" in (config.weights.dtype, config.rollout.dtype)

@@ -29,7 +29,7 @@ TRIED = "tried"
 """What is said when all has come to an end: an exit code could be the file's own."""
 LENGTHS = (5, 1, 9, 3, 7, 2)
 ADVANTAGES = (0.9, -1.3, 0.4, -0.2, 1.7, -0.6)
-Figures = tuple[Tensor, Tensor]  #: losses and gradients of one sequence
+LossAndGradient = tuple[Tensor, Tensor]  #: losses and gradients of one sequence
 
 
 def try_functions(algorithm: AlgorithmConfig) -> None:
@@ -43,32 +43,36 @@ def try_functions(algorithm: AlgorithmConfig) -> None:
 
 def _try_loss(loss: PolicyLoss) -> None:
     order = list(range(len(LENGTHS)))
-    together = _losses(loss, order)
+    together = _compute_losses(loss, order)
     if not any(gradient.any() for _, gradient in together):
         raise ConfigError(
             f"{loss.users} returned losses whose gradient in batch.log_probs is zero; what is "
             "trained are the log-probs, so the loss has to grow or fall with them"
         )
-    alone = [_losses(loss, [row])[0] for row in order]
-    _same(loss, "alone", alone, together)
-    _same(loss, "in another order", _losses(loss, order[::-1])[::-1], together)
+    alone = [_compute_losses(loss, [row])[0] for row in order]
+    _require_same(loss, "alone", alone, together)
+    _require_same(loss, "in another order", _compute_losses(loss, order[::-1])[::-1], together)
 
 
-def _same(loss: PolicyLoss, how: str, found: list[Figures], together: list[Figures]) -> None:
+def _require_same(
+    loss: PolicyLoss, how: str, found: list[LossAndGradient], together: list[LossAndGradient]
+) -> None:
     for here, there in zip(found, together, strict=True):
         for figure, mine, others in zip(("losses", "gradients"), here, there, strict=True):
             if not torch.allclose(mine, others, rtol=1e-4, atol=1e-5):  # float32 sums
                 raise ConfigError(
-                    f"{loss.users} gives a sequence other {figure} {how} ({_short(mine)}) than "
-                    f"among others ({_short(others)}); it may look at one sequence at a time only "
+                    f"{loss.users} gives a sequence other {figure} {how} "
+                    f"({_format_values(mine)}) than "
+                    f"among others ({_format_values(others)}); it may look at one sequence at a "
+                    "time only "
                     "(batch.sums, batch.means), or training would depend on how a batch is split "
                     "into micro-batches"
                 )
 
 
-def _losses(loss: PolicyLoss, rows: list[int]) -> list[Figures]:
+def _compute_losses(loss: PolicyLoss, rows: list[int]) -> list[LossAndGradient]:
     """Losses and gradients of each of these sequences, given as one micro-batch."""
-    drawn = [_drawn(row) for row in rows]
+    drawn = [_draw_inputs(row) for row in rows]
     old, moved, engine, weights = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     log_probs = (old + moved).clamp(max=-1e-3).requires_grad_()
     counts = [LENGTHS[row] for row in rows]
@@ -91,7 +95,7 @@ def _losses(loss: PolicyLoss, rows: list[int]) -> list[Figures]:
     return list(parts)
 
 
-def _drawn(row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _draw_inputs(row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs at the start of the step, what they have moved by, those of the engine; weights of
     the losses."""
     generator = torch.Generator().manual_seed(row)
@@ -111,10 +115,10 @@ def _try_estimator(estimator: Estimator) -> None:
         extras=defaultdict(lambda: np.linspace(0.0, 1.0, len(lengths))),  # whatever its name
         options=estimator.options,
     )
-    estimator.estimate(batch)
+    estimator.estimate_advantages(batch)
 
 
-def _short(values: Tensor) -> str:
+def _format_values(values: Tensor) -> str:
     return ", ".join(f"{value:.4g}" for value in values[:3].tolist())
 
 

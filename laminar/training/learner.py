@@ -34,11 +34,11 @@ from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.critic import Critic
 from laminar.training.engine_mismatch import (
     MismatchLimits,
-    movement,
+    count_siblings,
+    gather_scores,
+    get_rounding,
+    measure_movement,
     movement_rows,
-    rounding_of,
-    scores_of,
-    siblings_of,
 )
 from laminar.training.metrics import (
     TokenFigures,
@@ -52,9 +52,9 @@ from laminar.training.model.footprint import (
     FLOAT32,
     ModelSizes,
     TrainingPlan,
-    footprint,
+    estimate_footprint,
     sizes_of,
-    total,
+    sum_bytes,
     way_of,
 )
 from laminar.training.model.lora_targets import adapters_of
@@ -62,22 +62,27 @@ from laminar.training.model.micro_batches import (
     MicroBatch,
     micro_batches,
     mini_batches,
-    token_rows,
-    unmasked,
+    pad_token_rows,
+    select_unmasked,
 )
-from laminar.training.model.packing import passes
+from laminar.training.model.packing import build_passes
 from laminar.training.model.policy import (
     VALUE_HEAD,
     BasePolicy,
     Compute,
     LoadedPolicy,
-    base_weights,
-    digest,
+    digest_base_weights,
+    get_base_weights,
     recompute_layers,
 )
-from laminar.training.objective import ObjectiveConfig, engine_mismatch, objective, score
-from laminar.training.optimizer import adamw, apply_gradient, set_rate
-from laminar.training.ranks import ONE, Ranks
+from laminar.training.objective import (
+    ObjectiveConfig,
+    compute_objective,
+    engine_mismatch,
+    score_micro_batch,
+)
+from laminar.training.optimizer import apply_gradient, make_adamw, set_rate
+from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.schedule import check_schedule, learning_rate
 from laminar.training.steps import (
     CRITIC_WARMUP,
@@ -87,8 +92,8 @@ from laminar.training.steps import (
     TrainSample,
     Update,
     ids_digest,
-    one_of_each_origin,
     sampled_by,
+    select_one_per_origin,
 )
 from laminar.training.trainer_state import LearnerFacts, check_same
 
@@ -137,7 +142,7 @@ class Learner:
         reference: LoadedPolicy | BasePolicy | None = None,
         critic: LoadedPolicy | None = None,
         total_steps: int = 0,
-        ranks: Ranks = ONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         """`total_steps` of the run is needed by a decaying schedule only; raises ConfigError.
 
@@ -155,24 +160,21 @@ class Learner:
         self.reference = reference if config.algorithm.use_kl_loss else None
         self.total_steps, self.ranks = total_steps, ranks
         self._estimator = Estimator(config.algorithm)
-        self._objective = ObjectiveConfig(
-            config.algorithm,
-            PolicyLoss(config.algorithm),
-            config.data.max_response_length,
-            _compute(way),
-        )
+        loss, response_max = PolicyLoss(config.algorithm), config.data.max_response_length
+        self._objective = ObjectiveConfig(config.algorithm, loss, response_max, _compute(way))
         self.compute = self._objective.compute
         self._reads_all = _reads_all(config.algorithm, self._objective.policy_loss)
-        self._limits = MismatchLimits(rounding_of(config, self.compute.dtype))
-        self.optimizer = adamw(config.optim, policy.model)
+        self._limits = MismatchLimits(get_rounding(config, self.compute.dtype))
+        self.optimizer = make_adamw(config.optim, policy.model)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(config, critic, self.compute, total_steps, ranks)
-        self.estimated_bytes = total(footprint(_sizes(policy), way).device)  #: of the device
+        footprint = estimate_footprint(_sizes(policy), way)
+        self.estimated_bytes = sum_bytes(footprint.device)
         self.reference_digest = ""
         if self.reference is not None:
             self.reference_digest = _digest_of(self.reference)
-            self.reference.cast(self.compute.dtype)
+            self.reference.cast_weights(self.compute.dtype)
 
     def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0).
@@ -185,16 +187,16 @@ class Learner:
         rate = learning_rate(self.config.optim, max(0, step - warm_up), self.total_steps - warm_up)
         set_rate(self.optimizer, rate)
         if self.critic is not None:
-            samples = self.critic.with_values(samples)
-        ready = self._estimator.with_advantages(samples)
+            samples = self.critic.assign_values(samples)
+        ready = self._estimator.assign_advantages(samples)
         batch = self._batch(ready, trains=step >= warm_up)
-        mismatch = batch.figures.mismatch()
+        mismatch = batch.figures.compute_mismatch()
         made = _oldest_behind(samples)
-        suspects = self._limits.suspects(mismatch, made, siblings_of(samples), step)
+        suspects = self._limits.find_suspects(mismatch, made, count_siblings(samples), step)
         left_out = sampled_by(samples, suspects)
         trained = ready
         if left_out:
-            ready = self._estimator.with_advantages(samples, left_out)
+            ready = self._estimator.assign_advantages(samples, left_out)
             trained = [s for s in ready if s.sample_id not in left_out]
             batch = self._batch(trained, trains=step >= warm_up)
         updates, figures = self._updates(batch, step)
@@ -210,7 +212,7 @@ class Learner:
                 "actor/skipped_rows": float(sum(mini.skipped for mini in batch.minis)),
                 "actor/lr": rate,
                 "mismatch/left_out": float(len(left_out)),
-                "mismatch/moved": self._limits.moved_by(step),
+                "mismatch/moved": self._limits.get_movement(step),
             }
             | by_origin(mismatch, batch.figures.went_on(), reward_by_version(samples)),
             mismatch=mismatch,
@@ -221,7 +223,7 @@ class Learner:
         )
 
     @torch.no_grad()
-    def score(
+    def compute_logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
         """Log-probs of tokens 1..L-1 of each sequence with the current weights.
@@ -234,14 +236,16 @@ class Learner:
         scores: list[list[float]] = [[] for _ in arrays]
         budget = self.config.trainer.micro_batch_tokens
         for chosen in micro_batches([len(a) for a in arrays], budget):
-            rows = token_rows([arrays[i] for i in chosen], [1] * len(chosen), self.policy.device)
+            rows = pad_token_rows(
+                [arrays[i] for i in chosen], [1] * len(chosen), self.policy.device
+            )
             at = torch.full((len(rows.targets),), temperature, device=self.policy.device)
             values = self.policy.log_probs(rows, at, self.compute).log_probs.cpu().numpy()
             for i, part in zip(chosen, np.split(values, np.cumsum(rows.counts)[:-1]), strict=True):
                 scores[i] = part.tolist()
         return scores
 
-    def facts(self) -> LearnerFacts:
+    def collect_facts(self) -> LearnerFacts:
         """What a checkpoint needs besides parameters and optimizer."""
         return LearnerFacts(
             torch=str(torch.__version__),
@@ -258,10 +262,10 @@ class Learner:
             moved=self._limits.movements,
         )
 
-    def restore(self, facts: LearnerFacts) -> None:
+    def restore_facts(self, facts: LearnerFacts) -> None:
         """What a checkpoint has besides parameters and optimizer; ForeignError."""
-        check_same(facts, self.facts())
-        self._limits.restore(facts.moved)
+        check_same(facts, self.collect_facts())
+        self._limits.restore_movements(facts.moved)
 
     def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
         truncated = self.config.algorithm.truncated
@@ -269,7 +273,7 @@ class Learner:
 
     def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """This rank's."""
-        return passes(
+        return build_passes(
             samples,
             self.config.trainer.micro_batch_tokens,
             self.policy.device,
@@ -304,7 +308,7 @@ class Learner:
         return _Batch(minis, proximal, figures, losses, trains)
 
     def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
-        scores = score(self.policy, micro, self.compute)
+        scores = score_micro_batch(self.policy, micro, self.compute)
         figures.add(micro, engine_mismatch(scores, micro.behaviour))
         return scores
 
@@ -312,10 +316,10 @@ class Learner:
         """Make the updates and measure how far they move the policy."""
         self.reached("policy-update")
         if not batch.minis:
-            self._limits.moved(step, 0.0)
+            self._limits.record_movement(step, 0.0)
             return (Update((), MISMATCH, 0.0, 0.0, None),), batch.figures
         if not batch.trains:
-            self._limits.moved(step, 0.0)
+            self._limits.record_movement(step, 0.0)
             left = (Update(m.sample_ids, CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis)
             return tuple(left), batch.figures
         trained = [s for mini in batch.minis for s in mini.trained]
@@ -323,7 +327,7 @@ class Learner:
         few = [s for part in parts for s in part]
         exact = self.compute.dtype == torch.float32  # else rounding depends on the other rows
         scored = _scored_passes(batch) if exact else self._scored(few)
-        before = scores_of(few, scored, self.ranks)
+        before = gather_scores(few, scored, self.ranks)
         figures = batch.figures if batch.losses else TokenFigures()
         updates = tuple(
             self._update(mini, batch.losses or self._accumulate(mini, scores, figures)[0])
@@ -333,13 +337,15 @@ class Learner:
             figures.join(self.ranks, [s for mini in batch.minis for s in mini.read])
         distance = 0.0
         if any(u.skipped_reason is None for u in updates):
-            distance = movement(parts, before, scores_of(few, self._scored(few), self.ranks))
-        self._limits.moved(step, distance)
+            distance = measure_movement(
+                parts, before, gather_scores(few, self._scored(few), self.ranks)
+            )
+        self._limits.record_movement(step, distance)
         return updates, figures
 
     def _scored(self, samples: Sequence[TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
         """Passes of these alone, with their scores by the current weights."""
-        return [(m, score(self.policy, m, self.compute)) for m in self._passes(samples)]
+        return [(m, score_micro_batch(self.policy, m, self.compute)) for m in self._passes(samples)]
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""
@@ -360,7 +366,7 @@ class Learner:
         for i, micro in enumerate(mini.micros):
             scores = proximal[i] if proximal is not None else None
             with torch.set_grad_enabled(i < mini.with_gradient):
-                part = objective(
+                part = compute_objective(
                     self.policy, self.reference, micro, scores, mini.counts, self._objective
                 )
             if i < mini.with_gradient:
@@ -371,7 +377,7 @@ class Learner:
             if kl_loss is not None and part.kl_loss is not None:
                 kl_loss += float(part.kl_loss)
         sums = torch.tensor([pg_loss, kl_loss or 0.0], dtype=torch.float64)
-        pg_loss, kl_sum = self.ranks.sum(sums).tolist()
+        pg_loss, kl_sum = self.ranks.all_reduce(sums).tolist()
         return (pg_loss, None if kl_loss is None else kl_sum), found
 
 
@@ -387,14 +393,14 @@ def _mini_batch(
     does one without advantage, where only the advantage gives a gradient: of these, one for
     each replica and version is scored, so that no engine goes unproven.
     """
-    found = unmasked(samples, truncated)
+    found = select_unmasked(samples, truncated)
     trained = [s for s in found if reads_all or np.any(s.advantage)]
     flat = [s for s in found if not (reads_all or np.any(s.advantage))]
-    scored = one_of_each_origin(flat)
+    scored = select_one_per_origin(flat)
     passes_of_trained = passes_of(trained)
     return _MiniBatch(
         sample_ids=tuple(s.sample_id for s in samples),
-        counts=BatchCounts.of(samples),
+        counts=BatchCounts.from_samples(samples),
         trained=trained,
         scored=scored,
         skipped=len(flat) - len(scored),
@@ -455,7 +461,7 @@ def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:
         )
 
 
-def measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -> StepResult:
+def run_measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -> StepResult:
     """A step, with the memory of this process so far beside the estimate: of that, a step that is
     done again says something else."""
     result = learner.train_step(samples, step)
@@ -468,7 +474,7 @@ def _digests(*functions: UserFunction | None) -> dict[str, str]:
     return {function.key: function.digest for function in functions if function is not None}
 
 
-def take_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
+def replace_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
     """Have the weights of another model of the same tensors, which is read into the room of the
     gradients: no step needs them any more."""
     learner.optimizer.zero_grad(set_to_none=True)
@@ -487,7 +493,7 @@ def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
-    return digest(reference) if isinstance(reference, LoadedPolicy) else reference.base
+    return digest_base_weights(reference) if isinstance(reference, LoadedPolicy) else reference.base
 
 
 def _way(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> TrainingPlan:
@@ -501,6 +507,6 @@ def _compute(way: TrainingPlan) -> Compute:
 
 
 def _sizes(policy: LoadedPolicy) -> ModelSizes:
-    tensors = base_weights(policy.model).items()
+    tensors = get_base_weights(policy.model).items()
     shapes = {name: tuple(t.shape) for name, t in tensors if not name.startswith(VALUE_HEAD)}
     return sizes_of(policy.model.config.to_dict(), shapes)

@@ -26,7 +26,7 @@ from laminar.training.ranks import Ranks
 from laminar.training.steps import (
     Mismatch,
     Origin,
-    Part,
+    SpanPart,
     TrainSample,
     parts_of,
     token_staleness,
@@ -57,7 +57,7 @@ ORIGINS_SHOWN = 32
 EXTRAS_SHOWN = 64
 """A function that gives each answer names of its own is no reason for a megabyte of metrics."""
 #: metrics that are also given by quarter of the samples, shortest responses first
-BY_LENGTH = (
+METRICS_BY_LENGTH = (
     "actor/pg_clipfrac",
     "rollout_corr/is_mean",
     "rollout_corr/is_oob_ratio",
@@ -78,7 +78,7 @@ class TokenFigures:
         self._sums: dict[str, list[Column]] = {}
         self._maxima: dict[str, list[Column]] = {}
         #: sums of MISMATCH_FIGURES, then tokens; of an origin apart for what went on (`Part`)
-        self._parts: dict[Part, Column] = {}
+        self._parts: dict[SpanPart, Column] = {}
 
     def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
         """Take the figures [tokens] of one micro-batch; of an empty one, their names."""
@@ -106,13 +106,13 @@ class TokenFigures:
             table = np.zeros((len(columns), len(samples)))
             for column, name in zip(table, columns, strict=True):
                 column[own] = np.concatenate(columns[name])
-            ranks.sum(torch.from_numpy(table))
+            ranks.all_reduce(torch.from_numpy(table))
             columns.update((name, [column]) for name, column in zip(columns, table, strict=True))
         self.sample_ids = [s.sample_id for s in samples]
         parts = dict.fromkeys(part for s in samples for part in parts_of(s.spans))
         none = np.zeros(len(MISMATCH_FIGURES) + 1)
         sums = np.stack([self._parts.get(part, none) for part in parts])
-        ranks.sum(torch.from_numpy(sums))
+        ranks.all_reduce(torch.from_numpy(sums))
         self._parts = dict(zip(parts, sums, strict=True))
 
     def _add_to_parts(self, micro: MicroBatch, figures: Sequence[Column]) -> None:
@@ -123,7 +123,7 @@ class TokenFigures:
         for part, sums in zip(micro.parts, np.stack(columns, axis=1), strict=True):
             self._parts[part] = self._parts.get(part, 0.0) + sums
 
-    def mismatch(self) -> dict[Origin, Mismatch]:
+    def compute_mismatch(self) -> dict[Origin, Mismatch]:
         """Means over the tokens that an origin has sampled; a masked sample has no figures."""
         sums: dict[Origin, Column] = {}
         for part, column in self._parts.items():
@@ -137,18 +137,18 @@ class TokenFigures:
     def __contains__(self, name: str) -> bool:
         return name in self._maxima
 
-    def sums(self, name: str) -> Column:
+    def get_sums(self, name: str) -> Column:
         """Per sample, in the order of `sample_ids`; name "tokens" counts them."""
         parts = self._sums[name]
         if len(parts) > 1:
             parts[:] = [np.concatenate(parts)]  # once: every quarter asks for its rows
         return parts[0]
 
-    def mean(self, name: str, rows: NDArray[np.intp] | slice = slice(None)) -> float:
+    def compute_mean(self, name: str, rows: NDArray[np.intp] | slice = slice(None)) -> float:
         """Mean over the tokens of the chosen samples."""
-        return float(self.sums(name)[rows].sum() / self.sums("tokens")[rows].sum())
+        return float(self.get_sums(name)[rows].sum() / self.get_sums("tokens")[rows].sum())
 
-    def maximum(self, name: str) -> float:
+    def compute_maximum(self, name: str) -> float:
         return float(np.concatenate(self._maxima[name]).max())
 
 
@@ -159,16 +159,18 @@ def _mean(sums: Column) -> Mismatch:
 
 def token_metrics(figures: TokenFigures) -> dict[str, float]:
     """Metrics over the trained tokens; those of a correction that is off are absent."""
-    found = {key: figures.mean(name) for key, name in TOKEN_MEANS.items() if name in figures} | {
-        key: figures.maximum(name) for key, name in TOKEN_MAXIMA.items() if name in figures
+    found = {
+        key: figures.compute_mean(name) for key, name in TOKEN_MEANS.items() if name in figures
+    } | {
+        key: figures.compute_maximum(name) for key, name in TOKEN_MAXIMA.items() if name in figures
     }
     if not figures.sample_ids:
         return found
-    shortest_first = np.lexsort((np.array(figures.sample_ids), figures.sums("tokens")))
+    shortest_first = np.lexsort((np.array(figures.sample_ids), figures.get_sums("tokens")))
     for quarter, rows in enumerate(np.array_split(shortest_first, 4), start=1):
-        for key in BY_LENGTH:
+        for key in METRICS_BY_LENGTH:
             if TOKEN_MEANS[key] in figures and len(rows):
-                found[f"{key}/length_q{quarter}"] = figures.mean(TOKEN_MEANS[key], rows)
+                found[f"{key}/length_q{quarter}"] = figures.compute_mean(TOKEN_MEANS[key], rows)
     return found
 
 
@@ -267,17 +269,17 @@ def by_origin(
 
     A replica with wrong weights stands out by a large one. How many others there are is given, too.
     """
-    worst = nlargest(ORIGINS_SHOWN, mismatch.items(), key=_size)
+    worst = nlargest(ORIGINS_SHOWN, mismatch.items(), key=_get_mismatch_size)
     newest = sorted(rewards)[-ORIGINS_SHOWN:]
     figures = {f"by_origin/mismatch_kl/{name}/{v}": m.mean_k3 for (name, v), m in worst}
-    flown = nlargest(ORIGINS_SHOWN, went_on.items(), key=_size)
+    flown = nlargest(ORIGINS_SHOWN, went_on.items(), key=_get_mismatch_size)
     figures |= {f"by_origin/reward/{v}": rewards[v][0] for v in newest}
     left_out = len(mismatch) + len(rewards) - len(figures)
     figures |= {f"by_origin/mismatch_kl/{name}/{v}/went_on": m.mean_k3 for (name, v), m in flown}
     return figures | ({"by_origin/left_out": float(left_out)} if left_out else {})
 
 
-def _size(origin: tuple[Origin, Mismatch]) -> float:
+def _get_mismatch_size(origin: tuple[Origin, Mismatch]) -> float:
     """What is no number is the worst."""
     k3 = origin[1].mean_k3
     return k3 if math.isfinite(k3) else math.inf

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig
-from laminar.training.algorithms.correction import correction
+from laminar.training.algorithms.correction import compute_correction
 from laminar.training.algorithms.loss_terms import (
     BatchCounts,
     clamped_log_ratio,
@@ -26,7 +26,7 @@ from laminar.training.algorithms.loss_terms import (
     token_coefficients,
 )
 from laminar.training.algorithms.policy_losses import PolicyLoss
-from laminar.training.engine_mismatch import doubts
+from laminar.training.engine_mismatch import compute_doubts
 from laminar.training.model.micro_batches import MicroBatch
 from laminar.training.model.policy import BasePolicy, Compute, LoadedPolicy
 
@@ -51,12 +51,14 @@ class Objective:
 
 
 @torch.no_grad()
-def score(policy: LoadedPolicy | BasePolicy, micro: MicroBatch, compute: Compute) -> Tensor:
+def score_micro_batch(
+    policy: LoadedPolicy | BasePolicy, micro: MicroBatch, compute: Compute
+) -> Tensor:
     """Log-probs [tokens] of the sampled tokens at their sampling temperature."""
     return policy.log_probs(micro.rows, micro.temperature, compute).log_probs
 
 
-def objective(
+def compute_objective(
     policy: LoadedPolicy,
     reference: LoadedPolicy | BasePolicy | None,
     micro: MicroBatch,
@@ -70,7 +72,7 @@ def objective(
     """
     algorithm = config.algorithm
     # Before the policy's pass: they may be one model, which is then as that pass has left it.
-    anchor = None if reference is None else score(reference, micro, config.compute)
+    anchor = None if reference is None else score_micro_batch(reference, micro, config.compute)
     log_probs, entropy = policy.log_probs(
         micro.rows,
         micro.temperature,
@@ -110,7 +112,7 @@ def _policy_losses(
         micro.advantages,
         micro.sequence_lengths,
     )
-    found = correction(trainer, micro.behaviour, micro.sequence_lengths, settings)
+    found = compute_correction(trainer, micro.behaviour, micro.sequence_lengths, settings)
     return found(losses), figures | found.figures
 
 
@@ -123,5 +125,5 @@ def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
     return {
         "abs_diff": (trainer - behaviour).abs(),
         "mismatch_kl": log_ratio.exp() - 1.0 - log_ratio,
-        "doubt": doubts(behaviour),
+        "doubt": compute_doubts(behaviour),
     }

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from laminar.config import Config, ConfigError
-from laminar.names.process_end import how_it_ended
+from laminar.names.process_end import describe_exit
 from laminar.run.lock import try_lock
 from laminar.training.trainer_state import CheckpointError
 
@@ -57,21 +57,21 @@ class RankError(RuntimeError):
     """A rank has failed or is gone, and the others with it."""
 
 
-class Order(msgspec.Struct, tag="order", frozen=True, kw_only=True):
+class OrderMessage(msgspec.Struct, tag="order", frozen=True, kw_only=True):
     """From rank 0."""
 
     number: int
     body: bytes
 
 
-class Done(msgspec.Struct, tag="done", frozen=True, kw_only=True):
+class DoneMessage(msgspec.Struct, tag="done", frozen=True, kw_only=True):
     """To rank 0: what came of an order."""
 
     number: int
     body: bytes
 
 
-class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
+class FailedMessage(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
     """To rank 0: the rank cannot do it."""
 
     number: int
@@ -80,14 +80,14 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
     errno: int  #: with DISK
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True):
+class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
     """To rank 0, once: the rank takes orders."""
 
 
-Reply = Done | Failed | Ready
+Reply = DoneMessage | FailedMessage | ReadyMessage
 
 
-class Inherited(NamedTuple):
+class InheritedDescriptors(NamedTuple):
     """What rank 0 hands down to another one: descriptors, by their numbers."""
 
     orders: int  #: a socket
@@ -100,7 +100,7 @@ class Inherited(NamedTuple):
         return _open_file(self.meeting)
 
 
-class Gang:
+class RankProcesses:
     """The other ranks of the trainer, on rank 0."""
 
     def __init__(
@@ -140,30 +140,30 @@ class Gang:
         if self._lock_path is not None:
             await self._take_lock(self._lock_path, deadline)
         for number in range(1, self.size):
-            self._ranks.append(rank := await self._launch(number))
+            self._ranks.append(rank := await self._launch_rank(number))
             self._tasks += map(asyncio.ensure_future, (self._read(rank), self._wait(rank)))
-        self._enter_processes()
+        self._write_process_ids()
         self._tasks.append(asyncio.ensure_future(self._watch_beats()))
         if ready := [rank.ready for rank in self._ranks]:
             await asyncio.wait(ready, timeout=max(0.0, deadline - time.monotonic()))
         late = [rank.number for rank in self._ranks if not rank.ready.done()]
         if late and self._error is None:
             numbers = ", ".join(map(str, late))
-            self._lose(
+            self._fail_group(
                 RankError(
                     f"rank {numbers} of the trainer has not begun within {self._start_s:g} s "
                     "(coordinator.start_timeout_s)"
                 )
             )
-        self._check()
+        self._raise_if_failed()
 
-    async def ask(self, body: bytes) -> list[bytes]:
+    async def call_ranks(self, body: bytes) -> list[bytes]:
         """Give all ranks an order, which they begin in the order of asking; their replies, by rank,
         once all have answered. Raises RankError, and what else a rank has raised of _KINDS or
         OSError."""
-        self._check()
+        self._raise_if_failed()
         self._number += 1
-        data = frame(Order(number=self._number, body=body))
+        data = frame_message(OrderMessage(number=self._number, body=body))
         loop = asyncio.get_running_loop()
         for rank in self._ranks:
             rank.waiting[self._number] = loop.create_future()
@@ -175,20 +175,22 @@ class Gang:
                 raise reply
         return [reply for reply in replies if isinstance(reply, bytes)]
 
-    async def together(self, body: bytes, own: Awaitable[Result]) -> tuple[Result, list[bytes]]:
+    async def run_on_all_ranks(
+        self, body: bytes, own: Awaitable[Result]
+    ) -> tuple[Result, list[bytes]]:
         """Have all ranks carry out an order while `own` does the same here: what came of it here,
         and the replies. Raises what `ask` raises; the loss of a rank, if the failure of `own` came
         of it, else that, as `ask` tells it of another rank."""
-        asked, here = asyncio.ensure_future(self.ask(body)), asyncio.ensure_future(own)
+        asked, here = asyncio.ensure_future(self.call_ranks(body)), asyncio.ensure_future(own)
         await asyncio.wait((asked, here), return_when=asyncio.FIRST_EXCEPTION)
         if here.done() and here.exception() is not None:
-            await self._settled()
+            await self._wait_for_rank_end()
         if self._error is not None:
-            here.add_done_callback(_ignore)  # in a collective, maybe, until that notices
-            asked.add_done_callback(_ignore)
+            here.add_done_callback(_ignore_exception)  # in a collective, maybe, until that notices
+            asked.add_done_callback(_ignore_exception)
             raise self._error
         if here.done() and (error := here.exception()) is not None:
-            asked.add_done_callback(_ignore)
+            asked.add_done_callback(_ignore_exception)
             if isinstance(error, (OSError, *_KINDS.values())):
                 raise error
             reason = f"rank 0 of the trainer failed: {type(error).__name__}: {error}"
@@ -207,7 +209,7 @@ class Gang:
             async with asyncio.timeout(CLOSE_S):
                 for rank in self._ranks:
                     await rank.process.wait()
-        self._kill()
+        self._kill_ranks()
         for rank in self._ranks:
             await rank.process.wait()
             os.close(rank.beats)
@@ -234,18 +236,18 @@ class Gang:
                 self._say(f"waits until ranks of the former trainer have ended (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
 
-    def _enter_processes(self) -> None:
+    def _write_process_ids(self) -> None:
         """Say in the lock file who is waited for."""
         if self._lock >= 0:
             pids = (os.getpid(), *(rank.process.pid for rank in self._ranks))
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, ", ".join(map(str, pids)).encode(), 0)
 
-    async def _launch(self, number: int) -> _Rank:
+    async def _launch_rank(self, number: int) -> _Rank:
         ours, theirs = socket.socketpair()
         beats, their_beats = os.pipe()
         os.set_blocking(beats, False)
-        given = Inherited(theirs.fileno(), their_beats, self._meeting, self._lock)
+        given = InheritedDescriptors(theirs.fileno(), their_beats, self._meeting, self._lock)
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._program,
@@ -265,55 +267,55 @@ class Gang:
         """Replies, until the rank has closed its socket, with which its process ends."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                reply: Reply = await receive(rank.reader, Reply)
-                if isinstance(reply, Ready):
+                reply: Reply = await receive_message(rank.reader, Reply)
+                if isinstance(reply, ReadyMessage):
                     rank.ready.set_result(None)
-                elif isinstance(reply, Failed):
-                    await self._failed(rank, reply)
+                elif isinstance(reply, FailedMessage):
+                    await self._handle_failure(rank, reply)
                 elif not (future := rank.waiting.pop(reply.number)).done():
                     future.set_result(reply.body)
 
-    async def _failed(self, rank: _Rank, reply: Failed) -> None:
+    async def _handle_failure(self, rank: _Rank, reply: FailedMessage) -> None:
         if reply.kind == DISK:
             rank.waiting.pop(reply.number).set_exception(OSError(reply.errno, reply.reason))
         elif error := _KINDS.get(reply.kind):
-            self._lose(error(reply.reason))
+            self._fail_group(error(reply.reason))
         else:
-            await self._settled()  # another rank may be the cause
-            self._lose(RankError(f"rank {rank.number} of the trainer failed: {reply.reason}"))
+            await self._wait_for_rank_end()  # another rank may be the cause
+            self._fail_group(RankError(f"rank {rank.number} of the trainer failed: {reply.reason}"))
 
-    async def _settled(self) -> None:
+    async def _wait_for_rank_end(self) -> None:
         """Wait a little for the end of a rank to be known."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await self._gone.wait()
 
     async def _wait(self, rank: _Rank) -> None:
-        how = how_it_ended(await rank.process.wait())
-        self._lose(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
+        how = describe_exit(await rank.process.wait())
+        self._fail_group(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
 
     async def _watch_beats(self) -> None:
         """Silence is counted in looks of ours: a pause of this process is none of another."""
         while self._error is None:
             await asyncio.sleep(BEAT_S)
             for rank in self._ranks:
-                heard = _drain(rank.beats) or not rank.ready.done()  # its imports take long
+                heard = _drain_pipe(rank.beats) or not rank.ready.done()  # its imports take long
                 rank.silent_s = 0.0 if heard else rank.silent_s + BEAT_S
                 if rank.silent_s > self._lease_s:
-                    self._lose(
+                    self._fail_group(
                         RankError(
                             f"rank {rank.number} of the trainer has been silent for "
                             f"{self._lease_s:g} s (coordinator.node_lease_ms)"
                         )
                     )
 
-    def _lose(self, error: Exception) -> None:
+    def _fail_group(self, error: Exception) -> None:
         """One rank is gone: end the others, and have nobody wait for them."""
         if self._error is not None or self._closing:
             return
         self._error = error
         self._gone.set()
-        self._kill()
+        self._kill_ranks()
         for rank in self._ranks:
             futures: list[asyncio.Future[Any]] = [rank.ready, *rank.waiting.values()]
             for future in futures:
@@ -323,12 +325,12 @@ class Gang:
         if isinstance(error, RankError):
             self._tell_lost(str(error))
 
-    def _kill(self) -> None:
+    def _kill_ranks(self) -> None:
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 rank.process.kill()
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -351,40 +353,42 @@ class _Rank:
         self.waiting: dict[int, asyncio.Future[bytes]] = {}  #: by the number of the order
 
 
-async def serve(given: Inherited, handle: Callable[[bytes], Awaitable[bytes]]) -> None:
+async def serve_orders(
+    given: InheritedDescriptors, handle: Callable[[bytes], Awaitable[bytes]]
+) -> None:
     """Carry out the orders of rank 0, until it has closed its end or is gone. Each order is a task,
     begun in the order of arrival."""
-    threading.Thread(target=_beat, args=(given.beats,), name="beats", daemon=True).start()
+    threading.Thread(target=_send_beats, args=(given.beats,), name="beats", daemon=True).start()
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=given.orders))
     tasks: set[asyncio.Task[None]] = set()
 
-    async def carry_out(order: Order) -> None:
-        reply: Done | Failed
+    async def carry_out(order: OrderMessage) -> None:
+        reply: DoneMessage | FailedMessage
         try:
-            reply = Done(number=order.number, body=await handle(order.body))
+            reply = DoneMessage(number=order.number, body=await handle(order.body))
         except Exception as error:
-            reply = _failure(order.number, error)
-        writer.write(frame(reply))
+            reply = _make_failure(order.number, error)
+        writer.write(frame_message(reply))
 
-    writer.write(frame(Ready()))
+    writer.write(frame_message(ReadyMessage()))
     with suppress(asyncio.IncompleteReadError, OSError):
         while True:
-            task = asyncio.ensure_future(carry_out(await receive(reader, Order)))
+            task = asyncio.ensure_future(carry_out(await receive_message(reader, OrderMessage)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
 
-def _failure(number: int, error: Exception) -> Failed:
+def _make_failure(number: int, error: Exception) -> FailedMessage:
     """What rank 0 is to raise in the place of this."""
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or str(error)
-        return Failed(number=number, kind=DISK, reason=reason, errno=error.errno)
+        return FailedMessage(number=number, kind=DISK, reason=reason, errno=error.errno)
     kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
     text = str(error) if kind else f"{type(error).__name__}: {error}"
-    return Failed(number=number, kind=kind, reason=text, errno=0)
+    return FailedMessage(number=number, kind=kind, reason=text, errno=0)
 
 
-def _ignore(task: asyncio.Future[Any]) -> None:
+def _ignore_exception(task: asyncio.Future[Any]) -> None:
     """Take the exception of a task that nobody waits for."""
     if not task.cancelled():
         task.exception()
@@ -395,14 +399,14 @@ def _open_file(fd: int) -> Path:
     return Path(f"/proc/self/fd/{fd}")
 
 
-def _beat(fd: int) -> None:
+def _send_beats(fd: int) -> None:
     with suppress(OSError):  # rank 0 is gone
         while True:
             os.write(fd, b".")
             time.sleep(BEAT_S / 2)
 
 
-def _drain(fd: int) -> bytes:
+def _drain_pipe(fd: int) -> bytes:
     """What has come through a pipe since the last look."""
     try:
         return os.read(fd, 1 << 16)
@@ -410,11 +414,11 @@ def _drain(fd: int) -> bytes:
         return b""
 
 
-def frame(message: Order | Reply) -> bytes:
+def frame_message(message: OrderMessage | Reply) -> bytes:
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-async def receive(reader: asyncio.StreamReader, kind: Any) -> Any:
+async def receive_message(reader: asyncio.StreamReader, kind: Any) -> Any:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)

@@ -34,21 +34,21 @@ class Ranks:
         self.rank, self.size = rank, size
         self._group = group
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The tensor, which has the sum over all ranks now."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
+    def build_mesh(self, device: torch.device) -> DeviceMesh:
         assert self._group is not None
         return DeviceMesh.from_group(self._group, device.type)
 
 
-ONE = Ranks()
+SINGLE_RANK = Ranks()
 
 
-def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
+def assign_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Indices of the sequences of each rank, ascending: longest first to who has fewest tokens."""
     found: list[list[int]] = [[] for _ in range(size)]
     tokens = [0] * size
@@ -59,7 +59,9 @@ def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
     return [sorted(share) for share in found]
 
 
-def meet(store: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> Ranks:
+def join_rank_group(
+    store: Path, rank: int, size: int, device: torch.device, timeout_s: float
+) -> Ranks:
     """Wait for the other ranks at this file, which nobody has used before.
 
     `timeout_s`: longest wait for another rank, here and in each sum. What passes between them

@@ -39,44 +39,44 @@ def rows_of(tensor: Tensor) -> Rows:
     if not isinstance(tensor, DTensor):
         return Rows(shape, 0, tensor.detach())
     mesh = tensor.device_mesh
-    first, _ = bounds(shape[0], mesh.get_local_rank(), mesh.size())
+    first, _ = get_row_range(shape[0], mesh.get_local_rank(), mesh.size())
     with torch.no_grad():
         return Rows(shape, first, tensor.to_local())
 
 
-def bounds(length: int, rank: int, size: int) -> tuple[int, int]:
+def get_row_range(length: int, rank: int, size: int) -> tuple[int, int]:
     """[first, end) of the rows of a rank, as FSDP2 cuts them."""
     each = -(-length // size)
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
-class Form(NamedTuple):
+class TensorLayout(NamedTuple):
     """Of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-Forms = Mapping[str, Form]
+TensorLayouts = Mapping[str, TensorLayout]
 
 
-def forms_of(tensors: Mapping[str, Rows]) -> Forms:
-    return {name: Form(rows.shape, rows.data.dtype) for name, rows in tensors.items()}
+def get_layouts(tensors: Mapping[str, Rows]) -> TensorLayouts:
+    return {name: TensorLayout(rows.shape, rows.data.dtype) for name, rows in tensors.items()}
 
 
-def create(path: Path, tensors: Forms) -> None:
+def create_file(path: Path, tensors: TensorLayouts) -> None:
     """A file with room for these tensors, in a folder that is made if it is not there."""
-    header, _, end = _layout(tensors)
+    header, _, end = _plan_file(tensors)
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.write(header)
         file.truncate(end)
 
 
-def write(path: Path, tensors: Forms, found: Iterable[tuple[str, Rows]]) -> None:
+def write_rows(path: Path, tensors: TensorLayouts, found: Iterable[tuple[str, Rows]]) -> None:
     """Put rows where they belong in a file that was created with the same tensors; of those that
     are found only one need be there at a time."""
-    _, begins, _ = _layout(tensors)
+    _, begins, _ = _plan_file(tensors)
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for name, rows in found:
@@ -89,7 +89,7 @@ def write(path: Path, tensors: Forms, found: Iterable[tuple[str, Rows]]) -> None
         os.close(fd)
 
 
-def _layout(tensors: Forms) -> tuple[bytes, dict[str, int], int]:
+def _plan_file(tensors: TensorLayouts) -> tuple[bytes, dict[str, int], int]:
     """The header, where each tensor begins in the file, and where the file ends."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.names.ids import batch_digest
+from laminar.names.ids import hash_batch
 from laminar.storage.contents import Content
 from laminar.storage.rules import Span
 
@@ -30,22 +30,22 @@ Origin = tuple[str, int]
 """(replica, weight version): who sampled tokens, and with what."""
 
 
-def origin_of(span: Span) -> Origin:
+def get_origin(span: Span) -> Origin:
     return span.replica, span.weight_version
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """Of what a span is a part, where trainer and engine are compared."""
 
     origin: Origin
     went_on: bool  #: its replica had sampled of the response before, with older weights
 
 
-def parts_of(spans: Sequence[Span]) -> list[Part]:
+def parts_of(spans: Sequence[Span]) -> list[SpanPart]:
     """Of the spans of one response, in order."""
     before = [None, *spans[:-1]]
     return [
-        Part(origin_of(span), last is not None and last.replica == span.replica)
+        SpanPart(get_origin(span), last is not None and last.replica == span.replica)
         for last, span in zip(before, spans, strict=True)
     ]
 
@@ -217,17 +217,17 @@ def sampled_by(
     """Sample id -> the suspects that sampled any of it; only of samples that have some."""
     found = {}
     for sample in samples:
-        origins = dict.fromkeys(map(origin_of, sample.spans))
+        origins = dict.fromkeys(map(get_origin, sample.spans))
         if named := tuple(origin for origin in origins if origin in suspects):
             found[sample.sample_id] = named
     return found
 
 
-def one_of_each_origin(samples: Sequence[TrainSample]) -> list[TrainSample]:
+def select_one_per_origin(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """The first samples that have, together, spans of all origins of `samples`."""
     found, known = [], dict[Origin, None]()
     for sample in samples:
-        origins = dict.fromkeys(map(origin_of, sample.spans))
+        origins = dict.fromkeys(map(get_origin, sample.spans))
         if not origins.keys() <= known.keys():
             known |= origins
             found.append(sample)
@@ -236,10 +236,10 @@ def one_of_each_origin(samples: Sequence[TrainSample]) -> list[TrainSample]:
 
 def ids_digest(samples: Sequence[TrainSample]) -> str:
     """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
-    return batch_digest([s.sample_id for s in samples])
+    return hash_batch([s.sample_id for s in samples])
 
 
-def contents_of(samples: Sequence[TrainSample]) -> Iterator[Content]:
+def iter_contents(samples: Sequence[TrainSample]) -> Iterator[Content]:
     """What the learner is handed of each; advantages and figures are worked out from it."""
     for sample in samples:
         yield Content(

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from laminar.config import Config
 from laminar.training.checkpoints import checkpoint, export
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
-from laminar.training.checkpoints.checkpoint import named_moments
-from laminar.training.learner import Learner, measured_step, no_point, take_weights
+from laminar.training.checkpoints.checkpoint import iter_moments
+from laminar.training.learner import Learner, no_point, replace_weights, run_measured_step
 from laminar.training.model import lora
 from laminar.training.model.policy import (
     BasePolicy,
@@ -34,12 +34,12 @@ from laminar.training.model.policy import (
     weight_forms,
 )
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
-from laminar.training.trainer_state import LearnerFacts, Resume
+from laminar.training.trainer_state import LearnerFacts, ResumeState
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Copied(NamedTuple):
+class CheckpointCopy(NamedTuple):
     """What a checkpoint is made of, until the next copy."""
 
     weights: Tensors
@@ -74,7 +74,7 @@ class ThreadedLearner:
     def model(self) -> PreTrainedModel:
         return self.learner.policy.model
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they are now, not kept."""
         return named_weights(self.model)
 
@@ -102,29 +102,31 @@ class ThreadedLearner:
             config, policy, reference=reference, critic=critic, total_steps=total
         )
         self.learner.reached = self._reached
-        return policy.layout(weight_forms(policy.model), self.learner.compute)
+        return policy.describe_layout(weight_forms(policy.model), self.learner.compute)
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
-        return await asyncio.to_thread(measured_step, self.learner, samples, step)
+        return await asyncio.to_thread(run_measured_step, self.learner, samples, step)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await asyncio.to_thread(self.learner.score, sequences)
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await asyncio.to_thread(self.learner.compute_logprobs, sequences)
 
-    async def reload(self, directory: Path) -> None:
+    async def reload_weights(self, directory: Path) -> None:
         """Take the weights of an export in the place of the present ones; with adapters these
         stay, and must be the same. CheckpointError."""
         if self.learner.policy.base:
             await asyncio.to_thread(checkpoint.read_back, directory, self.learner)
         else:
-            await asyncio.to_thread(take_weights, self.learner, lambda: self._load(str(directory)))
+            await asyncio.to_thread(
+                replace_weights, self.learner, lambda: self._load(str(directory))
+            )
 
-    def facts(self) -> LearnerFacts:
-        return self.learner.facts()
+    def collect_facts(self) -> LearnerFacts:
+        return self.learner.collect_facts()
 
-    async def restore(self, directory: Path) -> Resume:
+    async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Take parameters and optimizer of a checkpoint in the place of the present ones;
         CheckpointError."""
-        return await asyncio.to_thread(checkpoint.load, directory, self.learner)
+        return await asyncio.to_thread(checkpoint.load_checkpoint, directory, self.learner)
 
     def _load(self, name: str, adapt: Config | None = None) -> LoadedPolicy:
         return load_policy(name, self._device, tokenizer_size=self._size, adapt=adapt)
@@ -138,37 +140,39 @@ class ThreadedFiles(ThreadedDirectories):
         self._learner = learner
         self._source = source
         self._describe = describe
-        self._weights, self._moments, self._adapters = KeptCopies(), KeptCopies(), KeptCopies()
-        self._critic: dict[str, KeptCopies] = defaultdict(KeptCopies)
+        self._weights, self._moments, self._adapters = CopyBuffers(), CopyBuffers(), CopyBuffers()
+        self._critic: dict[str, CopyBuffers] = defaultdict(CopyBuffers)
 
-    async def copy(self) -> Copied:
+    async def copy(self) -> CheckpointCopy:
         return await asyncio.to_thread(self._copy)
 
-    async def describe(self, weights: Copied, **facts: Any) -> Any:
+    async def build_manifest(self, weights: CheckpointCopy, **facts: Any) -> Any:
         return await asyncio.to_thread(self._describe, tensors=weights.weights.items(), **facts)
 
     async def write(
-        self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]
+        self, directory: Path, copied: CheckpointCopy | None, extra: Mapping[str, bytes]
     ) -> None:
         await asyncio.to_thread(self._write, directory, copied, extra)
 
-    def _copy(self) -> Copied:
+    def _copy(self) -> CheckpointCopy:
         learner = self._learner()
         model = learner.policy.model
         critic = checkpoint.critic_tensors(learner.critic) if learner.critic is not None else {}
-        return Copied(
+        return CheckpointCopy(
             self._weights.copy(named_weights(model)),
-            self._moments.copy(named_moments(model, learner.optimizer)),
+            self._moments.copy(iter_moments(model, learner.optimizer)),
             self._adapters.copy(lora.file_tensors(model)),
             {name: self._critic[name].copy(tensors) for name, tensors in critic.items()},
         )
 
-    def _write(self, directory: Path, copied: Copied | None, extra: Mapping[str, bytes]) -> None:
+    def _write(
+        self, directory: Path, copied: CheckpointCopy | None, extra: Mapping[str, bytes]
+    ) -> None:
         weights, adapters = (copied.weights, copied.adapters) if copied else (None, None)
         model = self._learner().policy.model
         export.write_model(model, self._source, directory, weights, extra, adapters)
         if copied is not None:
-            checkpoint.save(directory, copied.moments, copied.critic)
+            checkpoint.complete_checkpoint(directory, copied.moments, copied.critic)
 
 
 def device_of(name: str) -> torch.device:
@@ -178,7 +182,7 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-class KeptCopies:
+class CopyBuffers:
     """One copy of each tensor in the host's memory, which the next copy of that name replaces.
 
     Memory that is asked for again each time costs more than the copy: the system clears every page
@@ -192,9 +196,9 @@ class KeptCopies:
     @torch.no_grad()
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies of the tensors as they are now; good until the next call."""
-        return {name: self._memory(name, tensor).copy_(tensor) for name, tensor in tensors}
+        return {name: self._get_buffer(name, tensor).copy_(tensor) for name, tensor in tensors}
 
-    def _memory(self, name: str, tensor: Tensor) -> Tensor:
+    def _get_buffer(self, name: str, tensor: Tensor) -> Tensor:
         kept = self._kept.get(name)
         if kept is None:
             kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

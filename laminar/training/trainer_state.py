@@ -64,7 +64,7 @@ def check_same(before: LearnerFacts, now: LearnerFacts) -> None:
         )
 
 
-class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResumeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One checkpoint."""
 
     version: int
@@ -76,15 +76,15 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def digest(self) -> str:
         """Chained over all batches that made these weights."""
-        return ids.chained(self.before, *self.batches)
+        return ids.extend_chain_digest(self.before, *self.batches)
 
 
-def encode(resume: Resume) -> bytes:
+def encode(resume: ResumeState) -> bytes:
     return msgspec.json.encode(resume)
 
 
-def decode(data: bytes) -> Resume:
+def decode(data: bytes) -> ResumeState:
     try:
-        return msgspec.json.decode(data, type=Resume)
+        return msgspec.json.decode(data, type=ResumeState)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"its trainer.json is damaged: {error}") from error

@@ -20,8 +20,8 @@ from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import Report
 from laminar.weights.chain.transfer_thread import Plane
-from laminar.weights.chain.upstream import Identity
-from laminar.weights.version.hashes import manifest_of
+from laminar.weights.chain.upstream import RelayIdentity
+from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.manifest import Manifest
 from laminar.weights.version.table import VersionTable
 
@@ -36,39 +36,39 @@ class ArenaMemory:
         self._filler: threading.Thread | None = None
         self._closed = False
 
-    def create(self, slots: int, slot_bytes: int) -> None:
+    def create_slots(self, slots: int, slot_bytes: int) -> None:
         self._arena = Arena.create(Path(self.path), slots, slot_bytes)
         self.slot_bytes = slot_bytes
 
-    def region(self, slot: int) -> Region:
-        return self._made.region(slot)
+    def get_region(self, slot: int) -> Region:
+        return self._made.get_region(slot)
 
-    async def fill(self) -> None:
+    async def populate_slots(self) -> None:
         """Fill the slots in a thread of its own, which is not waited for when the process ends."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
         def end(error: ArenaError | None) -> None:
-            loop.call_soon_threadsafe(_end, ended, error)
+            loop.call_soon_threadsafe(_settle_future, ended, error)
 
-        work = partial(self._fill, end)
+        work = partial(self._run_filler, end)
         self._filler = threading.Thread(target=work, name="arena-filler", daemon=True)
         self._filler.start()
         await ended
 
-    def _fill(self, end: Callable[[ArenaError | None], None]) -> None:
+    def _run_filler(self, end: Callable[[ArenaError | None], None]) -> None:
         error = None
         try:
-            self._made.fill_all()
+            self._made.populate_all()
         except ArenaError as shortage:
             error = shortage
         if not self._closed:
             end(error)
 
-    async def describe(self, commit: m.CommitSlot) -> Manifest:
+    async def build_manifest(self, commit: m.CommitSlot) -> Manifest:
         return await asyncio.to_thread(
-            manifest_of,
-            self._made.slot(commit.slot),
+            build_manifest,
+            self._made.get_slot(commit.slot),
             version=commit.version,
             step=commit.step,
             tensors=commit.tensors,
@@ -99,19 +99,19 @@ class RelayMachine:
         self.versions = VersionTable(threading.Lock())
         self._plane: Plane | None = None
 
-    async def sweep(self) -> list[tuple[str, int]]:
+    async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
         found = await asyncio.to_thread(sweep_arenas)
         return [(str(swept.path), swept.num_bytes) for swept in found]
 
-    def plane(
-        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
+    def make_plane(
+        self, identity: RelayIdentity, notify: Callable[[Report], None], options: PlaneOptions
     ) -> Plane:
         loop = asyncio.get_running_loop()
 
         def in_loop(report: Report) -> None:
             loop.call_soon_threadsafe(notify, report)
 
-        self._plane = Plane(identity, self.slots.region, in_loop, options, self.versions)
+        self._plane = Plane(identity, self.slots.get_region, in_loop, options, self.versions)
         return self._plane
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class RelayMachine:
         self.slots.close()
 
 
-def _end(ended: asyncio.Future[None], error: ArenaError | None) -> None:
+def _settle_future(ended: asyncio.Future[None], error: ArenaError | None) -> None:
     """The task that waits may have been cancelled meanwhile."""
     if ended.done():
         return

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar.events.base import kebab
+from laminar.events.base import to_kebab_case
 from laminar.weights.version.manifest import Draft, Probe, TensorSpec
 
 MESSAGE_BYTES_MAX = 15 << 20
@@ -23,26 +23,28 @@ class RelayWireError(ValueError):
     """These bytes are no message of a relay."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab):
+class RelayMessage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=to_kebab_case
+):
     """Base of all messages."""
 
 
 # --- requests ---------------------------------------------------------------------------------
 
 
-class OpenArena(Message, frozen=True, kw_only=True):
+class OpenArena(RelayMessage, frozen=True, kw_only=True):
     """A trainer says how large a version is; the relay makes its slots once, in the background."""
 
     version_bytes: int
 
 
-class GrantSlot(Message, frozen=True, kw_only=True):
+class GrantSlot(RelayMessage, frozen=True, kw_only=True):
     """A trainer wants a slot to write; the same one is granted again until it is committed."""
 
     arena: str
 
 
-class CommitSlot(Message, frozen=True, kw_only=True):
+class CommitSlot(RelayMessage, frozen=True, kw_only=True):
     """The slot is written. Checksums, digest and the announcement are the relay's work."""
 
     arena: str
@@ -53,7 +55,7 @@ class CommitSlot(Message, frozen=True, kw_only=True):
     probe: Probe
 
 
-class LeaseVersion(Message, frozen=True, kw_only=True):
+class LeaseVersion(RelayMessage, frozen=True, kw_only=True):
     """A replica wants to load: this very version, or the newest that is at least it."""
 
     version: int
@@ -66,7 +68,7 @@ class LeaseVersion(Message, frozen=True, kw_only=True):
     copy: int = -1  #: number of the copy that the reader knows: its layout is not sent again
 
 
-class ReleaseLease(Message, frozen=True, kw_only=True):
+class ReleaseLease(RelayMessage, frozen=True, kw_only=True):
     arena: str
     lease_id: int
 
@@ -77,26 +79,26 @@ Request = OpenArena | GrantSlot | CommitSlot | LeaseVersion | ReleaseLease
 # --- replies ----------------------------------------------------------------------------------
 
 
-class ArenaOpened(Message, frozen=True, kw_only=True):
+class ArenaOpened(RelayMessage, frozen=True, kw_only=True):
     arena: str  #: its path, new for every relay process
 
 
-class OtherArena(Message, frozen=True, kw_only=True):
+class ArenaReplaced(RelayMessage, frozen=True, kw_only=True):
     """The request names an arena that is not this relay's: a former relay made it.
 
     What was granted or leased there is void, and nothing is written into it any more.
     """
 
 
-class SlotGranted(Message, frozen=True, kw_only=True):
+class SlotGranted(RelayMessage, frozen=True, kw_only=True):
     slot: int  #: -1: none is free now
 
 
-class Committed(Message, frozen=True, kw_only=True):
+class SlotCommitted(RelayMessage, frozen=True, kw_only=True):
     """The relay has taken the slot over."""
 
 
-class Leased(Message, frozen=True, kw_only=True):
+class VersionLeased(RelayMessage, frozen=True, kw_only=True):
     lease_id: int
     slot: int
     arena: str
@@ -104,7 +106,7 @@ class Leased(Message, frozen=True, kw_only=True):
     copy: int = -1  #: its number
 
 
-class Arriving(Message, frozen=True, kw_only=True):
+class VersionArriving(RelayMessage, frozen=True, kw_only=True):
     """The first bytes of a version that is on its way, in reply to a stream: ask again.
 
     It is no lease. What was read between two replies that name the same copy was read while its
@@ -118,28 +120,28 @@ class Arriving(Message, frozen=True, kw_only=True):
     draft: Draft | None  #: its layout; None: the reader knows this copy
 
 
-class Coming(Message, frozen=True, kw_only=True):
+class VersionPending(RelayMessage, frozen=True, kw_only=True):
     """The version, or its first bytes, are awaited: ask again."""
 
 
-class Gone(Message, frozen=True, kw_only=True):
+class VersionUnavailable(RelayMessage, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
 
-class Released(Message, frozen=True, kw_only=True):
+class LeaseReleased(RelayMessage, frozen=True, kw_only=True):
     valid: bool  #: false: the lease was revoked, what was read since is not to be used
 
 
 Reply = (
     ArenaOpened
-    | OtherArena
+    | ArenaReplaced
     | SlotGranted
-    | Committed
-    | Leased
-    | Arriving
-    | Coming
-    | Gone
-    | Released
+    | SlotCommitted
+    | VersionLeased
+    | VersionArriving
+    | VersionPending
+    | VersionUnavailable
+    | LeaseReleased
 )
 
 Decoded = TypeVar("Decoded")
@@ -154,14 +156,14 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    return _checked(_requests, data)
+    return _decode_checked(_requests, data)
 
 
 def decode_reply(data: bytes) -> Reply:
-    return _checked(_replies, data)
+    return _decode_checked(_replies, data)
 
 
-def _checked(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+def _decode_checked(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
     if len(data) > MESSAGE_BYTES_MAX:
         raise RelayWireError(f"{len(data)} bytes are over the limit of {MESSAGE_BYTES_MAX}")
     try:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from laminar.actors.active_sequence import Weights
-from laminar.actors.engine_metrics import EngineReports
+from laminar.actors.active_sequence import LoadedWeights
+from laminar.actors.engine_metrics import EngineMetrics
 from laminar.actors.rollout import Rollout
 from laminar.actors.system.replica import RealParts
 from laminar.engines.protocol import EngineStats, GenerateRequest, StepRecord, TokenDelta
@@ -35,7 +35,7 @@ class HeldStore:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, asyncio.Future[Any]]] = []
 
-    async def ask(self, request: Any, answer: type) -> Any:
+    async def send_request(self, request: Any, answer: type) -> Any:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.asked.append((request, reply))
         return await reply
@@ -99,12 +99,12 @@ class FakeEngine:
         self.requests.append(request)
         return self._done()
 
-    def abort(self, request_id: str) -> asyncio.Future[Any]:
+    def abort_request(self, request_id: str) -> asyncio.Future[Any]:
         found = request_id in self.running
         self.running.discard(request_id)
         return self._done(found)
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         return EngineStats(50, 900, len(self.running), self.waiting, 3, 400, 100)
 
     def drain_steps(self) -> list[StepRecord]:
@@ -123,7 +123,7 @@ class FakeLoader:
         self.pulled: list[set[str]] = []  #: what ran at each load
         self.proof: asyncio.Future[bool] | None = None
 
-    async def pull(self, order: cmd.Order, command: cmd.PullWeights) -> None:
+    async def pull_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         self.pulled.append(set(self.engine.running))
         self.loads += 1
         if self.proof is not None and not await self.proof:
@@ -132,12 +132,12 @@ class FakeLoader:
         self.version, self.proved = command.version, self.loads
         self.coming = -1
 
-    def expect(self, version: int) -> None:
+    def expect_version(self, version: int) -> None:
         self.version, self.coming = -1, version
 
-    def weights_of(self, load: int) -> Weights:
+    def get_weights(self, load: int) -> LoadedWeights:
         load = load or self.loads
-        return Weights(load, load, load + 10)
+        return LoadedWeights(load, load, load + 10)
 
 
 class Replica:
@@ -154,7 +154,7 @@ class Replica:
             setattr(self.rollout, name, part)
         self.rollout.stop_ids = frozenset({END_ID})
         self.rollout.openings.store = self.store  # type: ignore[assignment]
-        self.rollout.engine_reports = EngineReports(
+        self.rollout.engine_reports = EngineMetrics(
             self.host,  # type: ignore[arg-type]
             self.engine,  # type: ignore[arg-type]
             lambda rows: None,
@@ -168,8 +168,10 @@ class Replica:
         orders = []
         for command in commands:
             self._commands += 1
-            orders.append((cmd.Order(command_id=self._commands, cause=1, command=command), command))
-        self.rollout.handle(orders)
+            orders.append(
+                (cmd.Envelope(command_id=self._commands, cause=1, command=command), command)
+            )
+        self.rollout.handle_orders(orders)
 
     async def runs(self, placement: int = 1, trajectory: TrajectoryId = T) -> None:
         """The trajectory is opened and generates."""
@@ -222,12 +224,14 @@ def ids(*values: int) -> bytes:
 
 
 def abort(placement: int = 1) -> cmd.AbortTrajectories:
-    placed = cmd.Placed(trajectory_id=T, placement=placement)
+    placed = cmd.PlacedTrajectory(trajectory_id=T, placement=placement)
     return cmd.AbortTrajectories(to="rollout-0", items=(placed,))
 
 
 def release(placement: int, *trajectories: TrajectoryId) -> cmd.ReleaseTrajectories:
-    items = tuple(cmd.Placed(trajectory_id=t, placement=placement) for t in trajectories or (T,))
+    items = tuple(
+        cmd.PlacedTrajectory(trajectory_id=t, placement=placement) for t in trajectories or (T,)
+    )
     return cmd.ReleaseTrajectories(to="rollout-0", items=items)
 
 

@@ -15,7 +15,7 @@ import torch
 from laminar.actors.host import Host
 from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.system.process import OwnProcess, SystemProcess
-from laminar.config import Config, load
+from laminar.config import Config, load_config
 from laminar.events import commands as cmd
 from laminar.events.base import Event
 from laminar.net.rpc_client import RpcClient
@@ -33,7 +33,7 @@ DEADLINE_S = 30.0
 MINIMAL = ["model.name=none", "data.dataset=none"]
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
 SHAPE = (4, 16)
-SPECS = mf.layout([("w", SHAPE)], "float32")
+SPECS = mf.make_layout([("w", SHAPE)], "float32")
 VERSION_BYTES = mf.check_tensors(SPECS)
 
 #: unlike those of other workers of pytest: arenas of all processes of a user lie in one directory,
@@ -50,12 +50,12 @@ class FakeHost:
     ) -> None:
         self.run_dir, self.name, self.node = run_dir, name, node
         self.role, self.address = name.rpartition("-")[0], "127.0.0.1"
-        self.keys, self.run_id, self.bulk_key = KEYS, SECRET.run_id, SECRET.key("bulk")
+        self.keys, self.run_id, self.bulk_key = KEYS, SECRET.run_id, SECRET.derive_key("bulk")
         self.boot_id = f"{name}-{next(_boots):016x}"
         self.incarnation = incarnation
         self.ordered_to_stop = False
         self.clock_offset_ns = 0
-        self.config: Config = load([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
+        self.config: Config = load_config([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()
         self.telemetry = Telemetry()
         self.events: list[Event] = []
@@ -70,10 +70,10 @@ class FakeHost:
     def emit(self, event: Event, **context: Any) -> None:
         self.events.append(event)
 
-    def gauge(self, event: Event) -> None:
+    def send_gauge(self, event: Event) -> None:
         self.gauges.append(event)
 
-    def span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
+    def record_span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
         pass
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -84,31 +84,31 @@ class FakeHost:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self.fail(repr(task.exception()))
+            self.fail_process(repr(task.exception()))
 
-    def fail(self, reason: str, exit_code: int = 1) -> None:
+    def fail_process(self, reason: str, exit_code: int = 1) -> None:
         self.failures.append(reason)
 
-    def announce(self, text: str) -> None:
+    def notify_user(self, text: str) -> None:
         self.announced.append(text)
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep_for(self, seconds: float) -> None:
         await asyncio.sleep(0.001)
 
-    async def reached(self, point: str) -> None:
+    async def hit_failpoint(self, point: str) -> None:
         self.points.append(point)
 
-    async def acknowledged(self) -> None:
+    async def wait_acknowledged(self) -> None:
         await self.durable.wait()
 
-    def _not_let_in(self, reason: str) -> None:
+    def _report_refused(self, reason: str) -> None:
         self.failures.append(reason)
 
     now_ns = SystemProcess.now_ns
-    client = SystemProcess.client
-    server = SystemProcess.server
-    tell_address = SystemProcess.tell_address
-    outlet = SystemProcess.outlet
+    make_client = SystemProcess.make_client
+    make_server = SystemProcess.make_server
+    publish_address = SystemProcess.publish_address
+    add_outlet = SystemProcess.add_outlet
 
     def end(self) -> None:
         """What a killed process does: none of its tasks goes on."""
@@ -149,8 +149,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def order(command_id: int, command: Any) -> list[tuple[cmd.Order, Any]]:
-    return [(cmd.Order(command_id=command_id, cause=1, command=command), command)]
+def order(command_id: int, command: Any) -> list[tuple[cmd.Envelope, Any]]:
+    return [(cmd.Envelope(command_id=command_id, cause=1, command=command), command)]
 
 
 def tensor(version: int) -> torch.Tensor:
@@ -163,29 +163,29 @@ class Writer:
 
     def __init__(self, host: FakeHost, relay: str) -> None:
         self.host = host
-        self.relay = RelayClient(host.client(relay))
+        self.relay = RelayClient(host.make_client(relay))
         self.arena = ""
 
     async def open(self) -> None:
         await self.relay.start()
         request = m.OpenArena(version_bytes=VERSION_BYTES)
-        self.arena = (await self.relay.ask(request, m.ArenaOpened)).arena
+        self.arena = (await self.relay.send_request(request, m.ArenaOpened)).arena
 
     async def grant(self) -> int:
         slot = -1
         while slot < 0:
-            granted = await self.relay.ask(m.GrantSlot(arena=self.arena), m.SlotGranted)
+            granted = await self.relay.send_request(m.GrantSlot(arena=self.arena), m.SlotGranted)
             slot = granted.slot
         return slot
 
     def write(self, slot: int, version: int) -> None:
-        view = Arena.attach(Path(self.arena)).slot(slot)
+        view = Arena.attach(Path(self.arena)).get_slot(slot)
         write_tensors(view, SPECS, [("w", tensor(version))])
 
     async def publish(self, version: int) -> None:
         slot = await self.grant()
         self.write(slot, version)
-        await self.relay.ask(commit(self.arena, slot, version), m.Committed)
+        await self.relay.send_request(commit(self.arena, slot, version), m.SlotCommitted)
 
 
 def commit(arena: str, slot: int, version: int) -> m.CommitSlot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.actors.batch_fetch import batch_of
+from laminar.actors.batch_fetch import fetch_batch
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.names.ids import TrajectoryId
@@ -16,7 +16,7 @@ async def test_a_step_without_its_tokens_names_what_is_missing() -> None:
     ids = (TrajectoryId("0.3.0"), TrajectoryId("0.3.1"))
     redo = cmd.RedoStep(to="trainer-0", step_index=4, version=5, trajectories=ids, digest="")
     with pytest.raises(ConfigError) as raised:
-        await batch_of(removed("0.3.1"), redo)
+        await fetch_batch(removed("0.3.1"), redo)
     assert str(raised.value) == (
         "step 5 cannot be trained again: the store has removed 0.3.1, because a later checkpoint "
         "had it, which is not in checkpoints/ any more: put it back"

@@ -41,15 +41,15 @@ class Trainer:
         self.model = policy.model
         learner = Learner(self.host.config, policy)
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(self.model)]
-        specs = mf.layout(shapes, "bfloat16")
-        self.files = ThreadedFiles(lambda: learner, MODEL, checkpoint.describe)
+        specs = mf.make_layout(shapes, "bfloat16")
+        self.files = ThreadedFiles(lambda: learner, MODEL, checkpoint.build_tensor_manifest)
         self.covered: list[int] = []
         self.writer = CheckpointWriter(
             self.host,  # type: ignore[arg-type]
             self.files,
             specs,
             _probe,
-            learner.facts,
+            learner.collect_facts,
             self._covered,
         )
 
@@ -59,7 +59,7 @@ class Trainer:
     async def step(self, step: int) -> None:
         """Every parameter becomes the number of the step."""
         self.change(step)
-        self.writer.consumed((f"0.{step}.0", f"0.{step}.1"))
+        self.writer.record_batch((f"0.{step}.0", f"0.{step}.1"))
         await self.writer.save_if_due(step, step, 1)
 
     def change(self, value: float) -> None:
@@ -82,7 +82,7 @@ async def test_weights_of_the_step_are_saved_though_training_goes_on(tmp_path: P
         ev.CheckpointSaved(version=2, step=2, path="checkpoints/step_2", kept=(2,))
     ]
     directory = tmp_path / "checkpoints" / "step_2"
-    found = checkpoint.read(directory, 2)
+    found = checkpoint.read_version(directory, 2)
     views = [tensor_view(found.view, spec) for spec in found.manifest.tensors]
     assert {float(tensor.max()) for tensor in views} == {2.0}
     loaded = AutoModelForCausalLM.from_pretrained(directory)
@@ -131,7 +131,7 @@ async def test_what_is_reported_later_waits_for_an_acknowledgement_of_its_own(
     trainer = Trainer(tmp_path, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
     acknowledgements = [asyncio.Event() for _ in range(3)]
     waited = iter(acknowledgements)
-    monkeypatch.setattr(trainer.host, "acknowledged", lambda: next(waited).wait())
+    monkeypatch.setattr(trainer.host, "wait_acknowledged", lambda: next(waited).wait())
     for step in (1, 2):
         await trainer.step(step)
         await trainer.writer.close()
@@ -155,8 +155,8 @@ async def test_what_was_consumed_is_there_by_id_and_as_a_chain(tmp_path: Path) -
     )
     batches = [(f"0.{step}.0", f"0.{step}.1") for step in (1, 2, 3, 4)]
     assert (first.before, [*first.batches, *second.batches]) == ("", batches)
-    assert second.before == first.digest != second.digest == ids.chained("", *batches)
-    assert ids.chained("", *batches) != ids.chained("", *batches[::-1])
+    assert second.before == first.digest != second.digest == ids.extend_chain_digest("", *batches)
+    assert ids.extend_chain_digest("", *batches) != ids.extend_chain_digest("", *batches[::-1])
 
 
 def left(run_dir: Path) -> list[str]:
@@ -233,7 +233,9 @@ async def test_one_that_is_ordered_is_written_between_those_that_are_due(tmp_pat
         await trainer.writer.close()
     assert [event.version for event in trainer.saved] == [2, 3]
     found = trainer_state.decode((tmp_path / "checkpoints" / "step_3" / RESUME_FILE).read_bytes())
-    assert found.digest == ids.chained("", *((f"0.{k}.0", f"0.{k}.1") for k in (1, 2, 3)))
+    assert found.digest == ids.extend_chain_digest(
+        "", *((f"0.{k}.0", f"0.{k}.1") for k in (1, 2, 3))
+    )
 
 
 async def test_one_that_is_ordered_waits_for_the_one_that_is_being_written(

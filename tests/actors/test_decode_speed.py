@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.actors.engine_metrics import STEPS_KEPT, DecodeSpeed, sequences_within
+from laminar.actors.engine_metrics import STEPS_KEPT, DecodeSpeed, fit_batch_size
 from laminar.engines.protocol import StepRecord
 
 MS = 1e6
@@ -20,19 +20,19 @@ def line(base_ms: float, each_ms: float, *sizes: int) -> list[tuple[int, float]]
 def test_a_line_is_followed_to_the_budget(budget_ms: float, sequences: int) -> None:
     """28 ms and 0.085 ms for each sequence; between 1 and what the engine has slots for."""
     points = line(28.0, 0.085, 3, 40, 200)
-    assert sequences_within(points, budget_ms * MS + 1_000, 256) == sequences
+    assert fit_batch_size(points, budget_ms * MS + 1_000, 256) == sequences
 
 
 def test_noise_is_evened_out() -> None:
     points = [
         (size, ns + (1 if size % 2 else -1) * 0.05 * MS) for size, ns in line(10, 1, *range(20))
     ]
-    assert abs(sequences_within(points, 30.5 * MS, 64) - 20) <= 1
+    assert abs(fit_batch_size(points, 30.5 * MS, 64) - 20) <= 1
 
 
 @pytest.mark.parametrize("points", [[], line(10, 1, 7)])
 def test_one_size_tells_nothing(points: list[tuple[int, float]]) -> None:
-    assert sequences_within(points, 1.0, 64) == 64
+    assert fit_batch_size(points, 1.0, 64) == 64
 
 
 @pytest.mark.parametrize(("budget_ms", "sequences"), [(20.0, 64), (9.0, 1)])
@@ -40,7 +40,7 @@ def test_one_size_tells_nothing(points: list[tuple[int, float]]) -> None:
 def test_steps_that_take_no_longer_with_more(
     each_ms: float, budget_ms: float, sequences: int
 ) -> None:
-    assert sequences_within(line(10, each_ms, 2, 8), budget_ms * MS, 64) == sequences
+    assert fit_batch_size(line(10, each_ms, 2, 8), budget_ms * MS, 64) == sequences
 
 
 def record(size: int, ms: float, tokens: int | None = None) -> StepRecord:
@@ -50,13 +50,13 @@ def record(size: int, ms: float, tokens: int | None = None) -> StepRecord:
 def test_a_step_that_was_held_up_changes_nothing() -> None:
     speed = DecodeSpeed()
     speed.add([record(2, 12), record(2, 900), record(2, 12), record(4, 14)])
-    assert speed.points() == [(2, 12 * MS), (4, 14 * MS)]
+    assert speed.get_points() == [(2, 12 * MS), (4, 14 * MS)]
 
 
 def test_steps_that_do_not_only_decode_are_left_out() -> None:
     speed = DecodeSpeed()
     speed.add([record(2, 50, tokens=9), record(0, 3), record(3, 13)])
-    assert speed.points() == [(3, 13 * MS)]
+    assert speed.get_points() == [(3, 13 * MS)]
 
 
 def test_only_the_latest_steps_of_a_size_count() -> None:
@@ -64,4 +64,4 @@ def test_only_the_latest_steps_of_a_size_count() -> None:
     speed = DecodeSpeed()
     speed.add([record(2, 12)] * 1_000)
     speed.add([record(2, 20)] * STEPS_KEPT)
-    assert speed.points() == [(2, 20 * MS)]
+    assert speed.get_points() == [(2, 20 * MS)]

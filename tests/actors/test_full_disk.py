@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from laminar.actors.disk_full_retry import QUIET_S, DiskStayedFull, DiskWait
+from laminar.actors.disk_full_retry import QUIET_S, DiskFullRetry, DiskStayedFull
 from laminar.actors.host import Host
 from laminar.actors.service_clients import StoreClient
 from laminar.actors.store import Store
@@ -43,19 +43,19 @@ class Clock:
         return int(self.now * 1e9)
 
 
-def waiting(tmp_path: Path, *settings: str) -> tuple[DiskWait, FakeHost, Clock]:
+def waiting(tmp_path: Path, *settings: str) -> tuple[DiskFullRetry, FakeHost, Clock]:
     host, clock = FakeHost(tmp_path, "store-0", *settings), Clock()
     host.now_ns = clock.now_ns  # type: ignore[method-assign]
-    return DiskWait(host, "the store"), host, clock
+    return DiskFullRetry(host, "the store"), host, clock
 
 
 def test_a_wait_is_told_at_its_beginning_and_its_end(tmp_path: Path) -> None:
     wait, host, clock = waiting(tmp_path)
-    assert wait.failed(FULL) > 0
+    assert wait.handle_failure(FULL) > 0
     clock.now = 6.0
-    wait.failed(FULL)
-    wait.worked()
-    wait.worked()
+    wait.handle_failure(FULL)
+    wait.record_success()
+    wait.record_success()
     begin, end = host.announced
     assert "the store cannot be written, the disk is full" in begin and "300 s" in begin
     assert end == "the store: there is room again, after 6.0 s"
@@ -66,8 +66,8 @@ def test_a_disk_that_takes_one_write_and_refuses_the_next_is_told_now_and_then(
 ) -> None:
     wait, host, clock = waiting(tmp_path)
     for _ in range(100):
-        wait.failed(FULL)
-        wait.worked()
+        wait.handle_failure(FULL)
+        wait.record_success()
         clock.now += QUIET_S / 50
     assert len(host.announced) == 2 * 2
 
@@ -77,7 +77,7 @@ def test_a_disk_that_stays_full_ends_the_wait(tmp_path: Path) -> None:
     wait, host, clock = waiting(tmp_path, "coordinator.disk_wait_s=20")
     with pytest.raises(DiskStayedFull, match=r"could not be written for 20 s"):
         for _ in range(100):
-            clock.now += wait.failed(FULL)
+            clock.now += wait.handle_failure(FULL)
     assert clock.now == 20.0
     assert "could not be written for 20 s" in host.announced[-1]
 
@@ -88,7 +88,7 @@ def test_a_disk_that_stays_full_ends_the_wait(tmp_path: Path) -> None:
 def test_what_no_room_would_mend_is_not_waited_for(tmp_path: Path, error: Exception) -> None:
     wait, host, _ = waiting(tmp_path)
     with pytest.raises(type(error)):
-        wait.failed(error)
+        wait.handle_failure(error)
     assert not host.announced
 
 
@@ -160,7 +160,7 @@ class OnePrompt:
         )
         return LoadedPrompts([prompt], [], 0, "d")
 
-    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         raise AssertionError("all token ids are known")
 
 
@@ -181,7 +181,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 async def ask(store: Store, name: str) -> StoreClient:
     host = FakeHost(store.host.run_dir, name)
-    client = StoreClient(host.client("store-0"), 0.0)
+    client = StoreClient(host.make_client("store-0"), 0.0)
     await client.start()
     return client
 
@@ -219,13 +219,15 @@ async def test_the_store_waits_for_room_and_answers_who_only_reads(store: Store)
     host, disk = cast("FakeHost", store.host), Disk(database_of(store))
     replica, trainer = await ask(store, "rollout-0"), await ask(store, "trainer-0")
     async with asyncio.timeout(DEADLINE_S):
-        await replica.ask(opening(), m.OpenReply)
+        await replica.send_request(opening(), m.OpenReply)
         disk.fill()
-        appending = asyncio.create_task(replica.ask(tokens(2000), m.AppendReply))
+        appending = asyncio.create_task(replica.send_request(tokens(2000), m.AppendReply))
         finish = m.FinishItem(
             trajectory_id="0.0.0", placement=1, finish_reason="stop", num_tokens=2000
         )
-        finishing = asyncio.create_task(replica.ask(m.Finish(items=(finish,)), m.FinishReply))
+        finishing = asyncio.create_task(
+            replica.send_request(m.Finish(items=(finish,)), m.FinishReply)
+        )
         while not host.announced:
             await asyncio.sleep(0.01)
         (row,) = await trainer.fetch(["0.0.0"], with_prompt=False)
@@ -246,7 +248,7 @@ async def test_the_store_waits_for_room_and_answers_who_only_reads(store: Store)
 async def test_ends_are_written_when_there_is_room(store: Store) -> None:
     host, disk = cast("FakeHost", store.host), Disk(database_of(store))
     endings = tuple(
-        cmd.Ending(
+        cmd.TrajectoryEnding(
             trajectory_id=ids.TrajectoryId(f"0.{n}.0"),
             group=ids.GroupId(f"0.{n}"),
             sibling=0,
@@ -261,8 +263,8 @@ async def test_ends_are_written_when_there_is_room(store: Store) -> None:
     )
     disk.fill()
     command = cmd.EndTrajectories(to="store-0", endings=endings)
-    order = cmd.Order(command_id=7, cause=1, command=cast("Any", b""))
-    store.handle([(order, command)])
+    order = cmd.Envelope(command_id=7, cause=1, command=cast("Any", b""))
+    store.handle_orders([(order, command)])
     async with asyncio.timeout(DEADLINE_S):
         while not host.announced:
             await asyncio.sleep(0.01)
@@ -277,9 +279,9 @@ async def test_a_store_whose_disk_stays_full_says_why_it_ends(store: Store) -> N
     store._disk._limit_s = 0.0
     replica = await ask(store, "rollout-0")
     async with asyncio.timeout(DEADLINE_S):
-        await replica.ask(opening(), m.OpenReply)
+        await replica.send_request(opening(), m.OpenReply)
         disk.fill()
-        asking = asyncio.create_task(replica.ask(tokens(2000), m.AppendReply))
+        asking = asyncio.create_task(replica.send_request(tokens(2000), m.AppendReply))
         while not host.failures:
             await asyncio.sleep(0.01)
     assert "could not be written for 0 s" in host.failures[0]

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from laminar.actors.host import Host
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.events import commands as cmd
 from laminar.events.base import Command
 from laminar.names import exit_codes
@@ -28,7 +28,7 @@ def logs_as_before() -> Iterator[None]:
 
 def host_on_a_full_disk(run_dir: Path) -> Host:
     """Every write of its log and of its timeline fails: No space left on device."""
-    (run_dir / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+    (run_dir / CONFIG_FILE).write_text(dump_config(load_config([], MINIMAL)))
     for folder in ("logs/latest", "timeline"):
         (run_dir / folder).mkdir(parents=True)
         (run_dir / folder / "rollout-0.jsonl").symlink_to("/dev/full")
@@ -42,11 +42,11 @@ class Failing:
         self.host, self.fail, self.stopped = host, fail, False
 
     async def start(self) -> None:
-        self.host.span("busy", 0, 1)
+        self.host.record_span("busy", 0, 1)
         self.host.log.info("started")
         self.fail(self.host)
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         raise ValueError("no room")
 
     async def stop(self) -> None:
@@ -74,11 +74,11 @@ def in_a_callback(host: Host) -> None:
 
 
 def in_a_command(host: Host) -> None:
-    asyncio.get_running_loop().call_soon(host._hand_over)
+    asyncio.get_running_loop().call_soon(host._deliver_commands)
 
 
 def by_its_own_word(host: Host) -> None:
-    host.fail("ValueError: no room")
+    host.fail_process("ValueError: no room")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_failure_ends_the_process_though_nothing_can_be_logged(
         async with asyncio.timeout(DEADLINE_S):
             work = asyncio.create_task(host.run(actor))
             await asyncio.sleep(0)
-            host.welcomed(1)
+            host.handle_welcome(1)
             return actor, host, await work
 
     actor, host, code = asyncio.run(run())
@@ -108,7 +108,7 @@ def test_a_wait_that_the_end_of_the_process_cuts_short_is_no_failure(tmp_path: P
 
     class Waiting(Failing):
         async def start(self) -> None:
-            await self.host.pause(DEADLINE_S)
+            await self.host.sleep_for(DEADLINE_S)
 
     async def run() -> tuple[Host, int]:
         host = host_on_a_full_disk(tmp_path)
@@ -116,10 +116,10 @@ def test_a_wait_that_the_end_of_the_process_cuts_short_is_no_failure(tmp_path: P
         async with asyncio.timeout(DEADLINE_S):
             work = asyncio.create_task(host.run(actor))
             await asyncio.sleep(0)
-            host.welcomed(1)
+            host.handle_welcome(1)
             await asyncio.sleep(0.01)
             stop = cmd.StopActor(to="rollout-0", reason="the run is over")
-            host.obey(cmd.Order(command_id=1, cause=1, command=stop), stop)
+            host.accept_command(cmd.Envelope(command_id=1, cause=1, command=stop), stop)
             return host, await work
 
     host, code = asyncio.run(run())

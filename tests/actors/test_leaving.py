@@ -15,7 +15,7 @@ import structlog
 
 from laminar.actors import host as host_module
 from laminar.actors.system import process as process_module
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import exit_codes
@@ -30,7 +30,7 @@ class Idle:
 
     async def start(self) -> None: ...
 
-    def handle(self, orders: list[Any]) -> None: ...
+    def handle_orders(self, orders: list[Any]) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -38,7 +38,7 @@ class Idle:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+    (tmp_path / "run" / CONFIG_FILE).write_text(dump_config(load_config([], MINIMAL)))
     yield tmp_path / "run"
     structlog.reset_defaults()
 
@@ -74,8 +74,10 @@ async def test_a_node_says_by_its_code_that_the_run_is_paused(
     host = real_host(run_dir, f"{role}-0", role)
     running = asyncio.create_task(host.run(Idle()))
     await asyncio.sleep(0)
-    order = cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b""))
-    host.obey(order, cmd.StopActor(to=f"{role}-0", reason="the run is paused", paused=True))
+    order = cmd.Envelope(command_id=1, cause=1, command=msgspec.Raw(b""))
+    host.accept_command(
+        order, cmd.StopActor(to=f"{role}-0", reason="the run is paused", paused=True)
+    )
     assert await running == code
 
 
@@ -90,7 +92,7 @@ async def test_the_last_word_is_that_it_has_ended_also_after_a_failure(
     monkeypatch.setattr(host, "emit", said.append)
     running = asyncio.create_task(host.run(Idle()))
     await asyncio.sleep(0)
-    host.fail("the disk is broken")
+    host.fail_process("the disk is broken")
     assert await running == exit_codes.FAILED
     failed = ev.ActorFailed(reason="the disk is broken", user_error=False)
     assert said == [failed, ev.ActorLeft()]
@@ -138,7 +140,7 @@ async def test_a_node_waits_for_a_coordinator_only_while_somebody_would_start_it
     else:
         await asyncio.sleep(0.3)
         assert not running.done()
-        host.fail("the test is over")
+        host.fail_process("the test is over")
         await running
     assert watchdog == []
 

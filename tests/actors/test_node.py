@@ -59,10 +59,10 @@ class Machine:
         self.launching.set()
         self.calls: list[str] = []
 
-    def begin(self) -> None:
+    def prepare_launches(self) -> None:
         self.calls.append("begin")
 
-    async def launch(self, name: str, role: str) -> FakeProcess:
+    async def launch_actor(self, name: str, role: str) -> FakeProcess:
         self.calls.append("launch")
         process = FakeProcess(f"{name}-{len(self.started)}")
         self.started.append(process)
@@ -90,7 +90,7 @@ def pauses(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def pause(seconds: float) -> None:
         made.append(seconds)
 
-    monkeypatch.setattr(machine.host, "pause", pause)
+    monkeypatch.setattr(machine.host, "sleep_for", pause)
     return made
 
 
@@ -196,7 +196,7 @@ def restart(machine: Machine, process: FakeProcess, **facts: bool) -> None:
     command = cmd.RestartActor(
         to="node-0", actor=name, boot_id=process.boot_id, reason="stalled", **facts
     )
-    machine.node.handle(order(1, command))
+    machine.node.handle_orders(order(1, command))
 
 
 async def test_who_stalls_writes_its_stacks_and_is_killed_and_started_again(

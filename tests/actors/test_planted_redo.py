@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from laminar.actors import trainer
-from laminar.analysis.log.trained_steps import Step
-from laminar.cli.retrain import RetrainStart, _Again, _compare
+from laminar.analysis.log.trained_steps import TrainedStep
+from laminar.cli.retrain import RetrainStart, _compare_steps, _Retraining
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import exit_codes
@@ -28,13 +28,13 @@ GROUPS = 2
 
 def _rows(change: Callable[[list[Any]], list[Any]]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        fetch = trainer.batch_of
+        fetch = trainer.fetch_batch
 
         async def planted(client: Any, command: Any) -> list[Any]:
             samples = await fetch(client, command)
             return change(samples) if isinstance(command, cmd.RedoStep) else samples
 
-        patch.setattr(trainer, "batch_of", planted)
+        patch.setattr(trainer, "fetch_batch", planted)
 
     return plant
 
@@ -47,7 +47,7 @@ def moments_are_not_restored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checkpoint, "restore_moments", lambda *args: None)
 
 
-async def train(processes: Processes, trainer: Any, step: int) -> Step:
+async def train(processes: Processes, trainer: Any, step: int) -> TrainedStep:
     """A batch of two groups; its weights are published."""
     relay: FakeHost = processes.hosts[1]
     await trainer.publisher._granted.wait()
@@ -59,11 +59,13 @@ async def train(processes: Processes, trainer: Any, step: int) -> Step:
     ]
     rows = tuple(map(TrajectoryId, names))
     command = cmd.TrainStep(to="trainer-0", step_index=step, version=step + 1, trajectories=rows)
-    trainer.handle(order(100 + step, command))
+    trainer.handle_orders(order(100 + step, command))
     published = await relay.wait(ev.WeightsPublished, step + 1)
     assert published.version == step + 1
     await trainer.host.wait(ev.CheckpointSaved, step + 1 if step < 2 else 1)
-    return Step(step_index=step, version=step + 1, trajectories=rows, digest=published.digest)
+    return TrainedStep(
+        step_index=step, version=step + 1, trajectories=rows, digest=published.digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ async def test_what_was_done_again_wrongly_is_named(
         plant(patch)
         again = await processes.start("trainer-0")
         host = processes.hosts[-1]
-        again.handle(order(10, load(host.all(ev.TrainerReady)[0].checkpoints[0])))
+        again.handle_orders(order(10, load(host.all(ev.TrainerReady)[0].checkpoints[0])))
         done = steps[1]
         redo = cmd.RedoStep(
             to="trainer-0",
@@ -104,13 +106,13 @@ async def test_what_was_done_again_wrongly_is_named(
             trajectories=done.trajectories,
             digest=done.digest,
         )
-        again.handle(order(11, redo))
+        again.handle_orders(order(11, redo))
         redone = await host.wait(ev.StepRedone)
         assert (redone.digest == redone.published) == (plant is nothing)
         steps.append(await train(processes, again, 2))
     with open_tables(processes.run_dir / STORE_FILE) as tables:
-        retrained = _Again(host.config, Handlers(tables), processes.run_dir, {})
+        retrained = _Retraining(host.config, Handlers(tables), processes.run_dir, {})
         begin = RetrainStart(0, 0, "", "the model that the run began with")
-        code = await _compare(retrained, tuple(steps), begin)
+        code = await _compare_steps(retrained, tuple(steps), begin)
     assert capsys.readouterr().out.splitlines()[-1] == verdict
     assert code == (exit_codes.COMPLETE if plant is nothing else exit_codes.FAILED)

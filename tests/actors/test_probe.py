@@ -45,7 +45,7 @@ class Scorer:
     def __init__(self, *off: float) -> None:
         self.off = off
 
-    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         return [[-1.0 + off for off in self.off] for _ in sequences]
 
 

@@ -18,7 +18,7 @@ from laminar.weights.arena.arena import Arena, arena_path
 from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.machine import RelayMachine
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import verify
+from laminar.weights.version.hashes import verify_weights
 from tests.actors.parts import VERSION_BYTES, FakeHost, Writer, commit, order, until
 from tools.kit.secrets import SECRET
 
@@ -44,7 +44,7 @@ class Machine:
         self.ready = self.host.all(ev.RelayReady)[-1]
 
     def order(self, command_id: int, command: cmd.Command) -> None:
-        self.relay.handle(order(command_id, command))
+        self.relay.handle_orders(order(command_id, command))
 
     def feed(self, other: Machine, command_id: int, incarnation: int | None = None) -> None:
         successor = other.host.incarnation if incarnation is None else incarnation
@@ -67,11 +67,13 @@ class Machine:
         await writer.open()
         return writer
 
-    async def lease(self, version: int, exact: bool = False) -> m.Leased | m.Gone:
+    async def lease(
+        self, version: int, exact: bool = False
+    ) -> m.VersionLeased | m.VersionUnavailable:
         reader = self.client("rollout-0")
         await reader.relay.start()
         request = m.LeaseVersion(version=version, exact=exact)
-        return await reader.relay.ask(request, m.Leased, m.Gone)
+        return await reader.relay.send_request(request, m.VersionLeased, m.VersionUnavailable)
 
     @property
     def plane(self) -> Plane:
@@ -85,7 +87,7 @@ class Machine:
         self.plane.close()
         self.host.end()
         if self.machine.slots.slot_bytes:  # the kernel gives back what a process locked
-            fcntl.flock(self.machine.slots.region(0).fd, fcntl.LOCK_UN)
+            fcntl.flock(self.machine.slots.get_region(0).fd, fcntl.LOCK_UN)
 
     async def stop(self) -> None:
         for writer in self._writers:
@@ -118,12 +120,12 @@ async def machine(tmp_path: Path) -> AsyncIterator[Make]:
     assert not any(path.exists() for path in paths)
 
 
-def content(lease: m.Leased | m.Gone) -> tuple[int, float]:
+def content(lease: m.VersionLeased | m.VersionUnavailable) -> tuple[int, float]:
     """Version, and the value that all its weights have; proved by its digest."""
-    assert isinstance(lease, m.Leased), lease
+    assert isinstance(lease, m.VersionLeased), lease
     manifest = mf.decode(lease.manifest)
-    view = Arena.attach(Path(lease.arena)).slot(lease.slot)
-    verify(view, manifest)
+    view = Arena.attach(Path(lease.arena)).get_slot(lease.slot)
+    verify_weights(view, manifest)
     values = np.frombuffer(view[:VERSION_BYTES], "<f4")
     assert (values == values[0]).all()
     return manifest.version, float(values[0])
@@ -149,7 +151,7 @@ async def test_a_version_goes_down_the_chain_and_can_be_leased_everywhere(machin
         assert received[-1].held == (0, 3)
         assert content(await each.lease(0)) == (3, 3.0)
         assert content(await each.lease(0, exact=True)) == (0, 0.0)  # any version that is kept
-        assert await each.lease(1, exact=True) == m.Gone(held=(0, 3))
+        assert await each.lease(1, exact=True) == m.VersionUnavailable(held=(0, 3))
 
 
 async def test_an_order_for_nobody_is_answered_at_once_and_a_late_one_changes_nothing(
@@ -198,18 +200,22 @@ async def test_what_was_granted_by_a_killed_relay_is_void(machine: Make) -> None
     reader = first.client("rollout-0")
     await reader.relay.start()
     wanted = m.LeaseVersion(version=1, exact=True)
-    lease = await reader.relay.ask(wanted, m.Leased)
+    lease = await reader.relay.send_request(wanted, m.VersionLeased)
     await first.kill()
     assert Path(trainer.arena).exists()
     await machine(0)
     assert not Path(trainer.arena).exists()
-    late = await trainer.relay.ask(commit(trainer.arena, slot, 2), m.Committed, m.OtherArena)
-    assert isinstance(late, m.OtherArena)
-    released = await reader.relay.ask(
-        m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id), m.Released, m.OtherArena
+    late = await trainer.relay.send_request(
+        commit(trainer.arena, slot, 2), m.SlotCommitted, m.ArenaReplaced
     )
-    assert isinstance(released, m.OtherArena)
-    assert await reader.relay.ask(wanted, m.Leased, m.Gone) == m.Gone(held=())
+    assert isinstance(late, m.ArenaReplaced)
+    released = await reader.relay.send_request(
+        m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id), m.LeaseReleased, m.ArenaReplaced
+    )
+    assert isinstance(released, m.ArenaReplaced)
+    assert await reader.relay.send_request(
+        wanted, m.VersionLeased, m.VersionUnavailable
+    ) == m.VersionUnavailable(held=())
 
 
 async def test_a_version_that_is_committed_again_is_announced_again(machine: Make) -> None:
@@ -267,16 +273,16 @@ async def test_a_reader_holds_up_its_relay_and_nobody_else(machine: Make) -> Non
         await first.host.wait(ev.WeightsPublished, version)
     assert second.relay.slots.held == (1, 2, 3)
     lease = leases[0]
-    assert isinstance(lease, m.Leased)
+    assert isinstance(lease, m.VersionLeased)
     reader = second.client("rollout-0")
     await reader.relay.start()
     release = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
-    assert (await reader.relay.ask(release, m.Released)).valid
+    assert (await reader.relay.send_request(release, m.LeaseReleased)).valid
     await until(lambda: 5 in second.relay.slots.held)
 
 
 async def test_a_fault_of_the_moving_thread_ends_the_process(machine: Make) -> None:
     first = await machine(0)
-    first.plane._post(lambda: 1 / 0)
+    first.plane._post_order(lambda: 1 / 0)
     await until(lambda: bool(first.host.failures))
     assert "ZeroDivisionError" in first.host.failures.pop()

@@ -42,8 +42,8 @@ class Slots(RelaySlots):
 
     def take(self, manifest: mf.Manifest, slot: int) -> None:
         """What a plane does with a version that is complete."""
-        region = self.memory.region(slot)
-        self.versions.put(VersionCopy.published(manifest, slot, region))
+        region = self.memory.get_region(slot)
+        self.versions.put(VersionCopy.from_manifest(manifest, slot, region))
 
     def close(self) -> None:
         for task in self.tasks:
@@ -58,28 +58,30 @@ def slots_in(directory: Path, max_bytes: int = 1 << 20, slots: int = 3) -> Slots
 @pytest_asyncio.fixture
 async def slots(tmp_path: Path) -> AsyncIterator[Slots]:
     made = slots_in(tmp_path)
-    made.make(VERSION_BYTES)
+    made.ensure_slots(VERSION_BYTES)
     yield made
     made.close()
     assert not (tmp_path / "arena").exists()
 
 
 def arena_of(slots: Slots) -> str:
-    return slots.make(VERSION_BYTES).arena
+    return slots.ensure_slots(VERSION_BYTES).arena
 
 
 def grant(slots: Slots, boot_id: str = TRAINER) -> int:
-    granted = slots.grant(boot_id, m.GrantSlot(arena=arena_of(slots)))
+    granted = slots.grant_trainer_slot(boot_id, m.GrantSlot(arena=arena_of(slots)))
     assert isinstance(granted, m.SlotGranted)
     return granted.slot
 
 
 async def publish(slots: Slots, version: int, boot_id: str = TRAINER) -> mf.Manifest | None:
     slot = grant(slots, boot_id)
-    write_tensors(Arena.attach(Path(arena_of(slots))).slot(slot), SPECS, [("w", tensor(version))])
+    write_tensors(
+        Arena.attach(Path(arena_of(slots))).get_slot(slot), SPECS, [("w", tensor(version))]
+    )
     request = commit(arena_of(slots), slot, version)
     assert slots.begin_commit(boot_id, request)
-    manifest = await slots.digest(boot_id, request)
+    manifest = await slots.digest_slot(boot_id, request)
     if manifest is not None:
         slots.take(manifest, slot)
     return manifest
@@ -88,7 +90,7 @@ async def publish(slots: Slots, version: int, boot_id: str = TRAINER) -> mf.Mani
 def held_over_chain(slots: Slots, manifest: mf.Manifest) -> bool:
     slot = slots.grant_to(CHAIN)
     slots.take(manifest, slot)
-    return slots.keep(CHAIN, slot, manifest)
+    return slots.commit_version(CHAIN, slot, manifest)
 
 
 async def test_a_restarted_trainer_does_not_inherit_what_its_former_self_was_writing(
@@ -107,11 +109,11 @@ async def test_a_slot_is_digested_to_the_end_also_when_its_writer_was_started_ag
     slots: Slots,
 ) -> None:
     slot = grant(slots)
-    write_tensors(Arena.attach(Path(arena_of(slots))).slot(slot), SPECS, [("w", tensor(3))])
+    write_tensors(Arena.attach(Path(arena_of(slots))).get_slot(slot), SPECS, [("w", tensor(3))])
     request = commit(arena_of(slots), slot, 3)
     assert slots.begin_commit(TRAINER, request)
     assert grant(slots, "trainer-0-b2") not in (-1, slot)
-    assert await slots.digest(TRAINER, request) is not None
+    assert await slots.digest_slot(TRAINER, request) is not None
     assert slots.held == (3,)
 
 
@@ -121,18 +123,18 @@ async def test_no_second_slot_while_the_first_is_digested(slots: Slots) -> None:
     assert slots.begin_commit(TRAINER, request)
     assert grant(slots) == -1
     assert not slots.begin_commit(TRAINER, request)  # asked again after a reconnect
-    await slots.digest(TRAINER, request)
+    await slots.digest_slot(TRAINER, request)
     assert grant(slots) >= 0
 
 
 async def test_requests_about_a_former_relays_arena_change_nothing(slots: Slots) -> None:
     await publish(slots, 1)
-    lease = slots.lease("rollout-0-x", m.LeaseVersion(version=1, exact=True))
-    assert isinstance(lease, m.Leased)
+    lease = slots.lease_version("rollout-0-x", m.LeaseVersion(version=1, exact=True))
+    assert isinstance(lease, m.VersionLeased)
     other = arena_of(slots) + "-of-a-former-relay"
-    assert isinstance(slots.grant(TRAINER, m.GrantSlot(arena=other)), m.OtherArena)
+    assert isinstance(slots.grant_trainer_slot(TRAINER, m.GrantSlot(arena=other)), m.ArenaReplaced)
     void = slots.release(m.ReleaseLease(arena=other, lease_id=lease.lease_id))
-    assert isinstance(void, m.OtherArena)
+    assert isinstance(void, m.ArenaReplaced)
     assert slots.is_other(other)
     assert slots.release(m.ReleaseLease(arena=arena_of(slots), lease_id=lease.lease_id)).valid
 
@@ -141,21 +143,21 @@ async def test_any_kept_version_is_leased_and_others_are_named(slots: Slots) -> 
     for version in (4, 7):
         await publish(slots, version)
     for wanted, exact, found in ((4, True, 4), (7, True, 7), (4, False, 7), (0, False, 7)):
-        lease = slots.lease("rollout-0-x", m.LeaseVersion(version=wanted, exact=exact))
-        assert isinstance(lease, m.Leased)
+        lease = slots.lease_version("rollout-0-x", m.LeaseVersion(version=wanted, exact=exact))
+        assert isinstance(lease, m.VersionLeased)
         assert mf.decode(lease.manifest).version == found
         slots.release(m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id))
     for wanted, exact in ((5, True), (8, False)):
-        gone = slots.lease("rollout-0-x", m.LeaseVersion(version=wanted, exact=exact))
-        assert gone == m.Gone(held=(4, 7))
+        gone = slots.lease_version("rollout-0-x", m.LeaseVersion(version=wanted, exact=exact))
+        assert gone == m.VersionUnavailable(held=(4, 7))
 
 
 async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: Slots) -> None:
     await publish(slots, 1)
-    old = slots.lease("rollout-0-x", m.LeaseVersion(version=1, exact=True))
-    new = slots.lease("rollout-0-y", m.LeaseVersion(version=1, exact=True))
-    assert isinstance(old, m.Leased) and isinstance(new, m.Leased)
-    slots.reader_lost("rollout-0-x")
+    old = slots.lease_version("rollout-0-x", m.LeaseVersion(version=1, exact=True))
+    new = slots.lease_version("rollout-0-y", m.LeaseVersion(version=1, exact=True))
+    assert isinstance(old, m.VersionLeased) and isinstance(new, m.VersionLeased)
+    slots.revoke_reader("rollout-0-x")
     arena = arena_of(slots)
     assert not slots.release(m.ReleaseLease(arena=arena, lease_id=old.lease_id)).valid
     assert slots.release(m.ReleaseLease(arena=arena, lease_id=new.lease_id)).valid
@@ -163,8 +165,8 @@ async def test_a_lease_ends_with_its_process_and_not_with_its_name(slots: Slots)
 
 async def test_a_pin_before_there_is_an_arena(tmp_path: Path) -> None:
     slots = slots_in(tmp_path)
-    slots.pin(1)
-    slots.make(VERSION_BYTES)
+    slots.pin_version(1)
+    slots.ensure_slots(VERSION_BYTES)
     for version in (1, 2, 3, 4):
         await publish(slots, version)
     assert 1 in slots.held
@@ -180,7 +182,7 @@ async def test_a_version_that_came_over_the_chain_first_makes_the_written_one_us
     assert slots.begin_commit(TRAINER, request)
     newer = mf.decode(mf.encode(manifest).replace(b"\xa7version\x01", b"\xa7version\x03"))
     assert held_over_chain(slots, newer)
-    assert await slots.digest(TRAINER, request) is None
+    assert await slots.digest_slot(TRAINER, request) is None
     assert slots.held == (1, 3)
     assert grant(slots) >= 0  # the slot was given back
     with pytest.raises(SlotError, match="version 2 is older than 3"):
@@ -189,16 +191,18 @@ async def test_a_version_that_came_over_the_chain_first_makes_the_written_one_us
 
 async def test_fewer_slots_where_memory_is_short_and_a_clear_refusal(tmp_path: Path) -> None:
     fewer = slots_in(tmp_path, max_bytes=4 * VERSION_BYTES, slots=8)
-    fewer.make(VERSION_BYTES)
+    fewer.ensure_slots(VERSION_BYTES)
     assert Arena.attach(tmp_path / "arena").slots == 4
     with pytest.raises(ArenaError, match=f"have {VERSION_BYTES} bytes, {VERSION_BYTES + 64}"):
-        fewer.make(VERSION_BYTES + 64)
+        fewer.ensure_slots(VERSION_BYTES + 64)
     fewer.close()
     short = slots_in(tmp_path, max_bytes=2 * VERSION_BYTES)
     with pytest.raises(SlotError, match=r"raise weights\.max_bytes"):
-        short.make(VERSION_BYTES)
+        short.ensure_slots(VERSION_BYTES)
     assert not (tmp_path / "arena").exists()
-    assert short.lease("rollout-0-x", m.LeaseVersion(version=0, exact=False)) == m.Gone(held=())
+    assert short.lease_version(
+        "rollout-0-x", m.LeaseVersion(version=0, exact=False)
+    ) == m.VersionUnavailable(held=())
 
 
 async def test_slots_are_granted_at_once_and_get_their_memory_behind_that(
@@ -206,19 +210,19 @@ async def test_slots_are_granted_at_once_and_get_their_memory_behind_that(
 ) -> None:
     """A version may come, and be kept, while the filler has not begun."""
     may_fill, filled = threading.Event(), threading.Event()
-    fill_all = Arena.fill_all
+    fill_all = Arena.populate_all
 
     def held_up(arena: Arena) -> None:
         assert may_fill.wait(20)
         fill_all(arena)
         filled.set()
 
-    monkeypatch.setattr(Arena, "fill_all", held_up)
+    monkeypatch.setattr(Arena, "populate_all", held_up)
     slots = slots_in(tmp_path)
-    slots.make(VERSION_BYTES)
+    slots.ensure_slots(VERSION_BYTES)
     assert (tmp_path / "arena").stat().st_blocks * 512 <= 4096
-    slots.memory.region(slots.grant_to(CHAIN)).prepare()
-    slots.abandon(CHAIN)
+    slots.memory.get_region(slots.grant_to(CHAIN)).populate_pages()
+    slots.abandon_slot(CHAIN)
     assert await publish(slots, 1) is not None
     may_fill.set()
     assert await asyncio.to_thread(filled.wait, 20)
@@ -232,10 +236,10 @@ async def test_slots_that_cannot_get_their_memory_are_reported(
     def short(arena: Arena) -> None:
         raise ArenaError("there is no memory")
 
-    monkeypatch.setattr(Arena, "fill_all", short)
+    monkeypatch.setattr(Arena, "populate_all", short)
     said: asyncio.Queue[str] = asyncio.Queue()
     slots = Slots(tmp_path, 1 << 20, 3, said.put_nowait)
-    slots.make(VERSION_BYTES)
+    slots.ensure_slots(VERSION_BYTES)
     assert await asyncio.wait_for(said.get(), 20) == "there is no memory"
     slots.close()
     assert said.empty()
@@ -247,7 +251,7 @@ async def test_a_relay_that_ends_waits_for_no_memory(
     """Filling stops at the next piece, and that is nobody's failure."""
     monkeypatch.setattr("laminar.weights.arena.arena._POPULATE_BYTES", 4096)
     slots = slots_in(tmp_path, max_bytes=1 << 40)
-    slots.make(1 << 30)
+    slots.ensure_slots(1 << 30)
     await asyncio.sleep(0)  # it begins
     slots.close()
     assert not (tmp_path / "arena").exists()

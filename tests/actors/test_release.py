@@ -29,7 +29,7 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     made = Replica(tmp_path)
     yield made
     made.host.end()
-    made.host.telemetry.drain(60)
+    made.host.telemetry.wait_drained(60)
 
 
 async def stored(replica: Replica) -> list[int]:

@@ -16,7 +16,7 @@ import pytest_asyncio
 from laminar.engines.protocol import LENGTH, STOP
 from laminar.events import events as ev
 from laminar.storage import messages as m
-from laminar.storage.rules import read_digest
+from laminar.storage.rules import digest_read_ids
 from tests.actors.held_replica import (
     END_ID,
     Replica,
@@ -36,7 +36,7 @@ async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
     made = Replica(tmp_path)
     yield made
     made.host.end()
-    made.host.telemetry.drain(60)
+    made.host.telemetry.wait_drained(60)
 
 
 async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica: Replica) -> None:
@@ -44,7 +44,7 @@ async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica
     await replica.runs()
     replica.sampled(1, 3)
     replica.host.spawn(replica.rollout._keep_tokens())
-    replica.host.spawn(replica.rollout.engine_reports.report(0.001))
+    replica.host.spawn(replica.rollout.engine_reports.report_periodically(0.001))
     await replica.store.next(m.Append)  # which is never answered
     before = len(replica.host.gauges)
     await until(lambda: len(replica.host.gauges) > before + 3)
@@ -123,7 +123,7 @@ async def test_what_was_whole_when_it_was_lost_is_finished_and_what_was_not_goes
         replica.sampled(2, END_ID, finish_reason=STOP)
         second, _ = await replica.store.next(m.Append)
         read = replica.engine.requests[0].prompt_ids + done
-        assert first.items[0].read == read_digest(ids(*read))
+        assert first.items[0].read == digest_read_ids(ids(*read))
         assert second.items[0].read == ""
         return
     await replica.store.answer(m.Finish, "ok")
@@ -326,4 +326,4 @@ async def test_in_flight_an_order_of_older_weights_that_crosses_a_load_is_taken(
     else:
         await until(lambda: bool(replica.host.failures))
     replica.host.end()
-    replica.host.telemetry.drain(60)
+    replica.host.telemetry.wait_drained(60)

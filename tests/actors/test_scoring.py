@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.actors.scoring import Scorer
-from laminar.actors.system.replica import reward_workers, user_output
+from laminar.actors.system.replica import make_reward_pool, user_output
 from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -52,11 +52,11 @@ class FakeStore:
         )
         return [_row(name, prompt) for name in ids]
 
-    async def ask(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
+    async def send_request(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
         self.items += request.items
         return m.PutRewardsReply(
             results=tuple(
-                m.RewardResult(
+                m.StoredReward(
                     trajectory_id=i.trajectory_id,
                     answer="ok",
                     score=i.score,
@@ -74,12 +74,12 @@ def _row(name: str, prompt: bytes) -> m.Trajectory:
     return m.Trajectory(**(fields | known))
 
 
-def scoring(*names: str) -> tuple[cmd.Order, cmd.ScoreTrajectories]:
-    items = tuple(cmd.Placed(trajectory_id=TrajectoryId(n), placement=1) for n in names)
+def scoring(*names: str) -> tuple[cmd.Envelope, cmd.ScoreTrajectories]:
+    items = tuple(cmd.PlacedTrajectory(trajectory_id=TrajectoryId(n), placement=1) for n in names)
     command = cmd.ScoreTrajectories(
         to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
     )
-    return cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b"")), command
+    return cmd.Envelope(command_id=1, cause=1, command=msgspec.Raw(b"")), command
 
 
 async def scored(
@@ -98,15 +98,15 @@ async def scored(
         ),
         FakeStore(),
     )
-    pool = reward_workers(host, user_output(host))  # type: ignore[arg-type]
+    pool = make_reward_pool(host, user_output(host))  # type: ignore[arg-type]
     scorer = Scorer(host, store, pool, lambda ids: f"text of {len(ids)}")  # type: ignore[arg-type]
     await scorer.start()
     try:
         for names in calls:
-            await scorer.score(*scoring(*names))
+            await scorer.score_trajectories(*scoring(*names))
     finally:
         await scorer.close()
-    host.telemetry.drain(60)
+    host.telemetry.wait_drained(60)
     return host, store
 
 

@@ -19,7 +19,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
-from laminar.tasks.environments.turns import GoesOn
+from laminar.tasks.environments.turns import NextTurn
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
 from tests.actors.parts import FakeHost, removed
 
@@ -42,12 +42,12 @@ class Store:
         fields |= {"tokens": b"\5\0\0\0\7\0\0\0", "prompt": PROMPT} | self.row
         return [m.Trajectory(**(fields | {"trajectory_id": name})) for name in ids]
 
-    async def ask(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
+    async def send_request(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
         self.asked.append(request)
         results = []
         for item in request.items:
             stored = {"answer": "ok", "score": item.score, "reward_reason": item.reason}
-            results.append(m.RewardResult(trajectory_id=item.trajectory_id, **stored | self.reply))
+            results.append(m.StoredReward(trajectory_id=item.trajectory_id, **stored | self.reply))
         return m.PutRewardsReply(results=tuple(results))
 
 
@@ -61,7 +61,7 @@ class Pool:
     async def start(self) -> None:
         pass
 
-    async def score(self, call: RewardCall) -> list[RewardResult]:
+    async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         self.calls.append(call)
         if isinstance(self.result, Exception):
             raise self.result
@@ -86,13 +86,15 @@ class Scored:
     ) -> Store:
         store = Store(row or {}, reply or {})
         self.scorer.store = client or store  # type: ignore[assignment]
-        items = tuple(cmd.Placed(trajectory_id=TrajectoryId(n), placement=3) for n in names)
+        items = tuple(
+            cmd.PlacedTrajectory(trajectory_id=TrajectoryId(n), placement=3) for n in names
+        )
         command = cmd.ScoreTrajectories(
             to="rollout-0", group=GroupId("0.0"), row_index=0, purpose="train", items=items
         )
-        order = cmd.Order(command_id=1, cause=1, command=msgspec.Raw(b""))
+        order = cmd.Envelope(command_id=1, cause=1, command=msgspec.Raw(b""))
         await self.scorer.start()
-        await self.scorer.score(order, command)
+        await self.scorer.score_trajectories(order, command)
         return store
 
     def rewarded(self) -> ev.TrajectoryRewarded:
@@ -200,10 +202,12 @@ class Turns:
     def __init__(self, answer: str) -> None:
         self.stored = m.Result(trajectory_id="0.0.0", answer=answer)  # type: ignore[arg-type]
 
-    async def answer(self, item: cmd.Placed, row: m.Trajectory) -> GoesOn:
-        return GoesOn((7,))
+    async def answer_turn(self, item: cmd.PlacedTrajectory, row: m.Trajectory) -> NextTurn:
+        return NextTurn((7,))
 
-    async def go_on(self, item: cmd.Placed, turn: int, answer: GoesOn) -> m.Result:
+    async def store_context(
+        self, item: cmd.PlacedTrajectory, turn: int, answer: NextTurn
+    ) -> m.Result:
         return self.stored
 
 

@@ -17,7 +17,7 @@ from laminar.actors.store import Store
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.reasons import DropReason, End
+from laminar.events.reasons import DropReason, EndKind
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 from laminar.run.directory import STORE_FILE
 from laminar.storage import messages as m
@@ -47,7 +47,7 @@ class SlowPrompts:
         ]
         return LoadedPrompts(rows, rows[:1], 0, "d")
 
-    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         assert all(m.decode_prompt(p).ground_truth == key.row_index for key, p in prompts.items())
         self.asked.append([key.row_index for key in prompts])
         await self.let.wait()
@@ -65,7 +65,7 @@ class Run:
         self.host = FakeHost(directory, "store-0")
         database = partial(Database, directory / STORE_FILE, 1)
         self.store = Store(cast("Host", self.host), database, self.prompts)
-        self.client = StoreClient(FakeHost(directory, "rollout-0").client("store-0"), 0.0)
+        self.client = StoreClient(FakeHost(directory, "rollout-0").make_client("store-0"), 0.0)
 
     async def open(self, *rows: int, placement: int = 1) -> list[bytes]:
         items = tuple(
@@ -84,7 +84,7 @@ class Run:
             )
             for row in rows
         )
-        reply = await self.client.ask(m.Open(items=items), m.OpenReply)
+        reply = await self.client.send_request(m.Open(items=items), m.OpenReply)
         return [result.prompt_ids for result in reply.results]
 
 
@@ -106,16 +106,16 @@ async def test_a_prompt_is_tokenised_once_and_what_needs_none_is_answered_meanwh
     assert run.prompts.asked == []
     opening = asyncio.create_task(run.open(1, 2))
     await until(lambda: bool(run.prompts.asked))
-    other = StoreClient(FakeHost(run.directory, "trainer-0").client("store-0"), 0.0)
+    other = StoreClient(FakeHost(run.directory, "trainer-0").make_client("store-0"), 0.0)
     await other.start()
-    await other.ask(m.Stats(), m.StatsReply)
+    await other.send_request(m.Stats(), m.StatsReply)
     assert not opening.done()
     run.prompts.let.set()
     assert await opening == [ids(1), ids(2)]
     assert await run.open(2, 3, placement=2) == [ids(2), ids(3)]
     (row,) = await other.fetch(["0.2.0"], with_prompt=False)
     assert row.prompt_ids == ids(2)
-    sampled = await other.ask(m.SamplePrompts(count=ROWS), m.SamplePromptsReply)
+    sampled = await other.send_request(m.SamplePrompts(count=ROWS), m.SamplePromptsReply)
     assert sampled.prompts == tuple(ids(n) for n in range(ROWS))
     assert run.prompts.asked == [[1, 2], [3], [0]]
     await other.close(0.0)
@@ -142,25 +142,25 @@ async def test_ends_that_another_process_was_to_write_come_before_the_data(run: 
     ended = cmd.EndTrajectories(
         to="store-0",
         endings=(
-            cmd.Ending(
+            cmd.TrajectoryEnding(
                 trajectory_id=TrajectoryId("0.1.0"),
                 group=GroupId("0.1"),
                 sibling=0,
                 purpose=Purpose.TRAIN,
                 row_index=1,
                 placement=2,
-                end=End.DROPPED,
+                end=EndKind.DROPPED,
                 reason=DropReason.RUN_ENDED,
                 step=-1,
             ),
         ),
     )
-    order = cmd.Order(command_id=7, cause=1, command=msgspec.Raw(b""))
-    run.store.handle([(order, ended)])
+    order = cmd.Envelope(command_id=7, cause=1, command=msgspec.Raw(b""))
+    run.store.handle_orders([(order, ended)])
     first = await run.host.wait(ev.TrajectoriesEnded)
     await run.store.stop()
     again = Run(run.directory)
-    again.store.handle([(order, ended)])
+    again.store.handle_orders([(order, ended)])
     assert again.host.all(ev.TrajectoriesEnded) == []
     await again.store.start()
     assert await again.host.wait(ev.TrajectoriesEnded) == first

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from laminar.actors.engine_metrics import gauge_interval_s, largest_batch
-from laminar.config import load
+from laminar.config import load_config
 from laminar.engines.protocol import StepRecord
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
@@ -28,13 +28,13 @@ async def replica(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
     made.engine.waiting = 0
     yield made
     made.host.end()
-    made.host.telemetry.drain(60)
+    made.host.telemetry.wait_drained(60)
 
 
 def told(replica: Replica) -> ev.TokenProgress:
     reports = replica.rollout.engine_reports
     reports.write_steps()
-    return reports._with_tail(reports._progress())
+    return reports._add_straggler_fields(reports._measure_progress())
 
 
 def decoded(*sizes_ms: tuple[int, float]) -> list[StepRecord]:
@@ -116,7 +116,7 @@ async def test_no_lengths_are_told_while_more_run_than_fit_into_a_batch(replica:
 @pytest.mark.parametrize("replica", [("repack.policy=off",)], indirect=True)
 async def test_nothing_of_it_is_told_while_repack_is_off(replica: Replica) -> None:
     await replica.runs()
-    replica.host.spawn(replica.rollout.engine_reports.report(0.001))
+    replica.host.spawn(replica.rollout.engine_reports.report_periodically(0.001))
     await until(lambda: bool(replica.host.gauges))
     gauge = replica.host.gauges[-1]
     assert isinstance(gauge, ev.TokenProgress)
@@ -125,7 +125,7 @@ async def test_nothing_of_it_is_told_while_repack_is_off(replica: Replica) -> No
 
 async def test_gauges_carry_it_otherwise(replica: Replica) -> None:
     await replica.runs()
-    replica.host.spawn(replica.rollout.engine_reports.report(0.001))
+    replica.host.spawn(replica.rollout.engine_reports.report_periodically(0.001))
     await until(lambda: bool(replica.host.gauges))
     gauge = replica.host.gauges[-1]
     assert isinstance(gauge, ev.TokenProgress)
@@ -153,11 +153,11 @@ async def test_a_start_says_how_long_the_prompt_is(replica: Replica) -> None:
 def test_all_replicas_together_send_no_more_gauges_than_the_log_can_take(
     replicas: int, nodes: int, seconds: float
 ) -> None:
-    config = load([], [*MINIMAL, f"rollout.replicas={replicas}", f"run.nodes={nodes}"])
+    config = load_config([], [*MINIMAL, f"rollout.replicas={replicas}", f"run.nodes={nodes}"])
     assert gauge_interval_s(config) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("given", "batch"), [("auto", 16), (5, 5), (100, 16)])
 def test_the_batch_of_the_settings(given: int | str, batch: int) -> None:
-    config = load([], [*MINIMAL, "rollout.max_num_seqs=16", f"rollout.max_batch={given}"])
+    config = load_config([], [*MINIMAL, "rollout.max_num_seqs=16", f"rollout.max_batch={given}"])
     assert largest_batch(config.rollout) == batch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.system.process import _first_failure
-from laminar.actors.system.processes import MachineProcesses, together
-from laminar.config import Config, load
+from laminar.actors.system.process import _run_until_failure
+from laminar.actors.system.processes import MachineProcesses, group_by_process
+from laminar.config import Config, load_config
 from tests.actors.parts import FakeHost
 
 ROLES = [("store", 1), ("relay", 1), ("rollout", 5)]
@@ -17,16 +17,16 @@ EMULATED = ("rollout.engine=emulated", "emulation.replicas_per_process=2")
 
 
 def config(*settings: str) -> Config:
-    return load([], ["model.name=m", "data.dataset=gcd", *settings])
+    return load_config([], ["model.name=m", "data.dataset=gcd", *settings])
 
 
 def test_only_emulated_replicas_share_a_process() -> None:
-    found = together(ROLES, config(*EMULATED), "node-0")
+    found = group_by_process(ROLES, config(*EMULATED), "node-0")
     assert found["store-0"] == ("store-0",)
     assert found["rollout-2"] == found["rollout-3"] == ("rollout-2", "rollout-3")
     assert found["rollout-4"] == ("rollout-4",)
     assert set(found) == {"store-0", "relay-0", *(f"rollout-{i}" for i in range(5))}
-    real = together(ROLES, config("emulation.replicas_per_process=2"), "node-0")
+    real = group_by_process(ROLES, config("emulation.replicas_per_process=2"), "node-0")
     assert all(names == (name,) for name, names in real.items())
 
 
@@ -59,11 +59,11 @@ async def test_whoever_is_launched_next_joins_the_process_that_lives(
         processes.append(Forked(len(forked)))
         return processes[-1]
 
-    monkeypatch.setattr(MachineProcesses, "_fork", fork)
+    monkeypatch.setattr(MachineProcesses, "_fork_actors", fork)
     host = FakeHost(tmp_path, "node-0", *EMULATED)
 
     machine = MachineProcesses(host, None, ROLES)  # type: ignore[arg-type]
-    members = [await machine.launch(f"rollout-{i}", "rollout") for i in range(4)]
+    members = [await machine.launch_actor(f"rollout-{i}", "rollout") for i in range(4)]
     assert forked == [("rollout-0", "rollout-1"), ("rollout-2", "rollout-3")]
     assert [member.pid for member in members] == [1, 1, 2, 2]
     boots = [member.boot_id.removeprefix(f"rollout-{i}-") for i, member in enumerate(members)]
@@ -72,7 +72,7 @@ async def test_whoever_is_launched_next_joins_the_process_that_lives(
     assert processes[0].killed == 1
     processes[0].returncode = -9
     assert members[0].returncode == members[1].returncode == -9
-    again = [await machine.launch(f"rollout-{i}", "rollout") for i in (1, 0)]
+    again = [await machine.launch_actor(f"rollout-{i}", "rollout") for i in (1, 0)]
     assert [member.pid for member in again] == [3, 3]
     assert again[0].boot_id != members[1].boot_id
     await machine.close()
@@ -82,6 +82,6 @@ async def test_the_first_that_fails_ends_those_beside_it() -> None:
     async def ends(code: int) -> int:
         return code
 
-    assert await _first_failure([ends(0), ends(0)]) == 0
+    assert await _run_until_failure([ends(0), ends(0)]) == 0
     async with asyncio.timeout(5):
-        assert await _first_failure([ends(0), asyncio.sleep(60, 0), ends(3)]) == 3
+        assert await _run_until_failure([ends(0), asyncio.sleep(60, 0), ends(3)]) == 3

@@ -31,15 +31,15 @@ async def trainer(processes: Processes) -> Trainer:
 
 async def test_the_probe_is_text_of_the_run_and_the_weights_score_it(trainer: Trainer) -> None:
     sample = m.SamplePrompts(count=256)
-    prompts = (await trainer.store.ask(sample, m.SamplePromptsReply)).prompts
+    prompts = (await trainer.store.send_request(sample, m.SamplePromptsReply)).prompts
     text = b" ".join(prompts)
-    probe = await trainer._probe()
+    probe = await trainer._measure_probe()
     assert len(probe.sequences) >= 8 and sum(map(len, probe.sequences)) >= 200
     for sequence in probe.sequences:
         ids = np.array(sequence, "<i4").tobytes()
         assert ids in text or ids in b"".join(prompts)
     assert probe.mean_tolerance == 1e-4 and probe.tolerance == pytest.approx(1e-3)
-    again = await trainer.learner.score([list(s) for s in probe.sequences])
+    again = await trainer.learner.compute_logprobs([list(s) for s in probe.sequences])
     assert [list(row) for row in probe.logprobs] == again
 
 
@@ -56,7 +56,7 @@ async def test_a_replica_with_other_weights_is_named_before_its_rows_are_trained
     ]
     batch = tuple(map(TrajectoryId, rows))
     command = cmd.TrainStep(to="trainer-0", step_index=0, version=1, trajectories=batch)
-    trainer.handle(order(1, command))
+    trainer.handle_orders(order(1, command))
     host: FakeHost = trainer.host  # type: ignore[assignment]
     done = await host.wait(ev.StepCompleted)
     (part,) = done.left_out
@@ -80,14 +80,14 @@ async def train(trainer: Trainer, step: int) -> ev.StepCompleted:
         version=step + 1,
         trajectories=tuple(map(TrajectoryId, rows)),
     )
-    trainer.handle(order(step + 1, command))
+    trainer.handle_orders(order(step + 1, command))
     done = await host.wait(ev.StepCompleted, count + 1)
     await host.wait(ev.CheckpointSaved, count + 1)
     return done
 
 
 def weights(trainer: Any) -> list[bytes]:
-    return [tensor.numpy().tobytes() for _, tensor in trainer.learner.weights()]
+    return [tensor.numpy().tobytes() for _, tensor in trainer.learner.iter_weights()]
 
 
 async def test_one_that_was_killed_goes_on_from_its_checkpoint(
@@ -106,18 +106,18 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     (ready,) = host.all(ev.TrainerReady)
     rows = [(f"0.{step}.0", f"0.{step}.1") for step in (0, 1)]
     assert [(c.version, c.step, c.digest) for c in ready.checkpoints] == [
-        (1, 1, ids.chained("", rows[0])),
-        (2, 2, ids.chained("", *rows)),
+        (1, 1, ids.extend_chain_digest("", rows[0])),
+        (2, 2, ids.extend_chain_digest("", *rows)),
     ]
     assert weights(again) != expected
-    again.handle(order(10, load(ready.checkpoints[0])))
+    again.handle_orders(order(10, load(ready.checkpoints[0])))
     loaded = await host.wait(ev.CheckpointLoaded)
     assert (loaded.version, loaded.step) == (1, 1)
     await until(lambda: not (host.run_dir / "checkpoints" / "step_2").exists())
     redo = cmd.RedoStep(
         to="trainer-0", step_index=1, version=2, trajectories=rows[1], digest=published.get(2, "")
     )
-    again.handle(order(11, redo))
+    again.handle_orders(order(11, redo))
     redone = await host.wait(ev.StepRedone)
     manifest = mf.decode((host.run_dir / ready.checkpoints[0].path / VERSION_FILE).read_bytes())
     assert redone.digest != manifest.digest and redone.published in ("", redone.digest)
@@ -128,7 +128,7 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     saved = trainer_state.decode(
         (host.run_dir / "checkpoints" / "step_3" / RESUME_FILE).read_bytes()
     )
-    assert saved.before == ids.chained("", rows[0])
+    assert saved.before == ids.extend_chain_digest("", rows[0])
     assert saved.batches == (rows[1], ("0.2.0", "0.2.1"))
 
 
@@ -136,7 +136,7 @@ async def test_a_step_is_probed_once_for_its_version_and_its_checkpoint(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the weights that it has come to, and not with those of the step before."""
-    score, scored = trainer.learner.score, []
+    score, scored = trainer.learner.compute_logprobs, []
 
     async def counted(sequences: Any) -> Any:
         scored.append(len(sequences))
@@ -144,7 +144,7 @@ async def test_a_step_is_probed_once_for_its_version_and_its_checkpoint(
 
     for step in (0, 1):
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.learner, "score", counted)
+            patch.setattr(trainer.learner, "compute_logprobs", counted)
             await train(trainer, step)
         path = trainer.host.run_dir / "checkpoints" / f"step_{step + 1}" / VERSION_FILE
         probe = mf.decode(path.read_bytes()).probe
@@ -166,7 +166,7 @@ async def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(
     again = await processes.start("trainer-0")
     host = processes.hosts[-1]
     (ready,) = host.all(ev.TrainerReady)
-    again.handle(order(10, load(ready.checkpoints[0])))
+    again.handle_orders(order(10, load(ready.checkpoints[0])))
     await until(lambda: bool(host.failures))
     assert "step_1 cannot be trained on: its optimizer.safetensors is damaged" in host.failures[0]
     assert (processes.run_dir / "refused" / "step_1").exists()

@@ -23,9 +23,9 @@ from laminar.actors.system import warm as warm_module
 from laminar.actors.system import warm_process
 from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
 from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm import OWN_ENVIRONMENT, Seed, WarmProcess
+from laminar.actors.system.warm import OWN_ENVIRONMENT, PrestartedProcess, WarmProcess
 from laminar.actors.system.warm_process import Launch
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE
 from laminar.run.lock import RunLock, holders
@@ -50,7 +50,7 @@ class Machine:
 
     def __init__(self, run_dir: Path, modules: Path) -> None:
         run_dir.mkdir()
-        (run_dir / CONFIG_FILE).write_text(dumps(load([], MINIMAL)))
+        (run_dir / CONFIG_FILE).write_text(dump_config(load_config([], MINIMAL)))
         make_secret(run_dir)
         self.run_dir, self.modules = run_dir, modules
         self.lock = RunLock.join(run_dir, "node-0")
@@ -76,7 +76,7 @@ class Machine:
             address="127.0.0.1",
             environment={"LAMINAR_BOOT": "1"},
         )
-        self.actors.append(await warm.fork(launch, self.stdin, self.lock.fd))
+        self.actors.append(await warm.fork_actor(launch, self.stdin, self.lock.fd))
         return self.actors[-1]
 
     async def until_it_works(self, actor: ForkedProcess, name: str = "relay-0") -> None:
@@ -195,8 +195,9 @@ def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path)
     (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
     program = (
         "import time\nfrom laminar.actors.system.roles import Needs\n"
-        "from laminar.actors.system.warm import Seed\n"
-        "print(Seed.spawn(Needs(['endless_module'], {})).pid, flush=True)\ntime.sleep(600)\n"
+        "from laminar.actors.system.warm import PrestartedProcess\n"
+        "print(PrestartedProcess.spawn(Needs(['endless_module'], {})).pid, flush=True)\n"
+        "time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     node = subprocess.Popen(
@@ -228,7 +229,7 @@ async def main() -> None:
         run_dir=sys.argv[1], name="relay-0", role="relay", node="node-0", address="127.0.0.1",
         environment={},
     )
-    actor = await warm.fork(launch, 0, RunLock.join(Path(sys.argv[1]), "node-0").fd)
+    actor = await warm.fork_actor(launch, 0, RunLock.join(Path(sys.argv[1]), "node-0").fd)
     print("pids", actor.pid, warm.pid, flush=True)
     await asyncio.sleep(600)
 
@@ -262,7 +263,7 @@ def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) ->
         run_dir=str(tmp_path), name="x", role="relay", node="", address="", environment={}
     )
     actor = warm_process._Actor(launch, theirs, stdin=-1, lock_fd=-1)
-    assert warm_process._become(actor, os.getpid()) == exit_codes.FAILED
+    assert warm_process._run_actor(actor, os.getpid()) == exit_codes.FAILED
 
 
 WITHOUT_CONFIG = """
@@ -276,9 +277,9 @@ run = sys.argv[1]
 node, actor = socket.socketpair()
 node.send(b"1")
 launch = Launch(run_dir=run, name="relay-0", role="relay", node="", address="", environment={})
-lock_fd = os.dup(RunLock.alone(Path(run), "node-0").fd)
+lock_fd = os.dup(RunLock.join_idle_run(Path(run), "node-0").fd)
 forked = warm_process._Actor(launch, actor, os.open(os.devnull, os.O_RDONLY), lock_fd)
-sys.exit(warm_process._become(forked, os.getppid()))
+sys.exit(warm_process._run_actor(forked, os.getppid()))
 """
 
 
@@ -301,17 +302,17 @@ async def test_a_launch_names_what_differs_from_the_nodes_environment(
     async def ask(warm: WarmProcess, launch: Launch, fds: list[int]) -> Any:
         sent.append(launch)
 
-    monkeypatch.setattr(WarmProcess, "begin", lambda warm: None)
-    monkeypatch.setattr(WarmProcess, "_ask", ask)
+    monkeypatch.setattr(WarmProcess, "ensure_started", lambda warm: None)
+    monkeypatch.setattr(WarmProcess, "_request_fork", ask)
     environment: dict[str, str | None] = {"LAMINAR_BOOT": "7"}
     launch = Launch(
         run_dir="", name="x", role="relay", node="", address="", environment=environment
     )
-    await WarmProcess("torch", Needs([], {}), None, ready_s=1).fork(launch, 0, 0)
+    await WarmProcess("torch", Needs([], {}), None, ready_s=1).fork_actor(launch, 0, 0)
     for name, value in OWN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LAMINAR_BOOT", "")
-    warm_process._adopt(sent[0])
+    warm_process._apply_launch(sent[0])
     found = {name: os.environ.get(name) for name in ("LAMINAR_BOOT", *OWN_ENVIRONMENT)}
     assert found == {
         "LAMINAR_BOOT": "7",
@@ -349,14 +350,14 @@ async def test_a_signal_to_a_process_that_has_ended_is_no_error() -> None:
 
 
 def test_a_warm_process_ends_in_good_order_when_its_socket_is_closed() -> None:
-    seed = Seed.spawn(Needs([], {}))
+    seed = PrestartedProcess.spawn(Needs([], {}))
     seed.socket.close()
     assert os.waitstatus_to_exitcode(os.waitpid(seed.pid, 0)[1]) == exit_codes.COMPLETE
 
 
 LEAVING = """
 import atexit
-from laminar.actors.system.warm_process import leave
+from laminar.actors.system.warm_process import exit_process
 
 class Module:
     def __del__(self):
@@ -365,7 +366,7 @@ class Module:
 module = Module()
 atexit.register(print, "logs are written")
 print("last words")
-leave(7)
+exit_process(7)
 """
 
 

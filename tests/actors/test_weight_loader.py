@@ -28,7 +28,7 @@ from laminar.weights.arena.arena import Arena
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy
-from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.tensors import write_tensors
 from tests.actors.parts import PROBE, SPECS, FakeHost, Writer, tensor, until
 from tests.actors.test_relay import Machine
@@ -49,7 +49,7 @@ class FakeEngine:
     async def load(self, source: WeightSource, on_update: KvOnUpdate | None = None) -> None:
         self.loads += 1
         self.on_update = on_update
-        for _, found in MappedWeights().tensors(source):
+        for _, found in MappedWeights().iter_tensors(source):
             self.value = float(torch.clone(found)[0, 0])
         self.during()
         if self.between is not None:
@@ -58,12 +58,12 @@ class FakeEngine:
     def expect_weights(self) -> asyncio.Future[None]:
         return self._say("expect")
 
-    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         self.arrivals.append(num_bytes)
-        self.value = float([t for _, t in MappedWeights().tensors(source)][-1][-1, -1])
+        self.value = float([t for _, t in MappedWeights().iter_tensors(source)][-1][-1, -1])
         return self._say("arrived")
 
-    def go_on(self) -> asyncio.Future[None]:
+    def resume_sampling(self) -> asyncio.Future[None]:
         return self._say("go on")
 
     def _say(self, what: str) -> asyncio.Future[None]:
@@ -72,7 +72,7 @@ class FakeEngine:
         said.set_result(None)
         return said
 
-    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         return [list(row) for row in PROBE.logprobs]
 
 
@@ -84,8 +84,8 @@ class Replica:
     def __init__(self, run_dir: Path) -> None:
         self.host = FakeHost(run_dir, "rollout-0")
         self.engine = FakeEngine()
-        self.relay = RelayClient(self.host.client("relay-0"))
-        files = ReplicaFiles(checkpoint.read)
+        self.relay = RelayClient(self.host.make_client("relay-0"))
+        files = ReplicaFiles(checkpoint.read_version)
         self.loader = WeightLoader(self.host, self.relay, self.engine, files)  # type: ignore[arg-type]
 
     async def pull(
@@ -107,7 +107,9 @@ class Replica:
             **holder,
         )
         before = len(self.host.events)
-        await self.loader.pull(cmd.Order(command_id=order, cause=1, command=command), command)
+        await self.loader.pull_weights(
+            cmd.Envelope(command_id=order, cause=1, command=command), command
+        )
         (said,) = self.host.events[before:]
         return said
 
@@ -178,7 +180,7 @@ def write_checkpoint(run_dir: Path, version: int, path: str = "checkpoints/step_
     directory = run_dir / path
     directory.mkdir(parents=True)
     weights = {"w": tensor(version)}
-    manifest = checkpoint.describe(
+    manifest = checkpoint.build_tensor_manifest(
         version=version, step=version, specs=SPECS, tensors=weights.items(), probe=PROBE
     )
     save_file(weights, directory / checkpoint.MODEL_FILE)
@@ -216,7 +218,7 @@ async def test_a_checkpoint_whose_probe_differs_is_rejected(
 ) -> None:
     """Right bytes in the wrong place: then it is this replica's fault."""
     write_checkpoint(tmp_path, 1)
-    monkeypatch.setattr(replica.engine, "score", wrong_score)
+    monkeypatch.setattr(replica.engine, "compute_logprobs", wrong_score)
     rejected = await replica.pull(1, exact=True, checkpoint="checkpoints/step_1")
     assert isinstance(rejected, ev.WeightsRejected) and replica.loader.digest == ""
 
@@ -234,14 +236,14 @@ class Arrival:
         chunk_bytes: int = 64,
     ) -> None:
         tensors = tensors or [("w", tensor(version))]
-        specs = mf.layout([(name, each.shape) for name, each in tensors], "float32")
+        specs = mf.make_layout([(name, each.shape) for name, each in tensors], "float32")
         content = np.zeros(mf.check_tensors(specs), np.uint8)
         write_tensors(content, specs, tensors)
         self.slots, self.table = relay.relay.slots, relay.machine.versions
-        self.slots.make(len(content))
+        self.slots.ensure_slots(len(content))
         slot = self.slots.grant_to(CHAIN)
         self.content = content.tobytes()
-        self.manifest = manifest_of(
+        self.manifest = build_manifest(
             content,
             version=version,
             step=version,
@@ -249,28 +251,28 @@ class Arrival:
             probe=probe,
             chunk_bytes=chunk_bytes,
         )
-        region = relay.machine.slots.region(slot)
-        self.copy = VersionCopy(mf.unseal(self.manifest), slot, region)
-        self.copy.expect(self.manifest.chunk_checksums, self.manifest.digest)
+        region = relay.machine.slots.get_region(slot)
+        self.copy = VersionCopy(mf.unseal_manifest(self.manifest), slot, region)
+        self.copy.set_expected(self.manifest.chunk_checksums, self.manifest.digest)
         self.table.put(self.copy)
 
     def come(self, *chunks: int) -> None:
         for index in chunks:
             begin, end = self.copy.bounds[index : index + 2]
-            self.copy.chunk(index).view[:] = self.content[begin:end]
-            assert self.copy.accept(index)
+            self.copy.get_chunk(index).view[:] = self.content[begin:end]
+            assert self.copy.accept_chunk(index)
 
     def end(self) -> None:
         self.copy.complete = True
-        assert self.slots.keep(CHAIN, self.copy.slot, self.manifest)
+        assert self.slots.commit_version(CHAIN, self.copy.slot, self.manifest)
 
     def give_up(self) -> None:
         self.table.remove(self.copy.version)
-        self.slots.abandon(CHAIN)
+        self.slots.abandon_slot(CHAIN)
 
 
 def streamed(replica: Replica, version: int = 1) -> asyncio.Task[ev.Event]:
-    replica.loader.expect(version)
+    replica.loader.expect_version(version)
     return asyncio.create_task(replica.pull(version, True, purpose="stream"))
 
 
@@ -340,14 +342,14 @@ async def test_a_stream_that_proves_wrong_is_never_sampled(
     relay: Machine, replica: Replica, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     if wrong == "probe":
-        monkeypatch.setattr(replica.engine, "score", wrong_score)
+        monkeypatch.setattr(replica.engine, "compute_logprobs", wrong_score)
     arrival = Arrival(relay)
     arrival.come(0, 1)
     pulling = streamed(replica)
     await until(lambda: replica.engine.arrivals == [128])
     arrival.come(2, 3)
     if wrong == "digest":
-        arrival.copy.chunk(3).view[:] = bytes(64)
+        arrival.copy.get_chunk(3).view[:] = bytes(64)
     arrival.end()
     assert isinstance(await pulling, ev.WeightsRejected)
     assert replica.engine.told != "go on" and replica.loader.version == -1
@@ -401,10 +403,10 @@ async def test_a_relay_that_does_not_answer_holds_nothing(
 ) -> None:
     await relay.kill()
 
-    async def ask(*asked: object, **options: object) -> m.Leased:
+    async def ask(*asked: object, **options: object) -> m.VersionLeased:
         raise TimeoutError("the relay-0 did not answer")
 
-    monkeypatch.setattr(replica.relay, "ask", ask)
+    monkeypatch.setattr(replica.relay, "send_request", ask)
     assert await replica.pull(3) == ev.VersionGone(version=3, held=())
 
 
@@ -421,8 +423,8 @@ async def test_bytes_that_changed_under_the_reader_are_loaded_again(
 ) -> None:
     await publish(relay, trainer, 1)
     lease = await relay.lease(1)
-    assert isinstance(lease, m.Leased)
-    view = Arena.attach(Path(lease.arena)).slot(lease.slot)
+    assert isinstance(lease, m.VersionLeased)
+    view = Arena.attach(Path(lease.arena)).get_slot(lease.slot)
     right = view.copy()
 
     def spoil_once() -> None:
@@ -438,7 +440,7 @@ async def test_a_load_that_fails_twice_is_rejected(
     relay: Machine, trainer: Writer, replica: Replica
 ) -> None:
     await publish(relay, trainer, 1)
-    replica.engine.score = wrong_score  # type: ignore[method-assign]
+    replica.engine.compute_logprobs = wrong_score  # type: ignore[method-assign]
     rejected = await replica.pull()
     assert isinstance(rejected, ev.WeightsRejected)
     assert "differ from the trainer's by 8.5" in rejected.reason
@@ -450,15 +452,15 @@ async def test_a_version_that_goes_after_a_failed_load_leaves_nothing_to_serve(
     """The engine has lost what it had: the coordinator must not believe that it has it still."""
     await publish(relay, trainer, 1, 2)
     assert isinstance(await replica.pull(1, exact=True), ev.WeightsLoaded)
-    ask = replica.relay.ask
+    ask = replica.relay.send_request
 
     async def evicted_after_the_load(request: Any, *answers: Any, **options: Any) -> Any:
         if replica.engine.loads == 2 and isinstance(request, m.LeaseVersion):
-            return m.Gone(held=(3,))
+            return m.VersionUnavailable(held=(3,))
         return await ask(request, *answers, **options)
 
-    monkeypatch.setattr(replica.relay, "ask", evicted_after_the_load)
-    monkeypatch.setattr(replica.engine, "score", wrong_score)
+    monkeypatch.setattr(replica.relay, "send_request", evicted_after_the_load)
+    monkeypatch.setattr(replica.engine, "compute_logprobs", wrong_score)
     said = await replica.pull(2, exact=True)
     assert isinstance(said, ev.WeightsRejected) and said.version == 2
     assert (replica.loader.version, replica.loader.digest) == (-1, "")
@@ -474,7 +476,7 @@ async def test_a_load_in_flight_is_told_what_becomes_of_the_cache_and_proves_its
 
     def note() -> None:
         loader = replica.loader
-        during.append((loader.version, loader.proved, loader.weights_of(1), loader.weights_of(2)))
+        during.append((loader.version, loader.proved, loader.get_weights(1), loader.get_weights(2)))
 
     replica.engine.during = note
     assert isinstance(await replica.pull(2, True, purpose="in-flight"), ev.WeightsLoaded)
@@ -490,7 +492,7 @@ async def test_a_load_in_flight_that_proves_wrong_is_not_tried_again(
     """What went on with it is lost already: whoever has it next must hear of that at once."""
     await publish(relay, trainer, 1, 2)
     await replica.pull(1, exact=True)
-    monkeypatch.setattr(replica.engine, "score", wrong_score)
+    monkeypatch.setattr(replica.engine, "compute_logprobs", wrong_score)
     said = await replica.pull(2, True, purpose="in-flight")
     assert isinstance(said, ev.WeightsRejected)
     assert (replica.engine.loads, replica.loader.version, replica.loader.proved) == (2, -1, 1)

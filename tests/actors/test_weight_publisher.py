@@ -48,7 +48,7 @@ class Trainer:
     def __init__(self, run_dir: Path, relay: str = "relay-0") -> None:
         self.host = FakeHost(run_dir, "trainer-0")
         self.model = Weights()
-        client = RelayClient(self.host.client(relay))
+        client = RelayClient(self.host.make_client(relay))
         self.publisher = WeightPublisher(
             self.host,  # type: ignore[arg-type]
             client,
@@ -62,7 +62,7 @@ class Trainer:
 
     async def step(self, version: int) -> None:
         self.model.become(version)
-        await self.publisher.publish(version, version, event_seq=1)
+        await self.publisher.publish_or_skip(version, version, event_seq=1)
 
     async def slot_is_there(self) -> None:
         await until(lambda: self.publisher._slot >= 0)
@@ -115,7 +115,7 @@ async def test_a_step_without_a_slot_is_skipped_at_once_and_published_when_asked
     await trainer.step(4)
     assert trainer.skipped() == [(4, "no slot was free")]
     lease = leases[0]
-    assert isinstance(lease, m.Leased)
+    assert isinstance(lease, m.VersionLeased)
     relay.relay.slots.release(m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id))
     assert await trainer.publisher.publish_owed(4, 4)
     await relay.host.wait(ev.WeightsPublished, 4)
@@ -177,7 +177,7 @@ async def test_a_relay_that_does_not_answer_yet_is_waited_for(
 ) -> None:
     """It is not ready before a coordinator has said so, which may be away for long."""
     trainer = Trainer(tmp_path)
-    ask, asked = trainer.publisher.relay.ask, 0
+    ask, asked = trainer.publisher.relay.send_request, 0
 
     async def ask_in_time(*request: object) -> object:
         nonlocal asked
@@ -186,7 +186,7 @@ async def test_a_relay_that_does_not_answer_yet_is_waited_for(
             raise TimeoutError("relay-0 did not answer request 1 in time")
         return await ask(*request)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.publisher.relay, "ask", ask_in_time)
+    monkeypatch.setattr(trainer.publisher.relay, "send_request", ask_in_time)
     await trainer.publisher.start()
     await trainer.slot_is_there()
     trainer.host.end()
@@ -210,7 +210,7 @@ async def test_a_trainer_that_ends_waits_for_no_memory(
 ) -> None:
     """Its thread stops at the next piece of the slot that it fills."""
     filling, ended = threading.Event(), threading.Event()
-    prepare = Arena.prepare
+    prepare = Arena.populate_slot
 
     def endless(arena: Arena, index: int) -> None:
         try:
@@ -224,7 +224,7 @@ async def test_a_trainer_that_ends_waits_for_no_memory(
             raise
 
     await trainer.slot_is_there()
-    monkeypatch.setattr(Arena, "prepare", endless)
+    monkeypatch.setattr(Arena, "populate_slot", endless)
     assert await asyncio.to_thread(filling.wait, 20)
     await trainer.publisher.close()
     assert await asyncio.to_thread(ended.wait, 20)

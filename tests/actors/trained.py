@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from laminar.actors.system.roles import make
+from laminar.actors.system.roles import make_actor
 from laminar.actors.trainer import Trainer
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -42,7 +42,7 @@ class Processes:
 
     async def start(self, name: str) -> Any:
         host = FakeHost(self.run_dir, name, *SETTINGS, incarnation=len(self.hosts) + 1)
-        actor = make(host)  # type: ignore[arg-type]
+        actor = make_actor(host)  # type: ignore[arg-type]
         self.hosts.append(host)
         self.actors.append(actor)
         await actor.start()
@@ -66,7 +66,7 @@ async def stored(trainer: Trainer, group: int, sibling: int, *parts: tuple[str, 
 
     `parts`: a replica, and how far its engine's log-probs are below the trainer's.
     """
-    name, ask = f"0.{group}.{sibling}", trainer.store.ask
+    name, ask = f"0.{group}.{sibling}", trainer.store.send_request
     scores, count = np.zeros(0, "<f4"), len(RESPONSE) // len(parts)
     for placement, (replica, off) in enumerate(parts, 1):
         opening = m.OpenItem(
@@ -85,7 +85,9 @@ async def stored(trainer: Trainer, group: int, sibling: int, *parts: tuple[str, 
         prompt = (await ask(m.Open(items=(opening,)), m.OpenReply)).results[0].prompt_ids
         if not len(scores):
             ids = [*np.frombuffer(prompt, "<i4").tolist(), *RESPONSE]
-            scores = np.array((await trainer.learner.score([ids]))[0][-len(RESPONSE) :], "<f4")
+            scores = np.array(
+                (await trainer.learner.compute_logprobs([ids]))[0][-len(RESPONSE) :], "<f4"
+            )
         offset = (placement - 1) * count
         part = slice(offset, offset + count)
         chunk = m.AppendItem(

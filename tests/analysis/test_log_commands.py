@@ -17,7 +17,7 @@ from laminar.analysis.log.story import Subject
 from laminar.config import ConfigError
 from laminar.coordinator.system import RealDisk
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.reader import scan
+from laminar.eventlog.reader import scan_log
 from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
 from laminar.events import commands as cmd
 from tests.analysis.conftest import Cli
@@ -88,7 +88,7 @@ def test_diff_shows_only_what_differs(tmp_path: Path, cli: Cli) -> None:
 
 def append(run_dir: Path, record: EventRecord | DecisionRecord | StateHashRecord) -> None:
     """Write one more record behind the end of the history."""
-    tail = scan(RealDisk(run_dir / "events"))
+    tail = scan_log(RealDisk(run_dir / "events"))
     assert tail.end is not None
     with log_file(run_dir).open("ab") as file:
         file.write(encode_frame(record, tail.end.crc)[0])
@@ -130,7 +130,7 @@ def test_raw_dump_reads_another_schema(made: Path, copy: Path, cli: Cli) -> None
         tag_field="kind",
         tag="header",
     )
-    later = EventRecord.of(world_log()[0][0], msgspec.msgpack.encode({"type": "new"}))
+    later = EventRecord.from_stamped(world_log()[0][0], msgspec.msgpack.encode({"type": "new"}))
     data, crc = encode_frame(header(99, 7, 1, None, "red"), 0)
     log_file(copy).write_bytes(data + encode_frame(later, crc)[0])
     code, out = cli("log", "dump", copy, "--raw")
@@ -359,7 +359,7 @@ def test_a_torn_tail_is_no_damage(copy: Path, cli: Cli) -> None:
     """A crash in the middle of a write: the last record is not part of the history."""
     data = log_file(copy).read_bytes()
     log_file(copy).write_bytes(data[:-3])
-    assert scan(RealDisk(copy / "events")).torn_bytes > 0
+    assert scan_log(RealDisk(copy / "events")).torn_bytes > 0
     code, out = cli("log", "replay", copy)
     assert code == 0
     assert "identical" in out
@@ -370,7 +370,7 @@ def test_an_event_of_another_release_is_refused_by_name(copy: Path, cli: Cli) ->
     log = world_log()[:3]
     write_log(copy, log)
     last = msgspec.structs.replace(log[-1][0], seq=4)
-    unknown = EventRecord.of(last, msgspec.msgpack.encode({"type": "new"}))
+    unknown = EventRecord.from_stamped(last, msgspec.msgpack.encode({"type": "new"}))
     append(copy, unknown)
     for command in ("dump", "stats", "tail"):
         code, message = cli("log", command, copy)

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from laminar.analysis.report.page import FIGURES
-from laminar.analysis.report.summary import summarize
-from laminar.training.metrics import BY_LENGTH, TOKEN_MAXIMA, TOKEN_MEANS
+from laminar.analysis.report.summary import summarize_run
+from laminar.training.metrics import METRICS_BY_LENGTH, TOKEN_MAXIMA, TOKEN_MEANS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
@@ -28,7 +28,7 @@ def documented() -> set[str]:
 
 
 def test_every_key_of_the_summary(copy: Path) -> None:
-    summary = summarize(copy)
+    summary = summarize_run(copy)
     keys = set(summary) | set(summary["evaluations"][0])
     keys |= {state for shares in summary["time_shares"].values() for state in shares}
     assert keys <= documented()
@@ -40,4 +40,4 @@ def test_every_figure_that_the_page_draws() -> None:
 
 
 def test_every_figure_of_the_tokens() -> None:
-    assert {*TOKEN_MEANS, *TOKEN_MAXIMA, *BY_LENGTH} <= documented()
+    assert {*TOKEN_MEANS, *TOKEN_MAXIMA, *METRICS_BY_LENGTH} <= documented()

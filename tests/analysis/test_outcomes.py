@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.report.summary import summarize
-from laminar.analysis.report.summary_lines import groups_line, length_line, troubles
+from laminar.analysis.report.summary import summarize_run
+from laminar.analysis.report.summary_lines import groups_line, length_line, list_problems
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.launch.train import _skipped
+from laminar.launch.train import _format_skipped
 from tools.kit.run_directory import make_run, world_log
 
 
@@ -25,7 +25,7 @@ def rows(run_dir: Path, sql: str) -> list[tuple[Any, ...]]:
 
 def test_groups_that_agree_are_shares_of_the_trained_ones(copy: Path) -> None:
     """The world calls every answer right and gives each 0 or 1 at random."""
-    summary = summarize(copy)
+    summary = summarize_run(copy)
     spread = "SELECT MAX(reward) - MIN(reward) FROM trajectories WHERE \"end\" = 'trained'"
     spreads = [value for (value,) in rows(copy, spread + " GROUP BY group_id")]
     assert summary["groups_trained"] == len(spreads)
@@ -39,7 +39,7 @@ def test_every_end_is_in_a_class_of_lengths(tmp_path: Path) -> None:
     """Long answers are the ones that are dropped here, and one is cut off."""
     log = [(_longer(stamped), commands) for stamped, commands in world_log()]
     make_run(tmp_path / "run", log)
-    classes = summarize(tmp_path / "run")["by_length"]
+    classes = summarize_run(tmp_path / "run")["by_length"]
     ends = dict(
         rows(
             tmp_path / "run",
@@ -52,7 +52,7 @@ def test_every_end_is_in_a_class_of_lengths(tmp_path: Path) -> None:
     assert (classes[0]["tokens_min"], classes[-1]["tokens_max"]) == (10, 50)
     assert all(a["tokens_max"] < b["tokens_min"] for a, b in itertools.pairwise(classes))
     staleness = sum(f["staleness_mean"] * f["trained"] for f in classes if f["trained"])
-    summary = summarize(tmp_path / "run")
+    summary = summarize_run(tmp_path / "run")
     assert abs(staleness / ends["trained"] - summary["staleness_mean"]) < 1e-9
 
 
@@ -87,11 +87,11 @@ def test_what_was_left_over_at_the_end_is_a_drop_with_its_length() -> None:
 def test_skipped_updates_are_told(tmp_path: Path) -> None:
     """In the summary, on the page, and in the last lines on the terminal."""
     make_run(tmp_path / "run", [_without_signal(s, c) for s, c in world_log()])
-    summary = summarize(tmp_path / "run")
+    summary = summarize_run(tmp_path / "run")
     assert (summary["steps"], summary["steps_unchanged"]) == (3, 1)
-    assert "1 skipped update in 3 steps" in list(troubles(summary))
-    assert _skipped(summary) == "1 skipped update, "
-    assert _skipped({"steps_unchanged": 0}) == ""
+    assert "1 skipped update in 3 steps" in list(list_problems(summary))
+    assert _format_skipped(summary) == "1 skipped update, "
+    assert _format_skipped({"steps_unchanged": 0}) == ""
 
 
 def _without_signal(stamped: Stamped, commands: list[Command]) -> tuple[Stamped, list[cmd.Command]]:

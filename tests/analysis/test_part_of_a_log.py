@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.run_log import WallClock, raw_records, records, typed_event
+from laminar.analysis.log.run_log import WallClock, parse_event, raw_records, read_records
 from laminar.cli.log import run_stats
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers
-from laminar.eventlog.snapshot import snapshots
+from laminar.eventlog.snapshot import read_snapshots
 from tests.analysis.conftest import Cli
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.sim_worlds import KILLED, LoggedRun
@@ -56,7 +56,7 @@ def test_compressed_segments_change_nothing(kept: tuple[Path, LoggedRun], cli: C
 def test_replay_from_a_snapshot_says_so(kept: tuple[Path, LoggedRun], cli: Cli) -> None:
     """Everything behind it is compared; the state at the end is the same."""
     run_dir, world = kept
-    newest, older = snapshots(world.disk).usable
+    newest, older = read_snapshots(world.disk).usable
     code, out = cli("log", "replay", run_dir, "--from-snapshot", "--state")
     lines = out.splitlines()
     assert code == 0 and lines[0] == f"begun at {newest.name}, after event {newest.seq}"
@@ -75,8 +75,8 @@ def test_a_log_without_its_beginning_is_replayed_from_its_oldest_snapshot(
     short: tuple[Path, LoggedRun], cli: Cli
 ) -> None:
     run_dir, world = short
-    gone = segment_numbers(world.disk.names())[0] - 1
-    older = snapshots(world.disk).usable[-1]
+    gone = segment_numbers(world.disk.list_names())[0] - 1
+    older = read_snapshots(world.disk).usable[-1]
     code, out = cli("log", "replay", run_dir)
     first, second, third = out.splitlines()
     assert code == 0 and third == "identical"
@@ -89,13 +89,13 @@ def test_a_log_without_its_beginning_is_replayed_from_its_oldest_snapshot(
 def test_what_is_left_of_a_log_can_be_read(short: tuple[Path, LoggedRun], cli: Cli) -> None:
     """From its oldest record on, without times that nobody knows any more."""
     run_dir, world = short
-    events = [record for record in records(run_dir) if isinstance(record, EventRecord)]
+    events = [record for record in read_records(run_dir) if isinstance(record, EventRecord)]
     assert [record.seq for record in events] == list(range(events[0].seq, world.state.seq + 1))
-    assert events[0].seq <= snapshots(world.disk).usable[-1].seq + 1
+    assert events[0].seq <= read_snapshots(world.disk).usable[-1].seq + 1
     kinds = [body["kind"] for _, _, body in raw_records(run_dir)]
     assert kinds[0] == "header" and kinds.count("event") == len(events)
     clock = WallClock()
-    times = [clock.unix_ns(typed_event(record)) for record in events]
+    times = [clock.unix_ns(parse_event(record)) for record in events]
     assert times == [record.time_ns for record in events]
     for command in (("dump", run_dir), ("tail", run_dir), ("stats", run_dir)):
         assert cli("log", *command)[0] == 0
@@ -107,7 +107,7 @@ def test_readers_say_that_the_beginning_is_gone(
 ) -> None:
     """Not on stdout, where a program may read."""
     run_dir, world = short
-    gone = segment_numbers(world.disk.names())[0] - 1
+    gone = segment_numbers(world.disk.list_names())[0] - 1
     run_stats(argparse.Namespace(run=run_dir))
     assert capsys.readouterr().err == f"laminar: the first {gone} segments of the log are gone\n"
 
@@ -125,7 +125,7 @@ def test_a_snapshot_of_another_log_is_named(
     kept: tuple[Path, LoggedRun], short: tuple[Path, LoggedRun], tmp_path: Path, cli: Cli
 ) -> None:
     files = {n: bytes(d) for n, d in short[1].disk.files.items() if n.startswith("events")}
-    newest, _ = snapshots(kept[1].disk).usable
+    newest, _ = read_snapshots(kept[1].disk).usable
     files[newest.name] = kept[1].disk.read(newest.name)
     store(MemoryDisk(files), tmp_path / "mixed")
     code, out = cli("log", "replay", tmp_path / "mixed")

@@ -13,11 +13,11 @@ import pytest
 from laminar.analysis.export.perfetto import write_trace
 from laminar.analysis.log.engine_use import EngineUse
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.report.confidence import estimate, relative_gain
-from laminar.analysis.report.page import html
+from laminar.analysis.report.confidence import estimate_gain, estimate_mean
+from laminar.analysis.report.page import render_page
 from laminar.analysis.report.page_data import page_data
-from laminar.analysis.report.replicas_page import gains, policies
-from laminar.analysis.why.why import why
+from laminar.analysis.report.replicas_page import compute_gains, summarize_policies
+from laminar.analysis.why.why import explain_subject
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Settings
@@ -89,16 +89,19 @@ def test_the_policies_are_compared_where_there_are_two(
 ) -> None:
     runs = [page_data(packed[0], None), page_data(plain, None)]
     summaries = [data.summary for data in runs]
-    assert [(p.name, p.runs) for p in policies(summaries)] == [("off", 1), ("best-fit", 1)]
-    ((name, pairs, gain),) = gains(summaries)
+    assert [(p.name, p.runs) for p in summarize_policies(summaries)] == [
+        ("off", 1),
+        ("best-fit", 1),
+    ]
+    ((name, pairs, gain),) = compute_gains(summaries)
     assert (name, pairs, gain.half) == ("best-fit", 1, None)
     assert gain.mean == pytest.approx(0.5)  # 30 tokens a second, and 20
-    page = html(runs)
+    page = render_page(runs)
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
         ElementTree.fromstring(svg)
     assert "best-fit: +50.0 % tokens per second against off (one pair of runs" in page
     assert "hand-over, mean (s)" in page
-    alone = html(runs[:1])
+    alone = render_page(runs[:1])
     assert "Trajectories moved" in alone and "hand-over, mean (s)" not in alone
 
 
@@ -107,7 +110,7 @@ def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
     use = EngineUse()
     replay_log(packed[0], use)
     assert use.replicas == [f"rollout-{n}" for n in range(4)]
-    shares = [s for name in use.replicas for s in use.of(name).kv_use.tolist() if s == s]
+    shares = [s for name in use.replicas for s in use.get_gauges(name).kv_use.tolist() if s == s]
     assert data.summary["kv_use_mean"] == pytest.approx(sum(shares) / len(shares))
     ends = [end for pair in data.series.kv_percent.ends for end in pair]
     assert 100 * min(shares) <= min(ends) <= max(ends) <= 100 * max(shares)
@@ -117,7 +120,7 @@ def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
 def test_why_a_replica_was_left_and_when_it_was_emptied(packed: tuple[Path, Log]) -> None:
     run_dir, log = packed
     source = next(c.to for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories))
-    lines = list(why(run_dir, source))
+    lines = list(explain_subject(run_dir, source))
     looked = next(line for line in lines if "repack looked at it" in line)
     times = int(re.findall(r"looked at it (\d+) times", looked)[0])
     reasons = lines[lines.index(looked) + 1 :]
@@ -142,12 +145,12 @@ def test_the_moves_of_a_trace_are_arrows(packed: tuple[Path, Log], tmp_path: Pat
 
 
 def test_an_interval_is_that_of_students_t() -> None:
-    assert estimate([]) is None
-    assert estimate([3.0]) == (3.0, None)
-    found = estimate([1.0, 2.0, 3.0])
+    assert estimate_mean([]) is None
+    assert estimate_mean([3.0]) == (3.0, None)
+    found = estimate_mean([1.0, 2.0, 3.0])
     assert found is not None and found.mean == 2
     assert found.half == pytest.approx(4.303 / 3**0.5)
-    many = estimate([0.0, 2.0] * 50)
+    many = estimate_mean([0.0, 2.0] * 50)
     assert many is not None and many.half == pytest.approx(1.960 * 1.00504 / 10, rel=1e-4)
-    gain = relative_gain([100, 50], [110, 60])
+    gain = estimate_gain([100, 50], [110, 60])
     assert gain is not None and gain.mean == pytest.approx(0.15)

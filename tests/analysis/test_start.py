@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from laminar.analysis.log.run_log import WallClock, records, typed_event
+from laminar.analysis.log.run_log import WallClock, parse_event, read_records
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.launch.panel import start_parts
@@ -26,7 +26,7 @@ def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
     assert dict(parts)["checks"] == CHECKS_NS / 1e9
     assert all(seconds >= 0 for _, seconds in parts)
     clock = WallClock()
-    events = [typed_event(r) for r in records(made) if isinstance(r, EventRecord)]
+    events = [parse_event(r) for r in read_records(made) if isinstance(r, EventRecord)]
     times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
     first_step = next(at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted))
     whole_ns = first_step - CLOCK_NS + CHECKS_NS
@@ -36,7 +36,7 @@ def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
 def test_what_came_before_the_command_does_not_count(made: Path) -> None:
     """A resumed run has steps in its log that were done before."""
     clock = WallClock()
-    events = [typed_event(r) for r in records(made) if isinstance(r, EventRecord)]
+    events = [parse_event(r) for r in read_records(made) if isinstance(r, EventRecord)]
     times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
     steps = [at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted)]
     parts = start_parts(made, steps[0] + 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.audit.audit import audit
-from laminar.config import dumps, load
+from laminar.analysis.audit.audit import audit_run
+from laminar.config import dump_config, load_config
 from laminar.run.directory import CONFIG_FILE
 from tests.analysis.conftest import Cli
 from tools.kit.run_directory import make_run, world_log
@@ -22,8 +22,10 @@ FLOWN = "last_version IS NOT NULL AND \"end\" = 'trained'"
 def flown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("flown") / "run"
     make_run(run_dir, world_log(in_flight=True))
-    config = load([], ['rollout.engine="emulated"'])  # no model is needed to read its samples
-    (run_dir / CONFIG_FILE).write_text(dumps(config))
+    config = load_config(
+        [], ['rollout.engine="emulated"']
+    )  # no model is needed to read its samples
+    (run_dir / CONFIG_FILE).write_text(dump_config(config))
     return run_dir
 
 
@@ -35,7 +37,7 @@ def name(flown: Path) -> str:
 
 
 def test_the_books_of_a_run_with_weights_in_flight_agree(flown: Path, name: str) -> None:
-    assert name and audit(flown).problems == []
+    assert name and audit_run(flown).problems == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_part_that_is_not_of_what_was_loaded_there_then_is_found(
     copy = Path(shutil.copytree(flown, tmp_path / "copy"))
     with sqlite3.connect(copy / "store.sqlite") as db:
         db.execute(f"{change} AND trajectory_id = '{name}'")
-    problems = audit(copy).problems
+    problems = audit_run(copy).problems
     assert any(name in p and words in p for p in problems), problems
 
 

@@ -6,13 +6,13 @@ import argparse
 
 import pytest
 
-from laminar.cli.commands import parser, run
-from laminar.config import ConfigError, load
+from laminar.cli.commands import build_parser, run_command
+from laminar.config import ConfigError, load_config
 from laminar.names import exit_codes
 
 
 def parsed(line: str) -> argparse.Namespace:
-    return parser().parse_args(["train", *line.split()])
+    return build_parser().parse_args(["train", *line.split()])
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_overrides_keep_their_order_so_that_the_last_one_wins(
 
 def test_the_last_of_repeated_overrides_counts() -> None:
     overrides = parsed("seed=1 model.name=m --seed 3 data.dataset=gcd --max-steps 4").overrides
-    config = load([], overrides)
+    config = load_config([], overrides)
     assert (config.seed, config.trainer.total_training_steps) == (3, 4)
 
 
 @pytest.mark.parametrize("name", ["2026-01-01", "1e3", "007", "true", "1_000", "12:30:00"])
 def test_what_is_a_string_is_taken_as_it_was_typed(name: str) -> None:
     overrides = ["model.name=m", "data.dataset=gcd", f"run.name={name}"]
-    assert load([], overrides).run.name == name
-    assert load([], [*overrides, f'run.name="{name}"']).run.name == name
+    assert load_config([], overrides).run.name == name
+    assert load_config([], [*overrides, f'run.name="{name}"']).run.name == name
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_is_a_string_is_taken_as_it_was_typed(name: str) -> None:
 def test_a_mistake_is_one_sentence(
     line: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(line.split()) == exit_codes.USER_ERROR
+    assert run_command(line.split()) == exit_codes.USER_ERROR
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and said[0].startswith("laminar: "), said
     assert all(word in said[0] for word in words), said[0]
@@ -122,7 +122,7 @@ def test_a_mistake_is_one_sentence(
 def test_help_tells_how_settings_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (["train", "--help"], ["train", "seed=1", "-h"]):
         with pytest.raises(SystemExit) as ended:
-            parser().parse_args(line)
+            build_parser().parse_args(line)
         assert ended.value.code == 0
         shown = capsys.readouterr().out
         assert all(word in shown for word in ("--dry-run", "--max-steps", "--key value"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import clean
-from laminar.cli.commands import run
+from laminar.cli.commands import run_command
 from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
 
 
@@ -17,7 +17,7 @@ def test_dead_memory_goes_and_living_memory_stays(
     monkeypatch.setattr(clean, "sweep_arenas", lambda: sweep_arenas(tmp_path))
     dead = Arena.create(arena_path("run", "1a", "node-0", "b1", tmp_path), 3, 64)
     living = Arena.create(arena_path("run", "1a", "node-0", "b2", tmp_path), 3, 64)
-    dead.fill_all()
+    dead.populate_all()
     dead.close()
     said = _clean(capsys)
     assert said == [f"removed {dead.path} (16384 bytes)", "freed 16384 bytes of shared memory"]
@@ -26,5 +26,5 @@ def test_dead_memory_goes_and_living_memory_stays(
 
 
 def _clean(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert run(["clean"]) == 0
+    assert run_command(["clean"]) == 0
     return capsys.readouterr().out.splitlines()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from laminar.actors.system.processes import gpus_of
+from laminar.actors.system.processes import assign_gpus
 from laminar.cli import node
 from laminar.cli.node import parse_roles
-from laminar.config import ConfigError, dumps, load
+from laminar.config import ConfigError, dump_config, load_config
 from laminar.launch.preflight import planned_steps
 from laminar.launch.train import move_aside
 
@@ -45,7 +45,7 @@ def test_a_node_listens_on_an_address_of_its_own_machine(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "config.toml").write_text(dumps(load([], GOOD)))
+    (tmp_path / "config.toml").write_text(dump_config(load_config([], GOOD)))
     monkeypatch.setattr("sys.argv", ["laminar-node", str(tmp_path), "--host", host])
     with pytest.raises(SystemExit) as ended:
         node.main()
@@ -64,36 +64,38 @@ def test_a_node_listens_on_an_address_of_its_own_machine(
     ],
 )
 def test_planned_steps(overrides: list[str], steps: int) -> None:
-    assert planned_steps(load([], [*GOOD, *overrides]), num_train=10) == steps
+    assert planned_steps(load_config([], [*GOOD, *overrides]), num_train=10) == steps
 
 
 def test_the_trainer_has_the_first_gpu_and_replicas_take_turns_on_the_others() -> None:
     names = [("trainer", "trainer-0"), *(("rollout", f"rollout-{i}") for i in range(3))]
-    assert [gpus_of(role, name, ["4", "5", "6"]) for role, name in names] == [
+    assert [assign_gpus(role, name, ["4", "5", "6"]) for role, name in names] == [
         ["4"],
         ["5"],
         ["6"],
         ["5"],
     ]
-    assert [gpus_of(role, name, ["0"]) for role, name in names] == [["0"]] * 4
-    assert gpus_of("store", "store-0", ["0"]) == []
-    assert gpus_of("trainer", "trainer-0", []) == gpus_of("rollout", "rollout-0", []) == []
+    assert [assign_gpus(role, name, ["0"]) for role, name in names] == [["0"]] * 4
+    assert assign_gpus("store", "store-0", ["0"]) == []
+    assert assign_gpus("trainer", "trainer-0", []) == assign_gpus("rollout", "rollout-0", []) == []
 
 
 def test_a_replica_of_several_gpus_has_neighbours_of_its_own() -> None:
     eight = [str(gpu) for gpu in range(8)]
     names = ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
-    given = [gpus_of("rollout", name, eight, 2) for name in names]
+    given = [assign_gpus("rollout", name, eight, 2) for name in names]
     assert given == [["1", "2"], ["3", "4"], ["5", "6"], ["1", "2"]]
-    assert gpus_of("rollout", "rollout-0", ["0", "1"], 2) == ["0", "1"], "shared with the trainer"
+    assert assign_gpus("rollout", "rollout-0", ["0", "1"], 2) == ["0", "1"], (
+        "shared with the trainer"
+    )
 
 
 def test_a_trainer_of_several_ranks_has_as_many_gpus() -> None:
     eight = [str(gpu) for gpu in range(8)]
-    assert gpus_of("trainer", "trainer-0", eight, 2, 5) == ["0", "1", "2", "3", "4"]
+    assert assign_gpus("trainer", "trainer-0", eight, 2, 5) == ["0", "1", "2", "3", "4"]
     names = ["rollout-0", "rollout-1", "rollout-2"]
-    assert [gpus_of("rollout", name, eight, 2, 5) for name in names] == [["5", "6"]] * 3
-    shared = [gpus_of("rollout", name, ["0", "1"], 1, 2) for name in names]
+    assert [assign_gpus("rollout", name, eight, 2, 5) for name in names] == [["5", "6"]] * 3
+    shared = [assign_gpus("rollout", name, ["0", "1"], 1, 2) for name in names]
     assert shared == [["0"], ["1"], ["0"]], "none is left"
-    elsewhere = [gpus_of("rollout", name, eight, 1, 0) for name in names]
+    elsewhere = [assign_gpus("rollout", name, eight, 1, 0) for name in names]
     assert elsewhere == [["0"], ["1"], ["2"]], "a machine without the trainer"

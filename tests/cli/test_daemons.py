@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import coord, node
-from laminar.config import ConfigError, dumps, load
+from laminar.config import ConfigError, dump_config, load_config
 from laminar.names import exit_codes
 from laminar.run.secret import make_secret, read_secret
 
@@ -41,8 +41,8 @@ def test_mistakes_of_both(
         made[name].mkdir()
     made["FILE"].write_text("")
     made["BROKEN"].joinpath("config.toml").write_text("a = = 1")
-    config = load([], ["model.name=m", "data.dataset=gcd"])
-    made["RUN"].joinpath("config.toml").write_text(dumps(config))
+    config = load_config([], ["model.name=m", "data.dataset=gcd"])
+    made["RUN"].joinpath("config.toml").write_text(dump_config(config))
     assert said in _refused(
         daemon, [str(made.get(word, word)) for word in words], monkeypatch, capfd
     )
@@ -51,8 +51,8 @@ def test_mistakes_of_both(
 def test_a_configuration_that_nobody_has_looked_at_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = load([], ["model.name=m", "data.dataset=gcd"])
-    (tmp_path / "config.toml").write_text(dumps(config))
+    config = load_config([], ["model.name=m", "data.dataset=gcd"])
+    (tmp_path / "config.toml").write_text(dump_config(config))
     assert "laminar train --prepare" in _refused(coord, [str(tmp_path)], monkeypatch, capfd)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
@@ -78,7 +78,9 @@ def test_mistakes_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "config.toml").write_text(dumps(load([], ["model.name=m", "data.dataset=gcd"])))
+    (tmp_path / "config.toml").write_text(
+        dump_config(load_config([], ["model.name=m", "data.dataset=gcd"]))
+    )
     assert said in _refused(node, [str(tmp_path), *words], monkeypatch, capfd)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
@@ -86,7 +88,9 @@ def test_mistakes_of_a_node(
 @pytest.mark.process
 def test_a_node_that_other_machines_cannot_reach_ends_when_it_finds_that(tmp_path: Path) -> None:
     """`--host $(hostname)` is loopback on many machines, and the coordinator's is not."""
-    (tmp_path / "config.toml").write_text(dumps(load([], ["model.name=m", "data.dataset=gcd"])))
+    (tmp_path / "config.toml").write_text(
+        dump_config(load_config([], ["model.name=m", "data.dataset=gcd"]))
+    )
     make_secret(tmp_path)
     file = tmp_path / "coordinator.json"
     file.write_text(json.dumps({"address": "tcp://192.0.2.1:5000", "machine": "another"}))
@@ -101,8 +105,8 @@ def test_a_coordinator_that_goes_on_makes_the_secret_that_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without --resume it is refused. The log is missing here, too, so that it goes no further."""
-    config = load([], ["model.name=m", "data.dataset=gcd", "reward.scope=trajectory"])
-    (tmp_path / "config.toml").write_text(dumps(config))
+    config = load_config([], ["model.name=m", "data.dataset=gcd", "reward.scope=trajectory"])
+    (tmp_path / "config.toml").write_text(dump_config(config))
     assert "secret is missing" in _refused(coord, [str(tmp_path)], monkeypatch, capfd)
     monkeypatch.setattr(coord, "RunLock", _NoLock)
     assert "no lock" in _refused(coord, [str(tmp_path), "--resume"], monkeypatch, capfd)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from laminar.cli import doctor
-from laminar.cli.commands import run
+from laminar.cli.commands import run_command
 from laminar.config import ConfigError
 from laminar.launch import memory_check
 from laminar.names import exit_codes
@@ -47,7 +47,9 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def faults(capsys: pytest.CaptureFixture[str], place: Path, *words: str) -> list[str]:
     """The lines about what is wrong; the exit code agrees with them."""
-    code = run(["doctor", "-c", QUICKSTART, f"run.output_dir={place}", "run.name=run", *words])
+    code = run_command(
+        ["doctor", "-c", QUICKSTART, f"run.output_dir={place}", "run.name=run", *words]
+    )
     *lines, last = capsys.readouterr().out.splitlines()
     assert all(line.startswith(("ok ", "FAULT ")) for line in lines), lines
     found = [line for line in lines if line.startswith("FAULT")]
@@ -61,7 +63,7 @@ def test_a_sound_set_up_has_no_fault(tmp_path: Path, capsys: pytest.CaptureFixtu
     before = sorted(tmp_path.iterdir())
     assert faults(capsys, tmp_path) == []
     assert faults(capsys, tmp_path, "slurm.partition=gpu", "slurm.rollouts=2") == []
-    assert run(["doctor"]) == exit_codes.COMPLETE
+    assert run_command(["doctor"]) == exit_codes.COMPLETE
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -192,7 +194,7 @@ def test_a_file_that_others_can_read_whatever_is_asked_for_is_no_secret(tmp_path
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "mode").touch(0o644)
     with pytest.raises(ConfigError, match=r"no file modes \(0600 becomes 0644\)"):
-        doctor._modes(tmp_path / "made" / "mode")
+        doctor._check_modes(tmp_path / "made" / "mode")
 
 
 def test_a_database_that_no_log_can_lie_beside_is_refused(
@@ -200,4 +202,4 @@ def test_a_database_that_no_log_can_lie_beside_is_refused(
 ) -> None:
     monkeypatch.setattr(doctor, "WRITER_PRAGMAS", ["PRAGMA journal_mode = memory"])
     with pytest.raises(ConfigError, match="local disk"):
-        doctor._directory(tmp_path / "run")
+        doctor._check_directory(tmp_path / "run")

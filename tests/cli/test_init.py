@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import init
-from laminar.cli.commands import run
-from laminar.cli.init import texts
+from laminar.cli.commands import run_command
+from laminar.cli.init import build_files
 from laminar.names import exit_codes
 
 ROOT = Path(__file__).parents[2]
@@ -18,11 +18,11 @@ def test_what_it_writes_passes_every_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["init", "mine"]) == exit_codes.COMPLETE
+    assert run_command(["init", "mine"]) == exit_codes.COMPLETE
     assert f"train -c {Path('mine') / 'run.toml'} --dry-run\n" in capsys.readouterr().out
     for where, file in ((tmp_path, "mine/run.toml"), (tmp_path / "mine", "run.toml")):
         monkeypatch.chdir(where)
-        assert run(["train", "-c", file, "--dry-run"]) == exit_codes.COMPLETE
+        assert run_command(["train", "-c", file, "--dry-run"]) == exit_codes.COMPLETE
         shown = capsys.readouterr().out
         assert "8 training prompts, 2 held out" in shown
         assert "'tnahpele': 1\n" in shown and "'': 0\n" in shown
@@ -30,12 +30,12 @@ def test_what_it_writes_passes_every_check(
 
 
 def test_the_name_of_a_directory_may_be_anything(tmp_path: Path) -> None:
-    assert 'name = "a \\"b\\" {c}"' in texts('a "b" {c}')["run.toml"]
+    assert 'name = "a \\"b\\" {c}"' in build_files('a "b" {c}')["run.toml"]
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "reward.py").write_text("mine")
-    assert run(["init", str(tmp_path)]) == exit_codes.USER_ERROR
+    assert run_command(["init", str(tmp_path)]) == exit_codes.USER_ERROR
     assert f"{tmp_path / 'reward.py'} exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
     assert (tmp_path / "reward.py").read_text() == "mine"
@@ -43,7 +43,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert run(["init", str(tmp_path / "file" / "mine")]) == exit_codes.USER_ERROR
+    assert run_command(["init", str(tmp_path / "file" / "mine")]) == exit_codes.USER_ERROR
     assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
@@ -52,7 +52,7 @@ def test_the_quickstart_runs_from_any_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["quickstart", "--dry-run", "--max-steps", "7", "--output-dir=here", "run.name=x"]
-    assert run(words) == exit_codes.COMPLETE
+    assert run_command(words) == exit_codes.COMPLETE
     shown = capsys.readouterr().out
     assert (
         f"model      {init.QUICKSTART_MODEL.resolve()}" in shown and "steps      7 of 16" in shown

@@ -8,9 +8,9 @@ import pytest
 
 from laminar.analysis.report.summary import summary_of
 from laminar.coordinator.restarts import GiveUp
-from laminar.core.state.process_failures import Losses
+from laminar.core.state.process_failures import ProcessFailures
 from laminar.launch.terminal import Terminal
-from laminar.launch.train import conclude, summary_lines
+from laminar.launch.train import report_end, summary_lines
 from laminar.names import exit_codes
 from laminar.run.directory import SUMMARY_FILE
 from tools.kit.logs import write_log
@@ -22,7 +22,7 @@ GIVEN_UP = GiveUp(exit_codes.LOG_UNWRITABLE, "the event log could not be written
 
 
 def last_words(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    conclude(run_dir, Terminal(), GIVEN_UP)
+    report_end(run_dir, Terminal(), GIVEN_UP)
     return capsys.readouterr().out
 
 
@@ -58,7 +58,7 @@ def test_a_run_that_an_event_ended_has_its_reason_in_the_words_of_its_coordinato
 ) -> None:
     """The event log has nothing of it."""
     make_run(tmp_path / "run", world_log()[:200])
-    over = conclude(tmp_path / "run", Terminal(), GiveUp(exit_codes.FAILED))
+    over = report_end(tmp_path / "run", Terminal(), GiveUp(exit_codes.FAILED))
     assert f"the run FAILED   {over.reason}" in capsys.readouterr().out
     assert "an event could not be handled" in over.reason
 
@@ -67,9 +67,9 @@ def test_why_processes_were_lost_is_said_last(tmp_path: Path) -> None:
     """By the log, also of a run that went well in the end: those with one reason together."""
     faults = Faults(lose_every_s=4.0, slow_tail=0.0)
     world = World(settings(total_steps=3), num_train=30, faults=faults, seed=3).run()
-    losses = Losses()
+    losses = ProcessFailures()
     for stamped, commands in world.log:
-        losses.take(stamped, commands)
+        losses.record_event(stamped, commands)
     assert losses.why
     (tmp_path / "run").mkdir()
     write_log(tmp_path / "run", world.log)

@@ -14,9 +14,9 @@ import pytest
 
 from laminar.cli import commands, tail
 from laminar.cluster.slurm import Jobs, write_jobs
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.names import exit_codes
-from laminar.observe.logs import new_attempt
+from laminar.observe.logs import create_attempt
 from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, STATUS_FILE
 from laminar.run.lock import RunLock
 
@@ -48,9 +48,11 @@ echo '70|70|70|RUNNING|n3|None'
 def run_dir(tmp_path: Path) -> Path:
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
-    (run / CONFIG_FILE).write_text(dumps(load([], ["model.name=m", "data.dataset=gcd"])))
+    (run / CONFIG_FILE).write_text(
+        dump_config(load_config([], ["model.name=m", "data.dataset=gcd"]))
+    )
     (run / STATUS_FILE).write_text(json.dumps(STATUS))
-    new_attempt(run)
+    create_attempt(run)
     return run
 
 
@@ -63,7 +65,7 @@ def lock(run_dir: Path) -> Iterator[RunLock]:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
-    assert commands.run([str(word) for word in words]) == exit_codes.COMPLETE
+    assert commands.run_command([str(word) for word in words]) == exit_codes.COMPLETE
     return capsys.readouterr().out.splitlines()
 
 
@@ -106,7 +108,7 @@ def test_runs_that_live_are_listed(
     (run_dir.parent / "over" / CONFIG_FILE).touch()
     _, row = shown(capsys, "ps", run_dir.parent)
     assert row.split() == [str(run_dir), "running", "3/6", "123", os.uname().nodename]
-    assert commands.run(["ps", str(run_dir.parent / "none")]) == exit_codes.USER_ERROR
+    assert commands.run_command(["ps", str(run_dir.parent / "none")]) == exit_codes.USER_ERROR
 
 
 def test_jobs_of_the_run_are_shown_with_what_they_wait_for(
@@ -161,17 +163,17 @@ def test_lines_of_all_processes_are_merged_by_time(
     assert len(shown(capsys, "tail", run_dir, "-n", 2)) == 2
     only = shown(capsys, "tail", run_dir, "service-*", "store-0")
     assert [line.split()[1] for line in only] == ["store-0", "store-0", "service-7"]
-    assert commands.run(["tail", str(run_dir), "nobody"]) == exit_codes.USER_ERROR
+    assert commands.run_command(["tail", str(run_dir), "nobody"]) == exit_codes.USER_ERROR
     assert "there are rollout-0, service-7, store-0" in capsys.readouterr().err
 
 
 def test_following_misses_no_line(run_dir: Path, logs: Path) -> None:
     """What is set aside when it is large, what begins later, and what a later attempt writes."""
-    following = tail.Logs(run_dir, [])
-    assert len(list(following.lines())) == 3
+    following = tail.RunLogs(run_dir, [])
+    assert len(list(following.read_lines())) == 3
 
     def come() -> list[str]:
-        return [line.text.split(maxsplit=2)[2] for line in sorted(following.lines())]
+        return [line.text.split(maxsplit=2)[2] for line in sorted(following.read_lines())]
 
     store = logs / "store-0.jsonl"
     with store.open("a") as file:
@@ -181,7 +183,7 @@ def test_following_misses_no_line(run_dir: Path, logs: Path) -> None:
     store.write_text(said(5, "five"))
     (logs / "trainer-0.jsonl").write_text(said(6, "six"))
     assert come() == ["five", "six"]
-    later = new_attempt(run_dir)
+    later = create_attempt(run_dir)
     (later / "store-0.jsonl").write_text(said(7, "seven"))
     with store.open("a") as file:
         file.write(said(8, "eight"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.commands import run
+from laminar.cli.commands import run_command
 from laminar.cluster.slurm import Jobs, read_jobs, write_jobs
 from laminar.names import exit_codes
 from laminar.run.directory import run_config
@@ -41,7 +41,7 @@ class Slurm:
     def scale(self, count: int, queue: list[str]) -> int:
         self._queue.write_text("".join(f"{line}\n" for line in queue))
         self._calls.write_text("")
-        return run(["scale", "--rollouts", str(count), str(self.run_dir)])
+        return run_command(["scale", "--rollouts", str(count), str(self.run_dir)])
 
     @property
     def told(self) -> list[str]:
@@ -115,5 +115,5 @@ def test_mistakes(
 
 def test_a_run_that_was_not_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     going = run_of(tmp_path)
-    assert run_config(going) and run(["scale", "--rollouts", "2", str(going)]) == 2
+    assert run_config(going) and run_command(["scale", "--rollouts", "2", str(going)]) == 2
     assert "was not submitted" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import commands, stop
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.net import user_requests
 from laminar.net.client import write_address
 from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, STATUS_FILE
@@ -40,8 +40,8 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    config = load([], ["model.name=m", "data.dataset=gcd"])
-    (tmp_path / "run" / CONFIG_FILE).write_text(dumps(config))
+    config = load_config([], ["model.name=m", "data.dataset=gcd"])
+    (tmp_path / "run" / CONFIG_FILE).write_text(dump_config(config))
     return tmp_path / "run"
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_is_not_running_is_one_sentence(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert commands.run(["stop", str(run_dir)]) == 0
+        assert commands.run_command(["stop", str(run_dir)]) == 0
         assert capsys.readouterr().out == f"{run_dir} is not running\n"
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_is_not_running_is_one_sentence(
 def test_what_is_no_run_is_a_mistake(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.run(["stop", str(tmp_path / name)]) == 2
+    assert commands.run_command(["stop", str(tmp_path / name)]) == 2
     assert "is no run directory" in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_whoever_is_in_charge_is_asked_and_the_others_are_waited_for(
         other.communicate("")
 
     threading.Thread(target=follow, daemon=True).start()
-    assert commands.run(["stop", str(run_dir), *options]) == 0
+    assert commands.run_command(["stop", str(run_dir), *options]) == 0
     assert ended_by(in_charge) == asked
     said = capsys.readouterr().out
     to = "to pause" if "--pause" in options else "to end"
@@ -131,7 +131,7 @@ def test_at_the_deadline_it_names_who_is_left_and_what_to_do(
 ) -> None:
     deaf = start("coordinator")
     (run_dir / STATUS_FILE).write_text('{"phase": "exporting", "step": 7, "failure": ""}')
-    assert commands.run(["stop", str(run_dir), "--timeout", "0.3"]) == 1
+    assert commands.run_command(["stop", str(run_dir), "--timeout", "0.3"]) == 1
     said = capsys.readouterr().err
     assert f"still runs: coordinator (pid {deaf.pid})" in said
     assert f"laminar stop {run_dir} --now" in said
@@ -145,7 +145,7 @@ def test_who_does_not_end_at_once_is_killed(
 ) -> None:
     deaf = [start("train"), start("rollout-0")]
     monkeypatch.setattr(stop, "KILL_AFTER_S", 0.3)
-    assert commands.run(["stop", str(run_dir), "--now"]) == 0
+    assert commands.run_command(["stop", str(run_dir), "--now"]) == 0
     assert [process.wait(10) for process in deaf] == [-9, -9]
     said = capsys.readouterr().out
     assert "killing rollout-0" in said and "train" in said
@@ -165,7 +165,7 @@ def test_a_run_of_another_machine_whose_coordinator_is_silent_is_stopped_there(
     for address in ("", "tcp://127.0.0.1:1"):
         if address:
             write_address(run_dir / COORDINATOR_FILE, address)
-        assert commands.run(["stop", str(run_dir)]) == 2
+        assert commands.run_command(["stop", str(run_dir)]) == 2
         said = capsys.readouterr().err
         assert f"coordinator (pid {away.pid} on {here})" in said and address in said
         assert said.endswith(f"laminar stop {run_dir}` there\n")
@@ -175,8 +175,8 @@ def test_a_run_of_another_machine_whose_coordinator_is_silent_is_stopped_there(
 def test_a_run_that_writes_no_checkpoints_is_not_paused(
     run_dir: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load([], ["model.name=m", "data.dataset=gcd", "trainer.save_freq=0"])
-    (run_dir / CONFIG_FILE).write_text(dumps(config))
+    config = load_config([], ["model.name=m", "data.dataset=gcd", "trainer.save_freq=0"])
+    (run_dir / CONFIG_FILE).write_text(dump_config(config))
     process = start("train", "SIGUSR1")
-    assert commands.run(["stop", str(run_dir), "--pause"]) == 2
+    assert commands.run_command(["stop", str(run_dir), "--pause"]) == 2
     assert "trainer.save_freq = 0" in capsys.readouterr().err and process.poll() is None

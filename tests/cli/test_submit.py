@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.commands import run
-from laminar.cli.submit import asked_of_machines
+from laminar.cli.commands import run_command
+from laminar.cli.submit import load_slurm_config
 from laminar.cluster import slurm
-from laminar.cluster.job_scripts import Scripts, scripts_of
-from laminar.cluster.slurm import Jobs, going_on, read_jobs, write_jobs
-from laminar.config import ConfigError, load
+from laminar.cluster.job_scripts import JobScripts, scripts_of
+from laminar.cluster.slurm import Jobs, read_jobs, resume_command, write_jobs
+from laminar.config import ConfigError, load_config
 from laminar.names import exit_codes
 from laminar.run.directory import run_config
 from tests.launch.test_resume_check import run_of
@@ -58,21 +58,21 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def submit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Submit:
     def call(*words: str) -> tuple[int, str, str]:
         place = [] if "--resume" in words else [*EMULATED, f"run.output_dir={tmp_path / 'runs'}"]
-        code = run(["submit", *words, *place])
+        code = run_command(["submit", *words, *place])
         said = capsys.readouterr()
         return code, said.out, said.err
 
     return call
 
 
-def scripts(*overrides: str) -> Scripts:
-    return scripts_of(asked_of_machines([CLUSTER], list(overrides)), Path("/shared/me/runs/math"))
+def scripts(*overrides: str) -> JobScripts:
+    return scripts_of(load_slurm_config([CLUSTER], list(overrides)), Path("/shared/me/runs/math"))
 
 
 def test_the_scripts_are_for_people_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the plan's first reader looks at them: they are a page of this project."""
     given = scripts("slurm.setup=source /shared/me/venv/bin/activate", "slurm.spares=1")
-    golden_pages.check("submit", f"{given.service}\n{given.rollout('81234')}")
+    golden_pages.check("submit", f"{given.service}\n{given.build_rollout('81234')}")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_there_are_as_many_replicas_as_gpus_allow(
     overrides: list[str], replicas: tuple[int, int, int]
 ) -> None:
     """On the service's machine one GPU is the trainer's."""
-    config = asked_of_machines([CLUSTER], overrides)
+    config = load_slurm_config([CLUSTER], overrides)
     assert (config.replicas_on(0), config.replicas_on(1), config.total_replicas) == replicas
     waits = config.coordinator.start_timeout_s
     assert waits == (300 if config.replicas_on(0) else 86_400)
@@ -102,7 +102,7 @@ def test_there_are_as_many_replicas_as_gpus_allow(
 
 def test_more_gpus_for_a_replica_than_a_machine_has_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"slurm.gpus = 8 .*tensor_parallel_size = 16"):
-        asked_of_machines([CLUSTER], ["rollout.vllm.tensor_parallel_size=16"])
+        load_slurm_config([CLUSTER], ["rollout.vllm.tensor_parallel_size=16"])
 
 
 def test_what_is_asked_of_a_machine_follows_the_settings() -> None:
@@ -110,7 +110,7 @@ def test_what_is_asked_of_a_machine_follows_the_settings() -> None:
     shared = scripts("slurm.exclusive=no", "slurm.cpus=8", "slurm.mem=64G", "slurm.extra=[--qos=q]")
     assert "--exclusive" not in shared.service
     for option in ("--cpus-per-task=8", "--mem=64G", "--qos=q"):
-        assert f"#SBATCH {option}\n" in shared.service and option in shared.rollout()
+        assert f"#SBATCH {option}\n" in shared.service and option in shared.build_rollout()
     assert "exec apptainer exec --nv i.sif laminar serve /" in (
         scripts("slurm.launch=apptainer exec --nv i.sif").service
     )
@@ -118,7 +118,7 @@ def test_what_is_asked_of_a_machine_follows_the_settings() -> None:
 
 def test_a_directory_that_a_script_cannot_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="character that a batch script cannot name"):
-        scripts_of(load([CLUSTER]), Path("/shared/my runs/a%b"))
+        scripts_of(load_config([CLUSTER]), Path("/shared/my runs/a%b"))
 
 
 def test_the_service_is_queued_and_then_the_rollouts_after_it(
@@ -203,9 +203,9 @@ def test_no_task_has_a_higher_number_than_a_machine_may(submit: Submit) -> None:
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
-    assert "train --resume" in going_on(tmp_path)
+    assert "train --resume" in resume_command(tmp_path)
     write_jobs(tmp_path, Jobs(service="7"))
-    assert "submit --resume" in going_on(tmp_path)
+    assert "submit --resume" in resume_command(tmp_path)
 
 
 def test_without_slurm_there_is_nothing_to_submit_to(
@@ -220,7 +220,7 @@ def test_a_directory_in_the_memory_of_this_machine_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No node sees it."""
-    code = run(["submit", "-c", CLUSTER, *EMULATED, "run.output_dir=/dev/shm"])
+    code = run_command(["submit", "-c", CLUSTER, *EMULATED, "run.output_dir=/dev/shm"])
     said = capsys.readouterr().err
     assert (code, said.count("\n")) == (exit_codes.USER_ERROR, 1)
     assert "/dev/shm/run is in /dev/shm, in the memory of this machine (tmpfs)" in said

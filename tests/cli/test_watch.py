@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laminar.cli import commands, watch
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE
 from laminar.run.lock import RunLock
@@ -21,7 +21,7 @@ from tools.kit.run_directory import make_run, world_log
 def run_dir(tmp_path: Path) -> Path:
     make_run(tmp_path / "run", world_log())
     settings = ["model.name=m", "data.dataset=gcd"]
-    (tmp_path / "run" / CONFIG_FILE).write_text(dumps(load([], settings)))
+    (tmp_path / "run" / CONFIG_FILE).write_text(dump_config(load_config([], settings)))
     return tmp_path / "run"
 
 
@@ -31,21 +31,21 @@ def says(run_dir: Path, phase: str, step: int) -> None:
 
 def each_look(monkeypatch: pytest.MonkeyPatch, acts: list[Callable[[], None]]) -> None:
     """What happens in the run before the command looks at it: the first time, the second, ..."""
-    look = watch._phase
+    look = watch._read_phase
 
     def phase(run_dir: Path) -> str:
         if acts:
             acts.pop(0)()
         return look(run_dir)
 
-    monkeypatch.setattr(watch, "_phase", phase)
+    monkeypatch.setattr(watch, "_read_phase", phase)
 
 
 def test_a_run_that_has_ended_shows_its_end(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     says(run_dir, "ended", 3)
-    assert commands.run(["watch", str(run_dir)]) == exit_codes.COMPLETE
+    assert commands.run_command(["watch", str(run_dir)]) == exit_codes.COMPLETE
     out = capsys.readouterr().out
     assert "ended      step 3/6" in out and "3 in " in out.partition("\nsteps ")[2]
     assert not (run_dir / "summary.json").exists(), "who watches writes nothing"
@@ -57,7 +57,7 @@ def test_a_live_run_is_shown_until_it_ends(
     lock = RunLock.join(run_dir, "train")
     says(run_dir, "running", 1)
     each_look(monkeypatch, [lambda: None, lambda: None, lambda: says(run_dir, "ended", 3)])
-    assert commands.run(["watch", str(run_dir)]) == exit_codes.COMPLETE
+    assert commands.run_command(["watch", str(run_dir)]) == exit_codes.COMPLETE
     lock.close()
     out = capsys.readouterr().out
     assert out.index("running") < out.index("ended") < out.index("\nsteps ")
@@ -72,8 +72,8 @@ def test_ctrl_c_leaves_the_run_alone(
     lock = RunLock.join(run_dir, "train")
     says(run_dir, "running", 1)
     each_look(monkeypatch, [lambda: None, interrupt])
-    assert commands.run(["watch", str(run_dir)]) == exit_codes.COMPLETE
-    assert lock.lost() == ""
+    assert commands.run_command(["watch", str(run_dir)]) == exit_codes.COMPLETE
+    assert lock.find_lost_reason() == ""
     lock.close()
     assert "the run goes on" in capsys.readouterr().out
 
@@ -83,15 +83,15 @@ def test_a_run_whose_processes_are_gone_is_not_waited_for(
 ) -> None:
     make_run(tmp_path / "run", world_log()[:-3])
     settings = ["model.name=m", "data.dataset=gcd"]
-    (tmp_path / "run" / CONFIG_FILE).write_text(dumps(load([], settings)))
+    (tmp_path / "run" / CONFIG_FILE).write_text(dump_config(load_config([], settings)))
     says(tmp_path / "run", "running", 3)
-    assert commands.run(["watch", str(tmp_path / "run")]) == exit_codes.COMPLETE
+    assert commands.run_command(["watch", str(tmp_path / "run")]) == exit_codes.COMPLETE
     assert "all its processes are gone" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        assert commands.run(["watch", str(path)]) == exit_codes.USER_ERROR
+        assert commands.run_command(["watch", str(path)]) == exit_codes.USER_ERROR
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and str(path) in said
     assert watch.POLL_S < watch.ALIVE_S

@@ -9,15 +9,21 @@ from pathlib import Path
 import pytest
 
 from laminar.cluster import doctor_two_nodes
-from laminar.cluster.doctor_two_nodes import Facts, Found, heard, on_this_machine, said
-from laminar.config import dumps, load
+from laminar.cluster.doctor_two_nodes import (
+    Found,
+    MachineFacts,
+    check_this_machine,
+    format_results,
+    parse_results,
+)
+from laminar.config import dump_config, load_config
 from laminar.run.directory import CONFIG_FILE
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    config = load([], ["model.name=m", "data.dataset=gcd"])
-    (tmp_path / CONFIG_FILE).write_text(dumps(config))
+    config = load_config([], ["model.name=m", "data.dataset=gcd"])
+    (tmp_path / CONFIG_FILE).write_text(dump_config(config))
     return tmp_path
 
 
@@ -33,7 +39,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def both(directory: Path) -> list[Found]:
     with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(on_this_machine, directory, rank) for rank in (0, 1)]
+        tasks = [pool.submit(check_this_machine, directory, rank) for rank in (0, 1)]
         return [found for task in tasks for found in task.result(60)]
 
 
@@ -96,19 +102,24 @@ def test_a_directory_that_the_other_machine_does_not_see(
     directory: Path, patch: Callable[..., None]
 ) -> None:
     patch(SEEN_S=0.3)
-    ((subject, text),) = faults(on_this_machine(directory, 0))
+    ((subject, text),) = faults(check_this_machine(directory, 0))
     assert subject == "directory" and "all machines share" in text
-    ((subject, text),) = faults(on_this_machine(directory / "none", 1))
+    ((subject, text),) = faults(check_this_machine(directory / "none", 1))
     assert subject == "directory" and "does not see" in text
 
 
 def test_another_version_and_a_name_that_only_its_machine_reaches() -> None:
-    own, other = Facts("a", "1", "x", "10.0.0.1", 1), Facts("b", "2", "y", "127.0.1.1", 1)
-    found = doctor_two_nodes.looked("a program", lambda: doctor_two_nodes._same_version(own, other))
+    own, other = (
+        MachineFacts("a", "1", "x", "10.0.0.1", 1),
+        MachineFacts("b", "2", "y", "127.0.1.1", 1),
+    )
+    found = doctor_two_nodes.run_check(
+        "a program", lambda: doctor_two_nodes._check_version(own, other)
+    )
     assert not found.sound and "1 here and 2 on b" in found.text
     with doctor_two_nodes.socket.create_server(("127.0.0.1", 0)) as listening:
-        link = doctor_two_nodes._Link(listening, own, other)
-        found = doctor_two_nodes.looked("a address", lambda: link.open(first=True))
+        link = doctor_two_nodes._PeerLink(listening, own, other)
+        found = doctor_two_nodes.run_check("a address", lambda: link.open(first=True))
     assert not found.sound and "coordinator.host" in found.text
 
 
@@ -116,9 +127,9 @@ def test_what_two_tasks_say_at_once_is_told_apart() -> None:
     """srun cuts lines of more than 1,024 bytes, and puts those of another task between."""
     long = Found("n1 memory", True, "gr\u00f6\u00dfer " * 400)
     both = [[long, Found("n1 data", False, "no\nrow")], [long]]
-    first, second = ([*said(rank, found)] for rank, found in enumerate(both))
+    first, second = ([*format_results(rank, found)] for rank, found in enumerate(both))
     assert max(len(line.encode()) for line in first + second) < 1024
     mixed = [line for pair in zip(first, second, strict=False) for line in reversed(pair)]
     rest = first[len(second) :] + second[len(first) :]
-    assert heard("\n".join(["a module says [0]", *mixed, *rest])) == both
-    assert heard("\n".join([*first, second[0]])) == both[:1]
+    assert parse_results("\n".join(["a module says [0]", *mixed, *rest])) == both
+    assert parse_results("\n".join([*first, second[0]])) == both[:1]

@@ -10,9 +10,9 @@ import pytest
 
 from laminar.cli import serve
 from laminar.cluster import job_chain, requeue
-from laminar.cluster.requeue import Job
+from laminar.cluster.requeue import SlurmJob
 from laminar.cluster.slurm import Jobs, read_jobs, write_jobs
-from laminar.config import ConfigError, load
+from laminar.config import ConfigError, load_config
 from laminar.launch.supervisor import StopRequest
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
@@ -52,11 +52,11 @@ class Slurm:
 
     def job(
         self, environment: dict[str, str], *words: str, restarts: int = 0, most: int = 3
-    ) -> Job:
+    ) -> SlurmJob:
         given = ["model.name=m", "data.dataset=gcd", f"slurm.max_requeues={most}", *words]
-        config = load([], given)
+        config = load_config([], given)
         started = {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-        return Job(config, self.run_dir, self.said.append, {**environment, **started})
+        return SlurmJob(config, self.run_dir, self.said.append, {**environment, **started})
 
     @property
     def called(self) -> list[str]:
@@ -120,8 +120,8 @@ def test_where_slurm_refuses_the_one_command_is_said(
 
 def test_a_task_of_a_paused_run_is_held_until_the_next_service_releases_it(slurm: Slurm) -> None:
     slurm.job(TASK).node_paused()
-    slurm.job(SERVICE).begins()
-    slurm.job(SERVICE, restarts=1).begins()
+    slurm.job(SERVICE).handle_service_start()
+    slurm.job(SERVICE, restarts=1).handle_service_start()
     assert slurm.called == ["scontrol requeuehold 71_2", "scontrol release 71"]
 
 
@@ -136,17 +136,17 @@ def test_a_machine_that_leaves_alone_is_put_back(slurm: Slurm, pause: str, how: 
 
 def test_without_a_batch_system_nothing_is_asked(slurm: Slurm) -> None:
     job = slurm.job({})
-    job.begins()
+    job.handle_service_start()
     job.service_ended(exit_codes.PAUSED, "SIGUSR1")
     job.node_paused()
     job.node_left("SIGUSR1")
     assert not slurm.called and not slurm.said
 
 
-def turns(slurm: Slurm, job: Job) -> list[str]:
+def turns(slurm: Slurm, job: SlurmJob) -> list[str]:
     """What has been asked since, when the service of this job has begun."""
     before = len(slurm.called)
-    job.begins()
+    job.handle_service_start()
     place = f"{slurm.run_dir.absolute()}/slurm"
     return [line.replace(place, "RUN") for line in slurm.called[before:]]
 
@@ -171,7 +171,7 @@ def test_each_service_of_a_chain_queues_its_successor(
 def test_a_service_of_a_chain_that_slurm_ends_leaves_its_successor(slurm: Slurm) -> None:
     """And has nothing put back, as little as a node does."""
     job = slurm.job(SERVICE, CHAIN)
-    job.begins()
+    job.handle_service_start()
     asked = slurm.called
     job.service_ended(exit_codes.PAUSED, "SIGTERM")
     job.service_ended(exit_codes.PAUSED, "SIGUSR1")
@@ -188,7 +188,7 @@ def test_a_chain_ends_where_the_run_does(slurm: Slurm, code: int) -> None:
     """Its user has paused it, or there is nothing to go on with. Nodes first: theirs is the job
     that Slurm starts when the service it waits for is cancelled."""
     job = slurm.job(SERVICE, CHAIN, "slurm.rollouts=2")
-    job.begins()
+    job.handle_service_start()
     job.service_ended(code, "")
     assert slurm.called[2:] == ["scancel 2", "scancel 1"]
 
@@ -207,7 +207,7 @@ def test_where_a_node_may_queue_nothing_the_run_goes_on_without_a_successor(
 ) -> None:
     monkeypatch.setenv("NO_SBATCH", "Access/permission denied")
     job = slurm.job(SERVICE, CHAIN)
-    job.begins()
+    job.handle_service_start()
     assert "Access/permission denied" in slurm.said[0]
     job.service_ended(exit_codes.PAUSED, "SIGUSR1")
     assert "submit --resume" in slurm.said[1]
@@ -218,7 +218,7 @@ def test_a_job_that_was_not_submitted_has_no_successor(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_chain, "SUBMIT_S", 0.0)
-    slurm.job({"SLURM_JOB_ID": "99"}, CHAIN).begins()
+    slurm.job({"SLURM_JOB_ID": "99"}, CHAIN).handle_service_start()
     assert not slurm.called and "job 99 is not one that was submitted" in slurm.said[0]
 
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from laminar.coordinator.tick import Frame, Tick
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
-from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.restore import restore_log, take_over_log
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
-from laminar.events.codec import decode_order
+from laminar.events.codec import decode_envelope
 from laminar.net.session import MS, ClientLink, Limits
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.world_parts import coordinator_started, settings
@@ -30,12 +30,12 @@ READY = ev.TrainerReady(num_parameters=1, weights_bytes=4)
 
 def begin_tick(disk: MemoryDisk, now_ns: int) -> Tick:
     """What the coordinator does at its start: restore, take over."""
-    restored = restore(disk)
+    restored = restore_log(disk)
     found = restored.replay
     assert found.difference is None, str(found.difference)
     return Tick(
         found.machine,
-        take_over(disk, restored, logic=LOGIC_VERSION, run="r", seed=0, config_hash=""),
+        take_over_log(disk, restored, logic=LOGIC_VERSION, run="r", seed=0, config_hash=""),
         boot=f"c{restored.incarnation}",
         lease_ms=LEASE_MS,
         node_lease_ms=NODE_LEASE_MS,
@@ -59,7 +59,7 @@ class Desk:
     def turn(
         self, frames: Sequence[Frame] = (), own: Sequence[Event] = (), *, empty: bool = True
     ) -> list[Frame]:
-        return self.tick.turn(frames, own, self.now, empty)
+        return self.tick.run_turn(frames, own, self.now, empty)
 
     def client(self, name: str, boot: str = "") -> ClientLink:
         link = ClientLink(
@@ -82,7 +82,7 @@ class Desk:
             down = self.turn(up)
             for route, frame in down:
                 for body in self.links[route].receive(frame, self.now):
-                    self.orders[route].append(decode_order(body)[1])
+                    self.orders[route].append(decode_envelope(body)[1])
             if not up and not down:
                 return
 
@@ -91,7 +91,7 @@ class Desk:
         self.tick = begin_tick(self.disk, self.now)
         self.turn(own=[STARTED])
         for link in self.links.values():
-            link.reintroduce()
+            link.request_hello()
 
     def events(self) -> list[str]:
         """Names of the logged events, without the coordinator's starts."""
@@ -104,4 +104,4 @@ class Desk:
 
     @property
     def tick_state(self) -> str:
-        return digest(self.tick.machine.state)
+        return hash_state(self.tick.machine.state)

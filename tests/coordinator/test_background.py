@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from laminar.coordinator import background
-from laminar.coordinator.background import Forked
+from laminar.coordinator.background import ForkedBackground
 
 LARGE = 1_000_000
 WAIT_S = 20.0
@@ -37,13 +37,15 @@ def children() -> set[int]:
 
 
 @pytest.fixture
-def forked(log: Log) -> Iterator[Forked]:
-    forked = Forked(log)
+def forked(log: Log) -> Iterator[ForkedBackground]:
+    forked = ForkedBackground(log)
     yield forked
     forked.close()
 
 
-def answer_of(forked: Forked, work: Callable[[], bytes], then: Callable[[], None] = int) -> Any:
+def answer_of(
+    forked: ForkedBackground, work: Callable[[], bytes], then: Callable[[], None] = int
+) -> Any:
     """Of large work; `then` happens after it was given."""
     answers: list[bytes | None] = []
     forked.run("test", LARGE, work, answers.append)
@@ -52,11 +54,11 @@ def answer_of(forked: Forked, work: Callable[[], bytes], then: Callable[[], None
     deadline = time.monotonic() + WAIT_S
     while not answers and time.monotonic() < deadline:
         time.sleep(0.005)
-        forked.collect()
+        forked.collect_results()
     return answers[0]
 
 
-def test_large_work_sees_the_state_of_its_moment(forked: Forked) -> None:
+def test_large_work_sees_the_state_of_its_moment(forked: ForkedBackground) -> None:
     state = {"seq": 1}
     work = lambda: b"%d %d" % (state["seq"], os.getpid())  # noqa: E731
     seq, pid = answer_of(forked, work, lambda: state.update(seq=2)).split()
@@ -65,13 +67,17 @@ def test_large_work_sees_the_state_of_its_moment(forked: Forked) -> None:
         os.kill(int(pid), 0)  # nothing is left of it
 
 
-def test_small_work_is_done_at_once(forked: Forked) -> None:
+def test_small_work_is_done_at_once(forked: ForkedBackground) -> None:
     answers: list[bytes | None] = []
     forked.run("test", 1, lambda: b"%d" % os.getpid(), answers.append)
-    assert answers == [b"%d" % os.getpid()] and forked.here(1) and not forked.here(LARGE)
+    assert (
+        answers == [b"%d" % os.getpid()]
+        and forked.can_run_inline(1)
+        and not forked.can_run_inline(LARGE)
+    )
 
 
-def test_small_work_raises_here(forked: Forked) -> None:
+def test_small_work_raises_here(forked: ForkedBackground) -> None:
     def fails() -> bytes:
         raise OSError("disk full")
 
@@ -79,7 +85,7 @@ def test_small_work_raises_here(forked: Forked) -> None:
         forked.run("test", 1, fails, lambda answer: None)
 
 
-def test_failure_is_counted_and_told_once(forked: Forked, log: Log) -> None:
+def test_failure_is_counted_and_told_once(forked: ForkedBackground, log: Log) -> None:
     def fails() -> bytes:
         raise OSError("disk full")
 
@@ -88,7 +94,7 @@ def test_failure_is_counted_and_told_once(forked: Forked, log: Log) -> None:
     assert log.warnings == [{"what": "test", "reason": "OSError: disk full"}]
 
 
-def test_death_is_counted(forked: Forked) -> None:
+def test_death_is_counted(forked: ForkedBackground) -> None:
     def dies() -> bytes:
         os.kill(os.getpid(), signal.SIGKILL)
         return b""
@@ -97,7 +103,9 @@ def test_death_is_counted(forked: Forked) -> None:
     assert forked.failed == {("test", "it died"): 1}
 
 
-def test_who_takes_too_long_is_killed(forked: Forked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_too_long_is_killed(
+    forked: ForkedBackground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background, "DEADLINE_S", 0.05)
     before = children()
     assert answer_of(forked, lambda: time.sleep(60) or b"") is None
@@ -105,7 +113,7 @@ def test_who_takes_too_long_is_killed(forked: Forked, monkeypatch: pytest.Monkey
     nobody_is_left(forked, before)
 
 
-def test_close_ends_what_is_at_work(forked: Forked) -> None:
+def test_close_ends_what_is_at_work(forked: ForkedBackground) -> None:
     before = children()
     forked.run("test", LARGE, lambda: time.sleep(60) or b"", lambda answer: None)
     assert len(children() - before) == 1
@@ -113,16 +121,16 @@ def test_close_ends_what_is_at_work(forked: Forked) -> None:
     nobody_is_left(forked, before)
 
 
-def nobody_is_left(forked: Forked, before: set[int]) -> None:
+def nobody_is_left(forked: ForkedBackground, before: set[int]) -> None:
     """Other tests of this process may have children of their own."""
     deadline = time.monotonic() + WAIT_S
     while left := children() - before:
         assert time.monotonic() < deadline, f"children are left: {left}"
-        forked.collect()
+        forked.collect_results()
         time.sleep(0.005)
 
 
-def test_signals_do_not_reach_the_handlers_of_the_parent(forked: Forked) -> None:
+def test_signals_do_not_reach_the_handlers_of_the_parent(forked: ForkedBackground) -> None:
     """They would write into the pipe of the parent's loop, which would take them for its own."""
     reading, writing = os.pipe()
     before = signal.signal(signal.SIGTERM, lambda *_: os.write(writing, b"handled"))
@@ -145,7 +153,7 @@ def test_signals_do_not_reach_the_handlers_of_the_parent(forked: Forked) -> None
 
 
 def test_a_fork_that_fails_is_a_failure_of_the_work(
-    forked: Forked, monkeypatch: pytest.MonkeyPatch
+    forked: ForkedBackground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fork() -> int:
         raise OSError("no memory")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from laminar.coordinator.detector import ROUND_FRAMES, FailureDetector, News
+from laminar.coordinator.detector import ROUND_FRAMES, DetectorEvent, FailureDetector
 from laminar.core.state.state import Actor
 from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 
@@ -28,12 +28,12 @@ def actor(name: str, role: str = "rollout", *, alive: bool = True) -> Actor:
 def run(detector: FailureDetector, start: int, end: int, step: int = 500) -> None:
     """Turns of a loop that is awake."""
     for now in range(start, end + 1, step):
-        detector.turn(now, 0, True, 2)
+        detector.begin_turn(now, 0, True, 2)
 
 
 def lost(detector: FailureDetector, now: int, heard: dict[str, int]) -> list[str]:
     actors = {"a": actor("a"), "b": actor("b"), "dead": actor("dead", alive=False)}
-    return [e.actor for e in losses(detector.judge(now, actors, heard))]
+    return [e.actor for e in losses(detector.judge_silence(now, actors, heard))]
 
 
 def test_silence_longer_than_the_lease_is_a_loss() -> None:
@@ -50,19 +50,19 @@ def test_who_speaks_or_joins_after_a_look_has_a_lease_of_its_own() -> None:
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, 9_000)
     actors, heard = {"a": actor("a")}, {"a/a": 4_000}
-    assert detector.judge(4_500, actors, heard) == []
+    assert detector.judge_silence(4_500, actors, heard) == []
     actors["b"], heard["b/a"], heard["a/a"] = actor("b"), 5_000, 6_000
-    assert detector.judge(8_000, actors, heard) == []
-    assert [e.actor for e in losses(detector.judge(8_001, actors, heard))] == ["b"]
-    assert [e.actor for e in losses(detector.judge(9_000, actors, heard))] == ["b"]
-    assert [e.actor for e in losses(detector.judge(9_001, actors, heard))] == ["a", "b"]
+    assert detector.judge_silence(8_000, actors, heard) == []
+    assert [e.actor for e in losses(detector.judge_silence(8_001, actors, heard))] == ["b"]
+    assert [e.actor for e in losses(detector.judge_silence(9_000, actors, heard))] == ["b"]
+    assert [e.actor for e in losses(detector.judge_silence(9_001, actors, heard))] == ["a", "b"]
 
 
 def test_pause_of_the_loop_gives_everybody_a_full_lease() -> None:
     """More than a third of the lease between two turns: nobody could be heard meanwhile."""
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, 2_000)
-    detector.turn(2_000 + LEASE // 3 + 1, 0, True, 2)
+    detector.begin_turn(2_000 + LEASE // 3 + 1, 0, True, 2)
     assert lost(detector, 2_000 + LEASE // 3 + 1 + LEASE, {}) == []
     assert lost(detector, 2_000 + LEASE // 3 + 2 + LEASE, {}) == ["a", "b"]
 
@@ -73,10 +73,10 @@ def test_silence_is_not_judged_while_words_may_lie_unread() -> None:
     keeps nobody alive: after a round, silence counts up to when that round began."""
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     peers, frames = 4 * ROUND_FRAMES, ROUND_FRAMES // 2
-    judged = [detector.turn(now, frames, False, peers) for now in range(33)]
+    judged = [detector.begin_turn(now, frames, False, peers) for now in range(33)]
     assert [(at, upto) for at, upto in enumerate(judged) if upto is not None] == [(15, 0), (31, 15)]
-    assert detector.turn(40, 1, True, peers) == 40
-    assert [detector.turn(now, frames, False, 1) for now in (41, 42)] == [None, 40]
+    assert detector.begin_turn(40, 1, True, peers) == 40
+    assert [detector.begin_turn(now, frames, False, 1) for now in (41, 42)] == [None, 40]
 
 
 @pytest.mark.parametrize("role", ["node", "store", "trainer"])
@@ -84,9 +84,9 @@ def test_node_store_and_trainer_have_the_long_lease(role: str) -> None:
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, NODE_LEASE)
     actors = {"a": actor("a", role)}
-    assert detector.judge(LEASE + 1, actors, {}) == []
-    assert detector.judge(NODE_LEASE, actors, {}) == []
-    assert [e.actor for e in losses(detector.judge(NODE_LEASE + 1, actors, {}))] == ["a"]
+    assert detector.judge_silence(LEASE + 1, actors, {}) == []
+    assert detector.judge_silence(NODE_LEASE, actors, {}) == []
+    assert [e.actor for e in losses(detector.judge_silence(NODE_LEASE + 1, actors, {}))] == ["a"]
 
 
 # --- nodes ------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_node_store_and_trainer_have_the_long_lease(role: str) -> None:
 AFTER = NODE_LEASE + 1
 
 
-def losses(news: Sequence[News]) -> list[HeartbeatLost]:
+def losses(news: Sequence[DetectorEvent]) -> list[HeartbeatLost]:
     return [event for event in news if isinstance(event, HeartbeatLost)]
 
 
@@ -107,10 +107,10 @@ def machine(*roles: str, silent: bool = False) -> dict[str, Actor]:
     return actors
 
 
-def judged(now: int, actors: dict[str, Actor], heard: dict[str, int]) -> list[News]:
+def judged(now: int, actors: dict[str, Actor], heard: dict[str, int]) -> list[DetectorEvent]:
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, now)
-    return detector.judge(now, actors, heard)
+    return detector.judge_silence(now, actors, heard)
 
 
 def test_silent_node_whose_actor_speaks_is_no_lost_machine() -> None:
@@ -143,13 +143,13 @@ def test_machine_that_may_be_lost_as_a_whole_is_waited_for() -> None:
     have gone with the node, or it may speak again; then the node has its lease anew."""
     actors, detector = machine("trainer"), FailureDetector(LEASE, NODE_LEASE, 0)
     heard = {"trainer": AFTER - LEASE - 1}
-    assert detector.judge(AFTER, actors, heard) == []
-    assert detector.judge(AFTER + LEASE, actors, heard) == []
+    assert detector.judge_silence(AFTER, actors, heard) == []
+    assert detector.judge_silence(AFTER + LEASE, actors, heard) == []
     back = AFTER + 2 * LEASE
-    assert detector.judge(back, actors, {"trainer": back}) == []
-    assert detector.judge(back + NODE_LEASE, actors, {"trainer": back + NODE_LEASE}) == []
+    assert detector.judge_silence(back, actors, {"trainer": back}) == []
+    assert detector.judge_silence(back + NODE_LEASE, actors, {"trainer": back + NODE_LEASE}) == []
     after = back + NODE_LEASE + LEASE
-    assert isinstance(detector.judge(after, actors, {"trainer": after})[0], NodeSilent)
+    assert isinstance(detector.judge_silence(after, actors, {"trainer": after})[0], NodeSilent)
 
 
 def test_silent_node_that_speaks_is_told_of_before_anybody_is_lost() -> None:
@@ -177,7 +177,7 @@ def spoke(now: int, *numbers: int) -> dict[str, int]:
     return {f"{role}-{n}": now for n in numbers for role in ("node", "replica")}
 
 
-def names(news: Sequence[News]) -> list[tuple[str, bool]]:
+def names(news: Sequence[DetectorEvent]) -> list[tuple[str, bool]]:
     return [(event.actor, event.cut_off) for event in losses(news)]
 
 
@@ -193,10 +193,10 @@ def test_nobody_is_lost_before_the_long_lease_while_most_machines_are_silent() -
     """It is the coordinator that is cut off; but a machine may be gone all the same."""
     detector, actors = FailureDetector(LEASE, NODE_LEASE, 0), machines(3)
     for now in range(LEASE, NODE_LEASE + 1, 100):
-        detector.turn(now, 0, True, 6)
-        assert detector.judge(now, actors, spoke(now, 0)) == []
+        detector.begin_turn(now, 0, True, 6)
+        assert detector.judge_silence(now, actors, spoke(now, 0)) == []
     later = NODE_LEASE + LEASE + 1
-    news = detector.judge(later, actors, spoke(later, 0))
+    news = detector.judge_silence(later, actors, spoke(later, 0))
     assert [name for name, _ in names(news)] == ["replica-1", "replica-2", "node-1", "node-2"]
 
 
@@ -205,19 +205,19 @@ def test_every_lease_begins_anew_when_enough_machines_are_heard_again() -> None:
     detector, actors, back = FailureDetector(LEASE, NODE_LEASE, 0), machines(3), 2 * LEASE
     run(detector, 0, back + LEASE, 100)
     for now in range(0, back, 100):
-        assert detector.judge(now, actors, spoke(now, 0)) == []
+        assert detector.judge_silence(now, actors, spoke(now, 0)) == []
     for now in range(back, back + LEASE, 100):
-        assert detector.judge(now, actors, spoke(now, 0, 1)) == []
+        assert detector.judge_silence(now, actors, spoke(now, 0, 1)) == []
     later = back + 2 * LEASE
-    assert names(detector.judge(later, actors, spoke(later, 0, 1))) == [("replica-2", True)]
+    assert names(detector.judge_silence(later, actors, spoke(later, 0, 1))) == [("replica-2", True)]
 
 
 def judged_often(end: int, heard: Callable[[int], dict[str, int]]) -> list[tuple[str, bool]]:
     """Who is lost by then on two machines, looked at as often as a loop would."""
     detector, actors = FailureDetector(LEASE, NODE_LEASE, 0), machines(2)
     for now in range(0, end, 100):
-        detector.turn(now, 0, True, 4)
-        if lost := names(detector.judge(now, actors, heard(now))):
+        detector.begin_turn(now, 0, True, 4)
+        if lost := names(detector.judge_silence(now, actors, heard(now))):
             return lost
     return []
 

@@ -9,12 +9,12 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.coordinator.log_truncation import check_log
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import ids
-from laminar.training.trainer_state import LearnerFacts, Resume, encode
+from laminar.training.trainer_state import LearnerFacts, ResumeState, encode
 from tools.kit.logs import Log
 from tools.kit.run_directory import world_log, write_book, write_store
 
@@ -27,9 +27,9 @@ def log() -> Log:
 
 
 def state_after(log: Log, events: int) -> State:
-    machine = Machine()
+    machine = StateMachine()
     for stamped, _ in log[:events]:
-        machine.handle(stamped)
+        machine.handle_event(stamped)
     return machine.state
 
 
@@ -91,7 +91,7 @@ def test_half_of_a_log_is_behind_and_all_that_is_ahead_is_named(tmp_path: Path, 
 def saved(run: Path, *, step: int, version: int) -> None:
     directory = run / "checkpoints" / f"step_{step}"
     directory.mkdir(parents=True)
-    resume = Resume(version=version, step=step, before="", batches=(), learner=FACTS)
+    resume = ResumeState(version=version, step=step, before="", batches=(), learner=FACTS)
     (directory / "trainer.json").write_bytes(encode(resume))
 
 
@@ -137,5 +137,5 @@ def _renamed(command: cmd.Command, group: ids.GroupId) -> cmd.Command:
             if name not in ("group", "trajectory_id")
         },
         group=group,
-        trajectory_id=ids.trajectory(group, command.sibling),
+        trajectory_id=ids.make_trajectory_id(group, command.sibling),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.config import ConfigError
-from laminar.coordinator.exit_reason import exit_code_of, sentence_of
+from laminar.coordinator.exit_reason import describe_error, get_exit_code
 from laminar.coordinator.restarts import (
     DEATHS_MAX,
     PAUSE_MAX_S,
@@ -40,22 +40,22 @@ def pause(verdict: Restart | GiveUp) -> float:
 )
 def test_what_ended_a_coordinator_decides_its_exit_code(error: Exception, code: int) -> None:
     """A failure of the program is started again, a mistake of the user and a failed run are not."""
-    assert exit_code_of(error) == code
+    assert get_exit_code(error) == code
     assert (code in exit_codes.FINAL) is (code == exit_codes.USER_ERROR)
-    assert str(error.args[-1]) in sentence_of(error)
+    assert str(error.args[-1]) in describe_error(error)
 
 
 @pytest.mark.parametrize("code", exit_codes.FINAL)
 def test_a_run_that_ended_is_over(code: int) -> None:
-    assert Restarts(1.0, 300.0).ended(code, 0.0, 0.0) == GiveUp(code)
+    assert Restarts(1.0, 300.0).decide_restart(code, 0.0, 0.0) == GiveUp(code)
 
 
 @pytest.mark.parametrize("code", [exit_codes.CRASHED, -9, 99])
 def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code: int) -> None:
     restarts = Restarts(1.0, 300.0)
-    pauses = [pause(restarts.ended(code, 0.1, 0.0)) for _ in range(DEATHS_MAX)]
+    pauses = [pause(restarts.decide_restart(code, 0.1, 0.0)) for _ in range(DEATHS_MAX)]
     assert pauses[:4] == [1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {PAUSE_MAX_S}
-    last = restarts.ended(code, 0.1, 0.0)
+    last = restarts.decide_restart(code, 0.1, 0.0)
     assert isinstance(last, GiveUp) and str(code) in last.reason
     assert last.code not in (0, *exit_codes.FINAL[1:])
 
@@ -63,14 +63,16 @@ def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code:
 def test_a_coordinator_that_had_worked_is_started_again_at_once() -> None:
     restarts = Restarts(1.0, 300.0)
     for _ in range(5):
-        restarts.ended(exit_codes.CRASHED, 0.0, 0.0)
-    assert pause(restarts.ended(exit_codes.CRASHED, SERVED_S, 0.0)) == 1.0
+        restarts.decide_restart(exit_codes.CRASHED, 0.0, 0.0)
+    assert pause(restarts.decide_restart(exit_codes.CRASHED, SERVED_S, 0.0)) == 1.0
 
 
 def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
     """However often that is: the deaths for want of room do not count to the limit."""
     restarts, now, tries = Restarts(0.0, 300.0), 0.0, 0
-    while isinstance(verdict := restarts.ended(exit_codes.LOG_UNWRITABLE, 0.2, now), Restart):
+    while isinstance(
+        verdict := restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.2, now), Restart
+    ):
         now, tries = now + verdict.pause_s, tries + 1
     assert now == 300.0 and tries > DEATHS_MAX
     assert verdict.code == exit_codes.LOG_UNWRITABLE and "300 s" in verdict.reason
@@ -78,7 +80,7 @@ def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
 
 def test_room_in_between_begins_the_wait_anew() -> None:
     restarts = Restarts(1.0, 300.0)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 0.0), Restart)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Restart)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Restart)
-    assert isinstance(restarts.ended(exit_codes.LOG_UNWRITABLE, 0.0, 599.0), GiveUp)
+    assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 0.0), Restart)
+    assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Restart)
+    assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Restart)
+    assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 599.0), GiveUp)

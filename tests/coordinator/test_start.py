@@ -16,15 +16,15 @@ from laminar.config.tree import CoordinatorConfig
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.eventlog.record import MAX_HEADER_BYTES
-from laminar.eventlog.snapshot import snapshots
+from laminar.eventlog.snapshot import read_snapshots
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.net.client import coordinator_address, write_address
 from laminar.net.session import RunOver
 from laminar.net.transport import PortTaken
-from laminar.net.user_requests import answers
+from laminar.net.user_requests import is_coordinator_alive
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.secrets import KEYS
 from tools.kit.sim_worlds import LoggedRun
@@ -77,9 +77,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_newest_snapshot_is_where_it_begins(world: LoggedRun, tmp_path: Path) -> None:
-    newest, _ = snapshots(world.disk).usable
+    newest, _ = read_snapshots(world.disk).usable
     coordinator, seen, logged = start(run_dir_of(world.disk, tmp_path / "run"))
-    assert digest(coordinator.tick.machine.state) == digest(world.state)
+    assert hash_state(coordinator.tick.machine.state) == hash_state(world.state)
     assert seen == list(range(newest.seq + 1, world.state.seq + 1))
     (started,) = logged
     assert (started["event"], started["snapshot"]) == ("started", newest.name)
@@ -93,7 +93,7 @@ def test_an_observer_can_ask_for_more(world: LoggedRun, tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_is_passed_over_is_reported(world: LoggedRun, tmp_path: Path) -> None:
-    newest, older = snapshots(world.disk).usable
+    newest, older = read_snapshots(world.disk).usable
     run_dir = run_dir_of(world.disk, tmp_path / "run")
     file = run_dir / "events" / newest.name
     file.write_bytes(file.read_bytes()[:-1])
@@ -119,7 +119,7 @@ async def test_an_event_that_cannot_be_handled_ends_the_run_until_a_build_handle
     asked = ev.DrainRequested(reason="rollout-0 is wanted elsewhere")
     with monkeypatch.context() as patch, capture_logs() as logged:
         patch.setitem(HANDLING, type(asked), HANDLING[type(asked)]._replace(handler=broken))
-        coordinator.report(asked)
+        coordinator.report_event(asked)
         with pytest.raises(
             HandlingFailed, match=r"drain-requested of coordinator cannot .*KeyError"
         ):
@@ -133,8 +133,8 @@ async def test_an_event_that_cannot_be_handled_ends_the_run_until_a_build_handle
         coordinator_address(run_dir / "coordinator.json")
 
     mended, _, _ = start(run_dir)
-    mended.report(asked)
-    mended._turn()
+    mended.report_event(asked)
+    mended._try_turn()
     assert mended.tick.machine.state.draining
     assert mended.tick.machine.state.seq == world.state.seq + 2
 
@@ -151,9 +151,9 @@ def test_nothing_is_done_after_a_turn_that_failed(
         turns.append(1)
         raise KeyError("0.3.1")
 
-    monkeypatch.setattr(coordinator, "_one_turn", fail)
-    coordinator._turn()
-    coordinator._turn()
+    monkeypatch.setattr(coordinator, "_run_turn", fail)
+    coordinator._try_turn()
+    coordinator._try_turn()
     assert len(turns) == 1 and isinstance(coordinator._error, KeyError)
 
 
@@ -191,11 +191,11 @@ def test_who_does_not_join_asks_whether_a_coordinator_answers(
     run_dir = run_dir_of(world.disk, tmp_path / "run")
     coordinator = start(run_dir)[0]
     with concurrent.futures.ThreadPoolExecutor() as others:
-        asking = others.submit(answers, coordinator.socket.address, KEYS)
+        asking = others.submit(is_coordinator_alive, coordinator.socket.address, KEYS)
         while not asking.done():
-            coordinator._turn()
+            coordinator._try_turn()
         assert asking.result()
     assert coordinator.tick.bad_frames == 0
     coordinator.socket.close()
     until_free(int(coordinator.socket.address.rpartition(":")[2]))
-    assert not answers(coordinator.socket.address, KEYS)
+    assert not is_coordinator_alive(coordinator.socket.address, KEYS)

@@ -18,7 +18,7 @@ WAIT_S = 20
 
 def question(step: int = 3) -> cmd.ProposeBatch:
     candidates = tuple(
-        cmd.Candidate(
+        cmd.BatchCandidate(
             group=GroupId(f"0.{i}"),
             row_index=i,
             deadline=5,
@@ -38,7 +38,7 @@ async def ask(path: Path, *questions: cmd.ProposeBatch) -> list[ev.BatchProposed
     try:
         found = []
         for one in questions:
-            worker.propose(one)
+            worker.propose_batch(one)
             found.append(await asyncio.wait_for(answers.get(), WAIT_S))
         return found
     finally:

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.config import ConfigError, load
-from laminar.coordinator.loop import settings_of
-from laminar.coordinator.takeover import resumed
+from laminar.config import ConfigError, load_config
+from laminar.coordinator.loop import make_settings
+from laminar.coordinator.takeover import decide_resume
 from laminar.events.base import Settings
 from tools.kit.bench import Bench
 
@@ -22,7 +22,7 @@ def begun_with(settings: Settings) -> Bench:
 
 
 def present() -> Settings:
-    return settings_of(load([], ["model.name=m", "data.dataset=gcd"]))
+    return make_settings(load_config([], ["model.name=m", "data.dataset=gcd"]))
 
 
 @pytest.mark.parametrize("changes", [{"seed": 5}, {"engine_start_ms": 1}])
@@ -30,4 +30,4 @@ def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, int]) -> 
     bench = begun_with(present())
     now = msgspec.structs.replace(present(), **changes)
     with pytest.raises(ConfigError, match="put back what was there"):
-        resumed(tmp_path, bench.state, now, asked=False)
+        decide_resume(tmp_path, bench.state, now, asked=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.coordinator.exit_reason import exit_code_of, sentence_of
+from laminar.coordinator.exit_reason import describe_error, get_exit_code
 from laminar.coordinator.restarts import GiveUp, Restarts
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import commands as cmd
@@ -50,11 +50,11 @@ def test_gauges_alone_cost_no_sync() -> None:
     desk.talk()
     before = dict(desk.disk.durable)
     progress = ev.TokenProgress(tokens_total=1, kv_used_tokens=0, running=0, waiting=0)
-    link.gauge(encode(progress))
+    link.send_gauge(encode(progress))
     assert desk.turn([(b"rollout-0/a", frame) for frame in link.poll(0)]) == []
     assert desk.disk.durable == before
-    name = desk.disk.names()[-1]
-    assert desk.disk.size(name) > before[name]
+    name = desk.disk.list_names()[-1]
+    assert desk.disk.get_size(name) > before[name]
 
 
 def asked(event: Event) -> tuple[bytes, bytes]:
@@ -106,7 +106,7 @@ def test_restarted_coordinator_goes_on(keep_unsynced: bool) -> None:
     before, incarnation = desk.tick_state, trainer.incarnation
     desk.disk = desk.disk.crash(keep_unsynced)
     restored = begin_tick(desk.disk, 0).machine
-    assert restored.started and digest(restored.state) == before
+    assert restored.started and hash_state(restored.state) == before
     desk.restart()
     desk.talk()
     assert (trainer.state, trainer.incarnation) == (LinkState.UP, incarnation)
@@ -186,13 +186,13 @@ def test_late_hello_of_a_former_member_does_not_push_out_its_successor() -> None
     desk = Desk()
     first = desk.client("rollout-0", "one")
     desk.talk()
-    first.reintroduce()
+    first.request_hello()
     late = first.poll(desk.now)
     second = desk.client("rollout-0", "two")
     desk.talk()
     told = desk.turn([(b"late", frame) for frame in late])
     desk.talk()
-    assert second.state is LinkState.UP and desk.tick.machine.state.actor_alive("rollout-0")
+    assert second.state is LinkState.UP and desk.tick.machine.state.is_actor_alive("rollout-0")
     refused = Refused("another process has its place")
     assert [(route, decode_server(frame, len(frame))) for route, frame in told] == [
         (b"late", refused)
@@ -338,8 +338,10 @@ def test_an_exception_of_the_core_ends_the_coordinator(
             desk.talk()
     assert raised.value.__cause__ is error
     assert raised.value.stamped.event == READY
-    code, said = exit_code_of(raised.value), sentence_of(raised.value)
-    assert code == exit_codes.FAILED and Restarts(0.0, 300.0).ended(code, 9.0, 9.0) == GiveUp(code)
+    code, said = get_exit_code(raised.value), describe_error(raised.value)
+    assert code == exit_codes.FAILED and Restarts(0.0, 300.0).decide_restart(
+        code, 9.0, 9.0
+    ) == GiveUp(code)
     assert said.startswith(
         "trainer-ready, message 1 of trainer-0 (incarnation 1) cannot be handled"
     )

@@ -46,7 +46,7 @@ def test_quiet_links_cost_nothing(polled: list[str]) -> None:
     assert desk.turn() == [] and polled == []
     progress = ev.TokenProgress(tokens_total=1, kv_used_tokens=0, running=0, waiting=0)
     link = desk.links[b"rollout-1/a"]
-    link.gauge(encode(progress))
+    link.send_gauge(encode(progress))
     assert desk.turn([(b"rollout-1/a", f) for f in link.poll(desk.now)]) == [] and polled == []
     link.send(encode(progress))
     assert len(desk.turn([(b"rollout-1/a", f) for f in link.poll(desk.now)])) == 1
@@ -107,13 +107,13 @@ def test_who_leaves_is_fenced_without_a_look_at_the_others(monkeypatch: pytest.M
     """A replica that comes or goes is no news for the links of thousands of others."""
     desk = desk_of_all()
     looked: list[str] = []
-    fenced = Tick._fenced
+    fenced = Tick._is_fenced
 
     def noted(tick: Tick, link: ServerLink) -> bool:
         looked.append(link.name)
         return fenced(tick, link)
 
-    monkeypatch.setattr(Tick, "_fenced", noted)
+    monkeypatch.setattr(Tick, "_is_fenced", noted)
     desk.client("rollout-2")
     desk.talk()
     assert looked == []

@@ -17,8 +17,8 @@ from collections import Counter
 from typing import Any
 
 from laminar.core import invariants
-from laminar.core.machine import Machine
-from laminar.core.state.state import Actor, State, decode, digest, encode
+from laminar.core.machine import StateMachine
+from laminar.core.state.state import Actor, State, decode, encode, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, REPORTED_BY, Command, Event, Stamped
@@ -178,7 +178,7 @@ class Trial:
         self._renew()
 
     def _renew(self) -> None:
-        self._machine = Machine(decode(self._encoded))
+        self._machine = StateMachine(decode(self._encoded))
 
     def verdict(self, peer: str, incarnation: int, event: Event) -> str:
         """How the machine takes it; AssertionError when it is none of the legal ways."""
@@ -193,10 +193,10 @@ class Trial:
         )
         ignored = dict(state.ignored)
         try:
-            commands = self._machine.handle(stamped)
+            commands = self._machine.handle_event(stamped)
             changed = bool(commands) or essence(state) != self._essence
             if changed:
-                invariants.check(state)
+                invariants.check_invariants(state)
         except Exception as error:
             raise AssertionError(self._original.phase, stamped) from error
         counted = [name for name, n in state.ignored.items() if n != ignored.get(name, 0)]
@@ -211,13 +211,13 @@ class Trial:
     def end(self) -> None:
         """What changed nothing has not spoiled the indexes either, which no encoding has. (What
         came before a change was checked with it.)"""
-        invariants.check(self._machine.state)
+        invariants.check_invariants(self._machine.state)
 
 
 def essence(state: State) -> str:
     """The state without its clock and its count of ignored events."""
     kept = state.seq, state.time_ns, state.ignored
     state.seq, state.time_ns, state.ignored = 0, 0, {}
-    found = digest(state)
+    found = hash_state(state)
     state.seq, state.time_ns, state.ignored = kept
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from laminar.core import invariants
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import decode, encode
 from laminar.events import events as ev
@@ -69,18 +69,18 @@ def evaluation_due(replicas: int) -> Cluster:
 @cache
 def made(situation: Callable[[int], Cluster], replicas: int) -> tuple[Cluster, bytes]:
     cluster = situation(replicas)
-    invariants.check(cluster.state)
+    invariants.check_invariants(cluster.state)
     return cluster, encode(cluster.state)
 
 
 def calls(situation: Callable[[int], Cluster], replicas: int, story: str) -> int:
     """Of functions, while the machine handles the event; 0 if it cannot happen here."""
     cluster, state = made(situation, replicas)
-    cluster.machine = Machine(decode(state))
+    cluster.machine = StateMachine(decode(state))
     assert indexes_of(cluster.state)
     for name, event in STORIES[story](cluster):
         found = counted(partial(tell, cluster, name, event))
-        invariants.check(cluster.state)
+        invariants.check_invariants(cluster.state)
         return found
     return 0
 
@@ -129,5 +129,5 @@ def test_what_is_lost_together_is_placed_in_proportion() -> None:
         lost = [cluster.silence(name) for name in cluster.names[replicas // 2 :][: replicas // 4]]
         cost.append(counted(partial(deque, map(cluster.own, lost), 0)))
         assert not cluster.state.lost
-        invariants.check(cluster.state)
+        invariants.check_invariants(cluster.state)
     assert cost[1] < MORE * TIMES * cost[0]

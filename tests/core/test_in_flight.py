@@ -6,7 +6,7 @@ import pytest
 
 from laminar.core.context import Context
 from laminar.core.scheduling import evaluation
-from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.core.state.indexes import load_changed
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -69,9 +69,9 @@ def test_nothing_drains_only_the_bound_and_slots_refuse() -> None:
     bench.train()
     assert all(bench.pull_of(name) is not None for name in bench.names)
     bench.load_all()
-    assert all(why_not_admitted(bench.state, bench.replica(n)) == "" for n in bench.names)
+    assert all(find_not_admitted_reason(bench.state, bench.replica(n)) == "" for n in bench.names)
     bound = flying(max_staleness=0)
-    left = {why_not_admitted(bound.state, bound.replica(n)) for n in bound.names}
+    left = {find_not_admitted_reason(bound.state, bound.replica(n)) for n in bound.names}
     assert left == {"staleness-bound"}
 
 

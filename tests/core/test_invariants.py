@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from laminar.core import invariants
-from laminar.core.state.evaluation_scores import HeldOut, Prompt
+from laminar.core.state.evaluation_scores import EvaluationCounts, PromptScores
 from laminar.core.state.state import Evaluation, State
 from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
@@ -179,7 +179,7 @@ def holder_forgotten(state: State) -> None:
 
 def evaluation_of_two(state: State, **changes: object) -> None:
     """One answer was right, the other one is still to be asked for."""
-    held = HeldOut(prompts={0: Prompt(answers=1, right=1)})
+    held = EvaluationCounts(prompts={0: PromptScores(answers=1, right=1)})
     values = {"queue": [1], "total": 2, "done": 1, "correct": 1, "held_out": held}
     found = Evaluation(index=0, version=0, step=0, final=False, **(values | changes))  # type: ignore[arg-type]
     state.evaluation = found
@@ -220,7 +220,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     version_from_nowhere: invariants.versions_monotonic,
     replica_ahead: invariants.versions_monotonic,
     batch_lost: invariants.versions_monotonic,
-    timer_set_by_hand: invariants.indexes_are_true,
+    timer_set_by_hand: invariants.indexes_match_state,
     relay_in_no_chain: invariants.relay_chain_is_path,
     relay_feeds_another: invariants.relay_chain_is_path,
     chain_begins_elsewhere: invariants.relay_chain_is_path,
@@ -231,7 +231,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     trainer_that_nobody_awaits: invariants.trainer_comes_back,
     comes_to_nobody: invariants.moves_are_whole,
     given_away_by_nobody: invariants.moves_are_whole,
-    holder_forgotten: invariants.indexes_are_true,
+    holder_forgotten: invariants.indexes_match_state,
     answer_without_a_score: invariants.evaluation_adds_up,
     answer_counted_as_wrong: invariants.evaluation_adds_up,
     answer_that_nobody_is_asked_for: invariants.evaluation_adds_up,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from laminar.core.context import RESTART_TIMEOUT_MS
-from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
@@ -96,7 +96,7 @@ def test_lost_work_is_placed_on_a_replica_that_drains() -> None:
     bench.start()
     bench.complete("0.1")
     bench.train()
-    assert why_not_admitted(bench.state, bench.replica("rollout-1")) == "draining"
+    assert find_not_admitted_reason(bench.state, bench.replica("rollout-1")) == "draining"
     again = only(cmd.GenerateTrajectory, bench.kill("rollout-0"))
     assert {(c.to, c.group, c.attempt) for c in again} == {("rollout-1", "0.0", 1)}
 
@@ -207,11 +207,11 @@ def test_replica_that_is_never_restarted_is_fenced() -> None:
     its_work = set(bench.replica("rollout-0").running)
     moved = only(cmd.GenerateTrajectory, bench.wait(RESTART_TIMEOUT_MS))
     assert its_work == {c.trajectory_id for c in moved} and {c.to for c in moved} == {"rollout-1"}
-    assert not bench.state.actor_alive("rollout-0")
+    assert not bench.state.is_actor_alive("rollout-0")
     assert "restart:rollout-0" not in bench.state.commands
     assert "rejoin:rollout-0" in bench.state.timers
     bench.join("rollout-0", "b")
-    assert bench.state.actor_alive("rollout-0")
+    assert bench.state.is_actor_alive("rollout-0")
 
 
 def test_restart_of_a_replica_that_is_lost_already_is_not_waited_for() -> None:

@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 
 from laminar.core.context import Context
-from laminar.core.machine import Machine, plan
-from laminar.core.state.state import digest
+from laminar.core.machine import StateMachine, run_planner
+from laminar.core.state.state import hash_state
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY, Command, Event, Stamped
@@ -146,19 +146,19 @@ def test_runs_with_turns_end_with_three_books_that_agree() -> None:
 def test_same_seed_same_log_same_state(seed: int) -> None:
     one, two = random_world(seed).run(), random_world(seed).run()
     assert log_of(one) == log_of(two)
-    assert digest(one.state) == digest(two.state)
+    assert hash_state(one.state) == hash_state(two.state)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_state_is_the_fold_of_the_log(seed: int, good_runs: list[World]) -> None:
     """The same events alone, without any world, lead to the same decisions and the same state."""
-    world, machine = good_runs[seed], Machine()
+    world, machine = good_runs[seed], StateMachine()
     for stamped, commands in world.log:
-        assert machine.handle(stamped) == commands
-    assert digest(machine.state) == digest(world.state)
+        assert machine.handle_event(stamped) == commands
+    assert hash_state(machine.state) == hash_state(world.state)
 
 
-class PureMachine(Machine):
+class PureMachine(StateMachine):
     """While it handles an event, asking for time, chance or a file raises."""
 
     FORBIDDEN = (
@@ -167,7 +167,7 @@ class PureMachine(Machine):
         (builtins, "open"), (builtins, "id"), (builtins, "hash"),
     )  # fmt: skip
 
-    def handle(self, stamped: Stamped) -> list[Command]:
+    def handle_event(self, stamped: Stamped) -> list[Command]:
         def impure(*_: object, **__: object) -> None:
             raise AssertionError("the machine asked for something that is not in the log")
 
@@ -175,7 +175,7 @@ class PureMachine(Machine):
         try:
             for module, name, _ in kept:
                 setattr(module, name, impure)
-            return super().handle(stamped)
+            return super().handle_event(stamped)
         finally:
             for module, name, function in kept:
                 setattr(module, name, function)
@@ -193,11 +193,11 @@ def test_other_hash_seeds_give_the_same_state() -> None:
     """Python's string hashes differ between processes; nothing may depend on them."""
     program = (
         "from tools.kit.random_worlds import random_world\n"
-        "from laminar.core.state.state import digest\n"
-        "print([digest(random_world(seed).run().state) for seed in range(8)])\n"
+        "from laminar.core.state.state import hash_state\n"
+        "print([hash_state(random_world(seed).run().state) for seed in range(8)])\n"
     )
     answers = printed_under(("0", "1", "2"), program)
-    assert answers == {str([digest(random_world(s).run().state) for s in range(8)]) + "\n"}
+    assert answers == {str([hash_state(random_world(s).run().state) for s in range(8)]) + "\n"}
 
 
 class TwiceWorld(World):
@@ -230,7 +230,7 @@ class TwiceWorld(World):
         state = self.state
         seq, ignored = state.seq, state.ignored
         state.seq, state.ignored = 0, {}
-        found = digest(state)
+        found = hash_state(state)
         state.seq, state.ignored = seq, ignored
         return found
 
@@ -255,11 +255,11 @@ def test_failing_runs_survive_repeats() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_after_every_event_nothing_is_left_to_decide(seed: int) -> None:
     """So the planner need not look again after what no decision depends on (UNPLANNED)."""
-    world, machine = random_world(seed).run(), Machine()
+    world, machine = random_world(seed).run(), StateMachine()
     for stamped, _ in world.log:
-        machine.handle(stamped)
-        before = digest(machine.state)
+        machine.handle_event(stamped)
+        before = hash_state(machine.state)
         again = Context(machine.state, stamped)
-        plan(again)
+        run_planner(again)
         assert not again.commands and not again.endings, stamped
-        assert digest(machine.state) == before, stamped
+        assert hash_state(machine.state) == before, stamped

@@ -9,7 +9,7 @@ import pytest
 
 from laminar.core import registry
 from laminar.core.machine import HANDLING
-from laminar.core.validation import anything
+from laminar.core.validation import accept_any
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import CARRIED_OUT_BY, ENDS, REPORTED_BY, Command, Event
@@ -31,7 +31,7 @@ def test_what_is_registered_is_complete() -> None:
     with pytest.raises(TypeError, match="valid"):
         registry.handles(ev.ActorLeft)  # type: ignore[call-arg]
     with pytest.raises(AssertionError, match="ActorLeft has a handler"):
-        registry.handles(ev.ActorLeft, valid=anything)(lambda ctx, event: None)
+        registry.handles(ev.ActorLeft, valid=accept_any)(lambda ctx, event: None)
 
 
 def test_everything_is_declared_with_its_roles() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from laminar.core import rules
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.rules import (
     LOGIC_VERSION,
     NEW_RUN,
@@ -16,7 +16,7 @@ from laminar.core.rules import (
     RULES,
     LogicError,
     Rule,
-    applies,
+    is_rule_active,
     rules_of,
 )
 from laminar.core.state.state import Group, State, decode, encode
@@ -40,7 +40,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = batching.by_deadline
 
     def by_deadline(state: State) -> list[Group]:
-        if not applies(state.settings, LATEST_FIRST):
+        if not is_rule_active(state.settings, LATEST_FIRST):
             return old(state)
         return sorted(old(state), key=lambda group: (group.deadline, -group.order))
 
@@ -84,19 +84,19 @@ def test_an_unknown_rule_is_refused_by_its_name() -> None:
     """At the beginning of a log, and in a state that a snapshot has kept."""
     config = settings(rules=(*NEW_RUN, LATEST_FIRST.name))
     with pytest.raises(LogicError, match="decision rule 'latest-first'"):
-        Machine().handle(started(LOGIC_VERSION, config))
+        StateMachine().handle_event(started(LOGIC_VERSION, config))
     with pytest.raises(LogicError, match="decision rule 'latest-first'"):
-        Machine(decode(encode(State(settings=config, logic=LOGIC_VERSION))))
+        StateMachine(decode(encode(State(settings=config, logic=LOGIC_VERSION))))
 
 
 def test_a_later_logic_is_refused_and_an_earlier_one_goes_on(
     request: pytest.FixtureRequest,
 ) -> None:
     with pytest.raises(LogicError, match=f"logic version {LOGIC_VERSION + 1}"):
-        Machine().handle(started(LOGIC_VERSION + 1, settings()))
-    machine = Machine()
-    machine.handle(started(LOGIC_VERSION, settings()))
+        StateMachine().handle_event(started(LOGIC_VERSION + 1, settings()))
+    machine = StateMachine()
+    machine.handle_event(started(LOGIC_VERSION, settings()))
     request.getfixturevalue("changed")
     later = msgspec.structs.replace(started(LATEST_FIRST.since, settings()), seq=2)
-    machine.handle(later)
+    machine.handle_event(later)
     assert machine.state.logic == LOGIC_VERSION

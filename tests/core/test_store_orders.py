@@ -142,7 +142,7 @@ def test_two_minutes_for_one_transaction_have_it_restarted_and_then_given_up() -
     (order,) = only(cmd.RestartActor, bench.wait(END_TIMEOUT_MS))
     assert order.actor == "store-0" and "EndTrajectories" in order.reason
     bench.wait(RESTART_TIMEOUT_MS)
-    assert not bench.state.actor_alive("store-0") and not bench.state.failure
+    assert not bench.state.is_actor_alive("store-0") and not bench.state.failure
     bench.wait(START_MS)
     assert bench.state.failure.startswith("the store is lost")
 

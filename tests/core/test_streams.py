@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.loading import PULL_TIMEOUT_MS
-from laminar.core.repack.stragglers import why_engine_not_in_tail
+from laminar.core.repack.stragglers import find_engine_reason
 from laminar.core.state import keys
-from laminar.core.state.state import Packing
+from laminar.core.state.state import RepackState
 from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -115,7 +115,7 @@ def test_its_time_runs_anew_while_bytes_come() -> None:
             left_bytes=10,
         ),
     )
-    due = bench.state.timers[keys.deadline(keys.pull(name))]
+    due = bench.state.timers[keys.deadline_timer(keys.pull_key(name))]
     assert due == (bench.now_ms + RECEIVE_TIMEOUT_MS) * 1_000_000
 
 
@@ -136,5 +136,5 @@ def test_it_is_in_no_tail_and_loads_nothing_in_flight() -> None:
     replica = bench.replica(joiner(bench))
     pull = bench.pull_of(replica.name)
     assert pull is not None and (pull.version, pull.purpose) == (0, "stream")
-    replica.packing = Packing()
-    assert why_engine_not_in_tail(bench.state, replica) == "streams"
+    replica.packing = RepackState()
+    assert find_engine_reason(bench.state, replica) == "streams"

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from laminar.cli.commands import run
-from laminar.config import ConfigError, load
+from laminar.cli.commands import run_command
+from laminar.config import ConfigError, load_config
 from laminar.engines import check
-from laminar.engines.check import check_vllm, vllm_asked
+from laminar.engines.check import check_vllm, probe_vllm
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -36,7 +36,7 @@ def test_without_vllm_the_command_that_installs_it_is_named(
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[arg-type]
     arguments = [f"run.output_dir={tmp_path / 'runs'}", "rollout.engine=vllm"]
-    assert run(["train", "-c", QUICKSTART, *dry, *arguments]) == 2
+    assert run_command(["train", "-c", QUICKSTART, *dry, *arguments]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and 'pip install -e ".[vllm]"' in said
     assert not (tmp_path / "runs").exists()
@@ -50,7 +50,7 @@ def test_tensor_parallelism_takes_the_gpus_of_one_machine(
     installed(monkeypatch)
     monkeypatch.setattr(check, "count_gpus", lambda: gpus)
     sizes = [f"rollout.vllm.tensor_parallel_size={size}", "rollout.engine=vllm"]
-    config = load([QUICKSTART], sizes)
+    config = load_config([QUICKSTART], sizes)
     if not refused:
         return check_vllm(config)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size} is more than the {gpus}"):
@@ -63,7 +63,7 @@ def test_tensor_parallelism_takes_the_gpus_of_one_machine(
 def test_parallelism_by_extra_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would take GPUs that the node has given to others."""
     installed(monkeypatch)
-    config = load([QUICKSTART], ["rollout.engine=vllm", f"rollout.vllm.extra={{{key}=2}}"])
+    config = load_config([QUICKSTART], ["rollout.engine=vllm", f"rollout.vllm.extra={{{key}=2}}"])
     with pytest.raises(
         ConfigError, match=rf"rollout\.vllm\.extra\.{key} = 2: .*tensor_parallel_size"
     ):
@@ -73,7 +73,7 @@ def test_parallelism_by_extra_is_refused(key: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="here vLLM starts")
 def test_a_vllm_that_does_not_start_is_a_sentence() -> None:
     """The last line of what it said."""
-    config = load([QUICKSTART], ["rollout.engine=vllm"])
+    config = load_config([QUICKSTART], ["rollout.engine=vllm"])
     told = pytest.raises(ConfigError, match=r"vLLM does not start here: .*No module named 'vllm'$")
-    with vllm_asked(config) as answered, told:
+    with probe_vllm(config) as answered, told:
         answered()

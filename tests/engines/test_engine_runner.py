@@ -49,7 +49,7 @@ class CountingEngine:
             raise EngineError("empty prompt")
         self.running[request.request_id] = [0, request.max_new_tokens]
 
-    def abort(self, request_id: str) -> bool:
+    def abort_request(self, request_id: str) -> bool:
         return self.running.pop(request_id, None) is not None
 
     async def held(self) -> None:
@@ -80,10 +80,10 @@ class CountingEngine:
     def load_weights(self, tensors: Iterable[Any]) -> None:
         self.threads.add(threading.get_ident())
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[0.0] * (len(s) - 1) for s in sequences]
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         return EngineStats(sum(s[0] for s in self.running.values()), 100, len(self.running), 0)
 
     def close(self) -> None:
@@ -122,10 +122,10 @@ async def test_the_real_engine_gives_through_a_runner_what_it_gives_directly() -
     for item in requests:
         runner.add(item)
     await inbox.finished(*(r.request_id for r in requests))
-    await runner.call(lambda engine: engine.load_weights(model.named_parameters()))
-    assert await runner.call(lambda engine: engine.score([[1, 2]])) == engine_of(model).score(
-        [[1, 2]]
-    )
+    await runner.call_engine(lambda engine: engine.load_weights(model.named_parameters()))
+    assert await runner.call_engine(lambda engine: engine.compute_logprobs([[1, 2]])) == engine_of(
+        model
+    ).compute_logprobs([[1, 2]])
     await runner.close()
     for name, output in expected.items():
         assert inbox.outputs[name].tokens == output.tokens
@@ -136,7 +136,7 @@ async def test_all_engine_work_is_on_one_other_thread() -> None:
     runner, inbox = start(engine)
     await runner.add(request("a", (1,), limit=3))
     await inbox.finished("a")
-    await runner.call(lambda e: e.load_weights([]))
+    await runner.call_engine(lambda e: e.load_weights([]))
     await runner.close()
     assert len(engine.threads) == 1
     assert threading.get_ident() not in engine.threads
@@ -165,11 +165,11 @@ async def test_after_an_abort_no_delta_arrives_and_none_before_it_is_missing() -
 
     def abort(e: Any) -> bool:
         produced.append(e.running["a"][0])
-        return bool(e.abort("a"))
+        return bool(e.abort_request("a"))
 
-    assert await runner.call(abort)
+    assert await runner.call_engine(abort)
     assert inbox.outputs["a"].tokens == list(range(produced[0]))
-    assert not await runner.abort("a")
+    assert not await runner.abort_request("a")
     await asyncio.sleep(0.02)
     assert len(inbox.outputs["a"].tokens) == produced[0]
     await runner.close()
@@ -202,7 +202,7 @@ async def test_a_refused_request_or_call_fails_alone() -> None:
     with pytest.raises(EngineError, match="empty prompt"):
         await runner.add(request("bad", ()))
     with pytest.raises(ZeroDivisionError):
-        await runner.call(lambda e: 1 // 0)
+        await runner.call_engine(lambda e: 1 // 0)
     await runner.add(request("a", (1,), limit=3))
     await inbox.finished("a")
     assert not runner.failed.done()
@@ -213,7 +213,7 @@ async def test_a_refused_request_or_call_fails_alone() -> None:
 async def test_a_cancelled_waiter_harms_nobody() -> None:
     engine = CountingEngine()
     runner, inbox = start(engine)
-    runner.call(lambda e: e.stats()).cancel()
+    runner.call_engine(lambda e: e.get_stats()).cancel()
     await runner.add(request("a", (1,), limit=3))
     await inbox.finished("a")
     await runner.close()
@@ -225,7 +225,7 @@ async def test_a_failing_step_reaches_everybody_who_waits() -> None:
     runner, inbox = start(engine)
     await runner.add(request("a", (1,), limit=100))
     await engine.held()
-    pending = [runner.call(lambda e: e.stats()) for _ in range(3)]
+    pending = [runner.call_engine(lambda e: e.get_stats()) for _ in range(3)]
     engine.let_go()
     with pytest.raises(EngineError, match="broken model"):
         await asyncio.wait_for(asyncio.shield(runner.failed), 10)
@@ -252,7 +252,10 @@ def broken(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 async def until_nothing_runs(runner: EngineRunner) -> None:
     async with asyncio.timeout(10):
-        while any((runner.stats().running, runner.stats().waiting)) and not runner.failed.done():
+        while (
+            any((runner.get_stats().running, runner.get_stats().waiting))
+            and not runner.failed.done()
+        ):
             await asyncio.sleep(0.001)
 
 
@@ -270,10 +273,10 @@ async def test_weights_that_break_a_step_in_flight_fail_their_proof_and_not_the_
     await runner.add(request("crossed", (1, 2)))
     await until_nothing_runs(runner)
     with pytest.raises(EngineError, match="loaded weights are broken"):
-        await runner.score([[1, 2]])
+        await runner.compute_logprobs([[1, 2]])
     assert not runner.failed.done()
     await runner.load(good)
-    assert await runner.score([[1, 2]]) == engine_of(model).score([[1, 2]])
+    assert await runner.compute_logprobs([[1, 2]]) == engine_of(model).compute_logprobs([[1, 2]])
     await runner.add(request("b", (1, 2, 3), limit=4))
     await inbox.finished("b")
     assert "crossed" not in inbox.outputs
@@ -287,8 +290,8 @@ async def test_a_step_that_fails_with_proved_weights_is_a_failure_of_the_engine(
     real = engine_of(model)
     runner, _ = start(real)
     await runner.load(written(tmp_path / "v", model.named_parameters()), "keep")
-    await runner.score([[1, 2]])
-    await runner.call(lambda _: real.load_weights(broken(model)))
+    await runner.compute_logprobs([[1, 2]])
+    await runner.call_engine(lambda _: real.load_weights(broken(model)))
     await runner.add(request("a", (1, 2)))
     with pytest.raises(EngineError, match="loaded weights are broken"):
         await asyncio.wait_for(asyncio.shield(runner.failed), 10)
@@ -303,7 +306,7 @@ async def test_close_answers_what_still_waits_and_may_be_called_again() -> None:
     await engine.held()
     closing = asyncio.ensure_future(runner.close())
     await asyncio.sleep(0)  # close has asked the thread to end
-    late = runner.call(lambda e: e.stats())
+    late = runner.call_engine(lambda e: e.get_stats())
     engine.let_go()
     await asyncio.wait_for(closing, 10)
     with pytest.raises(EngineError, match="has stopped"):

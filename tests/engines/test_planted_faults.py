@@ -55,7 +55,7 @@ def head_left_as_it_was(run: SmallRun, replica: Replica) -> None:
 def old_keys_and_values(run: SmallRun, replica: Replica) -> None:
     """What a prompt begins with has the keys and values of the first weights."""
     model, kept = inside(replica)._model, []
-    prefill, shared = model.prefill, 32
+    prefill, shared = model.prefill_rows, 32
 
     def with_old_ones(rows: Any, first: int, chunk: int) -> Iterator[Any]:
         yield from prefill(rows, first, chunk)
@@ -66,7 +66,7 @@ def old_keys_and_values(run: SmallRun, replica: Replica) -> None:
         for part, old in zip((model.cache.k, model.cache.v), kept, strict=False):
             part[:, first : first + len(rows), :, :shared] = old[:, None]
 
-    model.prefill = with_old_ones  # type: ignore[method-assign]
+    model.prefill_rows = with_old_ones  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

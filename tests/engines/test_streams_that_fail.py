@@ -47,15 +47,17 @@ class Replica:
         self.host = FakeHost(run_dir, "rollout-0")
         self.deltas: list[TokenDelta] = []
         self.engine = EngineRunner(blank(model), self.deltas.extend, asyncio.get_running_loop())
-        self.relay = RelayClient(self.host.client("relay-0"))
-        files = ReplicaFiles(checkpoint.read)
+        self.relay = RelayClient(self.host.make_client("relay-0"))
+        files = ReplicaFiles(checkpoint.read_version)
         self.loader = WeightLoader(self.host, self.relay, self.engine, files)  # type: ignore[arg-type]
 
     async def pull(self, purpose: str) -> ev.Event:
         """What it says in the end."""
         command = cmd.PullWeights(to="rollout-0", version=1, exact=True, purpose=purpose)
         before = len(self.host.events)
-        await self.loader.pull(cmd.Order(command_id=1, cause=1, command=command), command)
+        await self.loader.pull_weights(
+            cmd.Envelope(command_id=1, cause=1, command=command), command
+        )
         return self.host.events[before]
 
     async def add(self) -> None:
@@ -65,7 +67,7 @@ class Replica:
     async def give_up_work(self) -> None:
         """As a rollout does when a load begins."""
         for item in REQUESTS:
-            await self.engine.abort(item.request_id)
+            await self.engine.abort_request(item.request_id)
 
 
 def probe_of(model: Any, wrong: bool) -> mf.Probe:
@@ -80,7 +82,7 @@ async def fail(
     relay: Machine, replica: Replica, model: Any, fault: str, drawn: random.Random
 ) -> asyncio.Task[ev.Event]:
     """One stream, with work that waits for it, that comes to nothing; what it says of that."""
-    replica.loader.expect(1)
+    replica.loader.expect_version(1)
     await replica.add()
     pulling = asyncio.create_task(replica.pull("stream"))
     probe = probe_of(model, wrong=fault == "probe")
@@ -94,7 +96,7 @@ async def fail(
         return pulling
     arrival.come(*chunks[half:])
     if fault == "last-chunk":
-        view = arrival.copy.chunk(last).view
+        view = arrival.copy.get_chunk(last).view
         place = drawn.randrange(len(view))
         view[place] ^= 1 << drawn.randrange(8)
     arrival.end()

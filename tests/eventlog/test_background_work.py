@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import HASH_FOLLOWS, EventRecord, Record, StateHashRecord
-from laminar.eventlog.replay import replay
-from laminar.eventlog.restore import restore
-from laminar.eventlog.snapshot import snapshots
+from laminar.eventlog.replay import replay_records
+from laminar.eventlog.restore import restore_log
+from laminar.eventlog.snapshot import read_snapshots
 from laminar.names.ports import Disk
 from tests.eventlog.test_replay import difference, log_of
 from tests.eventlog.test_snapshots import begin
@@ -33,7 +33,7 @@ class Elsewhere:
         self.waiting: list[tuple[int, Callable[[bytes | None], None], bytes | None]] = []
         self.turn = 0
 
-    def here(self, size: int) -> bool:
+    def can_run_inline(self, size: int) -> bool:
         return False
 
     def run(
@@ -44,7 +44,7 @@ class Elsewhere:
     def answer(self, what: str, work: Callable[[], bytes]) -> bytes | None:
         return work()
 
-    def collect(self) -> None:
+    def collect_results(self) -> None:
         self.turn += 1
         while self.waiting and self.waiting[0][0] <= self.turn:
             _, done, answer = self.waiting.pop(0)
@@ -62,7 +62,7 @@ def late_run(*faults: str, background: Callable[[], Any] = Elsewhere, **sizes: i
 def late() -> LoggedRun:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
-        patch.setattr("laminar.eventlog.snapshot.KEPT", 1_000)
+        patch.setattr("laminar.eventlog.snapshot.SNAPSHOTS_KEPT", 1_000)
         return late_run().run()
 
 
@@ -91,7 +91,7 @@ def test_hash_is_logged_later_and_compared_with_the_state_of_its_event(
     answered = {r.seq: at for at, r in others if r.digest != HASH_FOLLOWS}
     assert len(announced) > 5 and set(answered) <= set(announced)
     assert sum(at > seq for seq, at in answered.items()) > 5
-    found = replay(late.disk)
+    found = replay_records(late.disk)
     assert found.difference is None and found.machine.state.phase == Phase.ENDED
     assert found.hashes == len(answered) + 1 > 5
 
@@ -102,19 +102,19 @@ def test_late_hash_that_was_altered_is_a_difference(records: list[Record]) -> No
     assert isinstance(right, StateHashRecord)
     for wrong in ({"digest": "0" * 32}, {"seq": right.seq - 1}, {"seq": right.seq + 1}):
         other = msgspec.structs.replace(right, **wrong)
-        found = replay(log_of([*records[:place], other, *records[place + 1 :]]))
+        found = replay_records(log_of([*records[:place], other, *records[place + 1 :]]))
         assert f"state {other.digest} after event {other.seq}" in difference(found)
 
 
 def test_hash_that_nobody_announced_is_a_difference(records: list[Record]) -> None:
     """It could not be compared, and would say nothing."""
     first = next(i for i, r in enumerate(records) if isinstance(r, StateHashRecord))
-    assert replay(log_of(records[:first] + records[first + 1 :])).difference is not None
+    assert replay_records(log_of(records[:first] + records[first + 1 :])).difference is not None
 
 
 def test_hash_that_never_came_is_missed_by_nobody(records: list[Record]) -> None:
     kept = [r for r in records if not (isinstance(r, StateHashRecord) and r.digest)]
-    found = replay(log_of(kept))
+    found = replay_records(log_of(kept))
     assert found.difference is None and found.hashes == 0
     assert found.machine.state.phase == Phase.ENDED
 
@@ -123,14 +123,14 @@ def test_replay_from_a_snapshot_passes_over_the_hash_of_an_event_before_it(
     late: LoggedRun, records: list[Record]
 ) -> None:
     """It was announced before the snapshot was taken, and came after it."""
-    kept = snapshots(late.disk).usable
+    kept = read_snapshots(late.disk).usable
     answered = {r.seq: at for at, r in hashes(records) if r.digest}
     across = [s for s in kept if any(seq < s.seq < at for seq, at in answered.items())]
     assert across, "no hash came after a snapshot that was taken meanwhile: choose another seed"
     for snapshot in kept:
-        found = replay(late.disk, snapshot=snapshot)
+        found = replay_records(late.disk, snapshot=snapshot)
         assert found.difference is None
-        assert digest(found.machine.state) == digest(late.state)
+        assert hash_state(found.machine.state) == hash_state(late.state)
 
 
 def test_coordinators_that_are_killed_before_their_answers_leave_a_log_that_replays(
@@ -138,9 +138,9 @@ def test_coordinators_that_are_killed_before_their_answers_leave_a_log_that_repl
 ) -> None:
     monkeypatch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
     world = late_run(*KILLED).run()
-    found = replay(world.disk)
+    found = replay_records(world.disk)
     assert world.kills > 3 and found.difference is None and found.hashes
-    assert digest(found.machine.state) == digest(world.state)
+    assert hash_state(found.machine.state) == hash_state(world.state)
 
 
 # --- snapshots ----------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class SecondFails(Elsewhere):
         if what == "snapshot":
             SecondFails.taken += 1
             if SecondFails.taken == 2:
-                self.disk.create("snapshot-000000000061.bin.tmp").append(b"half")
+                self.disk.create_file("snapshot-000000000061.bin.tmp").append(b"half")
                 return None
         return work()
 
@@ -170,11 +170,13 @@ def test_a_snapshot_that_fails_costs_nothing_but_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr(SecondFails, "disk", world.coordinator.disk, raising=False)
     world.run()
     assert SecondFails.taken > 5
-    assert not [name for name in world.disk.names() if name.endswith(".tmp")]
-    kept = snapshots(world.disk)
+    assert not [name for name in world.disk.list_names() if name.endswith(".tmp")]
+    kept = read_snapshots(world.disk)
     assert len(kept.usable) == 2 and not kept.unusable
     for snapshot in kept.usable:
-        assert digest(replay(world.disk, snapshot=snapshot).machine.state) == digest(world.state)
+        assert hash_state(
+            replay_records(world.disk, snapshot=snapshot).machine.state
+        ) == hash_state(world.state)
 
 
 def test_one_snapshot_is_taken_at_a_time() -> None:
@@ -200,7 +202,7 @@ def test_one_snapshot_is_taken_at_a_time() -> None:
 
     world = late_run(background=Slow, snapshot_every=1).run()
     assert Slow.most == 1
-    assert restore(world.disk).replay.difference is None
+    assert restore_log(world.disk).replay.difference is None
 
 
 def test_a_log_that_is_closed_leaves_no_unfinished_snapshot() -> None:
@@ -208,10 +210,10 @@ def test_a_log_that_is_closed_leaves_no_unfinished_snapshot() -> None:
     disk, background = MemoryDisk(), Elsewhere()
     machine, writer = begin(disk, snapshot_every=1)
     started = real_run()[0][0]
-    machine.handle(started)
-    writer.snapshot(machine.state, background)
-    half_written = disk.create("snapshot-000000000002.bin.tmp")
+    machine.handle_event(started)
+    writer.snapshot_if_due(machine.state, background)
+    half_written = disk.create_file("snapshot-000000000002.bin.tmp")
     half_written.append(b"half")
     writer.close()
-    assert not [name for name in disk.names() if name.endswith(".tmp")]
+    assert not [name for name in disk.list_names() if name.endswith(".tmp")]
     assert background.waiting, "nobody has heard of it"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.eventlog import compaction
-from laminar.eventlog.compaction import read_segment, stored_bytes, tidy
-from laminar.eventlog.reader import beginning, read_log, read_raw, scan
+from laminar.eventlog.compaction import compact_segments, measure_segments, read_segment
+from laminar.eventlog.reader import find_beginning, read_log, read_raw_log, scan_log
 from laminar.eventlog.record import (
     MAX_HEADER_BYTES,
     LogCorrupt,
@@ -17,9 +17,9 @@ from laminar.eventlog.record import (
     segment_name,
     segment_numbers,
 )
-from laminar.eventlog.replay import replay
-from laminar.eventlog.restore import restore, take_over
-from laminar.eventlog.snapshot import snapshots
+from laminar.eventlog.replay import replay_records
+from laminar.eventlog.restore import restore_log, take_over_log
+from laminar.eventlog.snapshot import read_snapshots
 from laminar.names.ports import DiskError
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.sim_worlds import KILLED, LoggedRun
@@ -49,12 +49,12 @@ def copy(disk: MemoryDisk) -> MemoryDisk:
 
 def unpacked(disk: MemoryDisk) -> MemoryDisk:
     """The same log as it was before anything was compressed."""
-    numbers = segment_numbers(disk.names())
+    numbers = segment_numbers(disk.list_names())
     return MemoryDisk({segment_name(n): read_segment(disk, n) for n in numbers})
 
 
 def compressed(disk: MemoryDisk) -> list[int]:
-    names = disk.names()
+    names = disk.list_names()
     return [n for n in segment_numbers(names) if compressed_name(n) in names]
 
 
@@ -62,34 +62,34 @@ def test_compressed_segments_read_like_any_other(kept: LoggedRun) -> None:
     """All readers, and a replay from the beginning; in much less space."""
     disk, plain = kept.disk, unpacked(kept.disk)
     assert len(compressed(disk)) > 5
-    assert not {segment_name(n) for n in compressed(disk)} & set(disk.names())
+    assert not {segment_name(n) for n in compressed(disk)} & set(disk.list_names())
     assert list(read_log(disk)) == list(read_log(plain))
-    assert list(read_raw(disk)) == list(read_raw(plain))
-    assert scan(disk) == scan(plain)
-    found = replay(disk)
+    assert list(read_raw_log(disk)) == list(read_raw_log(plain))
+    assert scan_log(disk) == scan_log(plain)
+    found = replay_records(disk)
     assert found.difference is None and found.events == kept.state.seq
     for number in compressed(disk):
-        assert stored_bytes(disk)[number] < stored_bytes(plain)[number]
+        assert measure_segments(disk)[number] < measure_segments(plain)[number]
 
 
 def test_only_what_lies_before_the_older_snapshot_is_touched(kept: LoggedRun) -> None:
-    older = snapshots(kept.disk).usable[1]
+    older = read_snapshots(kept.disk).usable[1]
     assert max(compressed(kept.disk)) < older.position.segment
 
 
 def test_one_segment_at_a_time_is_compressed(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
     for number in range(1, 5):
-        tidy(disk, 5, 0)
+        compact_segments(disk, 5, 0)
         assert compressed(disk) == list(range(1, number + 1))
-    tidy(disk, 5, 0)
+    compact_segments(disk, 5, 0)
     assert compressed(disk) == [1, 2, 3, 4]
 
 
 def test_a_log_that_has_not_rotated_is_not_touched(kept: LoggedRun) -> None:
-    disk = MemoryDisk({segment_name(1): kept.disk.read(segment_name(scan(kept.disk).newest))})
+    disk = MemoryDisk({segment_name(1): kept.disk.read(segment_name(scan_log(kept.disk).newest))})
     before = copy(disk)
-    tidy(disk, 1, 1)
+    compact_segments(disk, 1, 1)
     assert disk.files == before.files and disk.calls == 0
 
 
@@ -97,10 +97,10 @@ def test_while_both_forms_are_there_the_plain_one_counts(kept: LoggedRun) -> Non
     """Killed between the renaming and the removal; the next pass does it again."""
     disk = unpacked(kept.disk)
     disk.files[compressed_name(1)] = bytearray(b"half written")
-    assert scan(disk) == scan(unpacked(kept.disk))
-    assert stored_bytes(disk)[1] == disk.size(segment_name(1)) + len(b"half written")
-    tidy(disk, 2, 0)
-    assert segment_name(1) not in disk.names()
+    assert scan_log(disk) == scan_log(unpacked(kept.disk))
+    assert measure_segments(disk)[1] == disk.get_size(segment_name(1)) + len(b"half written")
+    compact_segments(disk, 2, 0)
+    assert segment_name(1) not in disk.list_names()
     assert list(read_log(disk)) == list(read_log(kept.disk))
 
 
@@ -110,10 +110,10 @@ def test_the_original_stays_until_the_other_form_was_read_back(
     """The disk gives back something else than was written."""
     disk = unpacked(kept.disk)
     other = disk.read(segment_name(2))
-    monkeypatch.setattr(compaction, "_unpacked", lambda *_: other)
+    monkeypatch.setattr(compaction, "_decompress_segment", lambda *_: other)
     with pytest.raises(DiskError, match="reads back differently"):
-        tidy(disk, 2, 0)
-    assert segment_name(1) in disk.names()
+        compact_segments(disk, 2, 0)
+    assert segment_name(1) in disk.list_names()
 
 
 def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(
@@ -123,7 +123,7 @@ def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(
     records = list(read_log(kept.disk))
     name = compressed_name(2)
     harmless = 0
-    for at in range(kept.disk.size(name)):
+    for at in range(kept.disk.get_size(name)):
         disk = copy(kept.disk)
         disk.files[name][at] ^= 1 << at % 8
         try:
@@ -141,104 +141,104 @@ def test_a_cut_of_a_compressed_segment_is_found(kept: LoggedRun) -> None:
         disk = copy(kept.disk)
         disk.files[name] = bytearray(data[:cut])
         with pytest.raises(LogCorrupt) as caught:
-            scan(disk)
+            scan_log(disk)
         assert caught.value.segment == 2
 
 
 def test_old_segments_are_removed_and_the_run_goes_on(short: LoggedRun) -> None:
     """Kills included: the world compares every restored state with the one it had."""
-    first = segment_numbers(short.disk.names())[0]
-    older = snapshots(short.disk).usable[1]
+    first = segment_numbers(short.disk.list_names())[0]
+    older = read_snapshots(short.disk).usable[1]
     assert 1 < first <= older.position.segment
-    restored = restore(short.disk)
+    restored = restore_log(short.disk)
     assert restored.snapshot is not None and restored.replay.difference is None
-    assert digest(restored.replay.machine.state) == digest(short.state)
+    assert hash_state(restored.replay.machine.state) == hash_state(short.state)
 
 
 def test_what_is_removed_is_what_is_beyond_the_limit(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
-    before = stored_bytes(disk)
+    before = measure_segments(disk)
     limit = sum(before.values()) - before[1] - 1
-    tidy(disk, 10, limit)
-    assert min(stored_bytes(disk)) == 3, "one is too few, two are enough"
+    compact_segments(disk, 10, limit)
+    assert min(measure_segments(disk)) == 3, "one is too few, two are enough"
     assert compressed(disk) == [3]
-    tidy(disk, 4, 1)
-    assert min(stored_bytes(disk)) == 4, "what a start needs stays, whatever the limit is"
+    compact_segments(disk, 4, 1)
+    assert min(measure_segments(disk)) == 4, "what a start needs stays, whatever the limit is"
 
 
 def test_both_forms_of_a_segment_are_removed(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
     disk.files[compressed_name(1)] = bytearray(b"half written")
     disk.durable[compressed_name(1)] = 0
-    tidy(disk, 2, 1)
-    assert segment_numbers(disk.names())[0] == 2
+    compact_segments(disk, 2, 1)
+    assert segment_numbers(disk.list_names())[0] == 2
 
 
 def test_a_log_without_its_beginning_is_read_from_where_it_is_asked_to(short: LoggedRun) -> None:
     with pytest.raises(LogCorrupt, match="expected the file, found events-"):
-        scan(short.disk)
-    start = beginning(short.disk)
-    first = segment_numbers(short.disk.names())[0]
+        scan_log(short.disk)
+    start = find_beginning(short.disk)
+    first = segment_numbers(short.disk.list_names())[0]
     assert start is not None and start.segment >= first and start.offset == 0
     position, header = next(read_log(short.disk, start=start))
     assert position == (start.segment, 0) and header.segment == start.segment
-    assert [row[:2] for row in read_raw(short.disk, start)] == [
+    assert [row[:2] for row in read_raw_log(short.disk, start)] == [
         tuple(place) for place, _ in read_log(short.disk, start=start)
     ]
-    found = replay(short.disk, snapshot=snapshots(short.disk).usable[-1])
-    assert digest(found.machine.state) == digest(short.state)
+    found = replay_records(short.disk, snapshot=read_snapshots(short.disk).usable[-1])
+    assert hash_state(found.machine.state) == hash_state(short.state)
 
 
 def test_the_beginning_of_a_whole_log_is_the_beginning(kept: LoggedRun) -> None:
-    assert beginning(kept.disk) is None
-    assert beginning(MemoryDisk()) is None
+    assert find_beginning(kept.disk) is None
+    assert find_beginning(MemoryDisk()) is None
 
 
 def start_on(disk: MemoryDisk) -> None:
-    take_over(disk, restore(disk), logic=LOGIC_VERSION, run="r", seed=0, config_hash="")
+    take_over_log(disk, restore_log(disk), logic=LOGIC_VERSION, run="r", seed=0, config_hash="")
 
 
 def test_the_beginning_is_that_of_the_history() -> None:
     """The oldest file may be one that nobody took over."""
     disk = MemoryDisk()
     start_on(disk)
-    disk.create(segment_name(2)).append(b"torn")
+    disk.create_file(segment_name(2)).append(b"torn")
     start_on(disk)
     del disk.files[segment_name(1)]
-    start = beginning(disk)
+    start = find_beginning(disk)
     assert start is not None and start.segment == 3
     assert [header.takes_over.crc for _, header in read_log(disk, start=start)] == [start.crc]
     del disk.files[segment_name(3)]
-    assert beginning(disk) is None
+    assert find_beginning(disk) is None
 
 
 def test_a_hole_is_refused_also_where_the_beginning_is_gone(short: LoggedRun) -> None:
     disk = copy(short.disk)
     start_on(disk)
-    name = segment_name(scan(disk, snapshots(disk).usable[0].position).newest)
+    name = segment_name(scan_log(disk, read_snapshots(disk).usable[0].position).newest)
     start_on(disk)
     del disk.files[name]
     with pytest.raises(LogCorrupt, match=rf"{name} is corrupt.*expected the file"):
-        restore(disk)
+        restore_log(disk)
 
 
 def test_without_beginning_and_snapshot_there_is_no_start(short: LoggedRun) -> None:
     """And nothing is touched; the message says what is missing and why nothing replaces it."""
     disk = copy(short.disk)
-    newest, older = snapshots(disk).usable
+    newest, older = read_snapshots(disk).usable
     disk.files[newest.name][-1] ^= 1
-    restored = restore(disk)
+    restored = restore_log(disk)
     assert restored.snapshot == older
     disk.files[older.name][-1] ^= 1
     before = copy(disk)
     with pytest.raises(LogCorrupt) as caught:
-        restore(disk)
+        restore_log(disk)
     assert caught.value.segment == 1
     assert f"{older.name}: it is damaged" in str(caught.value)
     for name in (newest.name, older.name):
         del disk.files[name], before.files[name]
     with pytest.raises(LogCorrupt, match="found neither"):
-        restore(disk)
+        restore_log(disk)
     assert disk.files == before.files
 
 
@@ -246,21 +246,21 @@ def test_snapshots_without_any_segment_are_a_lost_log(short: LoggedRun) -> None:
     """Not an empty one: nobody begins the run again on top of it."""
     files = {n: bytes(d) for n, d in short.disk.files.items() if n.startswith("snapshot")}
     with pytest.raises(LogCorrupt, match="or a snapshot in its place"):
-        restore(MemoryDisk(files))
+        restore_log(MemoryDisk(files))
 
 
 def test_an_observer_gets_the_most_that_is_left(short: LoggedRun) -> None:
     """It asks for events whose segments are gone."""
-    newest, older = snapshots(short.disk).usable
-    assert restore(short.disk, observe_from=1).snapshot == older
-    assert restore(short.disk, observe_from=newest.seq).snapshot == older
-    assert restore(short.disk).snapshot == newest
+    newest, older = read_snapshots(short.disk).usable
+    assert restore_log(short.disk, observe_from=1).snapshot == older
+    assert restore_log(short.disk, observe_from=newest.seq).snapshot == older
+    assert restore_log(short.disk).snapshot == newest
 
 
 def test_a_start_removes_what_a_crash_left_unfinished() -> None:
     disk = MemoryDisk({"snapshot-000000000007.bin.tmp": b"x", "events-00000001.log.zst.tmp": b"y"})
     start_on(disk)
-    assert disk.names() == [segment_name(1)]
+    assert disk.list_names() == [segment_name(1)]
 
 
 def test_a_start_that_is_not_there_is_named() -> None:

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from laminar.core import machine, rules
-from laminar.core.rules import LOGIC_VERSION, Rule, applies
+from laminar.core.rules import LOGIC_VERSION, Rule, is_rule_active
 from laminar.core.state.state import Group, State
 from laminar.core.steps import batching
-from laminar.eventlog.reader import read_log, read_raw, scan
+from laminar.eventlog.reader import read_log, read_raw_log, scan_log
 from laminar.eventlog.record import (
     SCHEMA_VERSION,
     DecisionRecord,
@@ -20,7 +20,7 @@ from laminar.eventlog.record import (
     LogOfOtherRelease,
     Record,
 )
-from laminar.eventlog.restore import restore
+from laminar.eventlog.restore import restore_log
 from laminar.events import codec
 from laminar.events import commands as cmd
 from laminar.events.events import ALL_EVENTS
@@ -84,9 +84,9 @@ def with_another_decision(records: list[Record]) -> Iterator[Record]:
 def test_log_with_another_decision_is_restored_with_the_difference_and_its_end() -> None:
     """Who restores it can say what differs, and where the log ends."""
     disk = MemoryDisk(rewritten(with_another_decision(calm_records())))
-    restored = restore(disk)
+    restored = restore_log(disk)
     assert "seed=77" in str(restored.replay.difference)
-    assert restored.tail == scan(disk)
+    assert restored.tail == scan_log(disk)
     with pytest.raises(Refused, match="seed=77"):
         follow(disk)
 
@@ -105,8 +105,8 @@ def test_log_of_another_release_is_refused_by_its_versions_but_can_be_dumped(
     has = {"schema": SCHEMA_VERSION, "logic": LOGIC_VERSION} | changes
     named = f"schema {has['schema']}, logic version {has['logic']}; this program has"
     with pytest.raises(LogOfOtherRelease, match=named):
-        restore(disk)
-    assert len(list(read_raw(disk))) == len(calm_records())
+        restore_log(disk)
+    assert len(list(read_raw_log(disk))) == len(calm_records())
 
 
 def test_rule_that_is_changed_behind_a_flag_changes_no_golden(
@@ -117,7 +117,7 @@ def test_rule_that_is_changed_behind_a_flag_changes_no_golden(
     old, asked = batching.by_deadline, list[bool]()
 
     def by_deadline(state: State) -> list[Group]:
-        asked.append(applies(state.settings, later))
+        asked.append(is_rule_active(state.settings, later))
         return old(state)[::-1] if asked[-1] else old(state)
 
     monkeypatch.setattr(rules, "RULES", (*rules.RULES, later))

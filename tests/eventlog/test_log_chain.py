@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from laminar.core.rules import LOGIC_VERSION
 from laminar.eventlog import record as record_module
-from laminar.eventlog.reader import read_log, read_raw, scan
+from laminar.eventlog.reader import read_log, read_raw_log, scan_log
 from laminar.eventlog.record import (
     FRAME,
     KIND_KEY,
@@ -72,7 +72,7 @@ def headers(disk: MemoryDisk) -> list[Header]:
 def test_an_empty_directory_is_an_empty_history() -> None:
     disk = MemoryDisk({"snapshot-00000001": b"not ours", "events-1.log": b"not ours either"})
     assert history(disk) == []
-    assert scan(disk) == LogTail(None, 0, None, 0)
+    assert scan_log(disk) == LogTail(None, 0, None, 0)
 
 
 def test_begin_makes_its_header_durable() -> None:
@@ -125,9 +125,9 @@ def test_commit_is_one_append_and_one_sync_and_flush_no_sync() -> None:
 def test_nothing_is_written_before_flush() -> None:
     disk = MemoryDisk()
     writer = begin(disk)
-    size = disk.size(FIRST)
+    size = disk.get_size(FIRST)
     writer.append(event(1))
-    assert disk.size(FIRST) == size
+    assert disk.get_size(FIRST) == size
 
 
 def test_rotation_goes_on_in_a_new_segment_without_a_gap() -> None:
@@ -136,21 +136,23 @@ def test_rotation_goes_on_in_a_new_segment_without_a_gap() -> None:
     for seq in range(1, 61):
         write(writer, seq)
     assert seqs(disk.crash(keep_unsynced=False)) == list(range(1, 61))
-    assert len(disk.names()) > 4
-    assert [header.segment for header in headers(disk)] == list(range(1, len(disk.names()) + 1))
+    assert len(disk.list_names()) > 4
+    assert [header.segment for header in headers(disk)] == list(
+        range(1, len(disk.list_names()) + 1)
+    )
     assert {header.incarnation for header in headers(disk)} == {1}
-    for name in disk.names()[:-1]:
-        assert MAX_HEADER_BYTES < disk.size(name) < MAX_HEADER_BYTES + 200
-    tail = scan(disk)
-    assert (tail.last_seq, tail.torn_bytes, tail.newest) == (60, 0, len(disk.names()))
+    for name in disk.list_names()[:-1]:
+        assert MAX_HEADER_BYTES < disk.get_size(name) < MAX_HEADER_BYTES + 200
+    tail = scan_log(disk)
+    assert (tail.last_seq, tail.torn_bytes, tail.newest) == (60, 0, len(disk.list_names()))
 
 
 def test_rotation_makes_the_new_header_durable_before_anything_follows() -> None:
     disk = MemoryDisk()
     writer = begin(disk, segment_bytes=MAX_HEADER_BYTES)
-    while disk.names() == [FIRST]:
+    while disk.list_names() == [FIRST]:
         write(writer, 1)
-    assert 0 < disk.durable[SECOND] == disk.size(SECOND)
+    assert 0 < disk.durable[SECOND] == disk.get_size(SECOND)
 
 
 def test_positions_name_where_records_begin() -> None:
@@ -187,19 +189,19 @@ def test_the_mark_is_part_of_the_crc() -> None:
     assert plain[FRAME.size :] == marked[FRAME.size :] and crc != other
     assert FRAME.unpack_from(marked)[0] == FRAME.unpack_from(plain)[0] | SETTLED
     for frame in (plain, marked):
-        assert Frames(1, frame, 7).valid_at(0, 7)
+        assert Frames(1, frame, 7).is_valid_at(0, 7)
         changed = bytearray(frame)
         changed[3] ^= 0x80
-        assert not Frames(1, bytes(changed), 7).valid_at(0, 7)
+        assert not Frames(1, bytes(changed), 7).is_valid_at(0, 7)
 
 
 def test_a_takeover_leaves_the_torn_tail_and_ignores_it() -> None:
     disk = MemoryDisk()
     write(begin(disk), 1, 2)
-    end = disk.size(FIRST)
+    end = disk.get_size(FIRST)
     disk.files[FIRST] += encode_frame(event(3), 0)[0][:-1]
     torn = disk.read(FIRST)
-    tail = scan(disk)
+    tail = scan_log(disk)
     assert tail.torn_bytes == len(torn) - end
     assert tail.end is not None and tail.end.offset == end
 
@@ -208,7 +210,7 @@ def test_a_takeover_leaves_the_torn_tail_and_ignores_it() -> None:
     assert disk.read(FIRST) == torn
     assert headers(disk)[1].takes_over == tail.end
     assert seqs(disk) == [1, 2, 3]
-    assert scan(disk).torn_bytes == 0
+    assert scan_log(disk).torn_bytes == 0
 
 
 def test_a_replaced_writer_is_refused_and_its_later_bytes_are_not_history() -> None:
@@ -230,12 +232,14 @@ def test_a_replaced_writer_cannot_rotate() -> None:
     disk = MemoryDisk()
     old = begin(disk, segment_bytes=MAX_HEADER_BYTES)
     old.append(event(1, "x" * 2 * MAX_HEADER_BYTES))
-    names = disk.names
-    disk.names = lambda: [FIRST]  # the successor's file appears just after the old writer looked
+    names = disk.list_names
+    disk.list_names = lambda: [
+        FIRST
+    ]  # the successor's file appears just after the old writer looked
     disk.files[SECOND] = bytearray()
     with pytest.raises(LogTaken):
         old.commit()
-    disk.names = names
+    disk.list_names = names
     assert disk.read(SECOND) == b""
 
 
@@ -256,7 +260,7 @@ def test_no_call_is_tried_again_after_a_takeover() -> None:
 def test_two_that_start_at_once_collide_on_the_segment() -> None:
     disk = MemoryDisk()
     write(begin(disk), 1)
-    tail = scan(disk)
+    tail = scan_log(disk)
     begin(disk)
     with pytest.raises(LogTaken, match="another coordinator"):
         begin_log(disk, tail)
@@ -266,7 +270,7 @@ def test_two_that_start_at_once_collide_on_the_segment() -> None:
 def test_a_log_that_grew_since_the_scan_is_not_taken_over() -> None:
     disk = MemoryDisk()
     old = begin(disk)
-    tail = scan(disk)
+    tail = scan_log(disk)
     write(old, 1)
     with pytest.raises(LogTaken, match="grew"):
         begin_log(disk, tail)
@@ -279,9 +283,9 @@ def test_a_log_that_grew_since_the_scan_is_not_taken_over() -> None:
 def test_two_takeovers_in_a_row_after_crashes_before_the_header() -> None:
     disk = MemoryDisk()
     write(begin(disk), 1)
-    disk.create(SECOND)
-    disk.create(THIRD).append(b"\x40\x00\x00")
-    tail = scan(disk)
+    disk.create_file(SECOND)
+    disk.create_file(THIRD).append(b"\x40\x00\x00")
+    tail = scan_log(disk)
     assert (tail.newest, tail.torn_bytes, tail.last_seq) == (3, 3, 1)
     write(begin(disk), 2)
     assert seqs(disk) == [1, 2]
@@ -294,7 +298,7 @@ def test_two_takeovers_in_a_row_after_crashes_before_the_header() -> None:
 def test_a_segment_that_was_passed_over_stays_out_even_if_it_is_written_later() -> None:
     disk = MemoryDisk()
     write(begin(disk), 1)
-    tail = scan(disk)
+    tail = scan_log(disk)
     sleeper = MemoryDisk({FIRST: disk.read(FIRST)})
     write(
         begin_log(sleeper, tail),
@@ -310,9 +314,9 @@ def test_a_segment_that_was_passed_over_stays_out_even_if_it_is_written_later() 
 
 def test_a_header_that_was_never_written_leaves_an_empty_history_with_its_number_taken() -> None:
     disk = MemoryDisk({FIRST: b"\x01\x02"})
-    assert scan(disk) == LogTail(None, 1, None, 2)
+    assert scan_log(disk) == LogTail(None, 1, None, 2)
     write(begin(disk), 1)
-    assert disk.names() == [FIRST, SECOND]
+    assert disk.list_names() == [FIRST, SECOND]
     assert seqs(disk) == [1]
 
 
@@ -320,7 +324,7 @@ def test_reading_up_to_a_tail_ignores_what_came_later() -> None:
     disk = MemoryDisk()
     writer = begin(disk)
     write(writer, 1)
-    tail = scan(disk)
+    tail = scan_log(disk)
     write(writer, 2)
     begin(disk)
     assert [record for _, record in read_log(disk, tail)] == history(disk)[:2]
@@ -333,7 +337,7 @@ def test_raw_reading_needs_none_of_our_types() -> None:
     writer.append(event(1))
     writer.append(DecisionRecord(1, 0, raw([1, None])))
     writer.commit()
-    rows = list(read_raw(disk))
+    rows = list(read_raw_log(disk))
     assert [row[2] for row in rows] == [
         msgpack.unpackb(msgspec.msgpack.encode(record)) for record in history(disk)
     ]
@@ -361,7 +365,7 @@ def newer_schema() -> MemoryDisk:
 def test_a_newer_schema_is_refused_by_name_but_can_be_dumped() -> None:
     with pytest.raises(LogOfOtherRelease, match="schema 99, logic version 1; this program has"):
         history(newer_schema())
-    assert [row[2]["kind"] for row in read_raw(newer_schema())] == ["header", "surprise"]
+    assert [row[2]["kind"] for row in read_raw_log(newer_schema())] == ["header", "surprise"]
 
 
 def test_a_record_above_the_limit_is_refused_and_not_buffered() -> None:
@@ -406,4 +410,4 @@ def test_round_trip(steps: list[tuple[Record, str]]) -> None:
     writer.commit()
     found = [record for record in history(disk) if not isinstance(record, Header)]
     assert found == [record for record, _ in steps]
-    assert scan(disk).torn_bytes == 0
+    assert scan_log(disk).torn_bytes == 0

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from laminar.core.rules import LOGIC_VERSION
-from laminar.eventlog.reader import read_log, read_raw, scan
+from laminar.eventlog.reader import read_log, read_raw_log, scan_log
 from laminar.eventlog.record import (
     FRAME,
     KIND_KEY,
@@ -71,13 +71,13 @@ def three_segments() -> dict[str, bytes]:
     for number in range(RECORDS // 2):
         writer.append(record(number))
         writer.commit()
-    assert disk.names() == [FIRST, SECOND]
+    assert disk.list_names() == [FIRST, SECOND]
     disk.files[SECOND] += b"torn tail"
     writer = begin(disk)
     for number in range(RECORDS // 2, RECORDS // 2 + 4):
         writer.append(record(number))
         writer.commit()
-    return {name: disk.read(name) for name in disk.names()}
+    return {name: disk.read(name) for name in disk.list_names()}
 
 
 def starts(data: bytes) -> list[int]:
@@ -99,7 +99,7 @@ def test_a_cut_at_every_byte_loses_what_it_cuts_and_nothing_else() -> None:
         disk = MemoryDisk({FIRST: data[:cut]})
         whole = sum(end <= cut for end in ends)
         assert read(disk) == records[:whole], cut
-        tail = scan(disk)
+        tail = scan_log(disk)
         end = ends[whole - 1] if whole else 0
         assert tail.torn_bytes == cut - end, cut
         assert (tail.end.offset if tail.end else 0) == end, cut
@@ -117,12 +117,12 @@ def test_a_flip_in_every_byte_is_corruption_or_tears_only_the_last_frame(flip: i
         disk = MemoryDisk({FIRST: bytes(damaged)})
         if at < last:
             with pytest.raises(LogCorrupt) as caught:
-                scan(disk)
+                scan_log(disk)
             assert caught.value.segment == 1
             assert caught.value.offset == max(start for start in starts(data) if start <= at)
         else:
             assert read(disk) == records[:-1], at
-            assert scan(disk).torn_bytes == len(data) - last
+            assert scan_log(disk).torn_bytes == len(data) - last
 
 
 def test_a_flip_in_the_header_is_corruption_though_one_unsettled_frame_follows() -> None:
@@ -133,7 +133,7 @@ def test_a_flip_in_the_header_is_corruption_though_one_unsettled_frame_follows()
         damaged = bytearray(data)
         damaged[at] ^= 0xFF
         with pytest.raises(LogCorrupt) as caught:
-            scan(MemoryDisk({FIRST: bytes(damaged)}))
+            scan_log(MemoryDisk({FIRST: bytes(damaged)}))
         assert (caught.value.segment, caught.value.offset) == (1, 0), at
 
 
@@ -154,7 +154,7 @@ def test_a_flip_in_every_byte_of_forty_records_is_found_where_it_is() -> None:
 def test_a_flip_in_every_byte_of_a_chain_of_segments(name: str) -> None:
     files = three_segments()
     records = read(MemoryDisk(files))
-    taken_at = scan(MemoryDisk({key: files[key] for key in (FIRST, SECOND)})).end
+    taken_at = scan_log(MemoryDisk({key: files[key] for key in (FIRST, SECOND)})).end
     assert taken_at is not None
     ends = {FIRST: len(files[FIRST]), SECOND: taken_at.offset, THIRD: starts(files[THIRD])[-2]}
     for at in range(len(files[name])):
@@ -163,7 +163,7 @@ def test_a_flip_in_every_byte_of_a_chain_of_segments(name: str) -> None:
         disk = MemoryDisk({**files, name: bytes(damaged)})
         if at < ends[name]:
             with pytest.raises(LogCorrupt) as caught:
-                scan(disk)
+                scan_log(disk)
             assert segment_name(caught.value.segment) == name
         else:
             assert read(disk) == (records if name == SECOND else records[:-1]), at
@@ -173,7 +173,7 @@ def test_a_cut_of_a_segment_that_was_taken_over_is_corruption() -> None:
     files = three_segments()
     for cut in range(len(files[FIRST])):
         with pytest.raises(LogCorrupt) as caught:
-            scan(MemoryDisk({**files, FIRST: files[FIRST][:cut]}))
+            scan_log(MemoryDisk({**files, FIRST: files[FIRST][:cut]}))
         assert caught.value.segment == 1
 
 
@@ -184,22 +184,22 @@ def test_a_mark_before_bytes_that_are_no_value_proves_nothing() -> None:
     like = FRAME.pack(SETTLED | len(body), 0) + body
     disk = MemoryDisk({FIRST: data + b"torn tail" + like})
     assert read(disk) == records
-    assert scan(disk).torn_bytes == len(b"torn tail" + like)
+    assert scan_log(disk).torn_bytes == len(b"torn tail" + like)
 
 
 def test_zeros_are_no_records() -> None:
     data, records = one_segment()
     disk = MemoryDisk({FIRST: data + bytes(4096)})
     assert read(disk) == records
-    assert scan(disk).torn_bytes == 4096
-    assert scan(MemoryDisk({FIRST: bytes(512)})) == LogTail(None, 1, None, 512)
+    assert scan_log(disk).torn_bytes == 4096
+    assert scan_log(MemoryDisk({FIRST: bytes(512)})) == LogTail(None, 1, None, 512)
 
 
 def test_a_segment_that_lost_its_header_is_not_taken_for_a_torn_opening() -> None:
     data, _ = one_segment()
     assert len(data) > FRAME.size + MAX_HEADER_BYTES
     with pytest.raises(LogCorrupt) as caught:
-        scan(MemoryDisk({FIRST: bytes(512) + data[512:]}))
+        scan_log(MemoryDisk({FIRST: bytes(512) + data[512:]}))
     assert (caught.value.segment, caught.value.offset) == (1, 0)
 
 
@@ -208,7 +208,7 @@ def test_swapped_records_break_the_chain() -> None:
     at = starts(data)
     swapped = data[: at[3]] + data[at[4] : at[5]] + data[at[3] : at[4]] + data[at[5] :]
     with pytest.raises(LogCorrupt) as caught:
-        scan(MemoryDisk({FIRST: swapped}))
+        scan_log(MemoryDisk({FIRST: swapped}))
     assert caught.value.offset == at[3]
 
 
@@ -216,7 +216,7 @@ def test_a_record_that_is_left_out_breaks_the_chain() -> None:
     data, _ = one_segment()
     at = starts(data)
     with pytest.raises(LogCorrupt) as caught:
-        scan(MemoryDisk({FIRST: data[: at[3]] + data[at[4] :]}))
+        scan_log(MemoryDisk({FIRST: data[: at[3]] + data[at[4] :]}))
     assert caught.value.offset == at[3]
 
 
@@ -226,18 +226,18 @@ def test_a_length_above_the_limit_is_not_followed() -> None:
     length = frame_end(data, at) - at - FRAME.size
     damaged = data[:at] + FRAME.pack(MAX_BODY_BYTES + length, 0)[:4] + data[at + 4 :]
     with pytest.raises(LogCorrupt, match=f"a body length of 1 to {MAX_BODY_BYTES}"):
-        scan(MemoryDisk({FIRST: damaged}))
+        scan_log(MemoryDisk({FIRST: damaged}))
 
 
 @pytest.mark.parametrize("length", [0, MAX_BODY_BYTES + 1])
 def test_a_length_outside_the_limits_is_no_frame_even_with_the_right_crc(length: int) -> None:
     data, records = one_segment(3)
-    end = scan(MemoryDisk({FIRST: data})).end
+    end = scan_log(MemoryDisk({FIRST: data})).end
     assert end is not None
     body = bytes(length)
     disk = MemoryDisk({FIRST: data + FRAME.pack(length, zlib.crc32(body, end.crc)) + body})
     assert read(disk) == records
-    assert scan(disk).torn_bytes == FRAME.size + length
+    assert scan_log(disk).torn_bytes == FRAME.size + length
 
 
 def test_a_missing_segment_is_named() -> None:
@@ -245,7 +245,7 @@ def test_a_missing_segment_is_named() -> None:
     for name, number in ((FIRST, 1), (SECOND, 2)):
         left = {key: data for key, data in files.items() if key != name}
         with pytest.raises(LogCorrupt, match=rf"{name} is corrupt.*expected the file") as caught:
-            scan(MemoryDisk(left))
+            scan_log(MemoryDisk(left))
         assert caught.value.segment == number
 
 
@@ -266,23 +266,23 @@ def header(segment: int, takes_over: Takeover | None) -> Header:
 def test_the_first_record_must_be_a_header(count: int, crc: int) -> None:
     data = frames(*map(record, range(count)), crc=crc)
     with pytest.raises(LogCorrupt, match="expected a header first, found another record"):
-        scan(MemoryDisk({FIRST: data}))
+        scan_log(MemoryDisk({FIRST: data}))
     whole, _ = one_segment()
     with pytest.raises(LogCorrupt, match="expected a header first, found another record"):
-        scan(MemoryDisk({FIRST: whole, SECOND: data}))
+        scan_log(MemoryDisk({FIRST: whole, SECOND: data}))
 
 
 def test_a_first_record_of_an_unknown_kind_is_no_torn_header() -> None:
     body = msgspec.msgpack.encode({"kind": "surprise"})
     data = FRAME.pack(len(body), zlib.crc32(body)) + body
     with pytest.raises(LogCorrupt, match="expected a header first"):
-        scan(MemoryDisk({FIRST: data}))
+        scan_log(MemoryDisk({FIRST: data}))
 
 
 def test_a_header_within_a_segment_is_refused() -> None:
     data = frames(header(1, None), record(0), header(1, None))
     with pytest.raises(LogCorrupt, match=r"expected a readable record.*'header'") as caught:
-        scan(MemoryDisk({FIRST: data}))
+        scan_log(MemoryDisk({FIRST: data}))
     assert caught.value.offset == starts(data)[2]
 
 
@@ -291,8 +291,8 @@ def test_a_field_that_we_do_not_know_is_refused() -> None:
     body = msgspec.msgpack.encode({"kind": "state-hash", "seq": 1, "digest": "", "more": 1})
     data = opening + FRAME.pack(len(body), zlib.crc32(body, crc)) + body
     with pytest.raises(LogCorrupt, match="unknown field"):
-        scan(MemoryDisk({FIRST: data}))
-    assert [row[2]["kind"] for row in read_raw(MemoryDisk({FIRST: data}))] == [
+        scan_log(MemoryDisk({FIRST: data}))
+    assert [row[2]["kind"] for row in read_raw_log(MemoryDisk({FIRST: data}))] == [
         "header",
         "state-hash",
     ]
@@ -300,7 +300,7 @@ def test_a_field_that_we_do_not_know_is_refused() -> None:
 
 def chained(change: Callable[[Takeover], Takeover], segment: int = 2) -> MemoryDisk:
     data, _ = one_segment(5)
-    end = scan(MemoryDisk({FIRST: data})).end
+    end = scan_log(MemoryDisk({FIRST: data})).end
     assert end is not None
     takes_over = change(end)
     second = frames(header(segment, takes_over), record(5), crc=takes_over.crc)
@@ -322,12 +322,12 @@ def test_a_takeover_must_name_a_real_end(
 ) -> None:
     assert len(read(chained(lambda end: end))) == 8
     with pytest.raises(LogCorrupt, match=message):
-        scan(chained(change))
+        scan_log(chained(change))
 
 
 def test_a_header_of_another_segment_is_refused() -> None:
     with pytest.raises(LogCorrupt, match="expected the header of segment 2, found of 3"):
-        scan(chained(lambda end: end, segment=3))
+        scan_log(chained(lambda end: end, segment=3))
 
 
 def scenario(disk: MemoryDisk) -> tuple[list[int], list[int]]:

@@ -8,10 +8,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.core.state.statuses import Phase
 from laminar.eventlog import replay as replay_module
-from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.reader import read_log, scan_log
 from laminar.eventlog.record import (
     MAX_HEADER_BYTES,
     DecisionRecord,
@@ -20,7 +20,7 @@ from laminar.eventlog.record import (
     Record,
     StateHashRecord,
 )
-from laminar.eventlog.replay import Replay, replay
+from laminar.eventlog.replay import Replay, replay_records
 from laminar.events import commands as cmd
 from laminar.events.codec import decode_command, decode_event, encode
 from tools.kit.logs import begin_log
@@ -72,29 +72,31 @@ def difference(found: Replay) -> str:
 
 def test_log_of_a_tick_replays_identically(run: LoggedRun, records: list[Record]) -> None:
     """Every event, every decision, and the state at the end."""
-    found = replay(run.disk)
+    found = replay_records(run.disk)
     assert found.difference is None
     assert found.events == sum(isinstance(r, EventRecord) for r in records) == run.state.seq
     assert found.decisions == sum(isinstance(r, DecisionRecord) for r in records) > 100
     assert found.machine.state.phase == Phase.ENDED
-    assert digest(found.machine.state) == digest(run.state)
+    assert hash_state(found.machine.state) == hash_state(run.state)
 
 
 def test_log_of_many_coordinators_replays_identically() -> None:
     """Some were killed between an event and its decisions."""
     world = LoggedRun(*KILLED, every_s=0.5).run()
     assert world.kills >= 5
-    found = replay(world.disk)
+    found = replay_records(world.disk)
     assert found.difference is None
-    assert digest(found.machine.state) == digest(world.state)
+    assert hash_state(found.machine.state) == hash_state(world.state)
 
 
 def test_observer_sees_every_event_with_its_commands(run: LoggedRun) -> None:
     """What story and why are made of."""
     seen: list[tuple[int, int]] = []
-    replay(run.disk, observer=lambda s, commands, state: seen.append((s.seq, len(commands))))
+    replay_records(
+        run.disk, observer=lambda s, commands, state: seen.append((s.seq, len(commands)))
+    )
     assert [seq for seq, _ in seen] == list(range(1, run.state.seq + 1))
-    assert sum(count for _, count in seen) == replay(run.disk).decisions
+    assert sum(count for _, count in seen) == replay_records(run.disk).decisions
 
 
 def test_altered_decision_is_the_first_difference(records: list[Record]) -> None:
@@ -108,7 +110,7 @@ def test_altered_decision_is_the_first_difference(records: list[Record]) -> None
         return msgspec.structs.replace(record, command=msgspec.Raw(encode(command)))
 
     altered: list[int] = []
-    found = replay(log_of(changed(records, DecisionRecord, alter)))
+    found = replay_records(log_of(changed(records, DecisionRecord, alter)))
     assert found.difference is not None and found.difference.seq == altered[0]
     assert "somebody-9" in found.difference.logged
     assert "somebody-9" not in found.difference.replayed
@@ -123,7 +125,7 @@ def test_unreadable_decision_is_a_difference(records: list[Record]) -> None:
         odd = msgspec.msgpack.encode({"type": "paint-moon"})
         return msgspec.structs.replace(record, command=msgspec.Raw(odd))
 
-    found = replay(log_of(changed(records, DecisionRecord, alter)))
+    found = replay_records(log_of(changed(records, DecisionRecord, alter)))
     assert "unreadable command" in difference(found) and "paint-moon" in difference(found)
 
 
@@ -138,12 +140,12 @@ def test_altered_event_leads_to_another_decision(records: list[Record]) -> None:
         return msgspec.structs.replace(record, event=msgspec.Raw(encode(event)))
 
     first = next(i for i, r in enumerate(records) if isinstance(r, EventRecord))
-    found = replay(log_of([*records[:first], alter(records[first]), *records[first + 1 :]]))
+    found = replay_records(log_of([*records[:first], alter(records[first]), *records[first + 1 :]]))
     assert found.difference is not None and "GenerateTrajectory" in difference(found)
 
 
 def test_decision_that_was_left_out_is_found(records: list[Record]) -> None:
-    found = replay(log_of(changed(records, DecisionRecord, lambda record: None)))
+    found = replay_records(log_of(changed(records, DecisionRecord, lambda record: None)))
     assert found.difference is not None
 
 
@@ -154,7 +156,7 @@ def test_last_decision_of_an_event_that_was_left_out_is_found(records: list[Reco
         for i, (a, b) in enumerate(pairwise(records))
         if isinstance(a, DecisionRecord) and isinstance(b, EventRecord)
     ][10]
-    found = replay(log_of(records[:last] + records[last + 1 :]))
+    found = replay_records(log_of(records[:last] + records[last + 1 :]))
     assert found.difference is not None and found.difference.logged == "no such decision"
 
 
@@ -170,21 +172,21 @@ def test_decision_that_was_added_is_found(records: list[Record]) -> None:
     extra = DecisionRecord(
         cause=record.cause, index=record.index + 1, command=msgspec.Raw(encode(stop))
     )
-    found = replay(log_of([*records[: place + 1], extra, *records[place + 1 :]]))
+    found = replay_records(log_of([*records[: place + 1], extra, *records[place + 1 :]]))
     assert found.difference is not None and found.difference.replayed == "no further decision"
     assert "I say so" in found.difference.logged
 
 
 def test_altered_state_hash_is_found(run: LoggedRun, records: list[Record]) -> None:
     """A live process logs its state's digest now and then; a replay must reach the same ones."""
-    right = StateHashRecord(seq=run.state.seq, digest=digest(run.state))
+    right = StateHashRecord(seq=run.state.seq, digest=hash_state(run.state))
     assert records[-1] == right
     records = records[:-1]
-    found = replay(log_of([*records, right]))
+    found = replay_records(log_of([*records, right]))
     assert found.difference is None and found.hashes == 1
-    found = replay(log_of([*records, msgspec.structs.replace(right, digest="0" * 32)]))
+    found = replay_records(log_of([*records, msgspec.structs.replace(right, digest="0" * 32)]))
     assert "0" * 32 in difference(found) and right.digest in difference(found)
-    found = replay(log_of([*records, msgspec.structs.replace(right, seq=right.seq - 1)]))
+    found = replay_records(log_of([*records, msgspec.structs.replace(right, seq=right.seq - 1)]))
     assert found.difference is not None
 
 
@@ -192,7 +194,7 @@ def test_tick_logs_state_hashes_and_they_replay(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
     assert replay_module.HASH_EVERY == 1_000
     world = LoggedRun().run()
-    found = replay(world.disk)
+    found = replay_records(world.disk)
     assert found.difference is None and found.hashes == world.state.seq // 20 + 1  # the last one
 
 
@@ -201,7 +203,7 @@ def test_large_state_is_hashed_more_rarely(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("laminar.coordinator.hashes.HASH_EVERY", 20)
     monkeypatch.setattr("laminar.coordinator.hashes.HASHED_OFTEN_MAX", 4)
     world = LoggedRun().run()
-    found = replay(world.disk)
+    found = replay_records(world.disk)
     assert found.difference is None and 0 < found.hashes < world.state.seq // 20
 
 
@@ -211,7 +213,7 @@ def test_missing_trailing_decisions_at_the_end_of_the_log_are_accepted(
     """The coordinator was killed between writing an event and all of its decisions: nothing of it
     was sent, and its successor decides the same. What is missing is handed out."""
     cut = end_of_a_decision(records)
-    found = replay(log_of(records[:cut]))
+    found = replay_records(log_of(records[:cut]))
     assert found.difference is None
     assert found.unlogged == [records[cut]]
 
@@ -233,9 +235,9 @@ def test_missing_decisions_at_a_takeover_have_to_follow_its_header(records: list
     """The next coordinator begins with what the last one owed; here it did, and here it did not."""
     plain = without_headers(records)
     cut = end_of_a_decision(plain)
-    found = replay(log_of(plain, takeovers=(cut,)))
+    found = replay_records(log_of(plain, takeovers=(cut,)))
     assert found.difference is None and found.machine.state.phase == Phase.ENDED
-    found = replay(log_of(plain[:cut] + plain[cut + 1 :], takeovers=(cut,)))
+    found = replay_records(log_of(plain[:cut] + plain[cut + 1 :], takeovers=(cut,)))
     assert difference(found).count("no such decision") == 1
 
 
@@ -244,7 +246,7 @@ def test_missing_decisions_at_a_rotation_are_not(records: list[Record]) -> None:
     plain = without_headers(records)
     cut = end_of_a_decision(plain)
     disk = log_of(plain[:cut] + plain[cut + 1 :], takeovers=(cut,), incarnations=False)
-    assert difference(replay(disk)).count("no such decision") == 1
+    assert difference(replay_records(disk)).count("no such decision") == 1
 
 
 def test_rotated_log_replays(records: list[Record]) -> None:
@@ -255,30 +257,30 @@ def test_rotated_log_replays(records: list[Record]) -> None:
         writer.append(record)
         if not isinstance(after, DecisionRecord):
             writer.commit()
-    assert len(disk.names()) > 20
-    found = replay(disk)
+    assert len(disk.list_names()) > 20
+    found = replay_records(disk)
     assert found.difference is None and found.machine.state.phase == Phase.ENDED
 
 
 def test_until_stops_after_an_event(run: LoggedRun) -> None:
     """The state as it was after event 50, with the digest that the live process had then."""
-    found = replay(run.disk, until=50)
+    found = replay_records(run.disk, until=50)
     assert found.difference is None
     assert (found.events, found.machine.state.seq) == (50, 50)
-    assert digest(found.machine.state) == run.digests[50]
+    assert hash_state(found.machine.state) == run.digests[50]
 
 
 def test_until_beyond_the_end_is_the_end(run: LoggedRun) -> None:
-    assert replay(run.disk, until=10**9).machine.state.seq == run.state.seq
+    assert replay_records(run.disk, until=10**9).machine.state.seq == run.state.seq
 
 
 def test_tail_bounds_the_replay(run: LoggedRun) -> None:
     """A log that grows while it is read: what came after the scan is not looked at."""
     part = MemoryDisk({name: bytes(data) for name, data in run.disk.files.items()})
-    tail = scan(part)
-    name = part.names()[-1]
+    tail = scan_log(part)
+    name = part.list_names()[-1]
     part.files[name] += b"whatever comes later"
-    assert replay(part, tail).machine.state.seq == run.state.seq
+    assert replay_records(part, tail).machine.state.seq == run.state.seq
 
 
 def test_event_of_another_program_is_a_difference(records: list[Record]) -> None:
@@ -289,10 +291,10 @@ def test_event_of_another_program_is_a_difference(records: list[Record]) -> None
         odd = msgspec.msgpack.encode({"type": "moon-landed"})
         return msgspec.structs.replace(record, event=msgspec.Raw(odd))
 
-    found = replay(log_of(changed(records, EventRecord, alter)))
+    found = replay_records(log_of(changed(records, EventRecord, alter)))
     assert "moon-landed" in difference(found)
 
 
 def test_empty_log_replays_to_nothing() -> None:
-    found = replay(MemoryDisk())
+    found = replay_records(MemoryDisk())
     assert found.events == 0 and found.difference is None and not found.machine.started

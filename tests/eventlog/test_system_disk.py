@@ -11,7 +11,7 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.coordinator.system import RealDisk
-from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.reader import read_log, scan_log
 from laminar.eventlog.record import StateHashRecord
 from laminar.eventlog.writer import LogTaken
 from laminar.names.ports import DiskError
@@ -19,14 +19,14 @@ from tools.kit.logs import begin_log
 
 
 def test_a_log_on_disk_is_read_back_and_taken_over(tmp_path: Path) -> None:
-    disk = RealDisk.make(tmp_path / "events")
+    disk = RealDisk.make_directory(tmp_path / "events")
     records = [StateHashRecord(seq, "ab") for seq in range(4)]
     for each in records[:2]:
         writer = begin_log(disk)
         writer.append(each)
         writer.commit()
         writer.close()
-    assert disk.names() == ["events-00000001.log", "events-00000002.log"]
+    assert disk.list_names() == ["events-00000001.log", "events-00000002.log"]
     again = RealDisk(tmp_path / "events")
     found = [each for _, each in read_log(again) if isinstance(each, StateHashRecord)]
     assert found == records[:2]
@@ -34,11 +34,11 @@ def test_a_log_on_disk_is_read_back_and_taken_over(tmp_path: Path) -> None:
 
 def test_read_gives_exactly_the_bytes_asked_for(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
-    file = disk.create("f")
+    file = disk.create_file("f")
     file.append(b"0123456789")
     file.append(b"")
     file.close()
-    assert disk.size("f") == 10
+    assert disk.get_size("f") == 10
     assert disk.read("f") == b"0123456789"
     assert disk.read("f", 4) == b"456789"
     assert disk.read("f", 4, 3) == b"456"
@@ -48,12 +48,12 @@ def test_read_gives_exactly_the_bytes_asked_for(tmp_path: Path) -> None:
 
 def test_create_is_exclusive(tmp_path: Path) -> None:
     disk = RealDisk(tmp_path)
-    disk.create("f").close()
+    disk.create_file("f").close()
     with pytest.raises(FileExistsError):
-        disk.create("f")
+        disk.create_file("f")
     begin_log(disk).close()
     (tmp_path / "events-00000002.log").touch()
-    tail = scan(disk)
+    tail = scan_log(disk)
     (tmp_path / "events-00000003.log").touch()
     with pytest.raises(LogTaken):
         begin_log(disk, tail)
@@ -98,13 +98,13 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_a_torn_tail(
     with pytest.raises(DiskError, match=r"events-00000001\.log failed: No space") as caught:
         writer.commit()
     assert caught.value.errno == errno.ENOSPC
-    assert scan(disk).torn_bytes == 30
+    assert scan_log(disk).torn_bytes == 30
 
 
 def test_a_write_that_takes_nothing_does_not_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = RealDisk(tmp_path).create("f")
+    file = RealDisk(tmp_path).create_file("f")
     monkeypatch.setattr(os, "write", lambda fd, data: 0)
     with pytest.raises(DiskError, match="took none of 3 bytes"):
         file.append(b"abc")
@@ -115,7 +115,7 @@ def failing(*_: object) -> None:
 
 
 def test_a_failed_sync_is_a_disk_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = RealDisk(tmp_path).create("f")
+    file = RealDisk(tmp_path).create_file("f")
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(DiskError, match="sync of f failed"):
         file.sync()
@@ -143,10 +143,10 @@ def test_a_new_name_is_durable_before_the_file_is_used(
 ) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    disk = RealDisk.make(tmp_path / "events")
+    disk = RealDisk.make_directory(tmp_path / "events")
     assert synced == [str(tmp_path)]
     synced.clear()
-    disk.create("f")
+    disk.create_file("f")
     assert set(synced) == {str(tmp_path / "events")}
 
 
@@ -154,11 +154,11 @@ def test_older_names_are_durable_before_a_new_one_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed process may have left them: no gap in the numbers of segments after a power cut."""
-    disk = RealDisk.make(tmp_path / "events")
-    disk.create("f").close()
+    disk = RealDisk.make_directory(tmp_path / "events")
+    disk.create_file("f").close()
     synced: list[list[str]] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(disk.names()))
-    disk.create("g")
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(disk.list_names()))
+    disk.create_file("g")
     assert synced == [["f"], ["f", "g"]]
 
 
@@ -168,7 +168,7 @@ def test_older_names_are_durable_before_a_new_one_is_there(
 def test_a_directory_that_cannot_be_synced_is_a_disk_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int, message: str
 ) -> None:
-    disk = RealDisk.make(tmp_path / "events")
+    disk = RealDisk.make_directory(tmp_path / "events")
     syncs: list[int] = []
 
     def fail_nth(fd: int) -> None:
@@ -178,17 +178,17 @@ def test_a_directory_that_cannot_be_synced_is_a_disk_error(
 
     monkeypatch.setattr(os, "fsync", fail_nth)
     with pytest.raises(DiskError, match=message):
-        disk.create("f")
+        disk.create_file("f")
     assert len(syncs) == nth
 
 
 def test_a_failed_create_is_a_disk_error(tmp_path: Path) -> None:
-    disk = RealDisk.make(tmp_path / "events")
+    disk = RealDisk.make_directory(tmp_path / "events")
     (tmp_path / "events").rmdir()
     with pytest.raises(DiskError, match="creation of f failed"):
-        disk.create("f")
+        disk.create_file("f")
     with pytest.raises(DiskError, match=r"creation of .*missing/events failed"):
-        RealDisk.make(tmp_path / "missing" / "events")
+        RealDisk.make_directory(tmp_path / "missing" / "events")
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     ("call", "message"),
     [
         (lambda disk: disk.read("f"), "read of f failed: No such file"),
-        (lambda disk: disk.replace("f", "g"), "renaming of f to g failed: No such file"),
+        (lambda disk: disk.replace_file("f", "g"), "renaming of f to g failed: No such file"),
         (lambda disk: disk.remove("f"), "removal of f failed: No such file"),
     ],
 )
@@ -208,16 +208,16 @@ def test_whatever_fails_is_a_disk_error(
     tmp_path: Path, call: Callable[[RealDisk], object], message: str
 ) -> None:
     with pytest.raises(DiskError, match=message):
-        call(RealDisk.make(tmp_path / "events"))
+        call(RealDisk.make_directory(tmp_path / "events"))
 
 
 def test_renaming_and_removal_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = RealDisk.make(tmp_path / "events")
-    disk.create("f").append(b"new")
-    disk.create("g").append(b"old")
+    disk = RealDisk.make_directory(tmp_path / "events")
+    disk.create_file("f").append(b"new")
+    disk.create_file("g").append(b"old")
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    disk.replace("f", "g")
-    assert (disk.names(), disk.read("g")) == (["g"], b"new")
+    disk.replace_file("f", "g")
+    assert (disk.list_names(), disk.read("g")) == (["g"], b"new")
     disk.remove("g")
-    assert disk.names() == [] and synced == [str(tmp_path / "events")] * 2
+    assert disk.list_names() == [] and synced == [str(tmp_path / "events")] * 2

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import kebab
+from laminar.events.base import to_kebab_case
 from laminar.events.codec import (
     MESSAGE_BYTES_MAX,
     WireError,
     decode_command,
+    decode_envelope,
     decode_event,
-    decode_order,
     encode,
 )
 from laminar.names.ids import TrajectoryId
@@ -27,7 +27,7 @@ STOP = cmd.StopActor(to="store-0", reason="done")
 
 
 def test_names_are_kebab_case() -> None:
-    assert kebab("TrajectoryFinished") == "trajectory-finished"
+    assert to_kebab_case("TrajectoryFinished") == "trajectory-finished"
     assert msgspec.msgpack.decode(encode(FINISHED))["type"] == "trajectory-finished"
 
 
@@ -93,7 +93,7 @@ def test_anything_else_is_a_wire_error(data: bytes) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_else(data: bytes) -> None:
-    for decode in (decode_event, decode_command, decode_order):
+    for decode in (decode_event, decode_command, decode_envelope):
         try:
             decode(data)
         except WireError:

@@ -7,7 +7,7 @@ prompts; and the limits that a configuration is refused above.
 import pytest
 from msgspec import Raw
 
-from laminar.config import load
+from laminar.config import load_config
 from laminar.config.rollout import GROUP_SIZE_MAX
 from laminar.config.rules import BUILT_IN_STRATEGIES, STEP_TRAJECTORIES_MAX
 from laminar.coordinator.loop import COMMANDS_BYTES_MAX
@@ -16,7 +16,13 @@ from laminar.core.steps.batching import STRATEGIES
 from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.codec import MESSAGE_BYTES_MAX, TooLarge, decode_event, decode_order, encode
+from laminar.events.codec import (
+    MESSAGE_BYTES_MAX,
+    MessageTooLarge,
+    decode_envelope,
+    decode_event,
+    encode,
+)
 from laminar.names import ids
 from laminar.net.frames import Hello
 from laminar.net.session import ClientLink, Limits, ServerLink
@@ -32,7 +38,7 @@ def trajectories(count: int, siblings: int = SIBLINGS) -> list[ids.TrajectoryId]
     """Consecutive ones of the thirteenth pass."""
     first = 99_000_000
     groups = [ids.train_group(12, first + n) for n in range(-(-count // siblings))]
-    return [ids.trajectory(g, s) for g in groups for s in range(siblings)][:count]
+    return [ids.make_trajectory_id(g, s) for g in groups for s in range(siblings)][:count]
 
 
 def links() -> tuple[ClientLink, ServerLink]:
@@ -49,7 +55,7 @@ def delivered(commands: list[cmd.Command]) -> list[cmd.Command]:
     """What an actor gets of commands that are decided together."""
     client, server = links()
     for number, command in enumerate(commands):
-        order = cmd.Order(command_id=number, cause=0, command=Raw(encode(command)))
+        order = cmd.Envelope(command_id=number, cause=0, command=Raw(encode(command)))
         server.send(encode(order))
     bodies: list[bytes] = []
     while len(bodies) < len(commands):
@@ -57,7 +63,7 @@ def delivered(commands: list[cmd.Command]) -> list[cmd.Command]:
             bodies += client.receive(frame, 0)
         for frame in client.poll(0):
             server.receive(frame, 0)
-    return [decode_order(body)[1] for body in bodies]
+    return [decode_envelope(body)[1] for body in bodies]
 
 
 @pytest.mark.parametrize("count", [85_001, 200_000, STEP_TRAJECTORIES_MAX])
@@ -71,7 +77,7 @@ def test_a_batch_of_any_legal_size_reaches_the_trainer_whole(count: int) -> None
 def test_the_ends_of_a_million_trajectories_are_taken_at_once() -> None:
     """The end of a run that fails: everything that is under way ends with one event."""
     part = tuple(
-        cmd.Ending(
+        cmd.TrajectoryEnding(
             trajectory_id=trajectory,
             group=group_of(trajectory),
             sibling=15,
@@ -87,7 +93,7 @@ def test_the_ends_of_a_million_trajectories_are_taken_at_once() -> None:
     command = cmd.EndTrajectories(to="store-0", endings=part)
     count = 1_000_000 // ENDINGS_PER_COMMAND
     _, server = links()
-    body = encode(cmd.Order(command_id=1 << 50, cause=1 << 30, command=Raw(encode(command))))
+    body = encode(cmd.Envelope(command_id=1 << 50, cause=1 << 30, command=Raw(encode(command))))
     for _ in range(count):
         server.send(body)
     assert len(server.outbox) == count
@@ -95,7 +101,7 @@ def test_the_ends_of_a_million_trajectories_are_taken_at_once() -> None:
 
 def test_the_largest_group_is_rewarded_with_one_message() -> None:
     items = tuple(
-        cmd.Placed(trajectory_id=t, placement=9)
+        cmd.PlacedTrajectory(trajectory_id=t, placement=9)
         for t in trajectories(GROUP_SIZE_MAX, GROUP_SIZE_MAX)
     )
     score = cmd.ScoreTrajectories(
@@ -109,10 +115,10 @@ def test_what_a_strategy_may_be_asked_is_refused_before_it_is_too_large() -> Non
     """The largest legal question is within the limit; so are its answer and their records."""
     settings = ["data.dataset=gcd", "model.name=m", "algorithm.batch_strategy=mine.py:choose"]
     sizes = ["data.train_batch_size=18000", "rollout.group_size=16", "async.max_staleness=2"]
-    config = load([], [*settings, *sizes])
+    config = load_config([], [*settings, *sizes])
     waiting = config.data.train_batch_size * (config.async_.max_staleness + 1)
     candidates = tuple(
-        cmd.Candidate(
+        cmd.BatchCandidate(
             group=ids.train_group(12, 99_000_000 + n),
             row_index=99_000_000 + n,
             deadline=99_999,
@@ -165,5 +171,5 @@ def test_few_origins_are_all_reported() -> None:
 def test_a_message_that_nobody_would_take_is_named_with_its_size() -> None:
     failed = ev.ActorFailed(reason="x" * MESSAGE_BYTES_MAX, user_error=False)
     size = MESSAGE_BYTES_MAX + 51
-    with pytest.raises(TooLarge, match=rf"actor-failed has {size} bytes, more .*15728640"):
+    with pytest.raises(MessageTooLarge, match=rf"actor-failed has {size} bytes, more .*15728640"):
         encode(failed)

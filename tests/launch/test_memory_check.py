@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from laminar.cli.commands import run
-from laminar.config import Config, ConfigError, resolve
+from laminar.cli.commands import run_command
+from laminar.config import Config, ConfigError, resolve_config
 from laminar.launch import memory_check
-from laminar.launch.memory_check import Machine, Place, check_memory, memory_lines
+from laminar.launch.memory_check import MachineMemory, MemoryPlace, check_memory, memory_lines
 from laminar.names import exit_codes
 from laminar.run.memory_limit import memory_limit
 
@@ -59,22 +59,22 @@ def large(tmp_path: Path) -> Path:
 
 def config(model: Path, **settings: Any) -> Config:
     flat = {"model.name": str(model), "data.dataset": "spell_backward"}
-    return resolve(flat | {key.replace("__", "."): value for key, value in settings.items()})
+    return resolve_config(flat | {key.replace("__", "."): value for key, value in settings.items()})
 
 
-def host(memory_gb: float, **gpus: int) -> Machine:
+def host(memory_gb: float, **gpus: int) -> MachineMemory:
     found = {name.removeprefix("gpu"): size * GB for name, size in gpus.items()}
-    return Machine(int(memory_gb * GB), int(memory_gb * GB), found)
+    return MachineMemory(int(memory_gb * GB), int(memory_gb * GB), found)
 
 
-def refused(config: Config, machine: Machine, machines: int = 1) -> str:
+def refused(config: Config, machine: MachineMemory, machines: int = 1) -> str:
     with pytest.raises(ConfigError) as caught:
         check_memory(config, machines, machine)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def parts(places: list[Place], name: str) -> dict[str, float]:
+def parts(places: list[MemoryPlace], name: str) -> dict[str, float]:
     """In GB."""
     found = next(place for place in places if place.name == name)
     return {what: round(size / GB, 1) for what, size in found.parts.items()}
@@ -90,7 +90,8 @@ def test_a_large_model_on_a_small_machine_by_the_command(
     monkeypatch.setattr(memory_check, "this_machine", lambda: host(23.6))
     words = ["train", "-c", str(ROOT / "configs" / "quickstart.toml"), f"model.name={large}"]
     assert (
-        run([*words, "--dry-run", f"run.output_dir={tmp_path / 'runs'}"]) == exit_codes.USER_ERROR
+        run_command([*words, "--dry-run", f"run.output_dir={tmp_path / 'runs'}"])
+        == exit_codes.USER_ERROR
     )
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and "8.2 G parameters" in said.err
@@ -231,7 +232,7 @@ def test_the_fix_is_named_where_settings_are_enough(large: Path) -> None:
     )
     said = refused(config(large, **settings, **SMALL_PASS), host(550))
     assert said.endswith("; set weights.slots = 3, or take a smaller model")
-    said = refused(config(large, **SMALL_PASS), Machine(1000 * GB, 64 * GB, {}))
+    said = refused(config(large, **SMALL_PASS), MachineMemory(1000 * GB, 64 * GB, {}))
     assert said.endswith("; set weights.dtype = bfloat16, or take a smaller model")
     said = refused(config(large), host(150))
     assert said.endswith(
@@ -242,11 +243,11 @@ def test_the_fix_is_named_where_settings_are_enough(large: Path) -> None:
 
 
 def test_slots_are_in_shared_memory(large: Path) -> None:
-    machine = Machine(1000 * GB, 64 * 10**6, {})
+    machine = MachineMemory(1000 * GB, 64 * 10**6, {})
     assert "98.3 of 0.064 GB of /dev/shm (3 weight slots 98.3)" in refused(config(large), machine)
     said = refused(config(large, weights__max_bytes=50 * GB), host(1000))
     assert "weights.max_bytes = 50000000000 (50.0 GB) has no room for 3 versions of 32.8 GB" in said
-    machine = Machine(90 * GB, 90 * GB, {"0": 192 * GB, "1": 80 * GB})
+    machine = MachineMemory(90 * GB, 90 * GB, {"0": 192 * GB, "1": 80 * GB})
     said = refused(config(large, trainer__save_freq=0), machine)
     assert (
         "weights.max_bytes = 0 (45.0 GB, half of the memory that this job may take) has no room"

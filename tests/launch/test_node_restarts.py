@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from laminar.config import load
-from laminar.launch.node_restarts import Machines, Process
+from laminar.config import load_config
+from laminar.launch.node_restarts import NodeRestarter, Process
 from laminar.names import exit_codes
 
 
@@ -24,12 +24,12 @@ class Run:
     """Two machines; `nodes` are all processes that there have been."""
 
     def __init__(self, *settings: str) -> None:
-        config = load([], ["model.name=m", "data.dataset=gcd", "run.nodes=2", *settings])
+        config = load_config([], ["model.name=m", "data.dataset=gcd", "run.nodes=2", *settings])
         self.nodes: list[FakeNode] = []
         self.started: list[int] = []
         self.notes: list[str] = []
-        self.machines = Machines(config, [0, 1], self._start, self.notes.append)
-        self.machines.begin(self._start)
+        self.machines = NodeRestarter(config, [0, 1], self._start, self.notes.append)
+        self.machines.start_all(self._start)
 
     def _start(self, index: int) -> Process:
         self.nodes.append(FakeNode())
@@ -39,18 +39,18 @@ class Run:
 
 def test_a_node_that_dies_is_started_again_after_longer_and_longer_pauses() -> None:
     run = Run("recovery.max_restarts=2")
-    run.machines.look(0.0)
+    run.machines.restart_ended(0.0)
     assert run.started == [0, 1]
     for at_s, since_s in ((10.0, 10.0), (20.0, 21.0)):
         run.nodes[-1].code = -signal.SIGKILL
-        run.machines.look(at_s)
-        run.machines.look(since_s - 0.01)
-        run.machines.look(since_s)
+        run.machines.restart_ended(at_s)
+        run.machines.restart_ended(since_s - 0.01)
+        run.machines.restart_ended(since_s)
     assert run.started == [0, 1, 1, 1]
     assert dict(run.machines) == {"node-0": run.nodes[0], "node-1": run.nodes[-1]}
     run.nodes[-1].code = exit_codes.FAILED
     for at_s in (30.0, 300.0):
-        run.machines.look(at_s)
+        run.machines.restart_ended(at_s)
     assert run.started == [0, 1, 1, 1]
     assert run.notes == [
         "node-1 ended with exit code -9, and its processes with it; starting it again",
@@ -67,7 +67,7 @@ def test_a_node_that_was_to_end_is_not_started_again(code: int) -> None:
     run = Run()
     run.nodes[0].code = code
     for at_s in (0.0, 100.0):
-        run.machines.look(at_s)
+        run.machines.restart_ended(at_s)
     assert (run.started, run.notes) == ([0, 1], [])
 
 
@@ -75,8 +75,8 @@ def test_a_node_that_the_coordinator_does_not_take_waits_a_little() -> None:
     """Its machine had been given up, and it comes back; or the run ends just now."""
     run = Run()
     run.nodes[0].code = exit_codes.COORDINATOR_ABSENT
-    run.machines.look(5.0)
-    run.machines.look(5.9)
+    run.machines.restart_ended(5.0)
+    run.machines.restart_ended(5.9)
     assert run.started == [0, 1]
-    run.machines.look(6.0)
+    run.machines.restart_ended(6.0)
     assert run.started == [0, 1, 0]

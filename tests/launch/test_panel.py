@@ -12,10 +12,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from laminar.analysis.log.evaluations import held_out
+from laminar.analysis.log.evaluations import format_evaluation
 from laminar.launch import panel as shown
-from laminar.launch.panel import LINE_MAX, Pace, Progress
-from laminar.launch.train import _held_out
+from laminar.launch.panel import LINE_MAX, ProgressPanel, StepPace
+from laminar.launch.train import _format_evaluations
 from laminar.run.directory import STATUS_FILE
 from tools.kit.golden_pages import check
 from tools.kit.logs import write_log
@@ -68,10 +68,10 @@ def drawn(run_dir: Path, changes: list[dict[str, Any]], *, terminal: bool = Fals
     """Each status drawn; what comes faster than a terminal takes it may be left out."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=LINE_MAX, soft_wrap=True)
-    progress = Progress(run_dir, console, attached=True)
+    progress = ProgressPanel(run_dir, console, attached=True)
     for change in changes:
         (run_dir / STATUS_FILE).write_text(json.dumps(STATUS | change))
-        progress._draw()
+        progress._draw_status()
     return file.getvalue()
 
 
@@ -91,9 +91,9 @@ def test_the_panel_of_a_run(tmp_path: Path, clock: None) -> None:
     """Its last state, above it what was told once."""
     file = io.StringIO()
     console = Console(file=file, width=LINE_MAX, _environ={})
-    progress = Progress(tmp_path, console, attached=True)
-    console.print(progress._panel(STATUS | STORY[-1]))
-    console.print(progress._panel(STATUS | {"total_steps": 0, "repack": {"moves": 7}}))
+    progress = ProgressPanel(tmp_path, console, attached=True)
+    console.print(progress._build_panel(STATUS | STORY[-1]))
+    console.print(progress._build_panel(STATUS | {"total_steps": 0, "repack": {"moves": 7}}))
     check("train_panel", file.getvalue())
 
 
@@ -108,7 +108,7 @@ def test_a_panel_is_drawn_by_a_thread_and_stays(tmp_path: Path) -> None:
     file = io.StringIO()
     (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | {"evaluations": [TOLD]}))
     console = Console(file=file, force_terminal=True, width=200)
-    with Progress(tmp_path, console) as progress:
+    with ProgressPanel(tmp_path, console) as progress:
         progress.update()
     assert "96/128 right = 0.750 ± 0.038, 11 tokens" in file.getvalue()
 
@@ -122,11 +122,11 @@ def test_what_the_start_took_is_told_once_with_the_first_new_step(
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: begun_s)
     for first in (0, 7):
         file = io.StringIO()
-        progress = Progress(tmp_path, Console(file=file, width=200, soft_wrap=True))
+        progress = ProgressPanel(tmp_path, Console(file=file, width=200, soft_wrap=True))
         for step in (first, first, first + 1, first + 2):
             assert (step > first + 1) == ("first step" in file.getvalue())
             (tmp_path / STATUS_FILE).write_text(json.dumps(STATUS | {"step": step}))
-            progress._draw()
+            progress._draw_status()
         assert file.getvalue().count("the first step is done after") == 1
 
 
@@ -153,10 +153,10 @@ def test_a_terminal_that_fails_holds_nobody_up_and_gets_the_lines_that_follow(
     tmp_path: Path,
 ) -> None:
     pane = Pane()
-    with Progress(tmp_path, Console(file=pane, width=200)) as progress:
+    with ProgressPanel(tmp_path, Console(file=pane, width=200)) as progress:
         for text, broken in (("first", False), ("second", True), ("third", False)):
             pane.broken = broken
-            progress.note(text)
+            progress.add_note(text)
             assert progress._drain(60)
     text = pane.getvalue()
     assert "first" in text and "third" in text
@@ -164,15 +164,19 @@ def test_a_terminal_that_fails_holds_nobody_up_and_gets_the_lines_that_follow(
 
 
 def test_the_time_that_is_left_follows_the_pace_of_the_last_steps() -> None:
-    pace = Pace()
-    assert [pace.left(0, 100, 5.0), pace.left(0, 100, 30.0), pace.left(1, 100, 35.0)] == [""] * 3
-    assert pace.left(1, 100, 90.0) == ""
+    pace = StepPace()
+    assert [
+        pace.estimate_left(0, 100, 5.0),
+        pace.estimate_left(0, 100, 30.0),
+        pace.estimate_left(1, 100, 35.0),
+    ] == [""] * 3
+    assert pace.estimate_left(1, 100, 90.0) == ""
     for step in range(2, 41):
-        told = pace.left(step, 100, 35.0 + 2 * step)
+        told = pace.estimate_left(step, 100, 35.0 + 2 * step)
     assert told == "2.0 min left"
-    assert pace.left(40, 100, 155.0) == "80 s left"
-    assert pace.left(40, 100, 999.0) == "0 s left"
-    assert (pace.left(100, 100, 999.0), pace.left(101, 0, 999.0)) == ("", "")
+    assert pace.estimate_left(40, 100, 155.0) == "80 s left"
+    assert pace.estimate_left(40, 100, 999.0) == "0 s left"
+    assert (pace.estimate_left(100, 100, 999.0), pace.estimate_left(101, 0, 999.0)) == ("", "")
 
 
 def test_of_many_replicas_those_that_do_the_same_are_told_together(tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> 
     """No answer is right, and it learns all the same."""
     changes = {"correct": 0, "share": 0.0, "share_se": 0.0, "score": 0.412, "score_se": 0.02}
     changes |= {"answers_per_prompt": 4, "passed": 0.0, "truncated_share": 0.25, "missing": 3}
-    assert held_out(TOLD | changes) == (
+    assert format_evaluation(TOLD | changes) == (
         "0/125 right = 0.000 ± 0.000, mean score 0.412 ± 0.020, pass@4 0.000, 11 tokens, "
         "25.0% truncated, 3 missing"
     )
@@ -205,17 +209,17 @@ def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> 
 def test_an_evaluation_without_answers_has_no_share() -> None:
     nothing = dict.fromkeys(("share", "share_se", "score", "score_se", "passed", "mean_length"))
     gone = TOLD | nothing | {"truncated_share": None, "correct": 0, "missing": 128}
-    assert held_out(gone) == "0/0 right = -, 128 missing"
+    assert format_evaluation(gone) == "0/0 right = -, 128 missing"
 
 
 def test_the_last_lines_show_the_score_with_its_error() -> None:
     later = TOLD | {"final": True, "share": 0.9, "share_se": 0.02, "score": 0.9}
-    assert _held_out([TOLD]) == []
-    assert _held_out([TOLD, later]) == [
+    assert _format_evaluations([TOLD]) == []
+    assert _format_evaluations([TOLD, later]) == [
         "held-out score   0.750 ± 0.038 -> 0.900 ± 0.020 (the exported model)"
     ]
     shaped = [TOLD | {"share": 0.0, "share_se": 0.0}, later | {"share": 0.0, "share_se": 0.0}]
-    assert _held_out(shaped) == [
+    assert _format_evaluations(shaped) == [
         "held-out score   0.750 ± 0.038 -> 0.900 ± 0.038 (the exported model)",
         "held-out right   0.000 ± 0.000 -> 0.000 ± 0.000 (the exported model)",
     ]

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from laminar.cli.commands import run
-from laminar.config import Config, ConfigError, load
+from laminar.cli.commands import run_command
+from laminar.config import Config, ConfigError, load_config
 from laminar.engines.check import weight_shapes
 from laminar.launch import preflight, train
 from laminar.launch.preflight import check_settings, look_at_data
 from laminar.names import exit_codes
 from laminar.observe.warnings import first_look
-from laminar.tasks.environments.user_class import tools_of
+from laminar.tasks.environments.user_class import decode_tools
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -33,7 +33,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
-    return load([QUICKSTART], [f"run.output_dir={tmp_path / 'runs'}", *overrides])
+    return load_config([QUICKSTART], [f"run.output_dir={tmp_path / 'runs'}", *overrides])
 
 
 def check(config: Config) -> None:
@@ -109,7 +109,7 @@ def test_a_run_directory_that_is_taken(
     )
     (tmp_path / "quickstart").symlink_to(tmp_path / "nowhere")
     words = ["train", "-c", QUICKSTART, *options, f"run.output_dir={tmp_path}"]
-    assert run(words) == exit_codes.USER_ERROR
+    assert run_command(words) == exit_codes.USER_ERROR
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "quickstart exists" in said and "--move-old" in said
 
@@ -128,10 +128,10 @@ def test_what_a_run_is_warned_of_before_it_starts(
     words.append(f"run.output_dir={tmp_path / 'runs'}")
     plan = look_at_data(check_settings(config(tmp_path, *words)))
     assert list(plan.warnings) == ["template"] and "16 of the first 16" in plan.warnings["template"]
-    assert run(["train", "-c", QUICKSTART, "--dry-run", *words]) == 0
+    assert run_command(["train", "-c", QUICKSTART, "--dry-run", *words]) == 0
     assert "WARNING: 16 of the first 16 prompts" in capsys.readouterr().out
     for name, found in (("warned", plan.warnings), ("well", {})):
-        train.prepare(plan.config, tmp_path / name, found).close()
+        train.prepare_directory(plan.config, tmp_path / name, found).close()
         assert first_look(tmp_path / name) == found
         assert (tmp_path / name / "first_look.json").exists() == bool(found)
 
@@ -141,12 +141,12 @@ def test_what_a_run_is_warned_of_before_it_starts(
 
 def of_calculator(tmp_path: Path, *overrides: str) -> Config:
     small = ["data.dataset_size=300", "data.val_size=8", f"run.output_dir={tmp_path / 'runs'}"]
-    return load([str(ROOT / "configs" / "calculator.toml")], [*small, *overrides])
+    return load_config([str(ROOT / "configs" / "calculator.toml")], [*small, *overrides])
 
 
 def test_the_tools_of_an_environment_are_known_before_a_run(tmp_path: Path) -> None:
     plan = look_at_data(check_settings(of_calculator(tmp_path)))
-    (tool,) = tools_of(plan.config.env)
+    (tool,) = decode_tools(plan.config.env)
     assert tool["function"]["name"] == "add"
     assert plan.first_prompt.startswith("add(a, b)\n") and plan.trial
 
@@ -169,7 +169,7 @@ def test_an_environment_that_gives_the_reward_needs_no_answers(
         *words,
         "data.val_size=4",
     ]
-    assert run(["train", *words]) == 0
+    assert run_command(["train", *words]) == 0
     assert "reward     " not in capsys.readouterr().out
 
 

@@ -11,19 +11,21 @@ import psutil
 import pytest
 
 from laminar.actors.system.roles import Needs
-from laminar.config import load
+from laminar.config import load_config
 from laminar.launch import prefork as early_module
-from laminar.launch.prefork import EarlyNode
+from laminar.launch.prefork import PreforkedNode
 from laminar.names import exit_codes
 
 DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[EarlyNode]:
+def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreforkedNode]:
     """Its warm process imports nothing, since that is not what is looked at here."""
-    monkeypatch.setattr(early_module, "needs", lambda *roles, **gpus: {"torch": Needs([], {})})
-    made = EarlyNode(load([], ["model.name=m", "data.dataset=gcd"]), ["relay"])
+    monkeypatch.setattr(
+        early_module, "collect_needs", lambda *roles, **gpus: {"torch": Needs([], {})}
+    )
+    made = PreforkedNode(load_config([], ["model.name=m", "data.dataset=gcd"]), ["relay"])
     yield made
     made.close()
 
@@ -43,14 +45,14 @@ def until_gone(process: psutil.Process) -> None:
     process.wait(DEADLINE_S)
 
 
-def test_a_mistake_leaves_nothing_of_it(early: EarlyNode) -> None:
+def test_a_mistake_leaves_nothing_of_it(early: PreforkedNode) -> None:
     warm = warm_process(early._process.pid)
     early.close()
     assert early._process.returncode == -signal.SIGKILL
     until_gone(warm)
 
 
-def test_it_ends_with_its_starter(early: EarlyNode) -> None:
+def test_it_ends_with_its_starter(early: PreforkedNode) -> None:
     """Which may be killed while it still checks."""
     warm = warm_process(early._process.pid)
     early._socket.close()
@@ -58,8 +60,8 @@ def test_it_ends_with_its_starter(early: EarlyNode) -> None:
     until_gone(warm)
 
 
-def test_it_becomes_a_node_of_the_run_that_it_is_told(early: EarlyNode, tmp_path: Path) -> None:
+def test_it_becomes_a_node_of_the_run_that_it_is_told(early: PreforkedNode, tmp_path: Path) -> None:
     """A mistake in the words is a sentence of laminar-node, as by its own command line."""
     with open(tmp_path / "run.lock", "w") as lock:
-        process = early.go([str(tmp_path / "no-such-run")], lock.fileno())
+        process = early.start_node([str(tmp_path / "no-such-run")], lock.fileno())
         assert process.wait(DEADLINE_S) == exit_codes.USER_ERROR

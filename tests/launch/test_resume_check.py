@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.config import ConfigError, dumps, load
-from laminar.coordinator.loop import settings_of
+from laminar.config import ConfigError, dump_config, load_config
+from laminar.coordinator.loop import make_settings
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
@@ -23,7 +23,7 @@ from laminar.names import exit_codes, ids
 from laminar.run.directory import RESUME_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.run.user_file import file_digests
-from laminar.training.trainer_state import LearnerFacts, Resume, decode, encode
+from laminar.training.trainer_state import LearnerFacts, ResumeState, decode, encode
 from tests.run.conftest import laminar
 from tools.kit.logs import write_log
 from tools.kit.world import World
@@ -45,12 +45,12 @@ def run_of(tmp_path: Path, *overrides: str, step: int = 3) -> Path:
     checkpoint of step 2; 0: one that has come to its end."""
     run = tmp_path / "run"
     place = (f"run.output_dir={tmp_path}", "run.name=run")
-    config = load([], [*place, *BASE, *overrides])
-    settings = msgspec.structs.replace(settings_of(config), start_timeout_ms=60_000)
+    config = load_config([], [*place, *BASE, *overrides])
+    settings = msgspec.structs.replace(make_settings(config), start_timeout_ms=60_000)
     log = World(settings, num_train=30, faults=Faults(save=1.0), seed=3).run().log
     done = [at for at, (s, _) in enumerate(log, 1) if isinstance(s.event, ev.StepCompleted)]
     run.mkdir()
-    (run / "config.toml").write_text(dumps(config))
+    (run / "config.toml").write_text(dump_config(config))
     write_log(run, log[: done[step - 1] if step else None])
     if step and config.trainer.save_freq:
         chain = {t.step_index: t.chain for t in resume_check.state_of(run).trained}[1]
@@ -61,7 +61,7 @@ def run_of(tmp_path: Path, *overrides: str, step: int = 3) -> Path:
 def checkpoint(run: Path, chain: str) -> Path:
     directory = run / "checkpoints" / "step_2"
     directory.mkdir(parents=True)
-    made = Resume(version=2, step=2, before=chain, batches=(), learner=FACTS)
+    made = ResumeState(version=2, step=2, before=chain, batches=(), learner=FACTS)
     (directory / RESUME_FILE).write_bytes(encode(made))
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     data = len(header).to_bytes(8, "little") + header + bytes(8)
@@ -121,7 +121,7 @@ def test_a_run_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
     assert "is no run directory: it has no config.toml" in refused(tmp_path / "empty")
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "config.toml").write_text(dumps(load([], BASE)))
+    (bare / "config.toml").write_text(dump_config(load_config([], BASE)))
     assert "has no event log" in refused(bare)
     (bare / "events").mkdir()
     said = refused(bare)
@@ -137,10 +137,10 @@ def fork_of(tmp_path: Path) -> Path:
     """The directory of a fork that was cut off before its trainer was ready."""
     run = tmp_path / "run"
     place = (f"run.output_dir={tmp_path}", "run.name=run")
-    config = load([], [*place, *BASE])
-    (stamped, commands), *_ = World(settings_of(config), num_train=30, seed=3).run().log
+    config = load_config([], [*place, *BASE])
+    (stamped, commands), *_ = World(make_settings(config), num_train=30, seed=3).run().log
     assert isinstance(stamped.event, ev.CoordinatorStarted)
-    origin = ev.Origin(
+    origin = ev.ForkOrigin(
         run="runs/other",
         step=2,
         version=2,
@@ -154,7 +154,7 @@ def fork_of(tmp_path: Path) -> Path:
     )
     first = msgspec.structs.replace(stamped.event, origin=origin)
     run.mkdir()
-    (run / "config.toml").write_text(dumps(config))
+    (run / "config.toml").write_text(dump_config(config))
     write_log(run, [(msgspec.structs.replace(stamped, event=first), commands)])
     checkpoint(run, "chain").rename(run / "origin")
     (run / "checkpoints").rmdir()
@@ -183,9 +183,9 @@ def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
     lock = RunLock.join(run, "node-0")
     assert f"is in use by node-0 (pid {os.getpid()})" in refused(run)
     with pytest.raises(ConfigError, match="is in use by node-0"):
-        RunLock.alone(run, "train")
+        RunLock.join_idle_run(run, "train")
     lock.close()
-    RunLock.alone(run, "train").close()
+    RunLock.join_idle_run(run, "train").close()
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def _words(directory: Path) -> None:
 
 def _foreign(directory: Path) -> None:
     found = decode((directory / RESUME_FILE).read_bytes())
-    changed = msgspec.structs.replace(found, before=ids.chained("", ("0.0.0",)))
+    changed = msgspec.structs.replace(found, before=ids.extend_chain_digest("", ("0.0.0",)))
     (directory / RESUME_FILE).write_bytes(encode(changed))
 
 

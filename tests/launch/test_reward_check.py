@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laminar.config import ConfigError, DataConfig, resolve
+from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.launch.reward_check import show_trial, trial_calls
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.rewards.reward_functions import reward_spec
@@ -33,7 +33,7 @@ def tried(
     path.write_text(textwrap.dedent(source))
     flat = {"model.name": "m", "data.train_files": ["t.jsonl"]}
     flat |= {f"reward.{key}": value for key, value in reward.items()}
-    config = resolve({**flat, "reward.custom_reward_function.path": str(path)})
+    config = resolve_config({**flat, "reward.custom_reward_function.path": str(path)})
     spec, out = reward_spec(config), io.StringIO()
     calls = trial_calls(spec, rows, lambda text: [ord(c) for c in text], config.rollout.group_size)
     found = show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
@@ -76,7 +76,7 @@ def test_a_group_function_is_called_with_as_many_siblings_as_in_the_run(
     path = tmp_path / "reward.py"
     path.write_text(f"def f(prompts, completions):\n    assert len(completions) == {group_size}\n")
     flat = {"model.name": "m", "reward.custom_reward_function.path": str(path)}
-    spec = reward_spec(resolve({**flat, "data.train_files": ["t.jsonl"]}))
+    spec = reward_spec(resolve_config({**flat, "data.train_files": ["t.jsonl"]}))
     (call,) = trial_calls(spec, ROWS[:1], lambda text: [1], group_size)
     texts = [text for text, _ in call.completions]
     assert len(texts) == group_size and texts[0] == "0" and texts[-1] == ""
@@ -204,7 +204,7 @@ def test_a_row_without_an_answer_has_only_the_empty_one(tmp_path: Path) -> None:
 
 def test_the_scorer_of_a_dataset_gets_the_answer_as_it_wants_it() -> None:
     data = DataConfig(dataset="spell_backward", dataset_size=3, val_size=0)
-    config = resolve({"model.name": "m", "data.dataset": "spell_backward"})
+    config = resolve_config({"model.name": "m", "data.dataset": "spell_backward"})
     spec, out = reward_spec(config), io.StringIO()
     calls = trial_calls(spec, load_prompts(data).train, lambda text: [], 4)
     show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))

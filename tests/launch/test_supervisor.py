@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from laminar.config import load
+from laminar.config import load_config
 from laminar.launch import supervisor as supervisor_module
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
 from laminar.names import exit_codes
@@ -91,7 +91,9 @@ class StandIns(Supervisor):
     def __init__(self, run_dir: Path, signals: str, *codes: int | str | None) -> None:
         """`signals` arrive when the first process was started; code None: it ends by no word; a
         text: it is the script, which is given the descriptor of its turns."""
-        config = load([], ["model.name=m", "data.dataset=gcd", "recovery.coordinator_restart_ms=0"])
+        config = load_config(
+            [], ["model.name=m", "data.dataset=gcd", "recovery.coordinator_restart_ms=0"]
+        )
         run_dir.mkdir()
         self.heard, self.codes, self.signals = run_dir / "heard", [*codes], signals.split()
         lock = RunLock.create(run_dir, "train")
@@ -190,7 +192,7 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_nodes_of_a_run_beyond_loopback_find_their_own_address() -> None:
-    here = load([], ["model.name=m", "data.dataset=gcd"])
+    here = load_config([], ["model.name=m", "data.dataset=gcd"])
     assert node_args(here, 1)[-2:] == ["--host", "127.0.0.2"]
-    beyond = load([], ["model.name=m", "data.dataset=gcd", "coordinator.host=10.1.2.3"])
+    beyond = load_config([], ["model.name=m", "data.dataset=gcd", "coordinator.host=10.1.2.3"])
     assert "--host" not in node_args(beyond, 1)

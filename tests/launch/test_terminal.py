@@ -13,10 +13,10 @@ PRINT = """
 from laminar.launch.terminal import Terminal
 def command():
     console = Terminal()
-    console.lines(["first"] * 3)
+    console.print_lines(["first"] * 3)
     console.when_gone("nobody reads")
-    console.lines(["more than a pipe holds" * 1000] * 100)
-    console.end()
+    console.print_lines(["more than a pipe holds" * 1000] * 100)
+    console.flush_output()
     return 70
 sys.exit(exit_code("laminar", command))
 """

@@ -12,7 +12,7 @@ import zmq
 
 from laminar.net.auth import RunKeys
 from laminar.net.client import write_address
-from laminar.net.rejected_peers import Strangers
+from laminar.net.rejected_peers import RejectedPeers
 from laminar.net.transport import ClientSocket, ServerSocket
 from laminar.run.secret import Secret
 from tests.net.test_net_client import Actor, Coordinator
@@ -48,12 +48,12 @@ def connected(opened, keys, address):
 def still_serves(opened, server):
     """And what has come is only from a client of the run."""
     connected(opened, KEYS, server.address)
-    assert [frame for _, frame in until(server.drain)] == [b"hello"]
+    assert [frame for _, frame in until(server.drain_frames)] == [b"hello"]
 
 
 def test_a_client_of_another_run_is_refused_and_told(opened, server):
     stranger = connected(opened, OTHER, server.address)
-    assert until(stranger.refusal) == (
+    assert until(stranger.find_refusal_reason) == (
         f"what listens on {server.address} does not have the secret of this run: it is a process "
         "of another run, most likely; RUN/secret must be the same file for all processes"
     )
@@ -65,14 +65,16 @@ def test_a_client_that_knows_the_server_but_has_another_key_is_refused(opened, s
     keys = RunKeys(Secret(b"another run"))
     keys._server_public = KEYS._server_public
     stranger = connected(opened, keys, server.address)
-    assert "refused this process, whose secret is not that of its run" in until(stranger.refusal)
+    assert "refused this process, whose secret is not that of its run" in until(
+        stranger.find_refusal_reason
+    )
     still_serves(opened, server)
 
 
 def test_a_client_without_keys_is_refused(opened, server, monkeypatch):
-    monkeypatch.setattr(RunKeys, "present", lambda self, socket: None)
+    monkeypatch.setattr(RunKeys, "secure_client", lambda self, socket: None)
     stranger = connected(opened, KEYS, server.address)
-    assert server.address in until(stranger.refusal)
+    assert server.address in until(stranger.find_refusal_reason)
     monkeypatch.undo()
     still_serves(opened, server)
 
@@ -82,7 +84,9 @@ def test_a_server_without_keys_is_given_nothing(opened):
         plain.bind("tcp://127.0.0.1:*")
         address = plain.get_string(zmq.LAST_ENDPOINT)
         client = connected(opened, KEYS, address)
-        assert f"what listens on {address} speaks another protocol" in until(client.refusal)
+        assert f"what listens on {address} speaks another protocol" in until(
+            client.find_refusal_reason
+        )
         with pytest.raises(zmq.Again):
             plain.recv(zmq.NOBLOCK)
 
@@ -92,7 +96,7 @@ def test_what_dies_while_it_greets_is_no_refusal(opened):
         client = connected(opened, KEYS, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         listener.accept()[0].close()
         listener.accept()  # it tries again, and has counted the first
-        assert client.refusal() == ""
+        assert client.find_refusal_reason() == ""
 
 
 @pytest.mark.parametrize("keys", [OTHER, "of a server that it knows", None])
@@ -100,11 +104,11 @@ async def test_a_server_tells_of_a_stranger(opened, monkeypatch, keys):
     """And not of a client that dies while it greets."""
     told = []
     server = opened(ServerSocket("127.0.0.1", 0, KEYS, on_stranger=told.append))
-    server.attach(asyncio.get_running_loop(), lambda: None)
+    server.attach_loop(asyncio.get_running_loop(), lambda: None)
     port = int(server.address.rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()
     if keys is None:
-        monkeypatch.setattr(RunKeys, "present", lambda self, socket: None)
+        monkeypatch.setattr(RunKeys, "secure_client", lambda self, socket: None)
     elif keys is not OTHER:
         keys = RunKeys(Secret(b"another run"))
         keys._server_public = KEYS._server_public
@@ -116,9 +120,9 @@ async def test_a_server_tells_of_a_stranger(opened, monkeypatch, keys):
 
 def test_strangers_are_told_of_at_once_and_then_once_a_minute():
     told = []
-    strangers = Strangers("here", told.append)
+    strangers = RejectedPeers("here", told.append)
     for count, now_s in [(0, 1.0), (1, 5.0), (3, 6.0), (0, 64.9), (1, 65.0), (0, 500.0)]:
-        strangers.refused(count, now_s)
+        strangers.record_rejected(count, now_s)
     assert [text.partition(",")[0] for text in told] == [
         "refused 1 connection to here",
         "refused 4 connections to here",
@@ -128,7 +132,7 @@ def test_strangers_are_told_of_at_once_and_then_once_a_minute():
 def test_servers_of_two_runs_in_one_process_take_their_own_clients(opened, server):
     other = opened(ServerSocket("127.0.0.1", 0, OTHER))
     connected(opened, OTHER, other.address)
-    assert [frame for _, frame in until(other.drain)] == [b"hello"]
+    assert [frame for _, frame in until(other.drain_frames)] == [b"hello"]
     still_serves(opened, server)
 
 
@@ -142,7 +146,7 @@ from tests.net.test_net_client import Actor, Coordinator
 from tests.net.test_net_client import until as until_async
 
 class NoHandler:
-    def admit(self, domain, client):
+    def admit_clients(self, domain, client):
         pass
 
 
@@ -151,9 +155,9 @@ def dies(self, request):
 
 
 if sys.argv[1] == "none":
-    auth._gate = NoHandler
+    auth._get_gate = NoHandler
 else:
-    auth._Gate._judge = dies
+    auth._Gate._answer_request = dies
 server = ServerSocket("127.0.0.1", 0, KEYS)
 print(server.address, flush=True)
 for thread in threading.enumerate():
@@ -161,7 +165,7 @@ for thread in threading.enumerate():
         thread.join()
 print("no handler", flush=True)
 sys.stdin.read()
-print(server.drain(), flush=True)
+print(server.drain_frames(), flush=True)
 """
 
 
@@ -176,7 +180,7 @@ def test_a_server_without_its_handler_lets_nobody_in(opened, handler):
             connected(opened, KEYS, address)  # at the question for it
         assert process.stdout.readline() == "no handler\n"
         client = connected(opened, KEYS, address)
-        assert f"what listens on {address} does not" in until(client.refusal)
+        assert f"what listens on {address} does not" in until(client.find_refusal_reason)
         said, _ = process.communicate("")
     assert said == "[]\n"
 
@@ -187,7 +191,7 @@ def test_a_frame_of_the_longest_size_fits_and_one_byte_more_does_not(opened):
     connected(opened, KEYS, server.address).send(b"y" * 1000)
     frames = []
     while b"y" * 1000 not in frames:
-        frames += [frame for _, frame in until(server.drain)]
+        frames += [frame for _, frame in until(server.drain_frames)]
     assert b"x" * 1001 not in frames
 
 

@@ -41,7 +41,7 @@ class Coordinator:
         self.socket = bind(port)
         self.links, self.gauges = {}, []
         write_address(address_file, self.socket.address, boot=boot)
-        self.socket.attach(asyncio.get_running_loop(), self.tick)
+        self.socket.attach_loop(asyncio.get_running_loop(), self.tick)
 
     @property
     def port(self):
@@ -49,7 +49,7 @@ class Coordinator:
 
     def tick(self):
         now = time.monotonic_ns()
-        for route, frame in self.socket.drain():
+        for route, frame in self.socket.drain_frames():
             if route not in self.links:
                 self.admit(route, decode_client(frame, Limits().max_frame), now)
                 continue
@@ -71,7 +71,7 @@ class Coordinator:
             last_seq=len(events),
         )
         if self.refuse:
-            link.refuse(self.refuse)
+            link.refuse_client(self.refuse)
         else:
             link.send(f"run for {self.boot}".encode())
 
@@ -80,7 +80,7 @@ class Coordinator:
             self.gauges.append(body)
             return
         self.record[link.name].append(body)
-        link.processed(seq)
+        link.mark_processed(seq)
 
     def close(self):
         self.socket.close()

@@ -135,12 +135,12 @@ async def test_a_request_that_was_acknowledged_but_never_answered_is_asked_again
     async with asyncio.timeout(DEADLINE_S):
         while not taken:
             await asyncio.sleep(0.005)
-            for route, frame in first.drain():
+            for route, frame in first.drain_frames():
                 if link is None:
                     hello = Hello("rollout-0", "rollout", "b-rollout-0", 0, 1, {})
                     link = ServerLink(hello, server_boot="s1", incarnation=0, now_ns=0)
                 taken += link.receive(frame, 0)
-                link.processed(len(taken))
+                link.mark_processed(len(taken))
                 for answer in link.poll(0):
                     first.send(route, answer)
     await until(lambda: not client._link.outbox)
@@ -198,9 +198,9 @@ async def test_a_silent_peer_is_lost_after_its_lease_and_welcome_again(store):
     server = store.serve(lease_ms=600)
     async with connected(server) as client:
         await client.call(b"a", 20.0)
-        client._shell._socket.detach()  # the process is paused: it neither hears nor speaks
+        client._shell._socket.detach_loop()  # the process is paused: it neither hears nor speaks
         await until(lambda: store.lost == ["b-rollout-0"])
-        client._shell._socket.attach(asyncio.get_running_loop(), client._shell._turn)
+        client._shell._socket.attach_loop(asyncio.get_running_loop(), client._shell._run_turn)
         assert await client.call(b"b", 20.0) == b"B"
 
 
@@ -208,7 +208,7 @@ async def test_a_server_that_was_paused_itself_gives_every_peer_a_new_lease(stor
     server = store.serve(lease_ms=600)
     async with connected(server, flush_s=0.0) as client:
         await client.call(b"a", 20.0)
-        client._shell._socket.detach()
+        client._shell._socket.detach_loop()
         time.sleep(0.8)
         await asyncio.sleep(0.2)
         assert store.lost == []
@@ -227,7 +227,7 @@ async def test_a_peer_whose_message_is_no_request_is_refused_and_bad_frames_are_
     async with asyncio.timeout(DEADLINE_S):
         while len(frames) < 2:
             await asyncio.sleep(0.005)
-            frames += [decode_server(frame, 10_000) for frame in stranger.drain()]
+            frames += [decode_server(frame, 10_000) for frame in stranger.drain_frames()]
             stranger.send(encode(Data("", 1, 0, b"\xc1")))
     assert not any(isinstance(frame, Welcome) for frame in frames[1:])
     assert "not a request" in frames[-1].reason

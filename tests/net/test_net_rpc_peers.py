@@ -7,7 +7,7 @@ from laminar.net import rpc_server
 from laminar.net.calls import Reply, Request
 from laminar.net.frames import Bye, Data, Hello, Refused, decode_server, encode
 from laminar.net.rpc_server import RpcServer
-from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, full
+from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, describe_client_limit
 from laminar.net.wakeups import Wakeups
 from tools.kit.secrets import KEYS
 
@@ -21,7 +21,7 @@ class Wire:
     def __init__(self):
         self.frames, self.sent = [], []
 
-    def drain(self):
+    def drain_frames(self):
         frames, self.frames = self.frames, []
         return frames
 
@@ -71,7 +71,7 @@ class Desk:
 
     def turn(self):
         self.wire.sent.clear()
-        self.server._turn()
+        self.server._run_turn()
 
     def ask(self, number, seq):
         body = msgspec.msgpack.encode(Request(seq, b"question"))
@@ -140,16 +140,18 @@ def test_ten_thousand_replicas_are_let_in_and_too_many_are_told_why(monkeypatch)
     desk = Desk(monkeypatch, IDLE)
     desk.hear(IDLE, Hello("one-more", "rollout", "b", 0, 1, {}))
     desk.turn()
-    assert (b"r%d" % IDLE, Refused(full(IDLE))) in desk.wire.sent
-    assert f"{IDLE} clients are connected" in full(IDLE) and "ulimit -n" in full(IDLE)
+    assert (b"r%d" % IDLE, Refused(describe_client_limit(IDLE))) in desk.wire.sent
+    assert f"{IDLE} clients are connected" in describe_client_limit(
+        IDLE
+    ) and "ulimit -n" in describe_client_limit(IDLE)
 
 
 def test_a_key_is_named_once_when_its_earliest_time_has_come():
     wakeups = Wakeups[str]()
     for key, at in (("a", 30), ("b", 20), ("a", 10), ("b", 40)):
-        wakeups.wake(key, at)
-    assert wakeups.due(9) == []
-    assert wakeups.due(20) == ["a", "b"]
-    assert wakeups.due(50) == []  # the later times were for what has been looked at since
-    wakeups.wake("a", 60)
-    assert wakeups.due(60) == ["a"]
+        wakeups.schedule_wakeup(key, at)
+    assert wakeups.take_due(9) == []
+    assert wakeups.take_due(20) == ["a", "b"]
+    assert wakeups.take_due(50) == []  # the later times were for what has been looked at since
+    wakeups.schedule_wakeup("a", 60)
+    assert wakeups.take_due(60) == ["a"]

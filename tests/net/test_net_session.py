@@ -29,7 +29,7 @@ from laminar.net.session import (
     Outbox,
     OutboxFull,
     ServerLink,
-    full,
+    describe_client_limit,
 )
 
 HEARTBEAT = 1_000 * MS
@@ -84,7 +84,7 @@ def test_data_waits_for_the_welcome():
 
 def test_the_assigned_incarnation_is_repeated():
     link = up_client()
-    link.reintroduce()
+    link.request_hello()
     assert said(link, 0) == [Hello("rollout-0", "rollout", "c1", 4, 1, {})]
 
 
@@ -112,7 +112,7 @@ def test_a_server_acknowledges_only_what_is_processed():
     assert hear(link, Data("s1", 1, 0, b"a")) == [(1, b"a")]
     assert hear(link, Data("s1", 2, 0, b"b")) == [(2, b"b")]
     assert said(link, 0) == []
-    link.processed(1)
+    link.mark_processed(1)
     assert said(link, 0) == [Ack("s1", 1)]
     assert hear(link, Data("s1", 2, 0, b"b")) == []
     assert said(link, 0) == [Ack("s1", 1)]
@@ -120,7 +120,7 @@ def test_a_server_acknowledges_only_what_is_processed():
 
 def test_processed_beyond_delivered_is_our_mistake():
     with pytest.raises(ValueError, match="5 is declared processed, but 0 came last"):
-        server().processed(5)
+        server().mark_processed(5)
 
 
 def test_an_acknowledgement_of_what_was_never_sent_changes_nothing():
@@ -171,9 +171,9 @@ def test_window_limits_bytes_in_flight_but_lets_a_large_body_go_alone():
     outbox = Outbox(limits)
     for size in (6, 1, 2, 2):
         outbox.append(b"x" * size * 1024 * 1024)
-    assert [seq for seq, _ in outbox.take(0)] == [1]
-    outbox.acknowledge(1, 0)
-    assert [seq for seq, _ in outbox.take(0)] == [2, 3]
+    assert [seq for seq, _ in outbox.take_due(0)] == [1]
+    outbox.acknowledge_up_to(1, 0)
+    assert [seq for seq, _ in outbox.take_due(0)] == [2, 3]
 
 
 # Bounds.
@@ -194,7 +194,7 @@ def test_the_outbox_is_bounded_in_bytes():
     outbox.append(b"x" * 12_000)
     with pytest.raises(OutboxFull, match="12000 bytes"):
         outbox.append(b"x")
-    outbox.acknowledge(1, 0)
+    outbox.acknowledge_up_to(1, 0)
     outbox.append(b"x" * 6_000)
     with pytest.raises(OutboxFull):
         outbox.append(b"x" * 6_000)
@@ -203,7 +203,7 @@ def test_the_outbox_is_bounded_in_bytes():
 def test_a_body_that_no_peer_would_take_is_refused_at_once():
     link = up_client()
     largest = link.limits.max_body
-    for send in (link.send, link.gauge):
+    for send in (link.send, link.send_gauge):
         with pytest.raises(ValueError, match=f"limit of {largest}"):
             send(b"x" * (largest + 1))
         send(b"x" * largest)
@@ -211,7 +211,9 @@ def test_a_body_that_no_peer_would_take_is_refused_at_once():
 
 
 def test_who_comes_too_late_is_told_how_many_there_are_and_what_to_do():
-    assert full(16_384).startswith("16384 clients are connected") and "ulimit -n" in full(16_384)
+    assert describe_client_limit(16_384).startswith(
+        "16384 clients are connected"
+    ) and "ulimit -n" in describe_client_limit(16_384)
 
 
 # Restarts.
@@ -292,7 +294,7 @@ def test_an_unanswered_heartbeat_is_followed_by_hello():
 def test_gauges_do_not_hide_a_silent_server():
     link, kinds = up_client(), []
     for ms in range(0, 2_500, 500):
-        link.gauge(b"tokens")
+        link.send_gauge(b"tokens")
         kinds += [type(frame) for frame in said(link, ms * MS)]
     assert kinds.count(Heartbeat) == 1
     assert kinds.count(Hello) == 1
@@ -300,7 +302,7 @@ def test_gauges_do_not_hide_a_silent_server():
 
 def test_a_gauge_is_sent_once_and_not_numbered():
     link, peer = up_client(), server()
-    link.gauge(b"tokens")
+    link.send_gauge(b"tokens")
     assert said(link, 0) == [Gauge(b"tokens")]
     assert [f for ms in range(0, 900, 50) for f in said(link, ms * MS)] == []
     assert hear(peer, Gauge(b"tokens")) == [(0, b"tokens")]
@@ -308,14 +310,14 @@ def test_a_gauge_is_sent_once_and_not_numbered():
 
 def test_a_gauge_before_the_welcome_is_forgotten():
     link = client()
-    link.gauge(b"tokens")
+    link.send_gauge(b"tokens")
     hear(link, Welcome("s1", 4, 0))
     assert said(link, 0) == []
 
 
 def test_pardon_counts_silence_anew():
     link = server()
-    link.pardon(70)
+    link.reset_silence(70)
     assert link.silent_ns(100) == 30
 
 
@@ -359,10 +361,10 @@ def test_next_due_is_when_poll_has_something():
     assert peer.next_due_ns() == 0
     peer.poll(0)
     assert peer.next_due_ns() == NEVER_NS
-    link.gauge(b"g")
+    link.send_gauge(b"g")
     assert link.next_due_ns() == 0
     link.poll(0)
-    peer.refuse("lost")
+    peer.refuse_client("lost")
     assert peer.next_due_ns() == 0
     peer.poll(0)
     assert peer.next_due_ns() == NEVER_NS

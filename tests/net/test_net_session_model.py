@@ -18,11 +18,11 @@ def delivers_duplicates(patch):
         self.delivered = max(self.delivered, seq)
         return True
 
-    patch.setattr(Inbox, "accept", planted)
+    patch.setattr(Inbox, "accept_number", planted)
 
 
 def never_resends(patch):
-    patch.setattr(Outbox, "expired", lambda self, now_ns: False)
+    patch.setattr(Outbox, "is_ack_overdue", lambda self, now_ns: False)
 
 
 def takes_more_than_it_may_keep(patch):

@@ -34,7 +34,7 @@ async def until(condition):
 def wait_for_frames(server):
     frames = []
     while not frames:
-        frames = server.drain()
+        frames = server.drain_frames()
     return frames
 
 
@@ -102,13 +102,13 @@ def test_a_full_queue_says_false(opened):
 def test_a_message_of_many_parts_becomes_an_illegal_frame(opened):
     server = opened(ServerSocket("127.0.0.1", 0, KEYS))
     with zmq.Context.instance().socket(zmq.DEALER) as stranger:
-        KEYS.present(stranger)
+        KEYS.secure_client(stranger)
         stranger.connect(server.address)
         stranger.send_multipart([b"a", b"b", b"c"])
         stranger.send(b"d")
         frames = wait_for_frames(server)
         while len(frames) < 2:
-            frames += server.drain()
+            frames += server.drain_frames()
     assert [frame for _, frame in frames] == [b"", b"d"]
 
 
@@ -128,15 +128,15 @@ def test_every_frame_of_a_burst_is_seen_although_the_callback_takes_few_at_a_tim
         server = opened(ServerSocket("127.0.0.1", 0, KEYS))
         client = connected(opened, server.address)
         seen = []
-        server.attach(
-            asyncio.get_running_loop(), lambda: seen.extend(f for _, f in server.drain(7))
+        server.attach_loop(
+            asyncio.get_running_loop(), lambda: seen.extend(f for _, f in server.drain_frames(7))
         )
         sent = [b"%d" % n for n in range(1000)]
         for frame in sent:
             assert client.send(frame)
         await until(lambda: len(seen) == len(sent))
         assert seen == sent
-        server.detach()
+        server.detach_loop()
 
     run(main())
 
@@ -150,21 +150,21 @@ def test_ping_pong_survives_sends_that_consume_the_edge(opened, run):
         pongs = []
 
         def answer():
-            for route, frame in server.drain():
+            for route, frame in server.drain_frames():
                 server.send(route, frame)
 
         def count():
-            for frame in client.drain():
+            for frame in client.drain_frames():
                 pongs.append(frame)
                 client.send(b"%d" % len(pongs))
 
-        server.attach(loop, answer)
-        client.attach(loop, count)
+        server.attach_loop(loop, answer)
+        client.attach_loop(loop, count)
         client.send(b"0")
         await until(lambda: len(pongs) >= 500)
         assert pongs[:500] == [b"%d" % n for n in range(500)]
-        server.detach()
-        client.detach()
+        server.detach_loop()
+        client.detach_loop()
 
     run(main())
 
@@ -174,7 +174,7 @@ def test_after_connecting_elsewhere_nothing_arrives_from_the_former_server(opene
         first, second = (opened(ServerSocket("127.0.0.1", 0, KEYS)) for _ in range(2))
         client = connected(opened, first.address)
         seen = []
-        client.attach(asyncio.get_running_loop(), lambda: seen.extend(client.drain()))
+        client.attach_loop(asyncio.get_running_loop(), lambda: seen.extend(client.drain_frames()))
         client.send(b"hello")
         ((route, _),) = wait_for_frames(first)
         first.send(route, b"old")
@@ -184,6 +184,6 @@ def test_after_connecting_elsewhere_nothing_arrives_from_the_former_server(opene
         second.send(route, b"new")
         await until(lambda: seen)
         assert seen == [b"new"]
-        client.detach()
+        client.detach_loop()
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from laminar.config import Config, ConfigError, load
+from laminar.config import Config, ConfigError, load_config
 from laminar.observe import wandb_run
 from laminar.observe.board import Board, Scalars
 from laminar.observe.boards import Boards
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 WANDB = """
 import json, sys
 from pathlib import Path
-from laminar.config import load
+from laminar.config import load_config
 from laminar.observe.board import Scalars
 from laminar.observe.boards import Boards
 from laminar.observe.telemetry import Telemetry
@@ -39,7 +39,8 @@ class Log:
     def error(self, event, **fields): print(event, fields)
 
 run_dir, first = Path(sys.argv[1]), int(sys.argv[2])
-config = load([], ["model.name=m", "data.dataset=d", 'trainer.logger=["wandb"]', "run.name=mine"])
+overrides = ["model.name=m", "data.dataset=d", 'trainer.logger=["wandb"]', "run.name=mine"]
+config = load_config([], overrides)
 boards = Boards(config, run_dir, Telemetry(), Log())
 for step in range(first, first + 3):
     boards.scalars[0].put(Scalars(step, 0.0, {"reward/mean": 1000.5 + step}))
@@ -60,7 +61,7 @@ class Log:
 def config(*loggers: str, port: int = 0) -> Config:
     names = json.dumps(list(loggers))
     overrides = [f"trainer.logger={names}", f"coordinator.prometheus_port={port}"]
-    return load([], ["model.name=m", "data.dataset=d", "run.name=mine", *overrides])
+    return load_config([], ["model.name=m", "data.dataset=d", "run.name=mine", *overrides])
 
 
 def scraped(address: str) -> dict[str, dict[str, float]]:
@@ -141,7 +142,7 @@ def test_a_wandb_that_cannot_begin_is_told_once(
     def refuse(run: wandb_run.WandbRun) -> None:
         raise RuntimeError("no route to host")
 
-    monkeypatch.setattr(wandb_run.WandbRun, "_begin", refuse)
+    monkeypatch.setattr(wandb_run.WandbRun, "_init_run", refuse)
     log, telemetry = Log(), Telemetry()
     boards = Boards(config("wandb"), tmp_path, telemetry, log)
     for step in range(3):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
@@ -28,9 +28,9 @@ CAPACITY = 1_000
 @pytest.fixture(scope="module")
 def state() -> State:
     """Of a run with the replicas rollout-0 and rollout-1, in the middle of its work."""
-    machine = Machine()
+    machine = StateMachine()
     for stamped, _ in World(settings(), seed=3).run().log:
-        machine.handle(stamped)
+        machine.handle_event(stamped)
         if machine.state.completed == 3:
             break
     assert sorted(machine.state.replicas) == ["rollout-0", "rollout-1"]
@@ -56,7 +56,7 @@ def stamp(state: State, peer: str, event: Event, seq: int = 1, former: bool = Fa
 
 
 def engines(directory: Path) -> dict[str, Any]:
-    assert TELEMETRY.drain(60)
+    assert TELEMETRY.wait_drained(60)
     replicas = json.loads((directory / "status.json").read_text())["replicas"]
     return {name: shown["engine"] for name, shown in replicas.items()}
 
@@ -101,14 +101,14 @@ def test_a_step_has_the_means_over_its_reports_and_the_growth_of_the_sums(state:
     gauges = StepGauges()
 
     def take(peer: str, event: Event, former: bool = False) -> None:
-        gauges.take(stamp(state, peer, event, former=former), state)
+        gauges.record_event(stamp(state, peer, event, former=former), state)
 
     take("rollout-0", gauge(200, preempted=3, prefix_cache_queries=1_000, prefix_cache_hits=900))
     take("rollout-1", gauge(400, running=1, waiting=7, preempted=1))
     take("rollout-1", gauge(990, running=1, waiting=7, preempted=9), former=True)
     last = {"preempted": 5, "prefix_cache_queries": 1_400, "prefix_cache_hits": 1_000}
     take("rollout-0", gauge(600, **last))
-    assert gauges.drain() == {
+    assert gauges.drain_figures() == {
         "rollout/running/mean": pytest.approx(7 / 3),
         "rollout/waiting/mean": 3.0,
         "rollout/preempted": 2,
@@ -116,7 +116,7 @@ def test_a_step_has_the_means_over_its_reports_and_the_growth_of_the_sums(state:
         "rollout/kv_used_share/max": 0.6,
         "rollout/prefix_cache_hit_share": 0.25,
     }
-    assert gauges.drain() == {}
+    assert gauges.drain_figures() == {}
 
 
 def test_the_line_of_a_step_has_them(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_line_of_a_step_has_them(tmp_path: Path) -> None:
     tell(writer, world.state, [("rollout-0", gauge(250))])
     writer(steps[0], [], world.state)
     writer(steps[1], [], world.state)
-    assert TELEMETRY.drain(60)
+    assert TELEMETRY.wait_drained(60)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     shares = [n["rollout/kv_used_share/mean"] for n in lines if "rollout/kv_used_share/mean" in n]
     assert shares == [0.25]

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 
 from laminar.actors.system import engine_steps
-from laminar.actors.system.engine_steps import EngineSteps, joined
+from laminar.actors.system.engine_steps import EngineSteps, join_steps
 from laminar.analysis.log.intervals import length_ns
 from laminar.analysis.log.process_logs import cut_logs, log_lines
 from laminar.analysis.log.timeline import (
     JOIN_NS,
     cut_timelines,
+    merge_steps,
     read_spans,
     read_steps,
-    stepping,
     whole_lines,
 )
-from laminar.analysis.report.summary import _kept
-from laminar.cli.commands import run
+from laminar.analysis.report.summary import _find_covered
+from laminar.cli.commands import run_command
 from laminar.observe import files
 from laminar.observe.files import GrowingFile
-from laminar.observe.metrics import _written
+from laminar.observe.metrics import _read_written
 from laminar.run.directory import older_parts
 
 MS = 1_000_000
@@ -97,8 +97,8 @@ def test_what_is_gone_is_no_idle_time_of_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "trainer-0.jsonl").write_bytes(span(50) + span(60))
     spans = read_spans(tmp_path, "trainer-0")
-    assert _kept(True, spans)[0, 0] == 50 * MS
-    assert _kept(False, spans)[0, 0] == 0
+    assert _find_covered(True, spans)[0, 0] == 50 * MS
+    assert _find_covered(False, spans)[0, 0] == 0
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -109,7 +109,7 @@ def test_a_trace_says_what_is_missing(
     file = GrowingFile(tmp_path, "timeline/trainer-0.jsonl", in_parts=True)
     for number in range(100):
         file.write([span(number)])
-    assert run(["log", "trace", str(tmp_path)]) == 0
+    assert run_command(["log", "trace", str(tmp_path)]) == 0
     assert "the oldest entries of 1 timelines are gone: trainer-0" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def steps_of(first: int, count: int, *, ms: int = 10) -> bytes:
 def test_many_engine_steps_become_few_rows_with_the_same_times_and_tokens() -> None:
     """A pause stays one: it is time in which the engine did nothing."""
     busy, later = steps_of(0, 50), steps_of(100, 10)
-    rows = np.frombuffer(joined(busy + later), dtype="<i8").reshape(-1, 4)
+    rows = np.frombuffer(join_steps(busy + later), dtype="<i8").reshape(-1, 4)
     assert rows.tolist() == [[0, 499 * MS, 0, 200], [1000 * MS, 1099 * MS, 0, 40]]
     assert JOIN_NS > MS
 
@@ -140,7 +140,7 @@ def test_a_long_run_keeps_every_moment_of_its_engines(
     assert steps[:, 3].sum() == 4_000
     assert (steps[:100, 2] == 4).all() and (steps[100:, 2] == 0).all()
     whole = np.frombuffer(steps_of(0, 1_000), dtype="<i8").reshape(-1, 4)
-    assert length_ns(stepping([steps])) == length_ns(stepping([whole]))
+    assert length_ns(merge_steps([steps])) == length_ns(merge_steps([whole]))
 
 
 def test_metrics_and_books_are_read_line_by_line(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_metrics_and_books_are_read_line_by_line(tmp_path: Path) -> None:
         file.write('{"step": 2001, "event": 20010, "training/glo')
     reader = _PeakReader(path)
     with reader:
-        found = _written(path)
+        found = _read_written(path)
     assert (found.event, found.step_event, found.evaluations) == (20_007, 20_000, 1)
     assert reader.peak_bytes < path.stat().st_size // 4
     with reader:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.replay import Observer
@@ -38,10 +38,10 @@ def failing_reward() -> World:
 
 
 def feed(observer: Observer, world: World, until: int | None = None) -> None:
-    machine = Machine()
+    machine = StateMachine()
     for stamped, _ in world.log[:until]:
-        observer(stamped, machine.handle(stamped), machine.state)
-    assert TELEMETRY.drain(60)
+        observer(stamped, machine.handle_event(stamped), machine.state)
+    assert TELEMETRY.wait_drained(60)
 
 
 def lines(directory: Path) -> list[dict[str, float]]:
@@ -115,12 +115,12 @@ def test_groups_with_siblings_of_several_versions_are_counted(tmp_path: Path) ->
     """Replicas die, and their work starts over on newer weights: the state knows which groups."""
     faults = Faults(lose_every_s=6, slow_tail=0.5)
     world = World(settings(max_staleness=4, resume_wait_ms=100), faults=faults, seed=3).run()
-    machine, expected = Machine(), []
+    machine, expected = StateMachine(), []
     for stamped, _ in world.log:
         batch = machine.state.batch if machine.started else None
         mixed = sum(machine.state.groups[g].mixed for g in batch.groups) if batch else 0
         completed = machine.state.completed if machine.started else 0
-        machine.handle(stamped)
+        machine.handle_event(stamped)
         expected += [mixed] if machine.state.completed > completed else []
     feed(MetricsWriter(tmp_path, TELEMETRY), world)
     counts = [line["groups/mixed_versions"] for line in lines(tmp_path) if MARK in line]
@@ -148,7 +148,7 @@ def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> N
     running = set()
 
     def look(stamped: Stamped, commands: list[Command], state: State) -> None:
-        for name, shown in writer._replicas(state).items():
+        for name, shown in writer._describe_replicas(state).items():
             replica = state.replicas[name]
             assert shown["running"] + shown["waiting"] == len(replica.running)
             assert shown["running"] <= replica.capacity - state.settings.group_size
@@ -284,6 +284,6 @@ def shown(directory: Path, bench: Bench, event: Event = TIMER) -> dict[str, Any]
         event=event,
     )
     StatusWriter(directory, TELEMETRY, lambda: 1e9)(stamped, [], bench.state)
-    assert TELEMETRY.drain(60)
+    assert TELEMETRY.wait_drained(60)
     found: dict[str, Any] = json.loads((directory / "status.json").read_text())
     return found

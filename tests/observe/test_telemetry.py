@@ -24,7 +24,7 @@ from laminar.core.state.state import State
 from laminar.events.base import Stamped
 from laminar.observe.board import Board, Scalars
 from laminar.observe.files import GrowingFile, ReplacedFile, cut_rows
-from laminar.observe.logs import configure, get_logger
+from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.telemetry import Outlet, PartlyWritten, Telemetry
 
 DEADLINE_S = 60.0
@@ -52,7 +52,7 @@ class FullDisk:
 
 def outlet_of(write: Any, kept: int = 1_000) -> tuple[Telemetry, Outlet[str], list[Any]]:
     telemetry, said = Telemetry(), []
-    outlet: Outlet[str] = telemetry.outlet("log", write, kept=kept)
+    outlet: Outlet[str] = telemetry.add_outlet("log", write, kept=kept)
     telemetry.tell_losses(lambda *loss: said.append(loss))
     return telemetry, outlet, said
 
@@ -62,16 +62,16 @@ def test_what_a_full_disk_took_is_counted_and_told_once_when_there_is_room() -> 
     telemetry, outlet, said = outlet_of(disk.write)
     for text in ("a", "b"):
         outlet.put(text)
-    assert telemetry.drain(DEADLINE_S)
+    assert telemetry.wait_drained(DEADLINE_S)
     disk.full = True
     for text in ("c", "d", "e"):
         outlet.put(text)
-        assert telemetry.drain(DEADLINE_S)
+        assert telemetry.wait_drained(DEADLINE_S)
     assert (disk.lines, said) == (["a", "b"], [])
     disk.full = False
     for text in ("f", "g"):
         outlet.put(text)
-        assert telemetry.drain(DEADLINE_S)
+        assert telemetry.wait_drained(DEADLINE_S)
     assert disk.lines == ["a", "b", "f", "g"]
     assert said == [("log", 3, "[Errno 28] No space left on device")]
 
@@ -86,15 +86,15 @@ def test_a_write_that_hangs_holds_nobody_up() -> None:
         written.extend(items)
 
     telemetry, outlet, said = outlet_of(write, kept=3)
-    status = telemetry.outlet("status", written.extend, kept=1)
+    status = telemetry.add_outlet("status", written.extend, kept=1)
     outlet.put("a")
     assert begun.wait(DEADLINE_S)
     for text in "bcdefg":
         outlet.put(text)
         status.put(f"status {text}")
-    assert not telemetry.drain(0.0)
+    assert not telemetry.wait_drained(0.0)
     go_on.set()
-    assert telemetry.drain(DEADLINE_S)
+    assert telemetry.wait_drained(DEADLINE_S)
     assert written == ["a", "b", "c", "d", "status g"]
     assert said == [("log", 3, "its writer is behind")]
 
@@ -113,7 +113,7 @@ def test_whatever_a_write_raises_the_next_one_is_tried(error: BaseException) -> 
     telemetry, outlet, said = outlet_of(write)
     for text in ("a", "b"):
         outlet.put(text)
-        assert telemetry.drain(DEADLINE_S)
+        assert telemetry.wait_drained(DEADLINE_S)
     assert written == ["b"] and said[0][:2] == ("log", 1)
 
 
@@ -241,12 +241,12 @@ def _scalars(data: bytes) -> list[tuple[int, str, float]]:
 
 def test_the_log_says_what_it_lost(tmp_path: Path) -> None:
     """The file cannot even be made at first, then it can."""
-    telemetry = configure(tmp_path / "run", "run", "store-0")
+    telemetry = configure_logging(tmp_path / "run", "run", "store-0")
     get_logger().info("nobody reads this")
-    assert telemetry.drain(DEADLINE_S)
+    assert telemetry.wait_drained(DEADLINE_S)
     (tmp_path / "run").mkdir()
     get_logger().info("there is room")
-    assert telemetry.drain(DEADLINE_S) and telemetry.drain(DEADLINE_S)
+    assert telemetry.wait_drained(DEADLINE_S) and telemetry.wait_drained(DEADLINE_S)
     text = (tmp_path / "run" / "logs" / "latest" / "store-0.jsonl").read_text()
     first, second = map(json.loads, text.splitlines())
     assert (first["event"], first["process"]) == ("there is room", "store-0")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from laminar.core.machine import Machine
-from laminar.core.state.evaluation_scores import EvaluationResult, HeldOutFigures
+from laminar.core.machine import StateMachine
+from laminar.core.state.evaluation_scores import EvaluationResult, EvaluationStatistics
 from laminar.core.state.scores import bits_of
 from laminar.core.state.state import RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.warnings import WINDOW, Watch, first_look
+from laminar.observe.warnings import WINDOW, WarningMonitor, first_look
 from tests.observe.test_metrics_and_status import TELEMETRY
 from tools.kit.world import World
 from tools.kit.world_parts import settings, step_completed
@@ -30,9 +30,9 @@ WELL = {
 @pytest.fixture
 def state() -> State:
     world = World(settings(), num_eval=4, seed=3).run()
-    machine = Machine()
+    machine = StateMachine()
     for stamped, _ in world.log[: len(world.log) // 2]:
-        machine.handle(stamped)
+        machine.handle_event(stamped)
     machine.state.evaluations.clear()
     return machine.state
 
@@ -42,7 +42,7 @@ class Seen:
 
     def __init__(self, state: State) -> None:
         self.state, self.events = state, list[ev.TrainingWarning]()
-        self.watch = Watch(self._report)
+        self.watch = WarningMonitor(self._report)
 
     def _report(self, event: Event) -> None:
         assert isinstance(event, ev.TrainingWarning)
@@ -104,7 +104,7 @@ def test_a_coordinator_that_comes_back_knows_the_first_steps(state: State, tmp_p
     text = "\n".join(map(json.dumps, lines))
     (tmp_path / "metrics.jsonl").write_text(text + '\n{"val/version": 3}\n[1]\n{"cut')
     seen = Seen(state)
-    MetricsWriter(tmp_path, TELEMETRY, earlier=seen.watch.take)
+    MetricsWriter(tmp_path, TELEMETRY, earlier=seen.watch.take_figures)
     assert seen.steps(WINDOW, **{"actor/entropy": 0.01}) == ["entropy"]
     none: list[dict[str, float]] = []
     MetricsWriter(tmp_path / "none", TELEMETRY, earlier=none.append)
@@ -135,7 +135,7 @@ def test_failing_rewards(state: State) -> None:
 
 
 def result(step: int, score: float, error: float) -> EvaluationResult:
-    figures = HeldOutFigures(
+    figures = EvaluationStatistics(
         prompts=100,
         answers_per_prompt=1,
         answered=100,
@@ -164,7 +164,9 @@ def test_a_held_out_score_that_falls(state: State) -> None:
 
 def test_what_an_event_says_by_itself(state: State) -> None:
     seen = Seen(state)
-    part = ev.LeftOut(replica="rollout-1", version=7, trajectories=("0.1.2",), diff=0.5, limit=0.1)
+    part = ev.ExcludedRows(
+        replica="rollout-1", version=7, trajectories=("0.1.2",), diff=0.5, limit=0.1
+    )
     seen.take(step_completed(3, 4, metrics=WELL, left_out=(part,)))
     seen.take(ev.WeightsRejected(version=8, reason="the probe differs by 3"))
     state.num_train = state.settings.groups_per_step - 1
@@ -179,7 +181,7 @@ def test_what_was_found_before_the_run(state: State, tmp_path: Path) -> None:
     (tmp_path / "first_look.json").write_text('{"template": "twice", "reward-order": "less"}')
     state.warnings["reward-order"] = "said"
     events: list[Event] = []
-    watch = Watch(events.append, at_start=first_look(tmp_path))
+    watch = WarningMonitor(events.append, at_start=first_look(tmp_path))
     for _ in range(2):
         event = step_completed(0, 1, metrics=WELL)
         stamped = Stamped(seq=1, time_ns=0, peer="x", incarnation=1, peer_seq=1, event=event)

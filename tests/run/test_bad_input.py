@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.commands import run
+from laminar.cli.commands import run_command
 from laminar.names import exit_codes
 from tests.run.conftest import ROOT
 
@@ -28,7 +28,9 @@ def refused(
     def train(*arguments: str) -> str:
         directory = f"run.output_dir={tmp_path / 'runs'}"
         small = ["data.dataset_size=300", "data.val_size=8"]
-        code = run(["train", "-c", "configs/quickstart.toml", *arguments, directory, *small])
+        code = run_command(
+            ["train", "-c", "configs/quickstart.toml", *arguments, directory, *small]
+        )
         said = capsys.readouterr()
         assert code == exit_codes.USER_ERROR, said.out + said.err
         lines = said.err.strip().splitlines()

@@ -83,6 +83,6 @@ def _check(run: Finished) -> None:
     assert wanted and {order.purpose for order in wanted} == {"resume"}
     assert all((order.version, published[order.version]) in loaded for order in wanted)
     for order in wanted:
-        manifest = checkpoint.read(run.directory / order.checkpoint, order.version).manifest
+        manifest = checkpoint.read_version(run.directory / order.checkpoint, order.version).manifest
         assert manifest.digest == published[order.version]
     check_books(run)

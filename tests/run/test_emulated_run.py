@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.commands import run
+from laminar.cli.commands import run_command
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.run.conftest import Finished, history, laminar
@@ -48,7 +48,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_it_trains_and_its_books_agree(emulated: Finished) -> None:
     for command in (["audit"], ["log", "replay"]):
-        assert run([*command, str(emulated.directory)]) == 0
+        assert run_command([*command, str(emulated.directory)]) == 0
     assert emulated.summary["steps"] == 4
     assert emulated.summary["trajectories_trained"] == 64
     loaded = [e for e in history(emulated.directory) if isinstance(e, ev.WeightsLoaded)]
@@ -87,7 +87,7 @@ def test_every_output_says_that_it_is_emulated(
     emulated: Finished, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "this run is emulated" in emulated.output
-    assert run([*command.split(), str(emulated.directory)]) == 0
+    assert run_command([*command.split(), str(emulated.directory)]) == 0
     said = capsys.readouterr()
     assert "this run is emulated" in said.out + said.err
 
@@ -127,7 +127,7 @@ def test_weights_in_flight_and_a_replica_that_is_killed_around_a_load(
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "run"
     for check in (["audit"], ["log", "replay"]):
-        assert run([*check, str(run_dir)]) == 0
+        assert run_command([*check, str(run_dir)]) == 0
     told = list(history(run_dir))
     killed = [e for e in told if isinstance(e, ev.ProcessExited) and e.code == -9]
     assert [e.actor.partition("-")[0] for e in killed] == ["rollout"]

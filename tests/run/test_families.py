@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from laminar.analysis.log.trained_steps import trained
+from laminar.analysis.log.trained_steps import read_trained_steps
 from tests.run.conftest import ROOT, Finished, check_books, train
 
 SHAPE = {
@@ -150,6 +150,6 @@ def test_qwen3_with_exact_answers_priority_and_a_loss_of_the_user(tmp_path: Path
         f"algorithm.policy_loss.loss_mode={loss}:reinforce",
         f"algorithm.adv_estimator={loss}:leave_one_out",
     )
-    functions = trained(finished.directory).functions
+    functions = read_trained_steps(finished.directory).functions
     assert set(functions) == {"algorithm.policy_loss.loss_mode", "algorithm.adv_estimator"}
     assert len(set(functions.values())) == 1, "of one file"

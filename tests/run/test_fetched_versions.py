@@ -57,7 +57,9 @@ def _seed(long: str) -> int:
 
     def longest(seed: int, group: str) -> int:
         siblings = range(1 if group == HELD_OUT else SIBLINGS)
-        return max(LENGTHS.of(trajectory_seed(seed, GroupId(group), s, 1)) for s in siblings)
+        return max(
+            LENGTHS.draw_length(trajectory_seed(seed, GroupId(group), s, 1)) for s in siblings
+        )
 
     others = [f"0.{index}" for index in range(2 * STEPS) if f"0.{index}" != long]
     return next(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.trained_steps import trained
+from laminar.analysis.log.trained_steps import read_trained_steps
 from laminar.cli import commands
 from laminar.names import exit_codes
 from tests.run.conftest import ROOT, Finished, arenas, laminar
@@ -70,7 +70,7 @@ def test_what_the_model_wrote_can_be_read(
 ) -> None:
     """In the test's own process: `laminar samples` needs no process of the run."""
     monkeypatch.chdir(ROOT)
-    assert commands.run(["samples", str(finished.directory), "--step", "6", "--jsonl"]) == 0
+    assert commands.run_command(["samples", str(finished.directory), "--step", "6", "--jsonl"]) == 0
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(samples) == 4 * 8 and {sample["step"] for sample in samples} == {6}
     for sample in samples:
@@ -85,7 +85,7 @@ def test_the_report_has_every_chart(
     finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert commands.run(["report", str(finished.directory)]) == 0
+    assert commands.run_command(["report", str(finished.directory)]) == 0
     page = (finished.directory / "report.html").read_text()
     assert "no figures yet" not in page and "Spell this word backward" in page
     assert "outcome             complete" in capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_a_step_that_does_not_come_out_again_is_named(
     """Another answer of the third batch is said to be right."""
     shutil.copytree(finished.directory / "events", tmp_path / "events")
     shutil.copy(finished.directory / "config.toml", tmp_path)
-    third = trained(finished.directory).steps[2].trajectories
+    third = read_trained_steps(finished.directory).steps[2].trajectories
     source = finished.directory / "store.sqlite"
     with sqlite3.connect(source) as store, sqlite3.connect(tmp_path / source.name) as copy:
         store.backup(copy)

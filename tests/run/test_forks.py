@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli.commands import run
-from laminar.cli.fork import origin_of
+from laminar.cli.commands import run_command
+from laminar.cli.fork import build_origin
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.run import fail_points
 from laminar.run.directory import ORIGIN_DIR, RESUME_FILE
-from laminar.training.trainer_state import Resume, decode
+from laminar.training.trainer_state import ResumeState, decode
 from tests.run.conftest import ROOT, RUN_TIMEOUT_S, Finished, check_books, history, laminar
 
 pytestmark = pytest.mark.process
@@ -40,7 +40,7 @@ def copied(run: Path, directory: Path) -> Path:
     return directory
 
 
-def resume_of(checkpoint: Path) -> Resume:
+def resume_of(checkpoint: Path) -> ResumeState:
     return decode((checkpoint / RESUME_FILE).read_bytes())
 
 
@@ -117,18 +117,18 @@ def _each_prompt_ends_once(finished: Finished, log: list[object]) -> None:
 
 def _can_be_forked(made: Finished) -> None:
     """At what it began with, and not where it has none."""
-    origin = origin_of(made.directory, *_named(resume := resume_of(made.directory / ORIGIN_DIR)))
+    origin = build_origin(made.directory, *_named(resume := resume_of(made.directory / ORIGIN_DIR)))
     first = next(i for i in history(made.directory) if isinstance(i, ev.CoordinatorStarted)).origin
     assert first is not None and origin.unfinished == first.unfinished != ()
     assert (origin.cursor, origin.seed) == (first.cursor, first.seed)
     assert origin.digest == resume.digest == first.digest
     last = resume_of(made.directory / "checkpoints" / "step_6")
-    later = origin_of(made.directory, *_named(last))
+    later = build_origin(made.directory, *_named(last))
     assert (later.unfinished, later.cursor) == ((), 4 * STEPS)  # all have been trained
     assert later.version == STEPS + 2  # two orders were interrupted
 
 
-def _named(resume: Resume) -> tuple[int, int, str]:
+def _named(resume: ResumeState) -> tuple[int, int, str]:
     return resume.step, resume.version, resume.digest
 
 
@@ -141,7 +141,7 @@ def refused(
 
     def said(*words: str, of: Path = finished.directory, step: int = STEP) -> str:
         before = sorted(of.parent.iterdir())
-        code = run(["fork", str(of), "--at-step", str(step), *words])
+        code = run_command(["fork", str(of), "--at-step", str(step), *words])
         found = capsys.readouterr()
         assert code == 2, found.out + found.err
         assert sorted(of.parent.iterdir()) == before

@@ -73,10 +73,10 @@ def test_another_machine_that_sees_the_directory_stops_it(
         monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
         secret = (run / SECRET_FILE).read_bytes()
         (run / SECRET_FILE).write_bytes(bytes(len(secret)))
-        assert commands.run(["stop", str(run)]) == exit_codes.USER_ERROR
+        assert commands.run_command(["stop", str(run)]) == exit_codes.USER_ERROR
         assert "secret" in capsys.readouterr().err
         (run / SECRET_FILE).write_bytes(secret)
-        assert commands.run(["stop", str(run)]) == exit_codes.COMPLETE
+        assert commands.run_command(["stop", str(run)]) == exit_codes.COMPLETE
 
     run_it(prepare(tmp_path, "trainer.total_training_steps=10000"), act=stop)
     said = capsys.readouterr().out

@@ -50,9 +50,9 @@ def three_machines(
 
 
 def events(run: Finished) -> Iterator[Stamped]:
-    for record in run_log.records(run.directory):
+    for record in run_log.read_records(run.directory):
         if isinstance(record, EventRecord):
-            yield run_log.typed_event(record)
+            yield run_log.parse_event(record)
 
 
 def digests(run: Finished) -> dict[int, str]:

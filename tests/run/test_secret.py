@@ -42,7 +42,9 @@ def test_a_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) ->
 def test_keys_of_two_uses_differ_and_none_is_shown(tmp_path: Path) -> None:
     make_secret(tmp_path)
     found = read_secret(tmp_path)
-    assert len({found.key(use) for use in ("curve-server", "curve-client", "bulk", "run")}) == 4
+    assert (
+        len({found.derive_key(use) for use in ("curve-server", "curve-client", "bulk", "run")}) == 4
+    )
     assert f"{found} {found!r}" == "Secret(***) Secret(***)"
 
 
@@ -72,7 +74,7 @@ def test_the_secret_of_a_run_is_in_no_other_file_of_it(finished: Finished) -> No
     """Neither it nor a key that lets anybody in, in the forms in which they might be written."""
     content = (finished.directory / SECRET_FILE).read_bytes()
     found = read_secret(finished.directory)
-    hidden = [content, *(found.key(use) for use in ("curve-server", "curve-client", "bulk"))]
+    hidden = [content, *(found.derive_key(use) for use in ("curve-server", "curve-client", "bulk"))]
     forms = [form for each in hidden for form in (each, each.hex().encode(), z85.encode(each))]
     files = [path for path in finished.directory.rglob("*") if path.is_file()]
     assert len(files) > 10

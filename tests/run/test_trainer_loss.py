@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.trained_steps import trained
+from laminar.analysis.log.trained_steps import read_trained_steps
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import exit_codes
@@ -85,7 +85,7 @@ def _lines_of_the_book(run: Finished, log: list[object]) -> None:
 
 def _removed_payloads(run: Finished) -> None:
     """Those of the steps before the oldest checkpoint; what they say can still be read."""
-    answers = trained(run.directory).steps
+    answers = read_trained_steps(run.directory).steps
     with open_tables(run.directory / STORE_FILE) as tables:
         removed = tables.removed_payloads()
     kept = {name for step in answers[3:] for name in step.trajectories}

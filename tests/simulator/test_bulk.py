@@ -12,9 +12,9 @@ from laminar.weights.chain.reports import (
     SlotWanted,
     Trouble,
 )
-from laminar.weights.chain.upstream import Identity
+from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import manifest_of, verify
+from laminar.weights.version.hashes import build_manifest, verify_weights
 from tools.kit.sim_worlds import calm
 from tools.simulator.machine.memory import SimArena
 from tools.simulator.machine.relay import SimMachine, SimPlane
@@ -24,7 +24,7 @@ from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds
 from tools.simulator.world import World
 
-SPECS = mf.layout([("w", (VERSION_BYTES // 4,))], "float32")
+SPECS = mf.make_layout([("w", (VERSION_BYTES // 4,))], "float32")
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
 
 
@@ -39,9 +39,9 @@ class Relay:
         self.process.alive, self.process.boot_id = True, f"{name}/{next(_boots)}"
         self.reports: list[Report] = []
         self.machine = SimMachine(self.process, world.bulk, world.arenas)
-        self.machine.slots.create(3, VERSION_BYTES)
+        self.machine.slots.create_slots(3, VERSION_BYTES)
         self.plane = SimPlane(
-            self.machine, Identity("run", name, 1, b"key"), self.take, PlaneOptions()
+            self.machine, RelayIdentity("run", name, 1, b"key"), self.take, PlaneOptions()
         )
         self.address = self.plane.start("127.0.0.1")
         self.next_slot = 0
@@ -49,7 +49,7 @@ class Relay:
     def take(self, report: Report) -> None:
         self.reports.append(report)
         if isinstance(report, SlotWanted):
-            self.plane.grant(self.slot())
+            self.plane.grant_slot(self.slot())
 
     def slot(self) -> int:
         self.next_slot += 1
@@ -63,10 +63,10 @@ class Relay:
         slot = self.slot()
         view = self.arena.slot(slot)
         view[:] = version
-        manifest = manifest_of(
+        manifest = build_manifest(
             view, version=version, step=version, tensors=SPECS, probe=PROBE, chunk_bytes=CHUNK_BYTES
         )
-        self.plane.publish(manifest, slot)
+        self.plane.publish_version(manifest, slot)
 
     def feed(self, other: Relay, order: int) -> None:
         self.plane.set_successor(order, (other.process.name, *other.address))
@@ -79,7 +79,7 @@ class Relay:
         found = []
         for report in self.reports:
             if isinstance(report, Received):
-                verify(self.arena.slot(report.slot), report.manifest)
+                verify_weights(self.arena.slot(report.slot), report.manifest)
                 found.append(report.manifest.version)
         return found
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from laminar.actors.admission_requests import Openings
+from laminar.actors.admission_requests import AdmissionRequests
 from laminar.actors.rollout import Rollout
 from laminar.actors.service_clients import StoreClient
 from laminar.actors.store import Store
 from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.scores import bits_of
 from laminar.core.state.state import State
-from laminar.engines.emulated.fake_tokens import tokens_of
+from laminar.engines.emulated.fake_tokens import make_tokens
 from laminar.engines.protocol import WeightSource
 from laminar.eventlog.record import EventRecord
-from laminar.eventlog.replay import stamped
+from laminar.eventlog.replay import decode_stamped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Event, Stamped
@@ -209,7 +209,7 @@ def failed(world: World, kind: FailureKind, subject: str, cause: int) -> State:
 
 def seq_of(world: World, wanted: type[Event], peer: str = "") -> int:
     """The first event of this kind in the log."""
-    found = [stamped(record) for record in records(world) if isinstance(record, EventRecord)]
+    found = [decode_stamped(record) for record in records(world) if isinstance(record, EventRecord)]
     return next(s.seq for s in found if isinstance(s.event, wanted) and peer in ("", s.peer))
 
 
@@ -302,8 +302,8 @@ def test_successor_in_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store loses the beginning of a response that goes on."""
     monkeypatch.setattr(
-        "laminar.engines.emulated.clock_engine.tokens_of",
-        lambda seed, start, end, ends: tokens_of(seed + (start > 0), start, end, ends=ends),
+        "laminar.engines.emulated.clock_engine.make_tokens",
+        lambda seed, start, end, ends: make_tokens(seed + (start > 0), start, end, ends=ends),
     )
     assert run_seed(calm(**SMALL), 3).invariant == "tokens_continue"
 
@@ -311,12 +311,12 @@ def test_tokens_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's answer comes after the abort and the pull, and the replica does not look."""
 
-    def planted(openings: Openings, command: cmd.GenerateTrajectory) -> bool:
-        order = cmd.Order(command_id=0, cause=0, command=command)
+    def planted(openings: AdmissionRequests, command: cmd.GenerateTrajectory) -> bool:
+        order = cmd.Envelope(command_id=0, cause=0, command=command)
         openings._waiting[command.trajectory_id] = (order, command)
         return True
 
-    ask = StoreClient.ask
+    ask = StoreClient.send_request
 
     async def late(client: StoreClient, request: Any, answer: Any) -> Any:
         reply = await ask(client, request, answer)
@@ -324,8 +324,8 @@ def test_work_that_was_taken_back_is_generated(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.sleep(3.0)
         return reply
 
-    monkeypatch.setattr(StoreClient, "ask", late)
-    monkeypatch.setattr(Openings, "_is_wanted", planted)
+    monkeypatch.setattr(StoreClient, "send_request", late)
+    monkeypatch.setattr(AdmissionRequests, "_is_wanted", planted)
     swarm = config("replica-dies", events_max=8_000)
     outcomes = (run_seed(swarm, seed) for seed in range(20))
     found = next(outcome for outcome in outcomes if outcome.invariant)
@@ -403,7 +403,7 @@ def generates(to: str, placement: int) -> cmd.GenerateTrajectory:
 
 def test_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store answers no EndTrajectories, and nothing gives up on it in time."""
-    monkeypatch.setattr(Store, "handle", lambda *_: None)
+    monkeypatch.setattr(Store, "handle_orders", lambda *_: None)
     outcome = run_seed(calm(quiet_s=60.0, **SMALL), 3)
     assert outcome.invariant == "progress" and "outstanding: end:" in outcome.details
 

@@ -41,7 +41,7 @@ def test_one_seed_is_one_line(config: Path, capsys: pytest.CaptureFixture[str]) 
 def test_broken_promise_has_a_story_and_a_way_to_see_it_again(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("laminar.actors.protocol.CommandFilter.take", lambda *_: True)
+    monkeypatch.setattr("laminar.actors.protocol.CommandFilter.accept_id", lambda *_: True)
     text = SMALL.replace(
         "calm_share = 1.0", "menu = ['coordinator-killed']\nshare = 1.0\nevery_s = 0.5"
     )

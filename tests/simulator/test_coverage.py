@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.machine import HANDLING
-from laminar.core.state.transitions import TRAJECTORY_MOVES
+from laminar.core.state.transitions import TRAJECTORY_TRANSITIONS
 from tools.kit.sim_worlds import config
 from tools.simulator.coverage import EXPECTED, Coverage
 from tools.simulator.run import run_seeds
@@ -13,7 +13,7 @@ from tools.simulator.run import run_seeds
 
 def test_every_row_of_the_tables_has_a_mark() -> None:
     assert {f"event:{event.__name__}" for event in HANDLING} <= set(EXPECTED)
-    moves = {f"move:{before}-{trigger}" for before, trigger in TRAJECTORY_MOVES}
+    moves = {f"move:{before}-{trigger}" for before, trigger in TRAJECTORY_TRANSITIONS}
     assert moves <= set(EXPECTED)
     assert len(set(EXPECTED)) == len(EXPECTED)
 

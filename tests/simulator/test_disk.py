@@ -22,7 +22,7 @@ SYNCED, VOLATILE = b"s" * 700, b"v" * 2_000
 
 def unsynced_tail() -> SimDisk:
     disk = SimDisk()
-    file = disk.create("a")
+    file = disk.create_file("a")
     file.append(SYNCED)
     file.sync()
     file.append(VOLATILE)
@@ -30,7 +30,7 @@ def unsynced_tail() -> SimDisk:
 
 
 def contents(disk: SimDisk) -> dict[str, bytes]:
-    return {name: disk.read(name) for name in disk.names()}
+    return {name: disk.read(name) for name in disk.list_names()}
 
 
 def drawn(disk: SimDisk, mode: CrashMode, count: int = 200) -> list[dict[str, bytes]]:
@@ -43,27 +43,27 @@ def drawn(disk: SimDisk, mode: CrashMode, count: int = 200) -> list[dict[str, by
 
 def test_it_is_a_disk() -> None:
     disk: Disk = SimDisk({"b": b"12345"})
-    file = disk.create("a")
+    file = disk.create_file("a")
     file.append(b"one")
     file.append(b"two")
     file.close()
-    assert disk.names() == ["a", "b"]
+    assert disk.list_names() == ["a", "b"]
     assert disk.read("a") == b"onetwo"
     assert (disk.read("b", 1, 2), disk.read("b", 3), disk.read("b", 9)) == (b"23", b"45", b"")
-    assert disk.size("a") == 6
+    assert disk.get_size("a") == 6
 
 
 def test_what_does_not_exist_is_told_like_a_real_disk_does() -> None:
     disk = SimDisk({"a": b""})
     with pytest.raises(FileExistsError):
-        disk.create("a")
-    for read in (disk.read, disk.size, disk.sync):
+        disk.create_file("a")
+    for read in (disk.read, disk.get_size, disk.sync):
         with pytest.raises(FileNotFoundError):
             read("b")
     with pytest.raises(DiskError, match="there is no b"):
         disk.remove("b")
     with pytest.raises(DiskError, match="there is no b"):
-        disk.replace("b", "a")
+        disk.replace_file("b", "a")
 
 
 # --- what a crash leaves ----------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_what_was_synced_stays(mode: CrashMode) -> None:
 @pytest.mark.parametrize("mode", CRASH_MODES)
 def test_a_crash_leaves_a_disk_on_which_everything_is_durable(mode: CrashMode) -> None:
     disk = unsynced_tail().after_crash(mode, random.Random(1))
-    assert disk.durable_size("a") == disk.size("a")
+    assert disk.durable_size("a") == disk.get_size("a")
     assert drawn(disk, "none", 1) == [contents(disk)]
 
 
@@ -99,9 +99,9 @@ def test_a_prefix_is_one_of_all_files_and_names_together() -> None:
     for name in ("a", "b"):
         disk.plan(disk.calls + 2, "eio")  # the directory's sync: its name may be lost later
         with pytest.raises(DiskError):
-            disk.replace(name, f"{name}-new")
+            disk.replace_file(name, f"{name}-new")
     written = SimDisk({"c": b""})
-    first, second = written.create("x"), written.create("y")
+    first, second = written.create_file("x"), written.create_file("y")
     first.append(b"1" * 100)
     second.append(b"2" * 100)
     first.append(b"3" * 100)
@@ -151,7 +151,7 @@ def test_reordered_sectors_are_there_or_zeros_each_by_itself() -> None:
 def test_reordered_files_do_not_wait_for_each_other() -> None:
     disk = SimDisk()
     for name in ("x", "y"):
-        disk.create(name).append(b"1" * 10)
+        disk.create_file(name).append(b"1" * 10)
     found = {tuple(any(data) for data in left.values()) for left in drawn(disk, "reordered")}
     assert found == {(True, True), (True, False), (False, True), (False, False)}
 
@@ -159,8 +159,8 @@ def test_reordered_files_do_not_wait_for_each_other() -> None:
 # --- names ------------------------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[Callable[[SimDisk], object], dict[str, bytes]]] = {
-    "create": (lambda disk: disk.create("c"), {"a": b"1", "b": b"2", "c": b""}),
-    "replace": (lambda disk: disk.replace("a", "b"), {"b": b"1"}),
+    "create": (lambda disk: disk.create_file("c"), {"a": b"1", "b": b"2", "c": b""}),
+    "replace": (lambda disk: disk.replace_file("a", "b"), {"b": b"1"}),
     "remove": (lambda disk: disk.remove("a"), {"b": b"2"}),
 }
 
@@ -202,11 +202,11 @@ def test_a_new_name_never_outlives_one_that_was_there_before() -> None:
     killed = SimDisk()
     killed.plan(2, "crash")
     with pytest.raises(PowerCut):
-        killed.create("a")
+        killed.create_file("a")
     disk = killed.after_kill()
     disk.plan(disk.calls + 2, "crash")
     with pytest.raises(PowerCut):
-        disk.create("b")
+        disk.create_file("b")
     for mode in CRASH_MODES:
         assert {tuple(left) for left in drawn(disk, mode)} <= {("a",), ("a", "b")}
 
@@ -215,18 +215,18 @@ def test_a_synced_file_with_a_volatile_name_is_lost_with_it() -> None:
     disk = SimDisk()
     disk.plan(3, "eio")
     with pytest.raises(DiskError):
-        disk.create("a")
+        disk.create_file("a")
     disk.sync("a")
     assert disk.durable_size("a") == 0
     assert drawn(disk, "none", 1) == [{}]
-    disk.create("b")  # syncs the directory, and so the older name
+    disk.create_file("b")  # syncs the directory, and so the older name
     assert drawn(disk, "none", 1) == [{"a": b"", "b": b""}]
 
 
 def test_content_that_was_not_synced_before_its_name_changed_may_be_lost_under_it() -> None:
     disk = SimDisk({"final": b"before"})
-    disk.create("temp").append(b"after")
-    disk.replace("temp", "final")
+    disk.create_file("temp").append(b"after")
+    disk.replace_file("temp", "final")
     assert disk.durable_size("final") == 0
     assert drawn(disk, "none", 1) == [{"final": b""}]
 
@@ -235,11 +235,11 @@ def test_content_that_was_not_synced_before_its_name_changed_may_be_lost_under_i
 
 
 def scenario(disk: SimDisk) -> None:
-    file = disk.create("a")
+    file = disk.create_file("a")
     file.append(b"0123456789")
     file.sync()
     disk.sync("a")
-    disk.replace("a", "b")
+    disk.replace_file("a", "b")
     disk.remove("b")
 
 
@@ -256,7 +256,11 @@ def test_every_call_can_be_cut_and_nothing_works_after_it() -> None:
         with pytest.raises(PowerCut):
             scenario(disk)
         assert disk.calls == call
-        for act in (disk.names, lambda disk=disk: disk.read("a"), lambda disk=disk: scenario(disk)):
+        for act in (
+            disk.list_names,
+            lambda disk=disk: disk.read("a"),
+            lambda disk=disk: scenario(disk),
+        ):
             with pytest.raises(PowerCut, match=f"no power since call {call}"):
                 act()
         assert disk.calls == call
@@ -285,7 +289,7 @@ def test_a_cut_sync_may_have_done_all_of_its_work_or_none() -> None:
 
 def test_after_a_kill_everything_written_is_there_and_still_volatile() -> None:
     disk = SimDisk()
-    file = disk.create("a")
+    file = disk.create_file("a")
     file.append(SYNCED)
     file.sync()
     disk.plan(disk.calls + 1, "crash")

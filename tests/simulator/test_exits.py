@@ -50,7 +50,7 @@ def test_disk_that_stays_full_ends_the_run_from_outside() -> None:
 
 def test_giving_up_for_no_reason_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "tools.simulator.runtime.exits.Restarts.ended",
+        "tools.simulator.runtime.exits.Restarts.decide_restart",
         lambda *_: GiveUp(exit_codes.CRASHED, "no more"),
     )
     outcome = run_seed(config("disk-full-long", **SMALL), 3)

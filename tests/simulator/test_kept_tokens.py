@@ -31,7 +31,7 @@ def test_only_one_progress_interval_is_generated_again(
             clock = self.model.engine.clock
             for sequence in clock.sequences.values():
                 row = self.world.rows[sequence.id.rpartition("@")[0]]
-                again.append(clock.tokens(sequence) - row.num_tokens)
+                again.append(clock.count_tokens(sequence) - row.num_tokens)
         end(self)
 
     monkeypatch.setattr(SimProcess, "_end", looked_at)

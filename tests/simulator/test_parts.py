@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.engines.emulated.batch_clock import BatchClock, Sequence
+from laminar.engines.emulated.batch_clock import BatchClock, ClockSequence
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from tools.kit.sim_worlds import calm, config
 from tools.simulator.config import SimConfig, load
@@ -43,8 +43,8 @@ def test_a_batch_waits_long_for_large_groups(group_size: int, waits: set[int]) -
 def test_response_lengths_have_a_long_tail() -> None:
     """p99 is ten times the median, and the same seed has the same length."""
     lengths = ResponseLengths(median=100, limit=10_000)
-    drawn = sorted(lengths.of(seed) for seed in range(20_000))
-    assert drawn[0] >= 1 and lengths.of(7) == lengths.of(7)
+    drawn = sorted(lengths.draw_length(seed) for seed in range(20_000))
+    assert drawn[0] >= 1 and lengths.draw_length(7) == lengths.draw_length(7)
     assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
     assert drawn[19_800] == pytest.approx(1_000, rel=0.15)
 
@@ -64,19 +64,19 @@ class Bench:
         timing = EngineTiming(step_us=1e6, sequence_us=0)  # a token a second
         self.engine = BatchClock(self.process, timing, slots, self._on_finished)
 
-    def _on_finished(self, finished: list[Sequence]) -> None:
+    def _on_finished(self, finished: list[ClockSequence]) -> None:
         self.finished += [sequence.id for sequence in finished]
 
-    def add(self, name: str, total: int, done: int = 0, hangs: bool = False) -> Sequence:
-        sequence = Sequence(name, done, total, hangs)
+    def add(self, name: str, total: int, done: int = 0, hangs: bool = False) -> ClockSequence:
+        sequence = ClockSequence(name, done, total, hangs)
         self.engine.add(sequence)
         return sequence
 
     def pause(self) -> None:
-        self.engine.freeze()
+        self.engine.freeze_time()
 
     def resume(self) -> None:
-        self.engine.thaw()
+        self.engine.resume_time()
 
     def until(self, second: float) -> None:
         marks: list[int] = []
@@ -84,14 +84,14 @@ class Bench:
         while not marks:
             self.world.scheduler.step()
         if not self.process.paused:
-            self.engine.advance()
+            self.engine.advance_to_now()
 
 
 def test_sequences_advance_together_and_end_in_order() -> None:
     bench = Bench()
     long, short = bench.add("long", 10), bench.add("short", 4)
     bench.until(3.5)
-    assert (bench.engine.tokens(long), bench.engine.tokens(short)) == (3, 3)
+    assert (bench.engine.count_tokens(long), bench.engine.count_tokens(short)) == (3, 3)
     assert bench.finished == []
     bench.until(4.5)
     assert bench.finished == ["short"]
@@ -104,7 +104,7 @@ def test_aborted_and_hanging_sequences_never_end() -> None:
     bench.add("hung", 3, hangs=True)
     bench.add("gone", 3)
     bench.until(1.5)
-    bench.engine.abort("gone")
+    bench.engine.abort_sequence("gone")
     bench.until(20)
     assert bench.finished == [] and bench.engine.running == 1
 

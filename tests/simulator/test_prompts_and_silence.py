@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from laminar.coordinator.detector import FailureDetector
-from laminar.core.machine import Machine
-from laminar.core.scheduling.dispatch import permutation
+from laminar.core.machine import StateMachine
+from laminar.core.scheduling.dispatch import permute_rows
 from laminar.core.state import forks
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId, train_group
 from laminar.run.directory import RESUME_FILE
-from laminar.training.trainer_state import Resume, decode
+from laminar.training.trainer_state import ResumeState, decode
 from tools.kit.sim_worlds import calm, config, ran
 from tools.simulator.checks.leases import Leases
 from tools.simulator.checks.prompts import Prompts
@@ -77,7 +77,7 @@ def given(group: str, row: int, placement: int = 1) -> list[Command]:
 
 
 def ended(trajectory: str, end: str = "dropped", reason: str = "unscored") -> list[Command]:
-    ending = cmd.Ending(
+    ending = cmd.TrajectoryEnding(
         trajectory_id=TrajectoryId(trajectory),
         group=GroupId(trajectory.rpartition(".")[0]),
         sibling=0,
@@ -124,7 +124,10 @@ def test_prompt_that_the_other_run_had_ended_or_that_goes_before_one_without_an_
     assert broken(lambda: prompts.note(at(1), other)) == "prompts_in_order"
     for prompt in origin.unfinished:
         prompts.note(at(1), given(prompt.group, prompt.row_index))
-    rows, left = permutation(origin.seed, 0, origin.num_train), {p.group for p in origin.unfinished}
+    rows, left = (
+        permute_rows(origin.seed, 0, origin.num_train),
+        {p.group for p in origin.unfinished},
+    )
     row = next(rows[at] for at in range(origin.cursor) if train_group(0, at) not in left)
     again = given(f"0.{origin.cursor}", row)
     assert broken(lambda: prompts.note(at(2), again)) == "prompts_in_order"
@@ -142,9 +145,9 @@ def test_a_fork_goes_on_with_the_data_and_counts_steps_on() -> None:
 def test_a_fork_that_forgets_how_far_the_data_was_is_found(
     part: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = forks.begin
+    begin = forks.apply_origin
     monkeypatch.setattr(
-        forks, "begin", lambda s, o: begin(s, msgspec.structs.replace(o, **{part: wrong}))
+        forks, "apply_origin", lambda s, o: begin(s, msgspec.structs.replace(o, **{part: wrong}))
     )
     assert run_seed(calm(**FORKED), SEED).invariant == "prompts_in_order"
 
@@ -152,18 +155,18 @@ def test_a_fork_that_forgets_how_far_the_data_was_is_found(
 def test_a_fork_that_begins_without_its_checkpoint_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(SimTrainer, "restore", _nothing)
+    monkeypatch.setattr(SimTrainer, "restore_checkpoint", _nothing)
     assert run_seed(calm(**FORKED), SEED).invariant == "loaded_is_trained"
 
 
-async def _nothing(self: SimTrainer, directory: Path) -> Resume:
+async def _nothing(self: SimTrainer, directory: Path) -> ResumeState:
     """It says that it has the checkpoint, and has the model of the start."""
     return decode(self.world.models[str(directory)].extra[RESUME_FILE])
 
 
 def test_log_time_that_stands_still_or_goes_back() -> None:
     log_time = LogTime()
-    log_time.coordinator_started(Machine(), 50)
+    log_time.coordinator_started(StateMachine(), 50)
     log_time.observe(at(1, time_ns=0), 50)
     log_time.observe(at(2, time_ns=20), 70)
     assert broken(lambda: log_time.observe(at(3, time_ns=20), 80)) == "log_time_goes_on"

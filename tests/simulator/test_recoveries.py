@@ -16,7 +16,7 @@ from laminar.core.state.transitions import IN_ENGINE
 from laminar.core.steps import batching
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
-from laminar.names.ids import train_group, trajectory
+from laminar.names.ids import make_trajectory_id, train_group
 from tools.kit.sim_worlds import calm, ran
 from tools.simulator.checks.recoveries import NAME, Recoveries
 from tools.simulator.run import run_seed
@@ -32,8 +32,8 @@ def test_work_starts_over_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(ctx: Context) -> bool:
         chosen = choose_batch(ctx)
         if chosen and (trajectory := _runs(ctx.state)) is not None:
-            recovery.lose(ctx, trajectory.id)
-            indexes.begin_again(ctx.state, trajectory)
+            recovery.lose_trajectory(ctx, trajectory.id)
+            indexes.restart_from_prompt(ctx.state, trajectory)
         return chosen
 
     choose_batch = batching.choose_batch
@@ -54,7 +54,7 @@ def test_a_recovery_that_never_completes(kind: str) -> None:
     for actor in state.actors.values():
         actor.alive = kind != "process" or actor.name != name
     if kind == "work":
-        state.lost[trajectory(train_group(0, 0), 0)] = None
+        state.lost[make_trajectory_id(train_group(0, 0), 0)] = None
     if kind == "load":
         state.replicas[name] = Replica(name=name, relay="relay-0", capacity=1, failed_loads=1)
     ended = ev.ProcessExited(actor=name, boot_id=f"{name}/1", code=1, restarting=True)

@@ -82,7 +82,7 @@ def test_what_the_product_raises_is_a_violation(monkeypatch: pytest.MonkeyPatch)
     def broken(relay: object, boot_id: str, body: bytes) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("laminar.actors.relay.Relay._answer", broken)
+    monkeypatch.setattr("laminar.actors.relay.Relay._answer_request", broken)
     outcome = run_seed(calm(), 8)
     assert outcome.invariant == "nothing_raises" and "planted" in outcome.details
     assert story(calm(), outcome), "without a subject the last events are told"

@@ -151,7 +151,7 @@ def later(tmp_path):
     prompts = [msgspec.structs.replace(prompt(n), prompt_ids=b"") for n in range(PROMPTS)]
     database.load_prompts(prompts, prompts[:2], "data-1")
     keys = [PromptKey("train", 0), PromptKey("train", 1), PromptKey("eval", 1)]
-    database.keep_prompt_ids({key: ints(100, key.row_index) for key in keys})
+    database.save_prompt_ids({key: ints(100, key.row_index) for key in keys})
     assert set(answers(database, *REQUESTS)) == {"open", "ok"}
     database.close()
     return path
@@ -212,9 +212,9 @@ def test_rows_come_by_id(path):
 def test_a_live_store_is_read_as_of_one_moment(path):
     database = filled(path)
     with books.open_tables(path) as tables:
-        before = list(tables.rows())
+        before = list(tables.iter_rows())
         assert answers(database, open_("0.1.3")) == ["open"]
-        assert list(tables.rows()) == before
+        assert list(tables.iter_rows()) == before
     assert len(list(trajectory_rows(path))) == len(before) + 1
 
 

@@ -100,7 +100,7 @@ def test_a_whole_life(database):
     assert (kept.status, kept.end, kept.finish_reason) == ("rewarded", "trained", "stop")
     assert (kept.weight_version, kept.version_step, kept.temperature) == (5, 4, 0.7)
     assert (kept.group_id, kept.sibling, kept.purpose, kept.row_index) == ("0.1", 0, "train", 1)
-    assert kept.digest == rules.payload_digest(kept.tokens, kept.logprobs)
+    assert kept.digest == rules.digest_payload(kept.tokens, kept.logprobs)
     assert kept.prompt_ids == ints(100, 1) and m.decode_prompt(kept.prompt) == prompt(1)
 
 
@@ -325,7 +325,7 @@ def test_what_needs_token_ids_that_nobody_has_made_is_left_undone(path):
         assert m.decode_prompt(needing.prompts[keys[0]]) == rows[1]
         assert isinstance(ending, m.EndReply)
         assert database.handle_batch([m.Fetch(ids=("0.1.0",))])[0].unknown == ("0.1.0",)
-        database.keep_prompt_ids({key: ints(100, key.row_index) for key in keys})
+        database.save_prompt_ids({key: ints(100, key.row_index) for key in keys})
         assert answers(database, open_("0.1.0"), append("0.1.0", (1,))) == ["open", "ok"]
         assert fetched(database, "0.1.0").prompt_ids == ints(100, 1)
 

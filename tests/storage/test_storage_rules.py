@@ -67,7 +67,7 @@ def test_in_flight_newer_weights_go_on_with_the_tokens_of_older_ones(changes, an
         asked = ASKED._replace(placement=placement, **changes)
         assert rules.judge_open(HELD, asked, in_flight=True).answer == answer
     if answer == "open":
-        assert rules.opened(HELD, "move", asked) == HELD._replace(placement=4)
+        assert rules.apply_open(HELD, "move", asked) == HELD._replace(placement=4)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_tokens_are_of_the_rows_weights_or_in_flight_of_newer(
 
 def test_a_row_keeps_the_first_and_the_last_weights():
     of_7 = CHUNK._replace(source=rules.Source("rollout-1", 7, 6))
-    assert rules.grown(HELD, CHUNK).last_version is None
-    grown = rules.grown(HELD, of_7)
+    assert rules.apply_append(HELD, CHUNK).last_version is None
+    grown = rules.apply_append(HELD, of_7)
     assert (grown.source[1:], grown.latest) == ((5, 4), (7, 6))
     older = rules.judge_append(grown, 3, CHUNK._replace(offset=4), None, in_flight=True)
     assert older.answer == "refused" and "after version 7 of step 6" in older.reason
-    first = rules.grown(ASKED, of_7._replace(offset=0))  # it was opened before the load
+    first = rules.apply_append(ASKED, of_7._replace(offset=0))  # it was opened before the load
     assert (first.source[1:], first.latest) == ((7, 6), (7, 6))
 
 
@@ -107,7 +107,7 @@ def test_a_finished_response_is_kept_even_from_a_new_attempt(status):
     asked = ASKED._replace(placement=4, attempt=2, weight_version=9, replica="rollout-2")
     verdict = rules.judge_open(held, asked)
     assert verdict == (status, "move", "")
-    assert rules.opened(held, verdict.change, asked) == held._replace(
+    assert rules.apply_open(held, verdict.change, asked) == held._replace(
         placement=4, replica="rollout-2"
     )
     assert rules.judge_open(held, ASKED) == (status, "none", "")
@@ -123,15 +123,15 @@ def test_an_ended_trajectory_opens_for_nobody():
 def test_a_move_keeps_the_tokens_and_a_restart_counts_them_as_lost():
     asked = ASKED._replace(placement=4, attempt=2, weight_version=9, replica="rollout-2")
     held = HELD._replace(tokens_lost=10)
-    moved = rules.opened(held, "move", asked)
+    moved = rules.apply_open(held, "move", asked)
     assert moved == held._replace(placement=4, replica="rollout-2")
-    assert rules.opened(held, "restart", asked) == asked._replace(tokens_lost=12)
+    assert rules.apply_open(held, "restart", asked) == asked._replace(tokens_lost=12)
 
 
 def test_an_attempt_without_tokens_may_move_to_another_version():
     asked = ASKED._replace(placement=4, weight_version=6, version_step=5)
     assert rules.judge_open(ASKED, asked) == ("open", "move", "")
-    assert rules.opened(ASKED, "move", asked) == asked
+    assert rules.apply_open(ASKED, "move", asked) == asked
     assert rules.judge_open(ASKED, asked._replace(placement=3)).answer == "refused"
 
 
@@ -260,7 +260,7 @@ def _ending(end: str, placement: int = 3, step: int = 2, reason: str = "r", **ch
 def test_an_end_fences_and_is_final():
     assert rules.judge_end(HELD, _ending("dropped", placement=2)).answer == "fenced"
     assert rules.judge_end(HELD, _ending("dropped", placement=8)).changes
-    ended = rules.ended(HELD, _ending("dropped", placement=8))
+    ended = rules.apply_end(HELD, _ending("dropped", placement=8))
     assert ended == HELD._replace(placement=8, end="dropped", end_reason="r", end_step=2)
     for placement in (2, 8, 9):
         repeat = rules.judge_end(ended, _ending("dropped", placement=placement))
@@ -282,25 +282,25 @@ def test_only_what_is_rewarded_is_trained_and_only_for_its_purpose():
 
 def test_what_was_never_opened_can_only_be_dropped():
     assert rules.judge_end(None, _ending("dropped")).changes
-    assert rules.ended(None, _ending("dropped")) == _ending("dropped")
+    assert rules.apply_end(None, _ending("dropped")) == _ending("dropped")
     assert rules.judge_end(None, _ending("trained")).answer == "refused"
 
 
 def test_the_digest_does_not_depend_on_the_cut_and_covers_every_byte():
     tokens, logprobs = ints(1, 2, 3), floats(-1, -2, -3)
-    digest = rules.payload_digest(tokens, logprobs)
+    digest = rules.digest_payload(tokens, logprobs)
     assert len(digest) == 32
-    assert rules.payload_digest(ints(1, 2, 4), logprobs) != digest
-    assert rules.payload_digest(tokens, floats(-1, -2, -4)) != digest
+    assert rules.digest_payload(ints(1, 2, 4), logprobs) != digest
+    assert rules.digest_payload(tokens, floats(-1, -2, -4)) != digest
 
 
 def test_spans_join_what_one_source_sampled_in_a_row():
     """Chunks without a source count for the row's; one that comes back has a span of its own."""
     parts = [(2, None), (1, HELD.source), (3, OTHER), (1, OTHER), (1, HELD.source)]
     chunks = [Chunk(0, 0, ints(*range(n)), b"", source) for n, source in parts]
-    found = rules.spans(HELD, chunks)
+    found = rules.compute_spans(HELD, chunks)
     assert found == ((*HELD.source, 3), (*OTHER, 4), (*HELD.source, 1))
-    assert rules.spans(HELD, []) == ()
+    assert rules.compute_spans(HELD, []) == ()
 
 
 @pytest.mark.parametrize("score", [0.1, -0.0, 1e300, 5e-324])

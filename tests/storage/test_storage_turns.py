@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from laminar.actors.batch_fetch import sample_of
-from laminar.actors.turns import parts_of, turn_of
+from laminar.actors.turns import make_turn, split_turns
 from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.storage.rules import Span, payload_digest
+from laminar.storage.rules import Span, digest_payload
 from tools.kit.store_samples import (
     CALL,
     DONE,
@@ -57,17 +57,17 @@ def test_the_next_turn_begins_behind_the_context(database: Database, path: Path)
     assert one(database, go_on(NAME, (7, 8), effects=(SLOW,))).answer == "ok"
     opened = one(database, open_(NAME, placement=2))
     assert (opened.answer, opened.contexts, opened.segment_lengths) == ("open", (ints(7, 8),), (2,))
-    turn = turn_of(opened)
+    turn = make_turn(opened)
     assert (turn.number, turn.done_ids, turn.begins) == (1, (), 2)
     assert turn.prompt_ids == (100, 0, 1, 2, 7, 8)
     assert answers(database, append(NAME, (3,), segment=1, placement=2)) == ["ok"]
-    assert turn_of(one(database, open_(NAME, placement=3))).done_ids == (3,)
+    assert make_turn(one(database, open_(NAME, placement=3))).done_ids == (3,)
     assert answers(
         database, finish(NAME, 3, placement=3), reward(NAME, 1.0, 3, finish_reason="max-turns")
     ) == ["ok", "ok"]
     row = fetched(database, NAME)
     assert row.call_seconds == 1.5
-    assert parts_of(row) == ((True, (1, 2)), (False, (7, 8)), (True, (3,)))
+    assert split_turns(row) == ((True, (1, 2)), (False, (7, 8)), (True, (3,)))
     assert (row.finish_reason, row.tokens, row.segment_lengths) == (
         "max-turns",
         ints(1, 2, 3),
@@ -111,7 +111,7 @@ def test_an_audit_sees_that_an_engine_has_read_other_tokens(
 def test_what_an_environment_says_first_is_the_prompt(database: Database) -> None:
     assert answers(database, open_("0.1.0"), go_on("0.1.0", (50, 51), turn=0)) == ["open", "ok"]
     opened = one(database, open_("0.1.0", placement=2))
-    assert opened.own_prompt and turn_of(opened).prompt_ids == (50, 51)
+    assert opened.own_prompt and make_turn(opened).prompt_ids == (50, 51)
     assert answers(
         database, append("0.1.0", (1,), placement=2), go_on("0.1.0", (60,), turn=0, placement=2)
     ) == ["ok", "ok"]  # the first one stays
@@ -165,9 +165,9 @@ def test_a_call_without_an_end_is_lost_with_its_trajectory(database: Database, p
 
 def database_effects(path: Path) -> list[m.EffectItem]:
     with books.open_tables(path) as tables:
-        row = tables.row(NAME)
+        row = tables.get_row(NAME)
         assert row is not None
-        return tables.turns.effects(row, 0)  # type: ignore[return-value]
+        return tables.turns.get_effects(row, 0)  # type: ignore[return-value]
 
 
 def test_an_attempt_that_begins_again_has_no_turns(database: Database) -> None:
@@ -200,5 +200,5 @@ def test_a_sample_is_the_same_however_its_turns_were_cut(path: Path, chunk: int)
     assert sample.turns == (10, 10) and [c.tolist() for c in sample.contexts] == [[7, 8]]
     assert sample.spans == (Span("rollout-0", 5, 4, 20),)
     whole = ints(*range(20)), sample.logprobs.tobytes(), [ints(7, 8)]
-    assert row.digest == payload_digest(*whole)
+    assert row.digest == digest_payload(*whole)
     database.close()

@@ -18,8 +18,8 @@ from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_pool import SessionPool
-from laminar.tasks.environments.session_process import Rate, Reset, Use
-from laminar.tasks.environments.user_class import declared
+from laminar.tasks.environments.session_process import ResetRequest, RewardRequest, ToolRequest
+from laminar.tasks.environments.user_class import load_declaration
 from laminar.tasks.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.process
@@ -64,7 +64,9 @@ async def session(name, of, row=None, **variables):
     await pool.start()
     try:
         opened = await pool.open()
-        said = await opened.ask(Reset(row or PromptRow(0, "Do it.", None, {}, "test"), 7), LIMIT_S)
+        said = await opened.send_request(
+            ResetRequest(row or PromptRow(0, "Do it.", None, {}, "test"), 7), LIMIT_S
+        )
         assert not said.failed, said.text
         yield opened, said.text
     finally:
@@ -72,7 +74,7 @@ async def session(name, of, row=None, **variables):
 
 
 async def use(opened, tool, **arguments):
-    said = await opened.ask(Use(tool, json.dumps(arguments)), LIMIT_S)
+    said = await opened.send_request(ToolRequest(tool, json.dumps(arguments)), LIMIT_S)
     assert not said.failed, said.text
     return said.text
 
@@ -86,7 +88,7 @@ def needs(module):
 
 def test_what_they_declare():
     def tools(name, of):
-        found = declared(EnvConfig(path=str(CONFIGS / name), name=of))
+        found = load_declaration(EnvConfig(path=str(CONFIGS / name), name=of))
         return [tool["function"]["name"] for tool in json.loads(found.tools)], found.has_reward
 
     assert tools("calculator.py", "Calculator") == (["add"], False)
@@ -129,7 +131,7 @@ async def test_the_client_of_an_openenv_server():
                 assert said == " Add."
                 assert await use(opened, "add", a=20, b=22) == "42"
                 assert await use(opened, "add", a=-1, b=1) == "0"
-                assert (await opened.ask(Rate(), LIMIT_S)).result.score == 2.0
+                assert (await opened.send_request(RewardRequest(), LIMIT_S)).result.score == 2.0
         finally:
             server.kill()
             await server.wait()
@@ -144,5 +146,5 @@ async def test_an_environment_of_skyrl_gym():
         assert "#### ANSWER" in await use(opened, "submit", text="It is 41. #### 41")
         assert await use(opened, "submit", text="No, 42. #### 42") == "The task is over."
         assert await use(opened, "submit", text="#### 42") == "The task is over."
-        score = (await opened.ask(Rate(), LIMIT_S)).result.score
+        score = (await opened.send_request(RewardRequest(), LIMIT_S)).result.score
         assert score == pytest.approx(1.0 + 0.2 / 5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.config import ConfigError, load
+from laminar.config import ConfigError, load_config
 from laminar.launch.preflight import check_settings
 from laminar.tasks.import_check import check_import
 from tests.run.conftest import ROOT
@@ -61,6 +61,8 @@ def test_a_start_imports_no_user_file_that_was_not_tried(
     path = tmp_path / "mine.py"
     path.write_text("import os; os._exit(3)\n")
     monkeypatch.chdir(ROOT)
-    config = load(["configs/quickstart.toml"], [setting.format(path), f"run.output_dir={tmp_path}"])
+    config = load_config(
+        ["configs/quickstart.toml"], [setting.format(path), f"run.output_dir={tmp_path}"]
+    )
     with pytest.raises(ConfigError, match="exit code 3"):
         check_settings(config)

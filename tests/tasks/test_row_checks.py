@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from laminar.config import ConfigError, resolve
+from laminar.config import ConfigError, resolve_config
 from laminar.tasks.data.prompts import load_prompts
 from laminar.tasks.data.tokenizer import load_tokenizer
 from laminar.tasks.rewards.reward_functions import check_rows, reward_spec
@@ -34,7 +34,7 @@ def warned(
     if reward:
         (tmp_path / "reward.py").write_text(reward)
         flat["reward.custom_reward_function.path"] = str(tmp_path / "reward.py")
-    config = resolve(flat)
+    config = resolve_config(flat)
     prompts, spec = load_prompts(config.data), reward_spec(config)
     check_rows(spec, [*prompts.train, *prompts.held_out])
     return row_warnings(tokenizer, prompts, spec, config.data)

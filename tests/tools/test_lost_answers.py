@@ -33,7 +33,7 @@ def ordered(number: int) -> Command:
     group = ids.train_group(0, number)
     return cmd.GenerateTrajectory(
         to=NAME,
-        trajectory_id=ids.trajectory(group, 0),
+        trajectory_id=ids.make_trajectory_id(group, 0),
         group=group,
         sibling=0,
         purpose=Purpose.TRAIN,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from laminar.config import Config, resolve
+from laminar.config import Config, resolve_config
 from laminar.storage.rules import Span
 from laminar.training.model.policy import LoadedPolicy
 from laminar.training.steps import TrainSample
@@ -62,7 +62,7 @@ def make_config() -> Callable[..., Config]:
     """Config from dotted keys; learning rate 0, no decay and no clipping unless given."""
 
     def build(flat: dict[str, Any] | None = None) -> Config:
-        return resolve(
+        return resolve_config(
             {
                 "model.name": "unused",
                 "data.dataset": "unused",

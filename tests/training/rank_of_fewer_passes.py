@@ -8,14 +8,14 @@ from typing import Any
 from laminar.actors.system import rank_process
 from laminar.training import learner
 
-_passes = learner.passes
+_passes = learner.build_passes
 
 
 def fewer(*args: Any, **kwargs: Any) -> Any:
     return _passes(*args, **kwargs)[:-1]
 
 
-learner.passes = fewer  # type: ignore[attr-defined]
+learner.build_passes = fewer  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     rank_process.main(*sys.argv[1:])

@@ -9,7 +9,7 @@ import threading
 
 from laminar.config import ConfigError
 from laminar.run.parent_death import die_with_parent
-from laminar.training.rank_processes import Inherited, serve
+from laminar.training.rank_processes import InheritedDescriptors, serve_orders
 from laminar.training.trainer_state import CheckpointError
 
 ERRORS = {
@@ -22,7 +22,7 @@ ERRORS = {
 
 def main(mode: str, rank: str, parent: str, *descriptors: str) -> None:
     die_with_parent(int(parent))
-    given, begun, go = Inherited(*map(int, descriptors)), [], threading.Event()
+    given, begun, go = InheritedDescriptors(*map(int, descriptors)), [], threading.Event()
 
     async def handle(order: bytes) -> bytes:
         word, _, number = order.decode().partition(" ")
@@ -40,7 +40,7 @@ def main(mode: str, rank: str, parent: str, *descriptors: str) -> None:
 
     if mode == "late":
         threading.Event().wait()
-    asyncio.run(serve(given, handle))
+    asyncio.run(serve_orders(given, handle))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Any
 
 from laminar.actors.system import rank_process
 from laminar.training import shared_safetensors
-from laminar.training.shared_safetensors import Forms, Rows
+from laminar.training.shared_safetensors import Rows, TensorLayouts
 
-_serve, _write = rank_process.serve, shared_safetensors.write
+_serve, _write = rank_process.serve_orders, shared_safetensors.write_rows
 
 
 async def to_the_end(*args: Any) -> None:
@@ -22,15 +22,15 @@ async def to_the_end(*args: Any) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def late(path: Path, forms: Forms, rows: Iterable[tuple[str, Rows]]) -> None:
-    shared_safetensors.write = _write
+def late(path: Path, forms: TensorLayouts, rows: Iterable[tuple[str, Rows]]) -> None:
+    shared_safetensors.write_rows = _write
     signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
     _write(path, forms, rows)
 
 
 rank_process.die_with_parent = lambda pid: None  # type: ignore[attr-defined]
-rank_process.serve = to_the_end  # type: ignore[attr-defined]
-shared_safetensors.write = late
+rank_process.serve_orders = to_the_end  # type: ignore[attr-defined]
+shared_safetensors.write_rows = late
 
 if __name__ == "__main__":
     rank_process.main(*sys.argv[1:])

@@ -28,7 +28,7 @@ from laminar.training.model.micro_batches import MicroBatch, TokenRows
 from laminar.training.model.policy import (
     Compute,
     LoadedPolicy,
-    as_critic,
+    build_critic,
     load_critic,
     load_policy,
     named_weights,
@@ -53,7 +53,7 @@ def make_critic(make_model: Make) -> Callable[..., LoadedPolicy]:
         config.num_labels = 1
         torch.manual_seed(4)
         model = Qwen2ForTokenClassification(config).to(dtype)
-        found = as_critic(model, 48, device=CPU)
+        found = build_critic(model, 48, device=CPU)
         if drawn:
             with torch.no_grad():
                 model.score.weight.normal_(0.0, 0.3)
@@ -84,7 +84,7 @@ def test_a_value_is_that_of_the_text_before_its_token(
 ) -> None:
     learner = make_learner({**PPO, "trainer.micro_batch_tokens": budget}, drawn=True)
     model = learner.critic.model.model
-    for sample in learner.critic.with_values(make_samples()):
+    for sample in learner.critic.assign_values(make_samples()):
         ids = np.concatenate([sample.prompt_ids, sample.response_ids])
         logits = model(input_ids=torch.tensor(ids)[None].long()).logits[0, :, 0].detach().numpy()
         first = len(sample.prompt_ids) - 1
@@ -92,7 +92,7 @@ def test_a_value_is_that_of_the_text_before_its_token(
 
 
 def test_values_are_zero_before_the_first_step(make_learner: Make, make_samples: Make) -> None:
-    values = make_learner(PPO).critic.with_values(make_samples())
+    values = make_learner(PPO).critic.assign_values(make_samples())
     assert not np.concatenate([s.values for s in values]).any()
 
 
@@ -114,7 +114,9 @@ def test_with_gamma_and_lambda_1_it_is_reward_less_value(make_samples: Make) -> 
     found = advantages.later_errors(inputs(samples), 1.0)
     expected = np.concatenate([s.reward - s.values for s in samples])
     np.testing.assert_allclose(found, expected, atol=1e-12)
-    np.testing.assert_allclose(advantages.gae(inputs(samples)), whitened(expected), atol=1e-12)
+    np.testing.assert_allclose(
+        advantages.estimate_gae(inputs(samples)), whitened(expected), atol=1e-12
+    )
 
 
 def test_with_lambda_0_it_is_the_next_error(make_samples: Make) -> None:
@@ -141,7 +143,7 @@ def test_the_mean_of_the_group_as_value_is_grpo_without_std(
     samples = [replace(s, values=np.full(len(s.response_ids), means[s.group_id])) for s in samples]
     found = advantages.later_errors(inputs(samples), 1.0)
     keys = {"algorithm.norm_adv_by_std_in_grpo": False}
-    plain = Estimator(make_config(keys).algorithm).with_advantages(samples)
+    plain = Estimator(make_config(keys).algorithm).assign_advantages(samples)
     np.testing.assert_allclose(found, np.concatenate([s.token_advantages for s in plain]))
 
 
@@ -153,7 +155,7 @@ def test_lambda_by_length_never_falls_below_0(make_samples: Make) -> None:
         advantages.later_errors(inputs([s]), advantages.adaptive_lam(np.array([len(s.values)])))
         for s in samples
     ]
-    found = advantages.gae(inputs(samples, lam="adaptive"))
+    found = advantages.estimate_gae(inputs(samples, lam="adaptive"))
     np.testing.assert_allclose(found, whitened(np.concatenate(each)), atol=1e-12)
 
 
@@ -171,8 +173,10 @@ def test_advantages_are_whitened_over_the_whole_batch(
         "trainer.micro_batch_tokens": budget,
     }
     learner = make_learner(settings, drawn=True)
-    samples = learner.critic.with_values(make_samples())
-    expected = np.split(advantages.gae(inputs(samples)), np.cumsum(inputs(samples).lengths)[:-1])
+    samples = learner.critic.assign_values(make_samples())
+    expected = np.split(
+        advantages.estimate_gae(inputs(samples)), np.cumsum(inputs(samples).lengths)[:-1]
+    )
     groups = [expected[at : at + 4] for at in (0, 4, 8)]
     found = [update.pg_loss for update in learner.train_step(make_samples(), 0).updates]
     np.testing.assert_allclose(found, [-np.concatenate(g).mean() for g in groups], atol=1e-5)
@@ -343,7 +347,7 @@ async def test_it_goes_on_from_a_checkpoint_to_the_bit(
         content(m.model) for m in (trained.learner.critic.model, trained.learner.policy)
     )
     trained.fresh()
-    checkpoint.load(directory, trained.learner)
+    checkpoint.load_checkpoint(directory, trained.learner)
     assert [r.metrics for r in trained.train(2, 3)] == [r.metrics for r in expected]
     assert content(trained.learner.critic.model.model) == values
     assert content(trained.learner.policy.model) == policy
@@ -358,10 +362,10 @@ async def test_a_damaged_critic_is_refused(tmp_path: Path, run: Callable[..., Ru
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"its critic/optimizer.safetensors is damaged"):
-        checkpoint.load(directory, trained.learner)
+        checkpoint.load_checkpoint(directory, trained.learner)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"critic/optimizer.safetensors"):
-        checkpoint.load(directory, trained.learner)
+        checkpoint.load_checkpoint(directory, trained.learner)
 
 
 async def test_a_fork_may_begin_with_a_new_critic_or_without_one(
@@ -375,10 +379,10 @@ async def test_a_fork_may_begin_with_a_new_critic_or_without_one(
     second = await without.save(tmp_path / "without")
     assert (first / "critic").is_dir() and not (second / "critic").exists()
     with_one.fresh()
-    checkpoint.load(second, with_one.learner)
+    checkpoint.load_checkpoint(second, with_one.learner)
     assert not with_one.learner.critic.model.model.score.weight.any()
     without.fresh()
-    checkpoint.load(first, without.learner)
+    checkpoint.load_checkpoint(first, without.learner)
 
 
 async def test_what_is_published_and_exported_has_nothing_of_it(
@@ -404,7 +408,7 @@ def test_engines_are_given_the_policy_and_nothing_else(run: Callable[..., Run]) 
     asyncio.run(learner.train_step(trained.samples(), 0))
     expected = dict(named_weights(learner.learner.policy.model))
     assert dict(layout.shapes) == {name: tuple(t.shape) for name, t in expected.items()}
-    given = dict(learner.weights())
+    given = dict(learner.iter_weights())
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())
 
@@ -441,7 +445,7 @@ def test_values_in_bfloat16_are_near_those_in_float32(
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         made = Critic(make_config(PPO), make_critic(drawn=True), Compute(dtype, 64))
-        samples = made.with_values(make_samples())
+        samples = made.assign_values(make_samples())
         found.append(np.concatenate([s.values for s in samples]))
     assert 0 < np.abs(found[0] - found[1]).max() < 0.2
 
@@ -472,13 +476,13 @@ def whitened_returns(patch: pytest.MonkeyPatch) -> None:
 
 
 def critic_among_the_weights(patch: pytest.MonkeyPatch) -> None:
-    usual = ThreadedLearner.weights
+    usual = ThreadedLearner.iter_weights
 
     def weights(self: ThreadedLearner) -> Iterator[Any]:
         yield from usual(self)
         yield from named_weights(self.learner.critic.model.model)
 
-    patch.setattr(ThreadedLearner, "weights", weights)
+    patch.setattr(ThreadedLearner, "iter_weights", weights)
 
 
 def critic_in_the_place_of_the_policy(patch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,16 @@ from laminar.actors.trainer import NO_PROBE
 from laminar.run.directory import RESUME_FILE
 from laminar.training.checkpoints import checkpoint
 from laminar.training.checkpoints.file_digests import CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE
-from laminar.training.distributed_learner import Row, row_of, sample_of
+from laminar.training.distributed_learner import WireSample, row_of, sample_of
 from laminar.training.learner import Learner
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import load_critic, load_policy, named_weights
 from laminar.training.steps import TrainSample
 from laminar.training.threaded import ThreadedFiles
-from laminar.training.trainer_state import CheckpointError, Resume, decode, encode
+from laminar.training.trainer_state import CheckpointError, ResumeState, decode, encode
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.checkpoint import describe
-from laminar.weights.version.hashes import manifest_of
+from laminar.weights.version.checkpoint import build_tensor_manifest
+from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.tensors import write_tensors
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
@@ -51,7 +51,7 @@ class OneProcess:
             each.model.double()
         self.learner = Learner(self.config, policy, critic=critic)
         shapes = [(name, tuple(t.shape)) for name, t in self.weights()]
-        self.specs = mf.layout(shapes, "float32")
+        self.specs = mf.make_layout(shapes, "float32")
 
     def train(self, *steps: int) -> None:
         """The first gradient of a critic is its head's alone."""
@@ -68,12 +68,12 @@ class OneProcess:
 
     def digest(self) -> str:
         facts = {"version": 2, "step": 1, "specs": self.specs, "probe": NO_PROBE}
-        return describe(tensors=self.weights(), **facts).digest
+        return build_tensor_manifest(tensors=self.weights(), **facts).digest
 
     async def save(self, directory: Path) -> Path:
-        files = ThreadedFiles(lambda: self.learner, str(self.source), describe)
-        facts = self.learner.facts()
-        found = Resume(version=2, step=1, before="", batches=(), learner=facts)
+        files = ThreadedFiles(lambda: self.learner, str(self.source), build_tensor_manifest)
+        facts = self.learner.collect_facts()
+        found = ResumeState(version=2, step=1, before="", batches=(), learner=facts)
         directory.mkdir()
         await files.write(directory, await files.copy(), {RESUME_FILE: encode(found)})
         return directory
@@ -110,7 +110,7 @@ def test_ranks_load_score_train_and_publish_as_one_process(
     """A critic is not among what is published."""
     settings = settings_of(source) | more
     one, samples = OneProcess(source, settings), make_samples()
-    before = one.learner.score(PROBE)
+    before = one.learner.compute_logprobs(PROBE)
     expected = one.learner.train_step(samples, 3)
     slot = tmp_path / "slot"
     result, *scores, digest = run(
@@ -122,7 +122,7 @@ def test_ranks_load_score_train_and_publish_as_one_process(
         samples,
     )
     assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
-    assert flat(scores[1]) == pytest.approx(flat(one.learner.score(PROBE)), abs=1e-3)
+    assert flat(scores[1]) == pytest.approx(flat(one.learner.compute_logprobs(PROBE)), abs=1e-3)
     memory = {name for name in result.metrics if name.endswith("_gb")}
     assert memory == {"perf/max_resident_gb", "perf/estimated_memory_gb"}
     metrics = {name: result.metrics[name] for name in result.metrics.keys() - memory}
@@ -131,7 +131,7 @@ def test_ranks_load_score_train_and_publish_as_one_process(
     assert published == pytest.approx(np.frombuffer(one.version(), np.float32), abs=1e-3)
     view = np.fromfile(slot, dtype=np.uint8)
     facts = {"version": 2, "step": 1, "tensors": one.specs, "probe": NO_PROBE}
-    assert digest == manifest_of(view, **facts).digest
+    assert digest == build_manifest(view, **facts).digest
 
 
 async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
@@ -147,7 +147,7 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
         assert digest == one.digest()
         assert files_of(target) == files_of(saved)
         assert decode((target / RESUME_FILE).read_bytes()).learner.ranks == size
-    checkpoint.load(target, one.learner)
+    checkpoint.load_checkpoint(target, one.learner)
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -169,7 +169,7 @@ async def test_ranks_publish_save_and_export_adapters_as_one_process(
         for name in ("optimizer.safetensors", ADAPTER_FILE):
             assert (target / name).read_bytes() == (saved / name).read_bytes()
         assert apart(saved, target) <= 1e-6
-        checkpoint.load(target, one.learner)
+        checkpoint.load_checkpoint(target, one.learner)
     exported = tmp_path / "export"
     run(ranks, 2, "export", settings, str(exported))
     same = OneProcess(exported, settings_of(exported))
@@ -232,7 +232,7 @@ async def test_bugs_of_what_is_saved_and_published_are_seen(
         found, expected = files_of(target), files_of(saved)
         names = {name for name in expected if found[name] != expected[name]}
         try:
-            checkpoint.check(target)
+            checkpoint.verify_checkpoint(target)
         except CheckpointError:
             names.add("damaged")
         return names | ({"digest"} if digest != one.digest() else set())
@@ -248,7 +248,7 @@ def test_buffers_that_are_in_no_file_are_made(
     source: Path, tmp_path: Path, ranks: RankGroup
 ) -> None:
     args = ("export", settings_of(source), str(tmp_path / "export"))
-    expected = flat(OneProcess(source, settings_of(source)).learner.score(PROBE))
+    expected = flat(OneProcess(source, settings_of(source)).learner.compute_logprobs(PROBE))
     assert flat(run(ranks, 2, *args)) == pytest.approx(expected, abs=1e-5)
     shutil.rmtree(tmp_path / "export")
     wrong = flat(run(ranks, 2, *args, planted="buffers as they are"))
@@ -257,7 +257,7 @@ def test_buffers_that_are_in_no_file_are_made(
 
 def test_a_rank_is_sent_all_of_a_sample_but_what_ranks_work_out() -> None:
     """Each works out advantages from the whole batch, which may give one to each token."""
-    assert {f.name for f in fields(TrainSample)} - set(Row.__struct_fields__) == {
+    assert {f.name for f in fields(TrainSample)} - set(WireSample.__struct_fields__) == {
         "advantage",
         "penalty",
         "values",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from laminar.config import ConfigError
-from laminar.tasks.data.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
 
 Make = Callable[..., Any]
 
@@ -68,4 +68,4 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, model_directory:
 
 
 def test_the_size_counts_added_tokens(model_directory: Make) -> None:
-    assert tokenizer_size(load_tokenizer(str(model_directory()))) == 28
+    assert get_tokenizer_size(load_tokenizer(str(model_directory()))) == 28

@@ -18,10 +18,10 @@ from laminar.training.engine_mismatch import (
     MOVEMENT_ROWS,
     ROUNDING,
     MismatchLimits,
-    movement,
+    count_siblings,
+    get_rounding,
+    measure_movement,
     movement_rows,
-    rounding_of,
-    siblings_of,
 )
 from laminar.training.learner import Learner
 from laminar.training.steps import (
@@ -30,7 +30,7 @@ from laminar.training.steps import (
     MismatchSource,
     Origin,
     TrainSample,
-    origin_of,
+    get_origin,
 )
 
 Make = Callable[..., Any]
@@ -44,7 +44,7 @@ def honest(learner: Learner, samples: Sequence[TrainSample]) -> list[TrainSample
     found = []
     for s in samples:
         ids = [*s.prompt_ids.tolist(), *s.response_ids.tolist()]
-        scores = learner.score([ids], s.temperature)[0][len(s.prompt_ids) - 1 :]
+        scores = learner.compute_logprobs([ids], s.temperature)[0][len(s.prompt_ids) - 1 :]
         found.append(replace(s, logprobs=np.array(scores, np.float32)))
     return found
 
@@ -55,14 +55,14 @@ def sickened(
     """The log-probs of what this origin has sampled are off, wherever it was finished."""
     found = []
     for s in samples:
-        offs = [off if origin_of(span) == sick else 0.0 for span in s.spans]
+        offs = [off if get_origin(span) == sick else 0.0 for span in s.spans]
         per_token = np.repeat(np.float32(offs), [span.num_tokens for span in s.spans])
         found.append(replace(s, logprobs=s.logprobs - per_token))
     return found
 
 
 def is_sick(sample: TrainSample) -> bool:
-    return SICK in map(origin_of, sample.spans)
+    return SICK in map(get_origin, sample.spans)
 
 
 def moved(sample: TrainSample, *origins: Origin) -> TrainSample:
@@ -104,7 +104,7 @@ def test_a_step_is_what_it_would_be_had_the_bad_rows_never_been_in_the_batch(
     assert found.left_out == {s.sample_id: (SICK,) for s in samples if is_sick(s)}
     assert found.suspects[SICK].diff == pytest.approx(0.3, abs=1e-4)
     assert found.metrics["mismatch/left_out"] == len(found.left_out)
-    assert found.mismatch.keys() == {origin_of(s.spans[0]) for s in samples}
+    assert found.mismatch.keys() == {get_origin(s.spans[0]) for s in samples}
     assert found.digest != expected.digest, "it was consumed"
 
 
@@ -140,7 +140,7 @@ def test_a_bad_source_is_found_and_not_who_finished_its_rows(
     assert found.suspects[SICK].diff == pytest.approx(0.3, abs=1e-4)
     assert found.mismatch[WELL].mean_abs_diff < 1e-5
     for origin in (SICK, WELL):
-        spans = [span for s in parted for span in s.spans if origin_of(span) == origin]
+        spans = [span for s in parted for span in s.spans if get_origin(span) == origin]
         assert found.mismatch[origin].tokens == sum(span.num_tokens for span in spans)
     without.train_step([s for s in parted if not is_sick(s)], 4)
     assert all(map(torch.equal, weights(with_them), weights(without)))
@@ -188,7 +188,7 @@ def test_rows_may_be_as_far_off_as_the_trainer_has_moved_since(
 def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
     limits = MismatchLimits(0.01)
     for step, distance in ((0, 0.1), (1, 0.0), (2, 0.2)):
-        limits.moved(step, distance)
+        limits.record_movement(step, distance)
     tokens, siblings, doubt = 10_000, 4.0, 0.25
     few = 1 + FEW_TOKENS / math.sqrt(tokens / siblings)
     expected = {
@@ -205,7 +205,7 @@ def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
             (math.inf, False),
         ):
             figure = {("rollout-0", 7): Mismatch(diff, 0.0, doubt, tokens)}
-            found = limits.suspects(figure, {7: made}, {("rollout-0", 7): siblings}, 3)
+            found = limits.find_suspects(figure, {7: made}, {("rollout-0", 7): siblings}, 3)
             assert bool(found) is is_suspect
             if found:
                 assert found == {("rollout-0", 7): MismatchSource(diff, pytest.approx(limit))}
@@ -222,12 +222,12 @@ def suspected(
     """At step 2."""
     origin = ("rollout-0", 7)
     figure = {origin: Mismatch(diff, 0.0, doubt, tokens)}
-    return bool(limits.suspects(figure, {7: made}, {origin: siblings}, 2))
+    return bool(limits.find_suspects(figure, {7: made}, {origin: siblings}, 2))
 
 
 def test_few_tokens_and_an_unknown_step_prove_nothing() -> None:
     limits = MismatchLimits(0.01)
-    limits.moved(1, 0.0)
+    limits.record_movement(1, 0.0)
     assert not suspected(limits, 0.04, 1, made=2)
     assert suspected(limits, 0.04, 1_000, made=2)
     assert not suspected(limits, 9.0, 1_000, made=0)
@@ -237,8 +237,8 @@ def test_the_first_tokens_of_siblings_prove_little(make_samples: Make) -> None:
     """As in a clean run in flight: eight siblings had sampled twelve tokens when weights came, and
     two steps had moved all tokens by 0.0032 on average, the first one of this prompt by more."""
     limits = MismatchLimits(ROUNDING["float32"])
-    limits.moved(0, 0.0016)
-    limits.moved(1, 0.0016)
+    limits.record_movement(0, 0.0016)
+    limits.record_movement(1, 0.0016)
     assert not suspected(limits, 0.0352, 12, made=0, siblings=8.0)
     assert suspected(limits, 0.0352, 12, made=0)
     assert suspected(limits, 0.0352, 240, made=0, siblings=8.0)
@@ -267,13 +267,13 @@ def test_a_step_that_moves_what_is_in_doubt_is_measured_there(make_samples: Make
     before, after = updated(parts, pull)
     assert {rows[i].sample_id for i in doubted} < {s.sample_id for s in parts[0]}
     assert [len(part) for part in parts] == [MOVEMENT_ROWS // 2] * 2
-    assert movement(parts, before, after) == pytest.approx(pull, rel=1e-6)
+    assert measure_movement(parts, before, after) == pytest.approx(pull, rel=1e-6)
     before, after = updated([rows], pull)
     moves = [float(m.mean()) for m in (before - after).split([len(s.response_ids) for s in rows])]
     assert np.mean(moves[::8]) < np.mean(moves) / 10
 
     limits = MismatchLimits(ROUNDING["float32"])
-    limits.moved(1, pull)
+    limits.record_movement(1, pull)
     honest_diff = pull * 0.3
     assert honest_diff > MOVEMENT_FACTOR * np.mean(moves)
     assert not suspected(limits, honest_diff, 200, made=1, siblings=8.0, doubt=0.3)
@@ -300,22 +300,22 @@ def test_the_part_that_has_moved_furthest_counts(make_samples: Make) -> None:
     _, fast = updated(parts, 0.4)
     split = sum(len(s.response_ids) for s in parts[0])
     after = torch.cat([slow[:split], fast[split:]])
-    assert movement(parts, before, after) == pytest.approx(0.4, rel=1e-6)
+    assert measure_movement(parts, before, after) == pytest.approx(0.4, rel=1e-6)
 
 
 def test_tokens_without_doubt_have_not_moved_far(make_samples: Make) -> None:
     parts = [make_samples(groups=1)]
     sure = torch.zeros(sum(len(s.response_ids) for s in parts[0]), dtype=torch.float64)
-    assert movement(parts, sure, sure) == 0.0 == movement([], sure[:0], sure[:0])
-    assert movement(parts, sure, sure - 1e-7) == pytest.approx(1e-3)
-    assert movement(parts, sure + 1e-7, sure) == pytest.approx(1e-3)
+    assert measure_movement(parts, sure, sure) == 0.0 == measure_movement([], sure[:0], sure[:0])
+    assert measure_movement(parts, sure, sure - 1e-7) == pytest.approx(1e-3)
+    assert measure_movement(parts, sure + 1e-7, sure) == pytest.approx(1e-3)
 
 
 def test_siblings_are_counted_by_origin(make_samples: Make) -> None:
     samples = make_samples(groups=2, siblings=3, source=(*WELL, 4))
     sick = [replace(s, spans=(Span(*SICK, 4, len(s.response_ids)),)) for s in samples]
     both = [sick[i] if i in (0, 1, 3, 4) else s for i, s in enumerate(samples)]
-    assert siblings_of(both) == {SICK: 2.0, WELL: 1.0}
+    assert count_siblings(both) == {SICK: 2.0, WELL: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -332,4 +332,4 @@ def test_the_less_precise_side_decides_the_rounding(
     keys: dict[str, Any], compute: torch.dtype, rounding: float, make_config: Make
 ) -> None:
     unset = {"algorithm.rollout_correction.mismatch_limit": 0.0}
-    assert rounding_of(make_config(unset | keys), compute) == rounding
+    assert get_rounding(make_config(unset | keys), compute) == rounding

@@ -159,8 +159,8 @@ def test_a_learner_says_the_digest_of_the_file(
     path = tmp_path / "my.py"
     path.write_text(RIGHT)
     config = make_config({LOSS: f"{path}:my_loss"})
-    then = Learner(config, make_policy()).facts().functions
+    then = Learner(config, make_policy()).collect_facts().functions
     assert then == file_digests({LOSS: f"{path}:my_loss"})
     path.write_text(RIGHT + "# other")
-    assert Learner(config, make_policy()).facts().functions != then
-    assert Learner(make_config({LOSS: "gspo"}), make_policy()).facts().functions == {}
+    assert Learner(config, make_policy()).collect_facts().functions != then
+    assert Learner(make_config({LOSS: "gspo"}), make_policy()).collect_facts().functions == {}

@@ -15,8 +15,8 @@ from laminar.config import ConfigError
 from laminar.storage.rules import Span
 from laminar.training.learner import Learner
 from laminar.training.metrics import reward_by_version
-from laminar.training.model.policy import LoadedPolicy, digest
-from laminar.training.steps import NO_SIGNAL, NON_FINITE, origin_of
+from laminar.training.model.policy import LoadedPolicy, digest_base_weights
+from laminar.training.steps import NO_SIGNAL, NON_FINITE, get_origin
 
 Make = Callable[..., Any]
 
@@ -107,8 +107,8 @@ def test_bfloat16_computes_and_float32_keeps(
 ) -> None:
     policy = make_policy()
     learner = Learner(make_config({"optim.lr": 0.01, "trainer.dtype": "bfloat16"}), policy)
-    exact = Learner(make_config(), make_policy()).score([[1, 2, 3, 4, 5]])[0]
-    rounded = learner.score([[1, 2, 3, 4, 5]])[0]
+    exact = Learner(make_config(), make_policy()).compute_logprobs([[1, 2, 3, 4, 5]])[0]
+    rounded = learner.compute_logprobs([[1, 2, 3, 4, 5]])[0]
     assert rounded != exact
     assert rounded == pytest.approx(exact, abs=0.1)
     assert learner.train_step(make_samples(), 0).changed
@@ -170,10 +170,12 @@ def test_scores_are_the_same_alone_and_in_any_batch(make_policy: Make, make_conf
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 48, n).tolist() for n in (9, 1, 30, 2, 17, 30)]
     policy = make_policy()
-    alone = [Learner(make_config(), policy).score([s], temperature=1.3)[0] for s in sequences]
+    alone = [
+        Learner(make_config(), policy).compute_logprobs([s], temperature=1.3)[0] for s in sequences
+    ]
     for budget in (1, 35, 10**6):
         learner = Learner(make_config({"trainer.micro_batch_tokens": budget}), policy)
-        together = learner.score(sequences, temperature=1.3)
+        together = learner.compute_logprobs(sequences, temperature=1.3)
         assert [len(s) for s in together] == [8, 0, 29, 1, 16, 29]
         for found, expected in zip(together, alone, strict=True):
             assert found == pytest.approx(expected, abs=1e-5)
@@ -221,7 +223,11 @@ def test_the_score_is_reported_without_what_length_costs(
     expected = Learner(make_config(keys), policies[0]).train_step(lower, 5)
     keys |= {"reward.overlong_buffer.len": 10}
     found = Learner(make_config(keys), policies[1]).train_step(samples, 5)
-    assert digest(policies[0]) == digest(policies[1]) != digest(make_policy())
+    assert (
+        digest_base_weights(policies[0])
+        == digest_base_weights(policies[1])
+        != digest_base_weights(make_policy())
+    )
     metrics = found.metrics
     assert metrics["reward/mean"] == metrics["critic/score/mean"] == 1.0
     assert metrics["critic/rewards/mean"] == pytest.approx(np.mean(trained))
@@ -284,7 +290,9 @@ def test_mismatch_is_kept_by_replica_and_version(
     policy = make_policy()
     learner = Learner(make_config(), policy)
     samples = make_samples(groups=2, siblings=4, temperature=1.0)
-    true = learner.score([[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples])
+    true = learner.compute_logprobs(
+        [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples]
+    )
     offset = {"rollout-0": 0.0, "rollout-1": 0.3}
     samples = [
         replace(
@@ -301,7 +309,7 @@ def test_mismatch_is_kept_by_replica_and_version(
         assert figure.mean_abs_diff == pytest.approx(off, abs=1e-5)
         assert figure.mean_k3 == pytest.approx(np.exp(off) - 1 - off, abs=1e-5)
         assert figure.tokens == sum(
-            len(s.response_ids) for s in samples if origin_of(s.spans[0]) == (replica, version)
+            len(s.response_ids) for s in samples if get_origin(s.spans[0]) == (replica, version)
         )
 
 
@@ -315,7 +323,7 @@ def test_figures_by_length_are_means_over_the_tokens_of_a_quarter(
     samples = []
     for i, s in enumerate(make_samples(groups=2, siblings=4, temperature=1.0)):
         ids = np.resize(s.response_ids, i + 1).astype(np.int32)
-        score = learner.score([[*s.prompt_ids.tolist(), *ids.tolist()]])[0]
+        score = learner.compute_logprobs([[*s.prompt_ids.tolist(), *ids.tolist()]])[0]
         exact = np.array(score[len(s.prompt_ids) - 1 :], np.float32)
         far = exact - (2.0 if i >= 6 else 0.0)
         spans = (s.spans[0]._replace(num_tokens=i + 1),)
@@ -343,7 +351,7 @@ def test_the_batch_is_checked_before_anything_is_trained(
     with pytest.raises(ValueError, match=r"response of sample 0\.0\.1 has an id outside 0\.\.46"):
         learner.train_step([good[0], foreign], 0)
     with pytest.raises(ValueError, match="sequence 1 is empty"):
-        learner.score([[1, 2], []])
+        learner.compute_logprobs([[1, 2], []])
 
 
 def test_a_kl_term_needs_a_reference_and_a_decay_needs_an_end(

@@ -403,7 +403,7 @@ def test_ids_beyond_the_tokenizer_are_outside_the_softmax(
         replace(s, prompt_ids=s.prompt_ids % 40, response_ids=s.response_ids % 40)
         for s in make_samples(groups=1)
     ]
-    scores = Learner(make_config(), policy).score(
+    scores = Learner(make_config(), policy).compute_logprobs(
         [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples]
     )
     for sample, score in zip(samples, scores, strict=True):

@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from laminar.actors.system.learners import Parts, parts_of
-from laminar.actors.system.rank_process import program
-from laminar.config import load
-from laminar.config.reading import dumps
+from laminar.actors.system.learners import LearnerParts, parts_of
+from laminar.actors.system.rank_process import build_rank_command
+from laminar.config import load_config
+from laminar.config.reading import dump_config
 from laminar.run.directory import CONFIG_FILE, RESUME_FILE
 from laminar.training.checkpoints import checkpoint
-from laminar.training.rank_processes import Gang, RankError
-from laminar.training.trainer_state import CheckpointError, Resume, encode
+from laminar.training.rank_processes import RankError, RankProcesses
+from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from tests.run.conftest import ROOT
 from tools.kit.rank_cases import make_samples
 
@@ -48,15 +48,15 @@ SETTINGS = (
 @asynccontextmanager
 async def trained_by_two(
     run_dir: Path, words: Sequence[str] = (), *settings: str, lock: Path | None = None
-) -> AsyncIterator[tuple[Parts, list[str]]]:
+) -> AsyncIterator[tuple[LearnerParts, list[str]]]:
     """`words`: that start a rank, in the place of the real ones."""
-    config = load(
+    config = load_config(
         [str(ROOT / "configs/quickstart.toml")],
         [*SETTINGS, *settings],
     )
-    (run_dir / CONFIG_FILE).write_text(dumps(config))
-    start, lost = [*words, str(run_dir), ""] if words else program(run_dir), list[str]()
-    gang = Gang(config, start, lock=lock, lost=lost.append, say=lost.append)
+    (run_dir / CONFIG_FILE).write_text(dump_config(config))
+    start, lost = [*words, str(run_dir), ""] if words else build_rank_command(run_dir), list[str]()
+    gang = RankProcesses(config, start, lock=lock, lost=lost.append, say=lost.append)
     parts = parts_of(config, gang)
     try:
         yield parts, lost
@@ -91,11 +91,11 @@ async def test_a_rank_of_one_pass_fewer_ends_the_trainer_in_time(tmp_path: Path)
             await learner.train_step(make_samples(), 0)
 
 
-async def written(parts: Parts, directory: Path) -> Path:
+async def written(parts: LearnerParts, directory: Path) -> Path:
     """A whole checkpoint that has not got its name yet."""
-    facts = parts.learner.facts()
-    resume = Resume(version=1, step=1, before="", batches=(), learner=facts)
-    partial = await parts.files.begin(directory)
+    facts = parts.learner.collect_facts()
+    resume = ResumeState(version=1, step=1, before="", batches=(), learner=facts)
+    partial = await parts.files.create_partial(directory)
     await parts.files.write(partial, await parts.files.copy(), {RESUME_FILE: encode(resume)})
     return partial
 
@@ -147,7 +147,7 @@ async def test_a_rank_that_outlives_its_trainer_writes_before_the_next_begins(
         await go_on(rank)
         assert model.read_bytes() != before, "it did write"
         await loading
-        checkpoint.check(await written(parts, tmp_path / "step_1"))
+        checkpoint.verify_checkpoint(await written(parts, tmp_path / "step_1"))
 
 
 @pytest.mark.long
@@ -158,7 +158,7 @@ async def test_a_trainer_that_does_not_wait_for_former_ranks_is_seen(tmp_path: P
     async with trained_by_two(tmp_path) as (parts, _):
         await parts.learner.load()
         partial = await written(parts, tmp_path / "step_1")
-        checkpoint.check(partial)
+        checkpoint.verify_checkpoint(partial)
         await go_on(rank)
         with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
-            checkpoint.check(partial)
+            checkpoint.verify_checkpoint(partial)

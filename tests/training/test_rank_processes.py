@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar.config import ConfigError, load
-from laminar.training.rank_processes import Gang, RankError
+from laminar.config import ConfigError, load_config
+from laminar.training.rank_processes import RankError, RankProcesses
 from laminar.training.trainer_state import CheckpointError
 
 pytestmark = pytest.mark.process
@@ -42,8 +42,8 @@ class Told:
     ) -> None:
         self.lost: list[str] = []
         self.said: list[str] = []
-        config = load([], [*WORDS, f"trainer.ranks={ranks}", *settings])
-        self.gang = Gang(
+        config = load_config([], [*WORDS, f"trainer.ranks={ranks}", *settings])
+        self.gang = RankProcesses(
             config, rank_program(mode), lock=lock, lost=self.lost.append, say=self.said.append
         )
 
@@ -65,13 +65,15 @@ async def started(ranks: int, *settings: str, lock: Path | None = None) -> Async
 
 async def test_orders_are_begun_in_their_order_and_answered_by_rank() -> None:
     async with started(3) as told:
-        waits = asyncio.ensure_future(told.gang.ask(b"wait"))
-        beside = asyncio.ensure_future(told.gang.ask(b"beside"))
+        waits = asyncio.ensure_future(told.gang.call_ranks(b"wait"))
+        beside = asyncio.ensure_future(told.gang.call_ranks(b"beside"))
         assert await beside == [b"1: wait beside", b"2: wait beside"]
         assert not waits.done()
         large = b"x" * (1 << 20)
-        assert await told.gang.ask(large) == [b"%d: wait beside %b" % (r, large) for r in (1, 2)]
-        await told.gang.ask(b"go")
+        assert await told.gang.call_ranks(large) == [
+            b"%d: wait beside %b" % (r, large) for r in (1, 2)
+        ]
+        await told.gang.call_ranks(b"go")
         assert [reply[:8] for reply in await waits] == [b"1: wait ", b"2: wait "]
         assert Path(told.gang.meeting).exists()
     assert told.lost == []
@@ -80,19 +82,19 @@ async def test_orders_are_begun_in_their_order_and_answered_by_rank() -> None:
 async def test_what_a_rank_raises_comes_back_as_it_is() -> None:
     async with started(3) as told:
         with pytest.raises(OSError, match="No space left on device") as raised:
-            await told.gang.ask(b"disk 2")
+            await told.gang.call_ranks(b"disk 2")
         assert raised.value.errno == 28
-        assert len(await told.gang.ask(b"again")) == 2, "a full disk may have room later"
+        assert len(await told.gang.call_ranks(b"again")) == 2, "a full disk may have room later"
         with pytest.raises(CheckpointError, match=r"^the file is cut off$"):
-            await told.gang.ask(b"checkpoint 1")
+            await told.gang.call_ranks(b"checkpoint 1")
     assert told.lost == [], "who asked knows it"
     async with started(2) as told:
         with pytest.raises(ConfigError, match=r"^the model is another$"):
-            await told.gang.ask(b"config")
+            await told.gang.call_ranks(b"config")
     async with started(3) as told:
-        waits = asyncio.ensure_future(told.gang.ask(b"wait 1"))
+        waits = asyncio.ensure_future(told.gang.call_ranks(b"wait 1"))
         with pytest.raises(RankError, match=r"^rank 2 of the trainer failed: ValueError: a bug$"):
-            await told.gang.ask(b"bug 2")
+            await told.gang.call_ranks(b"bug 2")
         with pytest.raises(RankError, match="rank 2"):
             await waits
         assert told.lost == ["rank 2 of the trainer failed: ValueError: a bug"]
@@ -100,7 +102,7 @@ async def test_what_a_rank_raises_comes_back_as_it_is() -> None:
 
 async def test_the_end_of_one_is_the_end_of_all() -> None:
     async with started(3) as told:
-        waits = asyncio.ensure_future(told.gang.ask(b"wait"))
+        waits = asyncio.ensure_future(told.gang.call_ranks(b"wait"))
         one, two = told.processes()
         one.kill()
         with pytest.raises(
@@ -108,17 +110,17 @@ async def test_the_end_of_one_is_the_end_of_all() -> None:
         ):
             await waits
         with pytest.raises(RankError, match="rank 1"):
-            await told.gang.ask(b"more")
+            await told.gang.call_ranks(b"more")
         two.wait(60)
         assert len(told.lost) == 1
     async with started(2) as told:
         with pytest.raises(RankError, match=r"^rank 1 of the trainer has ended \(exit code 7\)$"):
-            await told.gang.ask(b"end")
+            await told.gang.call_ranks(b"end")
 
 
 async def test_a_rank_that_stands_still_is_named_and_ended() -> None:
     async with started(3) as told:
-        waits = asyncio.ensure_future(told.gang.ask(b"wait"))
+        waits = asyncio.ensure_future(told.gang.call_ranks(b"wait"))
         _, two = told.processes()
         two.suspend()
         with pytest.raises(RankError, match=r"^rank 2 of the trainer has been silent for 2 s"):
@@ -139,13 +141,13 @@ async def test_the_failure_of_rank_0_is_told_as_its_cause() -> None:
         async def good() -> str:
             return "good"
 
-        assert await told.gang.together(b"a", good()) == ("good", [b"1: a"])
+        assert await told.gang.run_on_all_ranks(b"a", good()) == ("good", [b"1: a"])
         with pytest.raises(OSError, match="No space"):
-            await told.gang.together(b"disk", good())
+            await told.gang.run_on_all_ranks(b"disk", good())
         with pytest.raises(RankError, match=r"^rank 0 of the trainer failed: .*Connection closed"):
-            await told.gang.together(b"b", collective(kill=False))
+            await told.gang.run_on_all_ranks(b"b", collective(kill=False))
         with pytest.raises(RankError, match="rank 1 of the trainer has ended"):
-            await told.gang.together(b"c", collective(kill=True))
+            await told.gang.run_on_all_ranks(b"c", collective(kill=True))
 
 
 async def test_the_file_where_ranks_met_is_the_same_after_their_end() -> None:

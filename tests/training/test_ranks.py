@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laminar.training.model.packing import passes
-from laminar.training.ranks import Ranks, shares
+from laminar.training.model.packing import build_passes
+from laminar.training.ranks import Ranks, assign_sequences
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
 from tools.kit.rank_cases import CPU, make_samples
@@ -131,18 +131,18 @@ def test_suspects_that_each_rank_finds_for_itself_are_seen(ranks: RankGroup) -> 
 
 def test_shares_are_whole_and_balanced_by_tokens() -> None:
     lengths = [9, 3, 12, 7, 1, 5, 8, 2]
-    found = shares(lengths, 3)
+    found = assign_sequences(lengths, 3)
     assert sorted(i for share in found for i in share) == list(range(8))
     tokens = [sum(lengths[i] for i in share) for share in found]
     assert max(tokens) - min(tokens) <= 1
-    assert shares([5], 3) == [[0], [], []]
+    assert assign_sequences([5], 3) == [[0], [], []]
 
 
 @pytest.mark.parametrize("prompts_once", [True, False])
 def test_all_ranks_have_equally_many_passes(prompts_once: bool) -> None:
     samples = make_samples(lengths=LONG)
     found = [
-        passes(samples, 20, CPU, prompts_once=prompts_once, ranks=Ranks(rank, 3))
+        build_passes(samples, 20, CPU, prompts_once=prompts_once, ranks=Ranks(rank, 3))
         for rank in range(3)
     ]
     assert len(set(map(len, found))) == 1

@@ -18,12 +18,22 @@ from laminar.training import learner as learner_module
 from laminar.training.algorithms import policy_losses
 from laminar.training.algorithms.advantages import Estimator
 from laminar.training.algorithms.loss_terms import BatchCounts
-from laminar.training.algorithms.policy_losses import NEED_ADVANTAGE, POLICY_LOSSES, LossInputs
+from laminar.training.algorithms.policy_losses import (
+    ADVANTAGE_ONLY_LOSSES,
+    POLICY_LOSSES,
+    LossInputs,
+)
 from laminar.training.engine_mismatch import movement_rows
 from laminar.training.learner import Learner
 from laminar.training.model.policy import LoadedPolicy
 from laminar.training.model.shared_prefix_attention import read_prompts_once
-from laminar.training.steps import NO_SIGNAL, StepResult, TrainSample, one_of_each_origin, origin_of
+from laminar.training.steps import (
+    NO_SIGNAL,
+    StepResult,
+    TrainSample,
+    get_origin,
+    select_one_per_origin,
+)
 from tools.kit.rank_cases import gradient, make_samples, nothing, replaced
 
 Make = Callable[..., Any]
@@ -40,7 +50,7 @@ FLAT = make_samples(flat=(0, 1))
 
 
 def reading_all() -> Any:
-    return replaced(policy_losses, "NEED_ADVANTAGE", frozenset())
+    return replaced(policy_losses, "ADVANTAGE_ONLY_LOSSES", frozenset())
 
 
 def with_and_without(
@@ -61,7 +71,7 @@ def far(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
 
-NEEDING = sorted(NEED_ADVANTAGE)
+NEEDING = sorted(ADVANTAGE_ONLY_LOSSES)
 CASES: dict[str, dict[str, Any]] = {
     **{f"loss {name}": {"algorithm.policy_loss.loss_mode": name} for name in NEEDING},
     **{mode: {"algorithm.loss_agg_mode": mode} for mode in AGGREGATIONS},
@@ -134,7 +144,7 @@ def test_losses_that_need_an_advantage_are_0_without(name: str) -> None:
     losses = POLICY_LOSSES[name](batch)
     losses.sum().backward()
     vanishes = not losses.detach().any() and not log_probs.grad.any()  # type: ignore[union-attr]
-    assert vanishes == (name in NEED_ADVANTAGE)
+    assert vanishes == (name in ADVANTAGE_ONLY_LOSSES)
 
 
 # --- what stays proven ------------------------------------------------------------------------
@@ -147,18 +157,18 @@ def test_one_row_of_each_replica_and_version_is_scored(
     samples = make_samples(reward=1.0)
     result = Learner(make_config(), make_policy()).train_step(samples, 5)
     assert (result.changed, result.skipped_reason) == (False, NO_SIGNAL)
-    assert result.mismatch.keys() == {origin_of(span) for s in samples for span in s.spans}
+    assert result.mismatch.keys() == {get_origin(span) for s in samples for span in s.spans}
     assert result.metrics["actor/skipped_rows"] == len(samples) - 4
     tokens = sum(m.tokens for m in result.mismatch.values())
-    assert tokens == sum(len(s.response_ids) for s in one_of_each_origin(samples))
+    assert tokens == sum(len(s.response_ids) for s in select_one_per_origin(samples))
 
 
 def test_a_row_that_several_sampled_proves_them_all() -> None:
     first, second, third = make_samples(lengths=(6, 6, 6), replicas=1)
     spans = (Span("rollout-1", 4, 4, 2), Span("rollout-0", 3, 3, 4))
     both = replace(first, spans=spans)
-    assert one_of_each_origin([both, second, third]) == [both]
-    assert one_of_each_origin([second, third, both]) == [second, both]
+    assert select_one_per_origin([both, second, third]) == [both]
+    assert select_one_per_origin([second, third, both]) == [second, both]
 
 
 def test_an_engine_whose_rows_have_no_gradient_is_found_and_left_out() -> None:
@@ -185,11 +195,11 @@ def test_the_movement_is_that_of_the_rows_before_and_after(
     parts = movement_rows(samples, learner.config.trainer.micro_batch_tokens)
     few = [s for part in parts for s in part]
     rows = [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in few]
-    before = learner.score(rows)
+    before = learner.compute_logprobs(rows)
     read: list[int] = []
-    with replaced(learner_module, "score", counted(read)):
+    with replaced(learner_module, "score_micro_batch", counted(read)):
         result = learner.train_step(samples, 3)
-    after = learner.score(rows)
+    after = learner.compute_logprobs(rows)
     found, starts = list(zip(few, before, after, strict=True)), (0, len(parts[0]))
     expected = []
     for start, part in zip(starts, parts, strict=False):
@@ -218,7 +228,7 @@ def test_weights_that_stay_have_not_moved(
 
 
 def counted(read: list[int]) -> Callable[..., Any]:
-    usual = learner_module.score
+    usual = learner_module.score_micro_batch
 
     def score(policy: LoadedPolicy, micro: Any, compute: Any) -> Any:
         read.append(len(micro.sample_ids))
@@ -278,12 +288,12 @@ def test_a_left_out_row_in_a_baseline_is_seen() -> None:
     assert list(found.left_out) == [other.sample_id]
     assert far(of_some, of_all) <= LIMIT
     assert found.metrics["actor/skipped_rows"] == expected.metrics["actor/skipped_rows"] > 0
-    usual = Estimator.with_advantages
+    usual = Estimator.assign_advantages
 
     def with_all(self: Estimator, samples: Any, left_out: Any = ()) -> Any:
         return usual(self, samples)
 
-    with replaced(Estimator, "with_advantages", with_all):
+    with replaced(Estimator, "assign_advantages", with_all):
         planted, of_planted = gradient(None, SUSPECT, samples)
     assert far(of_planted, of_all) > 0.01
     assert planted.metrics["actor/skipped_rows"] == 0

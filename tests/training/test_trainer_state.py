@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from laminar.config import ConfigError
 from laminar.training import trainer_state
 from laminar.training.checkpoints import checkpoint
-from laminar.training.checkpoints.checkpoint import named_moments
+from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner
 from laminar.training.model.policy import LoadedPolicy, load_policy
-from laminar.training.trainer_state import CheckpointError, Resume
+from laminar.training.trainer_state import CheckpointError, ResumeState
 from tests.training.saved_checkpoint import saved
 
 Make = Callable[..., Any]
@@ -58,7 +58,7 @@ class Run:
     def content(self) -> dict[str, bytes]:
         """Parameters and moments, byte by byte."""
         model = self.learner.policy.model
-        found = dict(model.named_parameters()) | dict(named_moments(model, self.learner.optimizer))
+        found = dict(model.named_parameters()) | dict(iter_moments(model, self.learner.optimizer))
         return {name: tensor.detach().numpy().tobytes() for name, tensor in found.items()}
 
 
@@ -85,7 +85,7 @@ async def test_two_more_steps_give_the_same_weights_and_moments(
 
     trained.learner = trained.fresh(trained.source)
     assert trained.content() != content
-    found = checkpoint.load(directory, trained.learner)
+    found = checkpoint.load_checkpoint(directory, trained.learner)
     assert (found.version, found.step, found.batches) == (2, 2, (("0.0.0",),))
     assert found.learner.torch == torch.__version__ and found.learner.threads == 1
     assert [r.metrics for r in trained.train(2, 3)] == [r.metrics for r in expected]
@@ -102,7 +102,7 @@ async def test_what_an_engine_may_differ_by_is_known_as_before(
     (expected,) = trained.train(2)
     assert expected.left_out
     trained.learner = trained.fresh(trained.source)
-    checkpoint.load(directory, trained.learner)
+    checkpoint.load_checkpoint(directory, trained.learner)
     (again,) = trained.train(2)
     assert again.left_out == expected.left_out
 
@@ -113,7 +113,7 @@ async def test_a_checkpoint_before_any_update_has_no_moments(
     trained = run()
     directory = await trained.save(tmp_path / "step_2")
     trained.train(0)
-    checkpoint.load(directory, trained.learner)
+    checkpoint.load_checkpoint(directory, trained.learner)
     fresh = trained.content()
     assert not any(name.startswith("exp_avg") for name in fresh)
 
@@ -125,7 +125,7 @@ async def test_a_checkpoint_without_the_size_of_a_chunk_is_loaded(
     trained.train(0)
     whole = trainer_state.encode
 
-    def without(found: Resume) -> bytes:
+    def without(found: ResumeState) -> bytes:
         text = whole(found)
         assert b'"logit_chunk_tokens":1024,' in text
         return text.replace(b'"logit_chunk_tokens":1024,', b"")
@@ -133,7 +133,7 @@ async def test_a_checkpoint_without_the_size_of_a_chunk_is_loaded(
     monkeypatch.setattr(trainer_state, "encode", without)
     directory = await trained.save(tmp_path / "step_2")
     trained.learner = trained.fresh(trained.source)
-    assert checkpoint.load(directory, trained.learner).learner.logit_chunk_tokens == 0
+    assert checkpoint.load_checkpoint(directory, trained.learner).learner.logit_chunk_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
@@ -147,7 +147,7 @@ async def test_one_flipped_bit_is_refused(
     content[-3] ^= 1
     (directory / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"step_2 .*{name} is damaged"):
-        checkpoint.load(directory, trained.learner)
+        checkpoint.load_checkpoint(directory, trained.learner)
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "digests.json"])
@@ -156,7 +156,7 @@ async def test_a_missing_file_is_named(name: str, tmp_path: Path, run: Callable[
     directory = await trained.save(tmp_path / "step_2")
     (directory / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        checkpoint.load(directory, trained.learner)
+        checkpoint.load_checkpoint(directory, trained.learner)
 
 
 async def test_another_reference_is_refused(
@@ -166,7 +166,7 @@ async def test_another_reference_is_refused(
     directory = await trained.save(tmp_path / "step_2")
     make_model(7).save_pretrained(trained.source)
     with pytest.raises(ConfigError, match="compares with a reference of digest"):
-        checkpoint.load(directory, trained.fresh(trained.source))
+        checkpoint.load_checkpoint(directory, trained.fresh(trained.source))
 
 
 async def test_another_model_is_refused(
@@ -176,7 +176,7 @@ async def test_another_model_is_refused(
     directory = await trained.save(tmp_path / "step_2")
     make_model(7, intermediate_size=32).save_pretrained(trained.source)
     with pytest.raises(ConfigError, match=r"of another model: .* is F32 \(64, 32\)"):
-        checkpoint.load(directory, trained.fresh(trained.source))
+        checkpoint.load_checkpoint(directory, trained.fresh(trained.source))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
@@ -190,4 +190,4 @@ async def test_elements_of_another_type_are_refused(
     short = {key: tensor.bfloat16() for key, tensor in load_file(directory / name).items()}
     save_file(short, directory / name)
     with pytest.raises(ConfigError, match=rf"its {name} is of another .* is BF16 .* not F32"):
-        checkpoint.take(directory, trained.learner)
+        checkpoint.restore_checkpoint(directory, trained.learner)

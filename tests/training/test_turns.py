@@ -19,10 +19,10 @@ from laminar.storage.rules import Span
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.learner import Learner
-from laminar.training.model.micro_batches import collate
+from laminar.training.model.micro_batches import collate_samples
 from laminar.training.model.packing import collate_siblings
 from laminar.training.model.policy import Compute
-from laminar.training.objective import ObjectiveConfig, objective
+from laminar.training.objective import ObjectiveConfig, compute_objective
 from laminar.training.steps import TrainSample
 from tools.kit.store_samples import (
     answers,
@@ -73,7 +73,9 @@ def test_contexts_are_read_between_the_turns() -> None:
 def test_only_sampled_tokens_are_scored_each_by_the_token_before_it(once: bool) -> None:
     """Also where siblings read their prompt once."""
     other = replace(sample(), sample_id="0.0.1")
-    micro = collate_siblings([[other, TURNS]], CPU) if once else collate([other, TURNS], CPU)
+    micro = (
+        collate_siblings([[other, TURNS]], CPU) if once else collate_samples([other, TURNS], CPU)
+    )
     read = micro.rows.input_ids.flatten()
     assert micro.rows.counts.tolist() == [6, 6]
     assert micro.rows.targets.tolist() == [11, 12, 13, 14, 15, 16] * 2
@@ -152,8 +154,10 @@ def test_logits_of_what_was_only_read_have_no_gradient(
         hidden.append(output.last_hidden_state)
 
     policy.model.base_model.register_forward_hook(keep)
-    micro = collate([turns], CPU)
-    objective(policy, reference, micro, None, BatchCounts.of([turns]), config).loss.backward()
+    micro = collate_samples([turns], CPU)
+    compute_objective(
+        policy, reference, micro, None, BatchCounts.from_samples([turns]), config
+    ).loss.backward()
     (states,) = hidden
     moved = states.grad[0].abs().amax(dim=-1)
     predicts = [2 + at for at in (0, 1, 3, 6, 7, 8)]  # the token before each that was sampled

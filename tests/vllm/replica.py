@@ -11,7 +11,7 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from laminar.config import Config, load
+from laminar.config import Config, load_config
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import (
     GenerateRequest,
@@ -54,7 +54,7 @@ def model_of(seed: int, *, tied: bool = True) -> Any:
 
 def config_of(directory: Path, model: Any, *overrides: str) -> Config:
     model.config.save_pretrained(directory)
-    return load(
+    return load_config(
         [],
         [
             f"model.name={directory}",

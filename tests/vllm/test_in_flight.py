@@ -103,24 +103,26 @@ async def test_kept_no_new_prompt_finds_blocks_of_older_weights(tmp_path: Path) 
     for row in range(3):  # all slots are taken
         await flight.add(f"waits-{row}", LONG)
     await asyncio.gather(flight.load(models[1], "keep"), flight.add("during", LONG))
-    stats = flight.engine.stats()
+    stats = flight.engine.get_stats()
     await flight.replica.ended(*flight.prompts)
     late = [name for name in flight.prompts if min(flight.replica.loads[name]) == 2]
     assert {"during", "waits-1", "waits-2"} <= set(late)
     assert max(flight.worst(name, "recompute") for name in late) < 1e-3
     assert max(flight.worst(name, "keep") for name in flight.prompts) < 1e-3
-    assert flight.engine.stats().prefix_cache_hits <= stats.prefix_cache_hits + 64 * (len(late) - 1)
+    assert flight.engine.get_stats().prefix_cache_hits <= stats.prefix_cache_hits + 64 * (
+        len(late) - 1
+    )
     for load in range(3, 6):
         await flight.load(models[load % 2], "keep")
-        hits = flight.engine.stats().prefix_cache_hits
+        hits = flight.engine.get_stats().prefix_cache_hits
         for name in (f"first-{load}", f"second-{load}"):
-            found = flight.engine.stats().prefix_cache_hits
+            found = flight.engine.get_stats().prefix_cache_hits
             await flight.add(name, LONG, 10)
             await flight.replica.ended(name)
             assert flight.worst(name, "recompute") < 1e-3
             if name.startswith("first"):
-                assert flight.engine.stats().prefix_cache_hits == found == hits
-        assert flight.engine.stats().prefix_cache_hits > hits, "the engine has no prefix cache"
+                assert flight.engine.get_stats().prefix_cache_hits == found == hits
+        assert flight.engine.get_stats().prefix_cache_hits > hits, "the engine has no prefix cache"
     await flight.engine.close()
 
 
@@ -134,7 +136,7 @@ async def test_weights_are_proved_while_every_slot_is_taken(
         await flight.add(f"r{row}", limit=120)
     await flight.replica.until("r15", 5)
     await flight.load(models[1], on_update)
-    scores = await flight.engine.score([LONG, PROMPT])
+    scores = await flight.engine.compute_logprobs([LONG, PROMPT])
     assert not flight.replica.reasons, "all had ended before the scores came"
     for ids, row in zip((LONG, PROMPT), scores, strict=True):
         loads = [2] * (len(ids) - 1)
@@ -161,7 +163,7 @@ async def test_a_clear_that_cleared_nothing_is_an_error(
         )
         with pytest.raises(EngineError, match="kept cached keys and values"):
             await flight.load(models[1], "recompute")
-    assert not await flight.engine.abort("a"), "it went on with weights that are not proved"
+    assert not await flight.engine.abort_request("a"), "it went on with weights that are not proved"
     with pytest.raises(EngineError, match="no weights"):
         await flight.add("b")
     await flight.load(models[1], "recompute")
@@ -179,7 +181,7 @@ async def test_after_a_load_that_fails_nothing_runs_until_another(tmp_path: Path
     short = {n: t for n, t in tensors_of(model).items() if "layers.1.mlp.down_proj" not in n}
     with pytest.raises(EngineError, match="nothing for model"):
         await flight.replica.load(short, "keep")
-    assert not await flight.engine.abort("a")
+    assert not await flight.engine.abort_request("a")
     flight.models[2] = None
     await flight.load(model, "keep")
     await flight.add("b", limit=20)
@@ -203,7 +205,7 @@ async def test_broken_weights_fail_their_proof_and_not_the_engine(
         while "a" in flight.engine._running and not flight.engine.failed.done():
             await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="loaded weights are broken"):
-        await flight.engine.score([PROMPT])
+        await flight.engine.compute_logprobs([PROMPT])
     assert not flight.engine.failed.done()
     flight.models[2] = None
     await flight.load(model)

@@ -66,7 +66,7 @@ async def test_after_each_load_greedy_output_is_that_of_the_loaded_weights(
         expected = greedy(model, 60)
         assert replica.tokens[f"r{number}"] == expected
         assert len(set(expected)) > 3, "a degenerate model proves nothing"
-        scores = (await replica.engine.score([[*PROMPT, *expected]]))[0]
+        scores = (await replica.engine.compute_logprobs([[*PROMPT, *expected]]))[0]
         rows = distribution(model, [*PROMPT, *expected])
         wanted = [rows[i, t].item() for i, t in enumerate([*PROMPT, *expected][1:])]
         assert scores == pytest.approx(wanted, abs=1e-3)
@@ -92,7 +92,7 @@ async def test_samples_have_the_log_probs_of_the_tempered_softmax_and_no_masked_
         wanted = [rows[i, t].item() for i, t in enumerate(tokens)]
         assert replica.logprobs[name] == pytest.approx(wanted, abs=1e-3)
     assert len({tuple(replica.tokens[name]) for name in names}) == len(names)
-    stats = replica.engine.stats()
+    stats = replica.engine.get_stats()
     assert (stats.running, stats.waiting, stats.kv_used_tokens) == (0, 0, 0)
     assert stats.kv_capacity_tokens > 1_000
     records = replica.engine.drain_steps()
@@ -111,12 +111,12 @@ async def test_gauges_say_what_a_cache_that_is_too_small_costs(tmp_path: Path) -
     for name in names:
         await replica.generate(name, prompt=prompt, limit=128)
     await replica.until("r0", 64)
-    stats = replica.engine.stats()
+    stats = replica.engine.get_stats()
     assert (stats.running + stats.waiting, stats.kv_capacity_tokens) == (4, 320)
     assert 0 < stats.kv_used_tokens <= 320
     await replica.ended(*names)
     assert {tuple(replica.tokens[name]) for name in names} == {tuple(greedy(model, 128, prompt))}
-    stats = replica.engine.stats()
+    stats = replica.engine.get_stats()
     assert stats.preempted > 0
     assert stats.prefix_cache_queries > stats.prefix_cache_hits > 0
     await replica.engine.close()
@@ -132,10 +132,10 @@ async def test_what_is_aborted_here_goes_on_there(tmp_path: Path) -> None:
         await replica.load(tensors_of(model))
     await here.generate("a@1")
     await here.until("a@1", 20)
-    assert await here.engine.abort("a@1")
+    assert await here.engine.abort_request("a@1")
     done = tuple(here.tokens["a@1"])
     assert 20 <= len(done) < 100
-    assert not await here.engine.abort("a@1")
+    assert not await here.engine.abort_request("a@1")
     await asyncio.sleep(0.3)
     assert tuple(here.tokens["a@1"]) == done and "a@1" not in here.reasons
     await there.generate("a@2", done=done)
@@ -181,7 +181,7 @@ async def _life(
         here, request = replicas[place], f"{name}@{moves}"
         await here.generate(request, prompt=prompt, done=tuple(tokens))
         await here.until(request, rng.choice([0, 1, 15, 40]))
-        aborted = await here.engine.abort(request)
+        aborted = await here.engine.abort_request(request)
         tokens += here.tokens.get(request, [])
         logprobs += here.logprobs.get(request, [])
         if not aborted:
@@ -279,9 +279,9 @@ async def test_a_core_that_stands_still_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With work to do, and in the middle of a call: vLLM's own health check stays green."""
-    monkeypatch.setattr(engine, "STILL_S", 2.0)
-    monkeypatch.setattr(engine, "RPC_S", 2.0)
-    monkeypatch.setattr(engine, "LOAD_S", 2.0)
+    monkeypatch.setattr(engine, "STALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(engine, "RPC_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(engine, "LOAD_TIMEOUT_S", 2.0)
     model = model_of(1)
     config = config_of(tmp_path, model)
     working, loading = [await Replica.start(tmp_path, config) for _ in range(2)]

@@ -23,18 +23,18 @@ import numpy as np
 from laminar.weights.arena.arena import Arena
 arena = Arena.attach(Path(sys.argv[1]))
 assert (arena.slots, arena.slot_bytes) == (3, 5000), arena.__dict__
-assert np.array_equal(arena.slot(1), np.arange(5000) % 251)
-arena.slot(2)[:] = 7
+assert np.array_equal(arena.get_slot(1), np.arange(5000) % 251)
+arena.get_slot(2)[:] = 7
 """
 
 
 def test_another_process_sees_and_writes_the_same_bytes(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "arena", 3, 5000)
-    arena.slot(1)[:] = np.arange(5000) % 251
+    arena.get_slot(1)[:] = np.arange(5000) % 251
     subprocess.run([sys.executable, "-c", ATTACH, str(arena.path)], check=True, timeout=60)
-    assert (arena.slot(2) == 7).all()
-    assert not arena.slot(0).any()
-    assert np.array_equal(arena.slot(1), np.arange(5000) % 251)
+    assert (arena.get_slot(2) == 7).all()
+    assert not arena.get_slot(0).any()
+    assert np.array_equal(arena.get_slot(1), np.arange(5000) % 251)
 
 
 def test_file_is_private_and_has_its_size(tmp_path: Path) -> None:
@@ -46,11 +46,11 @@ def test_file_is_private_and_has_its_size(tmp_path: Path) -> None:
 
 def test_a_region_says_where_a_slot_is_in_the_file(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "arena", 3, 5000)
-    arena.slot(2)[:] = np.arange(5000) % 251
-    region = arena.region(2).part(4000, 6000)
+    arena.get_slot(2)[:] = np.arange(5000) % 251
+    region = arena.get_region(2).slice_bytes(4000, 6000)
     assert region.nbytes == 1000
     assert os.pread(region.fd, region.nbytes, region.offset) == bytes(region.view)
-    assert Arena.attach(arena.path).region(2).fd == NO_FILE  # who only reads it sends nothing
+    assert Arena.attach(arena.path).get_region(2).fd == NO_FILE  # who only reads it sends nothing
     arena.close()
     with pytest.raises(OSError):
         os.fstat(region.fd)
@@ -58,31 +58,31 @@ def test_a_region_says_where_a_slot_is_in_the_file(tmp_path: Path) -> None:
 
 def test_slots_do_not_overlap_and_are_page_aligned(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "arena", 4, 4097)
-    views = [arena.slot(slot) for slot in range(4)]
+    views = [arena.get_slot(slot) for slot in range(4)]
     assert all(view.nbytes == 4097 and view.ctypes.data % 4096 == 0 for view in views)
     assert not any(np.shares_memory(a, b) for a in views for b in views if a is not b)
     for bad in (-1, 4):
         with pytest.raises(ArenaError, match=f"no slot {bad}"):
-            arena.slot(bad)
+            arena.get_slot(bad)
 
 
 def test_create_never_takes_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "arena"
-    Arena.create(path, 3, 64).slot(0)[:] = 9
+    Arena.create(path, 3, 64).get_slot(0)[:] = 9
     with pytest.raises(ArenaError, match="exists; remove it"):
         Arena.create(path, 3, 64)
-    assert (Arena.attach(path).slot(0) == 9).all()
+    assert (Arena.attach(path).get_slot(0) == 9).all()
 
 
 def test_stale_file_is_unlinked_and_its_readers_keep_their_memory(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     old = Arena.create(path, 3, 64)
-    old.slot(0)[:] = 9
+    old.get_slot(0)[:] = 9
     assert Arena.unlink(path)
     assert not Arena.unlink(path)
     new = Arena.create(path, 3, 64)
-    assert (old.slot(0) == 9).all()
-    assert not new.slot(0).any()
+    assert (old.get_slot(0) == 9).all()
+    assert not new.get_slot(0).any()
 
 
 def test_too_little_space_names_both_sizes_and_leaves_nothing(tmp_path: Path) -> None:
@@ -101,37 +101,39 @@ def test_memory_comes_slot_by_slot_when_it_is_asked_for(tmp_path: Path) -> None:
     """Whoever made the file: a slot that nobody has prepared costs nothing and waits for nobody."""
     arena = Arena.create(tmp_path / "arena", 3, 5 * 4096)
     assert memory_of(arena.path) <= 4096
-    arena.prepare(1)
+    arena.populate_slot(1)
     assert 5 * 4096 <= memory_of(arena.path) <= 6 * 4096
     other = Arena.attach(arena.path)
-    other.prepare(2)
-    other.slot(2)[:] = 7
+    other.populate_slot(2)
+    other.get_slot(2)[:] = 7
     assert 10 * 4096 <= memory_of(arena.path) <= 11 * 4096
-    arena.fill_all()
+    arena.populate_all()
     assert memory_of(arena.path) >= 15 * 4096
-    assert (arena.slot(2) == 7).all()  # what was written before stays
+    assert (arena.get_slot(2) == 7).all()  # what was written before stays
 
 
 def test_a_part_of_a_slot_has_its_memory_before_it_is_written(tmp_path: Path) -> None:
     """A chunk need not begin at a page."""
     arena = Arena.create(tmp_path / "arena", 3, 64 * 4096)
     before = memory_of(arena.path)
-    chunk = arena.region(2).part(10_000, 30_000)
-    chunk.prepare()
+    chunk = arena.get_region(2).slice_bytes(10_000, 30_000)
+    chunk.populate_pages()
     first, end = 10_000 // 4096, -(-30_000 // 4096)
     assert memory_of(arena.path) == before + (end - first) * 4096
-    Region(memoryview(bytearray(10))).prepare()  # ordinary memory
+    Region(memoryview(bytearray(10))).populate_pages()  # ordinary memory
 
 
 def test_memory_that_something_else_took_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = Arena.create(tmp_path / "arena", 3, 5000)
-    arena.prepare(0)
-    monkeypatch.setattr("laminar.weights.arena.arena._advise", lambda address, nbytes: errno.EFAULT)
-    arena.prepare(0)  # it has its memory
+    arena.populate_slot(0)
+    monkeypatch.setattr(
+        "laminar.weights.arena.arena._populate_pages", lambda address, nbytes: errno.EFAULT
+    )
+    arena.populate_slot(0)  # it has its memory
     words = r"no memory for all of its 3 slots of 5000 bytes .*it is full.*weights\.max_bytes"
-    for asking in (lambda: arena.prepare(1), arena.region(2).prepare):
+    for asking in (lambda: arena.populate_slot(1), arena.get_region(2).populate_pages):
         with pytest.raises(ArenaError, match=words):
             asking()
 
@@ -140,11 +142,13 @@ def test_a_kernel_that_fills_nothing_when_asked_reserves_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before Linux 5.14; and there a failure leaves nothing."""
-    monkeypatch.setattr("laminar.weights.arena.arena._advise", lambda address, nbytes: errno.EINVAL)
+    monkeypatch.setattr(
+        "laminar.weights.arena.arena._populate_pages", lambda address, nbytes: errno.EINVAL
+    )
     arena = Arena.create(tmp_path / "arena", 3, 5000)
     assert memory_of(arena.path) >= 3 * 5000
-    arena.fill_all()
-    Arena.attach(arena.path).prepare(1)
+    arena.populate_all()
+    Arena.attach(arena.path).populate_slot(1)
 
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
@@ -198,12 +202,12 @@ def test_attach_refuses_other_files(tmp_path: Path) -> None:
 
 def test_views_outlive_close_and_no_slot_is_given_after_it(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "arena", 3, 64)
-    view = arena.slot(0)
+    view = arena.get_slot(0)
     arena.close()
     view[:] = 5
-    assert (Arena.attach(arena.path).slot(0) == 5).all()
+    assert (Arena.attach(arena.path).get_slot(0) == 5).all()
     with pytest.raises(ArenaError, match="is closed"):
-        arena.slot(0)
+        arena.get_slot(0)
 
 
 def test_path_is_one_per_run_node_and_process(tmp_path: Path) -> None:
@@ -224,7 +228,7 @@ import sys
 from pathlib import Path
 from laminar.weights.arena.arena import Arena
 arena = Arena.create(Path(sys.argv[1]), 3, 5000)
-arena.fill_all()
+arena.populate_all()
 print("made", flush=True)
 sys.stdin.read()
 """
@@ -267,7 +271,7 @@ def test_what_killed_processes_left_is_swept_and_what_lives_is_not(
     )
     assert all(each.num_bytes >= 3 * 5000 for each in swept)
     assert [path.name for path in tmp_path.iterdir()] == [_name(tmp_path, "run", "1")]
-    reader.slot(2)[:] = 7  # mapped memory stays
+    reader.get_slot(2)[:] = 7  # mapped memory stays
     assert sweep_arenas(tmp_path) == []
     assert living.poll() is None
 
@@ -279,7 +283,7 @@ def _name(directory: Path, run: str, boot: str) -> str:
 def test_the_lock_lasts_as_long_as_the_memory(tmp_path: Path) -> None:
     """A creator that has closed the arena may still have views of it."""
     arena = Arena.create(tmp_path / _name(tmp_path, "run", "b"), 3, 64)
-    view = arena.slot(0)
+    view = arena.get_slot(0)
     arena.close()
     assert sweep_arenas(tmp_path) == []
     del view
@@ -323,6 +327,6 @@ def test_a_creation_survives_a_sweep_that_comes_before_its_lock(
     monkeypatch.setattr(fcntl, "flock", flock)
     arena = Arena.create(tmp_path / _name(tmp_path, "run", "b"), 3, 64)
     assert [each.path for each in swept] == [arena.path]
-    arena.slot(1)[:] = 5
-    assert (Arena.attach(arena.path).slot(1) == 5).all()
+    arena.get_slot(1)[:] = 5
+    assert (Arena.attach(arena.path).get_slot(1) == 5).all()
     assert sweep_arenas(tmp_path) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.wire import BadBytes, Header, Kind
+from laminar.weights.chain.wire import BadBytes, FrameKind, Header
 from laminar.weights.version import manifest as mf
 from tools.bench.weights.relay_process import draft
 
@@ -30,12 +30,12 @@ DOWN = [
 UP = [
     wire.Challenge(name="relay-1", incarnation=2, nonce=bytes(16), proof=bytes(32)),
     wire.Welcome(held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
-    wire.Refused(reason="another run"),
-    wire.Begun(version=6),
+    wire.PeerRefused(reason="another run"),
+    wire.ShareStarted(version=6),
     wire.Want(offer=1, have=b"\xa0", from_block=None),
     wire.Want(offer=1, have=b"\x00", from_block=2),
-    wire.Again(version=5, position=1),
-    wire.Done(version=5, digest=DIGEST),
+    wire.Resend(version=5, position=1),
+    wire.VersionDone(version=5, digest=DIGEST),
     wire.Decline(version=5, reason="too large"),
 ]
 
@@ -47,7 +47,7 @@ def decoded(decoder: Any, data: bytes, limit: int = wire.MESSAGE_BYTES_MAX) -> A
 
 def framed(body: bytes) -> bytes:
     """A message whose body is anything, with the right checksum."""
-    header = Header(Kind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
+    header = Header(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
     return wire.pack_header(header) + body
 
 
@@ -63,7 +63,7 @@ def test_messages_come_back_to_the_side_that_may_have_sent_them() -> None:
 
 
 def test_a_header_comes_back() -> None:
-    header = Header(Kind.CHUNK, 1 << 20, 17, 1 << 40, (1 << 64) - 1)
+    header = Header(FrameKind.CHUNK, 1 << 20, 17, 1 << 40, (1 << 64) - 1)
     assert wire.unpack_header(wire.pack_header(header), 100) == header
 
 
@@ -73,9 +73,15 @@ def test_a_header_comes_back() -> None:
         (b"GET / HTTP/1.1\r\nHost: relay-1.lan\r", "not-a-relay"),
         (b"LMRW\x02" + bytes(27), "wire-version"),
         (b"LMRW\x01\x09" + bytes(26), "unknown-kind"),
-        (wire.pack_header(Header(Kind.MESSAGE, 101, 0, 0, 0)), "bad-length"),
-        (wire.pack_header(Header(Kind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
-        (wire.pack_header(Header(Kind.BLOCK, wire.BLOCK_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
+        (wire.pack_header(Header(FrameKind.MESSAGE, 101, 0, 0, 0)), "bad-length"),
+        (
+            wire.pack_header(Header(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 0, 0)),
+            "bad-length",
+        ),
+        (
+            wire.pack_header(Header(FrameKind.BLOCK, wire.BLOCK_BYTES_MAX + 1, 0, 0, 0)),
+            "bad-length",
+        ),
     ],
 )
 def test_a_bad_header_has_a_reason(header: bytes, reason: str) -> None:

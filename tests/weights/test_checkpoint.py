@@ -13,8 +13,8 @@ from laminar.run.directory import VERSION_FILE
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.checkpoint import MODEL_FILE
-from laminar.weights.version.hashes import manifest_of
-from laminar.weights.version.restored import CheckpointError
+from laminar.weights.version.hashes import build_manifest
+from laminar.weights.version.restored import VersionRestoreError
 from laminar.weights.version.tensors import write_tensors
 
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
@@ -31,12 +31,12 @@ def weights() -> Tensors:
 
 
 def specs(dtype: str) -> tuple[mf.TensorSpec, ...]:
-    return mf.layout([(name, tuple(t.shape)) for name, t in weights().items()], dtype)
+    return mf.make_layout([(name, tuple(t.shape)) for name, t in weights().items()], dtype)
 
 
 def save(directory: Path, dtype: str = "bfloat16", version: int = 7) -> mf.Manifest:
     tensors = weights()
-    manifest = checkpoint.describe(
+    manifest = checkpoint.build_tensor_manifest(
         version=version, step=version, specs=specs(dtype), tensors=tensors.items(), probe=PROBE
     )
     save_file(tensors, directory / MODEL_FILE)
@@ -49,9 +49,9 @@ def test_version_is_the_one_that_was_published(dtype: str, tmp_path: Path) -> No
     """A relay makes the same manifest of what the trainer writes into its slot."""
     slot = np.full(1 << 16, 0xEE, dtype=np.uint8)
     write_tensors(slot, specs(dtype), weights().items())
-    published = manifest_of(slot, version=7, step=7, tensors=specs(dtype), probe=PROBE)
+    published = build_manifest(slot, version=7, step=7, tensors=specs(dtype), probe=PROBE)
     assert save(tmp_path, dtype) == published
-    found = checkpoint.read(tmp_path, 7)
+    found = checkpoint.read_version(tmp_path, 7)
     wanted = slot[: published.total_bytes].tobytes()
     assert found.manifest == published
     assert found.view.tobytes() == wanted
@@ -62,8 +62,8 @@ def test_version_is_the_one_that_was_published(dtype: str, tmp_path: Path) -> No
 
 def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, version=6)
-    with pytest.raises(CheckpointError, match="holds version 6, not 7"):
-        checkpoint.read(tmp_path, 7)
+    with pytest.raises(VersionRestoreError, match="holds version 6, not 7"):
+        checkpoint.read_version(tmp_path, 7)
 
 
 def test_one_changed_value_is_found(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_one_changed_value_is_found(tmp_path: Path) -> None:
     changed = weights()
     changed["embed"][0, 0] += 1
     save_file(changed, tmp_path / MODEL_FILE)
-    with pytest.raises(CheckpointError, match="expected xxh3_64"):
-        checkpoint.read(tmp_path, 7)
+    with pytest.raises(VersionRestoreError, match="expected xxh3_64"):
+        checkpoint.read_version(tmp_path, 7)
 
 
 @pytest.mark.parametrize("file", [MODEL_FILE, VERSION_FILE])
@@ -80,15 +80,15 @@ def test_missing_or_cut_files_are_named(file: str, tmp_path: Path) -> None:
     save(tmp_path)
     path = tmp_path / file
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=tmp_path.name):
-        checkpoint.read(tmp_path, 7)
+    with pytest.raises(VersionRestoreError, match=tmp_path.name):
+        checkpoint.read_version(tmp_path, 7)
     path.unlink()
-    with pytest.raises(CheckpointError, match="No such file"):
-        checkpoint.read(tmp_path, 7)
+    with pytest.raises(VersionRestoreError, match="No such file"):
+        checkpoint.read_version(tmp_path, 7)
 
 
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     save(tmp_path)
     save_file({"embed": weights()["embed"]}, tmp_path / MODEL_FILE)
-    with pytest.raises(CheckpointError, match="1 tensors were not written"):
-        checkpoint.read(tmp_path, 7)
+    with pytest.raises(VersionRestoreError, match="1 tensors were not written"):
+        checkpoint.read_version(tmp_path, 7)

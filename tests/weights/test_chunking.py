@@ -6,7 +6,7 @@ import pytest
 
 from laminar.weights.chain.sender import next_version
 from laminar.weights.version import chunking
-from laminar.weights.version.chunking import broadcast_seconds, chunk_bytes
+from laminar.weights.version.chunking import chunk_bytes, estimate_broadcast_s
 
 GB = 10**9
 PER_BYTE, START = 1 / 10e9, 50e-6
@@ -17,19 +17,19 @@ def test_time_is_that_of_the_closed_form() -> None:
     closed = (
         size * PER_BYTE + (p - 2) * START + k * START + (p - 2) * size / k * PER_BYTE
     )  # the product, multiplied out
-    assert broadcast_seconds(p, k, size, PER_BYTE, START) == pytest.approx(closed)
-    assert broadcast_seconds(2, 1, size, PER_BYTE, 0.0) == pytest.approx(1.4)
+    assert estimate_broadcast_s(p, k, size, PER_BYTE, START) == pytest.approx(closed)
+    assert estimate_broadcast_s(2, 1, size, PER_BYTE, 0.0) == pytest.approx(1.4)
 
 
 @pytest.mark.parametrize(("machines", "size"), [(5, 256 << 20), (9, 1 << 30), (65, 2 * GB)])
 def test_the_chunk_is_the_best_one_within_its_limits(machines: int, size: int) -> None:
     best_k = math.sqrt((machines - 2) * size * PER_BYTE / START)
-    at_best = broadcast_seconds(machines, round(best_k), size, PER_BYTE, START)
+    at_best = estimate_broadcast_s(machines, round(best_k), size, PER_BYTE, START)
     closed = size * PER_BYTE + (machines - 2) * START
     closed += 2 * math.sqrt((machines - 2) * size * PER_BYTE * START)
     assert at_best == pytest.approx(closed, rel=1e-4)
     for k in (best_k / 2, best_k * 2):
-        assert broadcast_seconds(machines, round(k), size, PER_BYTE, START) > at_best
+        assert estimate_broadcast_s(machines, round(k), size, PER_BYTE, START) > at_best
     found = chunk_bytes(machines, size, PER_BYTE, START)
     assert found % (64 << 10) == 0
     clamped = min(max(size / best_k, chunking.CHUNK_BYTES_MIN), chunking.CHUNK_BYTES_MAX)

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from laminar.weights.delta import codec
-from laminar.weights.delta.codec import Block, DeltaError, apply_block, encode_blocks, pays, spans
+from laminar.weights.delta.codec import (
+    Block,
+    DeltaError,
+    apply_block,
+    compute_block_spans,
+    encode_blocks,
+    is_worthwhile,
+)
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import checksums
+from laminar.weights.version.hashes import compute_checksums
 from laminar.weights.version.tensors import write_tensors
 
 STALE = 0xAA  #: what an earlier version left in a slot
@@ -39,7 +46,9 @@ def rebuild(blocks: list[Block], base: np.ndarray) -> np.ndarray:
 def check_round_trip(base: np.ndarray, new: np.ndarray, itemsize: int) -> list[Block]:
     """Into another slot and into the base's own, in any order."""
     blocks = list(encode_blocks(base, new, itemsize))
-    assert [(block.offset, block.nbytes) for block in blocks] == spans(new.nbytes, itemsize)
+    assert [(block.offset, block.nbytes) for block in blocks] == compute_block_spans(
+        new.nbytes, itemsize
+    )
     assert all(len(block.payload) <= block.nbytes for block in blocks)
     np.testing.assert_array_equal(rebuild(blocks, base), new)
     in_place = base.copy()
@@ -141,7 +150,7 @@ def test_one_step_of_small_changes_is_a_hundred_times_smaller() -> None:
 def test_digest_of_a_rebuilt_version() -> None:
     """Through the layout of a slot, padding included."""
     shapes = [("embed", (70, 50)), ("scale", ()), ("norm", (33,))]
-    specs = mf.layout(shapes, "bfloat16")
+    specs = mf.make_layout(shapes, "bfloat16")
     total = mf.check_tensors(specs)
     tensors = {name: torch.randn(shape) for name, shape in shapes}
     slots = np.full((3, total), STALE, dtype=np.uint8)
@@ -150,7 +159,7 @@ def test_digest_of_a_rebuilt_version() -> None:
     write_tensors(slots[1], specs, tensors.items())
     for block in encode_blocks(slots[0], slots[1], 2):
         apply_block(block, slots[0], slots[2])
-    assert checksums(slots[2], total, 64) == checksums(slots[1], total, 64)
+    assert compute_checksums(slots[2], total, 64) == compute_checksums(slots[1], total, 64)
 
 
 def test_views_that_are_not_aligned() -> None:
@@ -199,7 +208,7 @@ MIB = 1 << 20
     ],
 )
 def test_pays(encoded: int, covered: int, total: int, worth: bool) -> None:
-    assert pays(encoded, covered, total) is worth
+    assert is_worthwhile(encoded, covered, total) is worth
 
 
 def test_what_changed_everywhere_is_given_up_after_two_blocks() -> None:
@@ -207,7 +216,7 @@ def test_what_changed_everywhere_is_given_up_after_two_blocks() -> None:
     encoded = covered = count = 0
     for block in encode_blocks(noise(total, 1), noise(total, 2), 2):
         encoded, covered, count = encoded + len(block.payload), covered + block.nbytes, count + 1
-        if not pays(encoded, covered, total):
+        if not is_worthwhile(encoded, covered, total):
             break
     assert count == 2
 

@@ -16,20 +16,20 @@ import pytest
 import xxhash
 
 from laminar.weights.arena.region import Region
-from laminar.weights.arena.slots import Held, Lease, SlotTable, Writing
+from laminar.weights.arena.slots import HeldSlot, ReadLease, SlotTable, WritingSlot
 from laminar.weights.chain import wire
-from laminar.weights.chain.fetch_server import TRICKLE_S, Holding
+from laminar.weights.chain.fetch_server import TRICKLE_S, FetchHandler
 from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S, Receiver
 from laminar.weights.chain.reports import (
-    Pace,
     Received,
     Report,
     SlotReturned,
     SlotWanted,
+    TransferPace,
     Trouble,
 )
 from laminar.weights.chain.sender import Sender
-from laminar.weights.chain.wire import BadBytes, Header, Kind
+from laminar.weights.chain.wire import BadBytes, FrameKind, Header
 from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy, pack_have
@@ -58,12 +58,12 @@ class Link:
         self.spoil: Callable[[Header, bytes], bytes] = lambda header, body: body
         self.failed = ""
         self.said: list[Any] = []  #: messages so far
-        self.hold: Kind | None = None  #: stop before the first body of this kind
+        self.hold: FrameKind | None = None  #: stop before the first body of this kind
         self.stopped = False
 
     @property
     def idle(self) -> bool:
-        return not any(header.kind != Kind.MESSAGE for header, _ in self.frames)
+        return not any(header.kind != FrameKind.MESSAGE for header, _ in self.frames)
 
     def send(self, message: Any) -> None:
         self.said.append(message)
@@ -82,13 +82,13 @@ class Link:
     def move(self) -> None:
         """One frame arrives."""
         header, body = self.frames.popleft()
-        if header.kind == Kind.MESSAGE:
-            self.handler.message(wire.decode(self.decoder, header, bytearray(body)))
+        if header.kind == FrameKind.MESSAGE:
+            self.handler.handle_message(wire.decode(self.decoder, header, bytearray(body)))
         else:
-            target = self.handler.place(header)
+            target = self.handler.get_buffer(header)
             assert target.nbytes == header.length
             target[:] = self.spoil(header, body)
-            self.handler.landed(header)
+            self.handler.handle_body(header)
 
 
 class Relay:
@@ -100,7 +100,7 @@ class Relay:
         self.reports: list[Report] = []
         self.posted: deque[Callable[[], None]] = deque()
         self.table = VersionTable(nullcontext())
-        self.slots = SlotTable(SLOTS, self.table.forget)
+        self.slots = SlotTable(SLOTS, self.table.try_forget)
         cache = DeltaCache(delta_bytes)
         self.sender = Sender(
             self.table, cache, self.arriving, in_thread, self.posted.append, self.reports.append
@@ -123,27 +123,27 @@ class Relay:
         if isinstance(report, SlotWanted):
             self.slot_due = True
         elif isinstance(report, Received):
-            state = self.slots.state(report.slot)
-            assert isinstance(state, Writing)
+            state = self.slots.get_state(report.slot)
+            assert isinstance(state, WritingSlot)
             self.slots.commit(report.slot, state.writer, report.manifest.version)
         elif isinstance(report, SlotReturned):
-            state = self.slots.state(report.slot)
-            assert isinstance(state, Writing)
-            self.slots.abandon(state.writer)
+            state = self.slots.get_state(report.slot)
+            assert isinstance(state, WritingSlot)
+            self.slots.abandon_slot(state.writer)
 
     def publish(self, version: int, data: np.ndarray | None = None, digest: str = "") -> None:
-        grant = self.slots.grant("trainer")
+        grant = self.slots.grant_slot("trainer")
         assert grant is not None
         data = content(version) if data is None else data
         self.memory[grant.slot][:] = data.tobytes()
         like = draft(version, SIZE, CHUNK)
         sums = [xxhash.xxh3_64_intdigest(data[i : i + CHUNK]) for i in range(0, SIZE, CHUNK)]
-        manifest = mf.seal(like, sums, digest or digest_of(data))
+        manifest = mf.seal_draft(like, sums, digest or digest_of(data))
         self.slots.commit(grant.slot, "trainer", version)
-        self.put(VersionCopy.published(manifest, grant.slot, self.region(grant.slot)))
+        self.put(VersionCopy.from_manifest(manifest, grant.slot, self.region(grant.slot)))
 
     def publish_share(self, version: int, rank: int) -> None:
-        grant = self.slots.grant(f"trainer-{version}")
+        grant = self.slots.grant_slot(f"trainer-{version}")
         assert grant is not None
         data, like = content(version), draft(version, SIZE, CHUNK, PARTS)
         bounds, mine = mf.chunk_bounds(like), mf.chunks_of_ranks(like, [rank])
@@ -153,25 +153,25 @@ class Relay:
                 bounds[i] : bounds[i + 1]
             ].data
         sums = {i: xxhash.xxh3_64_intdigest(data[bounds[i] : bounds[i + 1]]) for i in mine}
-        self.put(VersionCopy.share(like, grant.slot, self.region(grant.slot), sums))
+        self.put(VersionCopy.from_share(like, grant.slot, self.region(grant.slot), sums))
 
     def put(self, copy: VersionCopy) -> None:
         self.table.put(copy)
-        self.receiver.published(copy)
-        self.sender.refresh()
+        self.receiver.handle_publish(copy)
+        self.sender.refresh_offer()
 
     def turn(self) -> None:
         """What the plane and the relay's actor do besides moving bytes."""
         while self.posted:
             self.posted.popleft()()
-        while self.receiver.work():
+        while self.receiver.advance_digest():
             pass
         if self.slot_due and self.grants:
-            grant = self.slots.grant("plane")
+            grant = self.slots.grant_slot("plane")
             if grant is not None:
                 self.slot_due = False
-                self.receiver.granted(grant.slot)
-        self.sender.fill()
+                self.receiver.take_slot(grant.slot)
+        self.sender.push_next()
 
     def troubles(self) -> list[tuple[str, int]]:
         return [(r.kind, r.version) for r in self.reports if isinstance(r, Trouble)]
@@ -184,13 +184,13 @@ class Relay:
         copy = self.table.get(version)
         if copy is None or not copy.complete:
             return False
-        assert self.slots.state(copy.slot) == Held(version)
+        assert self.slots.get_state(copy.slot) == HeldSlot(version)
         assert copy.digest == digest_of(self.memory[copy.slot])
         return True
 
 
 PARTS = tuple(
-    mf.Part(rank=rank, offset=start, nbytes=end - start)
+    mf.RankPart(rank=rank, offset=start, nbytes=end - start)
     for rank, start, end in ((0, 0, 700), (1, 700, 2600), (0, 2600, 3000), (1, 3000, SIZE))
 )
 
@@ -200,18 +200,18 @@ def join(first: Relay, second: Relay) -> tuple[Link, Link]:
     down = Link(wire.predecessor_decoder, second.receiver)
     up = Link(wire.successor_decoder, first.sender)
     welcome = wire.Welcome(
-        held=second.table.complete(),
-        partial=second.table.partial(),
+        held=second.table.get_complete_digests(),
+        partial=second.table.list_partial(),
     )
-    second.receiver.connected(up, first.name, up.fail)
-    first.sender.connected(down, second.name, welcome, down.fail)
+    second.receiver.attach_link(up, first.name, up.fail)
+    first.sender.attach_link(down, second.name, welcome, down.fail)
     first.down = down
     return down, up
 
 
 def part(first: Relay, second: Relay) -> None:
-    first.sender.disconnected()
-    second.receiver.disconnected()
+    first.sender.detach_link()
+    second.receiver.detach_link()
 
 
 def run(relays: list[Relay], links: list[Link], until: Callable[[], bool] = lambda: False) -> None:
@@ -234,17 +234,17 @@ def chunks_here(relay: Relay) -> int:
 def test_the_pace_of_a_version_is_told_each_minute_in_which_something_came() -> None:
     a, b = Relay("a"), Relay("b")
     links = [*join(a, b)]
-    assert b.receiver.tick(SLOW_S) is None  # nothing is on its way
+    assert b.receiver.report_pace(SLOW_S) is None  # nothing is on its way
     a.publish(0)
     run([a, b], links, lambda: chunks_here(b) == 2)
-    assert b.receiver.tick(SLOW_S - 1) == SLOW_S and not b.troubles()
-    assert b.receiver.tick(SLOW_S) == 2 * SLOW_S
-    assert b.receiver.tick(2 * SLOW_S) == 3 * SLOW_S
+    assert b.receiver.report_pace(SLOW_S - 1) == SLOW_S and not b.troubles()
+    assert b.receiver.report_pace(SLOW_S) == 2 * SLOW_S
+    assert b.receiver.report_pace(2 * SLOW_S) == 3 * SLOW_S
     (slow,) = [report for report in b.reports if isinstance(report, Trouble)]
     left = SIZE * (CHUNKS - 2) // CHUNKS
-    assert (slow.kind, slow.pace) == ("slow", Pace(2 * CHUNK, SLOW_S, left))
+    assert (slow.kind, slow.pace) == ("slow", TransferPace(2 * CHUNK, SLOW_S, left))
     run([a, b], links)
-    assert b.holds(0) and b.receiver.tick(3 * SLOW_S) is None
+    assert b.holds(0) and b.receiver.report_pace(3 * SLOW_S) is None
 
 
 def test_a_chunk_goes_on_before_the_next_one_is_here() -> None:
@@ -301,11 +301,11 @@ def test_a_version_that_died_with_its_publisher_gives_its_slot_to_the_next() -> 
     run([master, b, c], links)
     assert b.received() == c.received() == [1]
     for relay in (b, c):
-        assert sum(isinstance(relay.slots.state(i), Writing) for i in range(SLOTS)) == 0
+        assert sum(isinstance(relay.slots.get_state(i), WritingSlot) for i in range(SLOTS)) == 0
 
 
-@pytest.mark.parametrize("hold", [Kind.CHUNK, None])
-def test_a_slot_is_not_reused_under_chunks_that_go_or_went_out(hold: Kind | None) -> None:
+@pytest.mark.parametrize("hold", [FrameKind.CHUNK, None])
+def test_a_slot_is_not_reused_under_chunks_that_go_or_went_out(hold: FrameKind | None) -> None:
     a, b, c = Relay("a"), Relay("b"), Relay("c")
     links = [*join(a, b), *join(b, c)]
     links[2].hold = hold
@@ -374,13 +374,13 @@ def test_chunks_nobody_asked_for_end_the_connection() -> None:
     a.publish(0)
     run([a, b], links, lambda: chunks_here(b) == 3)
     for header in (
-        Header(Kind.CHUNK, CHUNK, 0, 0, 0),  # proved already
-        Header(Kind.CHUNK, CHUNK, CHUNKS, 0, 0),
-        Header(Kind.CHUNK, CHUNK, 5, 9, 0),
-        Header(Kind.CHUNK, CHUNK - 1, 5, 0, 0),
+        Header(FrameKind.CHUNK, CHUNK, 0, 0, 0),  # proved already
+        Header(FrameKind.CHUNK, CHUNK, CHUNKS, 0, 0),
+        Header(FrameKind.CHUNK, CHUNK, 5, 9, 0),
+        Header(FrameKind.CHUNK, CHUNK - 1, 5, 0, 0),
     ):
         with pytest.raises(BadBytes, match="unasked-chunk"):
-            b.receiver.place(header)
+            b.receiver.get_buffer(header)
     run([a, b], links)
     assert b.holds(0)
 
@@ -391,17 +391,21 @@ def test_wrong_answers_end_the_connection() -> None:
     a.publish(0)
     run([a, b], links, lambda: chunks_here(b) == 3)
     for message, reason in (
-        (wire.Again(version=0, position=CHUNKS), "bad-again"),
+        (wire.Resend(version=0, position=CHUNKS), "bad-again"),
         (wire.Want(offer=1, have=b"", from_block=None), "bad-have"),
-        (wire.Refused(reason="?"), "second-welcome"),
+        (wire.PeerRefused(reason="?"), "second-welcome"),
     ):
         with pytest.raises(BadBytes, match=reason):
-            a.sender.message(message)
+            a.sender.handle_message(message)
     with pytest.raises(BadBytes, match="second-hello"):
-        b.receiver.message(wire.Hello(run="r", name="a", incarnation=1, chain=1, nonce=bytes(16)))
+        b.receiver.handle_message(
+            wire.Hello(run="r", name="a", incarnation=1, chain=1, nonce=bytes(16))
+        )
     with pytest.raises(BadBytes, match="bad-checksums"):
         like = draft(1, SIZE, CHUNK)
-        b.receiver.message(wire.Offer(number=1, draft=like, checksums=b"123", digest="", base=None))
+        b.receiver.handle_message(
+            wire.Offer(number=1, draft=like, checksums=b"123", digest="", base=None)
+        )
     run([a, b], links)
     assert b.holds(0)
 
@@ -413,7 +417,7 @@ def test_a_wrong_digest_is_declined_and_the_slot_given_back() -> None:
     run([a, b], links)
     assert b.received() == [] and b.troubles() == [("wrong-digest", 0)]
     assert a.troubles() == [("declined", 0)]
-    assert all(not isinstance(b.slots.state(i), Writing) for i in range(SLOTS))
+    assert all(not isinstance(b.slots.get_state(i), WritingSlot) for i in range(SLOTS))
     a.publish(1)
     run([a, b], links)
     assert b.received() == [1]
@@ -426,7 +430,7 @@ def test_a_version_that_does_not_fit_is_declined() -> None:
     a.publish(0)
     run([a, b], links)
     assert b.troubles() == [("denied", 0)] and a.troubles() == [("declined", 0)]
-    assert b.slots.grant("plane") is not None
+    assert b.slots.grant_slot("plane") is not None
 
 
 def test_a_digest_that_comes_while_a_slot_is_awaited_is_not_lost() -> None:
@@ -447,7 +451,7 @@ def test_a_version_that_got_stuck_gives_way_to_a_newer_one() -> None:
     links = [*join(a, b), *join(b, c)]
     a.publish_share(1, 0)
     b.publish_share(1, 1)
-    links[0].hold = Kind.CHUNK
+    links[0].hold = FrameKind.CHUNK
     run([a, b, c], links)
     b.publish_share(2, 1)
     run([a, b, c], links)
@@ -461,7 +465,7 @@ def test_publishers_that_disagree_are_found() -> None:
     a, b = Relay("a"), Relay("b", grants=False)
     links = [*join(a, b)]
     a.publish_share(1, 0)
-    bad = VersionCopy.share(draft(1, SIZE, CHUNK), 0, b.region(0), {0: 1})
+    bad = VersionCopy.from_share(draft(1, SIZE, CHUNK), 0, b.region(0), {0: 1})
     b.put(bad)
     run([a, b], links)
     assert b.troubles() == [("wrong-layout", 1)] and a.troubles() == [("declined", 1)]
@@ -488,8 +492,8 @@ def close_to(version: int) -> np.ndarray:
     return data
 
 
-def kinds_of(link: Link) -> list[Kind]:
-    seen: list[Kind] = []
+def kinds_of(link: Link) -> list[FrameKind]:
+    seen: list[FrameKind] = []
     link.spoil = lambda header, body: (seen.append(header.kind), body)[1]
     return seen
 
@@ -502,9 +506,9 @@ def test_a_delta_is_encoded_once_and_goes_down_the_chain() -> None:
     first, second = kinds_of(links[0]), kinds_of(links[2])
     a.publish(1, close_to(0))
     settle([a, b, c], links, lambda: c.holds(1))
-    assert set(first) == set(second) == {Kind.BLOCK}
+    assert set(first) == set(second) == {FrameKind.BLOCK}
     assert b.received() == c.received() == [0, 1]
-    assert b.table.forget(0) and a.table.forget(0)  # no base stays pinned
+    assert b.table.try_forget(0) and a.table.try_forget(0)  # no base stays pinned
 
 
 def test_a_relay_without_the_base_gets_chunks_while_its_predecessor_gets_a_delta() -> None:
@@ -518,7 +522,7 @@ def test_a_relay_without_the_base_gets_chunks_while_its_predecessor_gets_a_delta
     settle([a, b, c], links, lambda: b.holds(1))
     c.grants = True
     settle([a, b, c], links, lambda: c.holds(1))
-    assert set(first) == {Kind.BLOCK} and set(second) == {Kind.CHUNK}
+    assert set(first) == {FrameKind.BLOCK} and set(second) == {FrameKind.CHUNK}
 
 
 def test_a_delta_that_does_not_pay_is_not_sent() -> None:
@@ -529,7 +533,7 @@ def test_a_delta_that_does_not_pay_is_not_sent() -> None:
     seen = kinds_of(links[0])
     a.publish(1)  # nothing in common with version 0
     settle([a, b], links, lambda: b.holds(1))
-    assert set(seen) == {Kind.CHUNK} and not b.troubles()
+    assert set(seen) == {FrameKind.CHUNK} and not b.troubles()
 
 
 def test_chunks_that_a_delta_leaves_wrong_are_sent_in_full() -> None:
@@ -540,13 +544,13 @@ def test_chunks_that_a_delta_leaves_wrong_are_sent_in_full() -> None:
     base = b.table.get(0)
     assert base is not None
     b.memory[base.slot][3 * CHUNK] ^= 1  # a cosmic ray in the receiver's base
-    positions: list[tuple[Kind, int]] = []
+    positions: list[tuple[FrameKind, int]] = []
     links[0].spoil = lambda header, body: (positions.append((header.kind, header.position)), body)[
         1
     ]
     a.publish(1, close_to(0))
     settle([a, b], links, lambda: b.received() == [0, 1])
-    assert positions == [(Kind.BLOCK, 0), (Kind.CHUNK, 3)]
+    assert positions == [(FrameKind.BLOCK, 0), (FrameKind.CHUNK, 3)]
     assert b.troubles() == [("wrong-delta", 1)]
     assert b.holds(1)
 
@@ -579,15 +583,15 @@ def test_a_delta_cut_short_is_finished_in_chunks() -> None:
     links = [*join(a, b)]
     a.publish(0)
     settle([a, b], links, lambda: b.holds(0))
-    links[0].hold = Kind.BLOCK
+    links[0].hold = FrameKind.BLOCK
     a.publish(1, close_to(0))
     settle([a, b], links, lambda: links[0].stopped)
     part(a, b)
     links = [*join(a, b)]
     seen = kinds_of(links[0])
     settle([a, b], links, lambda: b.holds(1))
-    assert set(seen) == {Kind.CHUNK}
-    assert b.table.forget(0)
+    assert set(seen) == {FrameKind.CHUNK}
+    assert b.table.try_forget(0)
 
 
 # --- everything at once -----------------------------------------------------------------------
@@ -625,10 +629,10 @@ class Chain:
 
     def publish(self) -> None:
         head = self.relays[0]
-        grant = head.slots.grant("trainer")
+        grant = head.slots.grant_slot("trainer")
         if grant is None:
             return  # skipped: every slot is leased or being sent
-        head.slots.abandon("trainer")
+        head.slots.abandon_slot("trainer")
         self.version += 1
         near = self.random.random() < 0.6 and self.version > 0
         head.publish(self.version, changed(self.version) if near else None)
@@ -660,8 +664,8 @@ class Chain:
 
     def lease(self) -> None:
         relay = self.random.choice(self.relays)
-        lease = relay.slots.lease(0, "reader", exact=False)
-        if isinstance(lease, Lease):
+        lease = relay.slots.lease_version(0, "reader", exact=False)
+        if isinstance(lease, ReadLease):
             self.leases.append((relay, lease.lease_id))
 
     def step(self) -> None:
@@ -725,9 +729,9 @@ def test_whatever_happens_no_wrong_version_is_held_and_the_newest_arrives(seed: 
                 assert relay.table.get(version) is None or relay.holds(version), (seed, version)
     chain.heal()
     for relay in chain.relays:
-        writing = [relay.slots.state(i) for i in range(SLOTS)]
-        assert not any(isinstance(state, Writing) for state in writing), (seed, writing)
-        assert all(relay.table.forget(v) for v in relay.slots.versions_held), seed
+        writing = [relay.slots.get_state(i) for i in range(SLOTS)]
+        assert not any(isinstance(state, WritingSlot) for state in writing), (seed, writing)
+        assert all(relay.table.try_forget(v) for v in relay.slots.versions_held), seed
 
 
 class Ring:
@@ -752,9 +756,9 @@ class Ring:
     def publish(self, rank: int) -> None:
         """The next version, at most one ahead of the other rank."""
         relay, version = self.relays[rank], self.published[rank] + 1
-        if version > self.published[1 - rank] + 1 or relay.slots.grant("trainer") is None:
+        if version > self.published[1 - rank] + 1 or relay.slots.grant_slot("trainer") is None:
             return
-        relay.slots.abandon("trainer")
+        relay.slots.abandon_slot("trainer")
         relay.publish_share(version, rank)
         self.published[rank] = version
 
@@ -806,17 +810,17 @@ def test_a_fetch_gets_a_chunk_now_and_then_while_the_chain_sends() -> None:
     relay, now, busy = Relay("a"), [0.0], [False]
     relay.publish(1)
     link = Link(wire.holder_decoder, None)
-    holding = Holding(relay.table, link, 1, lambda: busy[0], lambda: now[0])
-    holding.message(wire.Want(offer=1, have=pack_have(bytearray(CHUNKS)), from_block=None))
+    holding = FetchHandler(relay.table, link, 1, lambda: busy[0], lambda: now[0])
+    holding.handle_message(wire.Want(offer=1, have=pack_have(bytearray(CHUNKS)), from_block=None))
     link.frames.clear()
 
     def sent() -> list[int]:
-        holding.fill()
+        holding.push_next()
         return [link.frames.popleft()[0].position] if link.frames else []
 
     assert sent() == [0]
     busy[0] = True
-    assert sent() == [] and holding.due() == TRICKLE_S
+    assert sent() == [] and holding.get_due_time() == TRICKLE_S
     now[0] = TRICKLE_S
     assert sent() == [1] and sent() == []
     busy[0] = False

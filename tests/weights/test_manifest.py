@@ -27,7 +27,7 @@ def test_layout_keeps_order_and_aligns() -> None:
     assert [spec.offset for spec in TENSORS] == [0, 192, 256, 320]
     assert [spec.nbytes for spec in TENSORS] == [160, 12, 4, 160]
     assert mf.check_tensors(TENSORS) == 512
-    assert [spec.nbytes for spec in mf.layout(SHAPES, "bfloat16")] == [80, 6, 2, 80]
+    assert [spec.nbytes for spec in mf.make_layout(SHAPES, "bfloat16")] == [80, 6, 2, 80]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_layout_refuses(
     shapes: list[tuple[str, tuple[int, ...]]], dtype: str, message: str
 ) -> None:
     with pytest.raises(mf.ManifestError, match=message):
-        mf.layout(shapes, dtype)
+        mf.make_layout(shapes, dtype)
 
 
 def test_round_trip() -> None:
@@ -53,11 +53,11 @@ def test_round_trip() -> None:
 
 
 SHARDS = (
-    mf.Part(rank=0, offset=0, nbytes=96),
-    mf.Part(rank=1, offset=96, nbytes=64),
-    mf.Part(rank=0, offset=192, nbytes=12),
-    mf.Part(rank=1, offset=256, nbytes=4),
-    mf.Part(rank=0, offset=320, nbytes=160),
+    mf.RankPart(rank=0, offset=0, nbytes=96),
+    mf.RankPart(rank=1, offset=96, nbytes=64),
+    mf.RankPart(rank=0, offset=192, nbytes=12),
+    mf.RankPart(rank=1, offset=256, nbytes=4),
+    mf.RankPart(rank=0, offset=320, nbytes=160),
 )
 
 
@@ -69,7 +69,7 @@ def test_parts_may_leave_out_padding_only() -> None:
     with pytest.raises(mf.ManifestError, match="overlaps"):
         build(parts=(*SHARDS, SHARDS[0]))
     with pytest.raises(mf.ManifestError, match="overlaps"):
-        build(parts=(mf.Part(rank=0, offset=0, nbytes=513),))
+        build(parts=(mf.RankPart(rank=0, offset=0, nbytes=513),))
 
 
 INCONSISTENT: list[tuple[dict[str, Any], str]] = [
@@ -186,7 +186,7 @@ def test_any_damage_gives_a_manifest_or_the_one_error(data: st.DataObject) -> No
     st.sampled_from(sorted(mf.ITEM_BYTES)),
 )
 def test_layout_never_overlaps(shapes: list[list[int]], dtype: str) -> None:
-    tensors = mf.layout([(f"t{i}", shape) for i, shape in enumerate(shapes)], dtype)
+    tensors = mf.make_layout([(f"t{i}", shape) for i, shape in enumerate(shapes)], dtype)
     ends = [spec.offset + spec.nbytes for spec in tensors]
     starts = [spec.offset for spec in tensors[1:]] + [mf.check_tensors(tensors)]
     assert all(0 <= start - end < mf.ALIGNMENT for end, start in zip(ends, starts, strict=True))

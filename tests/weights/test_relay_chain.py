@@ -275,10 +275,10 @@ def test_two_ranks_on_two_machines_publish_one_version(cluster: Cluster) -> None
         first.set_successor(1, second)
     rows = SIZE // 64
     parts = tuple(
-        mf.Part(rank=i % 2, offset=i * rows + (i % 2) * 100, nbytes=rows + 100 - (i % 2) * 200)
+        mf.RankPart(rank=i % 2, offset=i * rows + (i % 2) * 100, nbytes=rows + 100 - (i % 2) * 200)
         for i in range(64)
     )
-    parts = (*parts[:-1], mf.Part(rank=1, offset=63 * rows + 100, nbytes=rows - 100))
+    parts = (*parts[:-1], mf.RankPart(rank=1, offset=63 * rows + 100, nbytes=rows - 100))
     like = draft(1, SIZE, CHUNK, parts)
     a.publish_share(like, 0)
     b.publish_share(like, 1)

@@ -6,20 +6,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from laminar.weights.arena.slots import (
-    Free,
-    Grant,
-    Held,
-    Lease,
+    FreeSlot,
+    HeldSlot,
+    ReadLease,
     SlotError,
+    SlotGrant,
     SlotTable,
-    VersionGone,
-    Writing,
+    VersionNotHeld,
+    WritingSlot,
     slots_within,
 )
 
 
-def publish(table: SlotTable, version: int) -> Grant:
-    grant = table.grant("trainer")
+def publish(table: SlotTable, version: int) -> SlotGrant:
+    grant = table.grant_slot("trainer")
     assert grant is not None
     table.commit(grant.slot, "trainer", version)
     return grant
@@ -38,16 +38,16 @@ def test_at_least_three_slots() -> None:
 
 def test_wrong_use_names_the_state() -> None:
     table = filled()
-    grant = table.grant("trainer")
+    grant = table.grant_slot("trainer")
     assert grant is not None
     with pytest.raises(SlotError, match=r"not above the latest, 2: SlotTable\(\[Writing"):
         table.commit(grant.slot, "trainer", 2)
     with pytest.raises(SlotError, match="has a slot already"):
-        table.grant("trainer")
+        table.grant_slot("trainer")
     with pytest.raises(SlotError, match="no slot 3"):
         table.commit(3, "trainer", 9)
     with pytest.raises(SlotError, match="no slot -1"):
-        table.state(-1)
+        table.get_state(-1)
     with pytest.raises(SlotError, match="never was a lease 0"):
         table.release(0)
 
@@ -62,7 +62,7 @@ def test_a_version_that_is_being_sent_is_passed_over() -> None:
     table = SlotTable(3, forget=lambda version: False)
     for version in range(3):
         publish(table, version)
-    assert table.grant("trainer") is None
+    assert table.grant_slot("trainer") is None
     assert table.versions_held == (0, 1, 2)
 
 
@@ -90,7 +90,7 @@ class Slots(RuleBasedStateMachine):
         self.num_slots = num_slots
         self.writing: dict[str, int] = {}
         self.held: dict[int, int] = {}  # version -> slot
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, ReadLease] = {}
         self.ended: set[int] = set()
         self.pinned: int | None = None
         self.last: set[int] = set()
@@ -104,11 +104,11 @@ class Slots(RuleBasedStateMachine):
     def grant(self, writer: str) -> None:
         if writer in self.writing:
             with pytest.raises(SlotError):
-                self.table.grant(writer)
+                self.table.grant_slot(writer)
             return
         idle = sorted(set(self.held) - self.protected(), key=lambda v: (v in self.last, v))
         full = len(self.held) + len(self.writing) == self.num_slots
-        grant = self.table.grant(writer)
+        grant = self.table.grant_slot(writer)
         if grant is None:
             assert full and not idle
             return
@@ -140,17 +140,17 @@ class Slots(RuleBasedStateMachine):
 
     @rule(writer=NAMES)
     def abandon(self, writer: str) -> None:
-        assert self.table.abandon(writer) == self.writing.pop(writer, None)
+        assert self.table.abandon_slot(writer) == self.writing.pop(writer, None)
 
     @rule(reader=NAMES, back=st.integers(-1, 6), exact=st.booleans())
     def lease(self, reader: str, back: int, exact: bool) -> None:
         wanted = max(0, self.newest - back)
-        answer = self.table.lease(wanted, reader, exact=exact)
+        answer = self.table.lease_version(wanted, reader, exact=exact)
         version = wanted if exact else self.newest
         if version not in self.held or version < wanted:
-            assert answer == VersionGone(wanted=wanted, held=tuple(sorted(self.held)))
+            assert answer == VersionNotHeld(wanted=wanted, held=tuple(sorted(self.held)))
             return
-        assert isinstance(answer, Lease)
+        assert isinstance(answer, ReadLease)
         assert (answer.version, answer.slot) == (version, self.held[version])
         assert answer.lease_id not in self.leases.keys() | self.ended
         self.leases[answer.lease_id] = answer
@@ -165,7 +165,7 @@ class Slots(RuleBasedStateMachine):
     @rule(reader=NAMES)
     def revoke(self, reader: str) -> None:
         mine = {key: lease for key, lease in self.leases.items() if lease.reader == reader}
-        assert set(self.table.revoke(reader)) == set(mine.values())
+        assert set(self.table.revoke_leases(reader)) == set(mine.values())
         self.leases = {key: lease for key, lease in self.leases.items() if key not in mine}
         self.ended |= set(mine)
 
@@ -179,7 +179,7 @@ class Slots(RuleBasedStateMachine):
     @rule(back=st.sets(st.integers(0, 5)))
     def evict_last(self, back: set[int]) -> None:
         self.last = {self.newest - b for b in back}
-        self.table.evict_last(self.last)
+        self.table.set_evict_last(self.last)
 
     @rule()
     def unpin(self) -> None:
@@ -188,12 +188,12 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def table_agrees(self) -> None:
-        expected: list[Free | Writing | Held] = [Free()] * self.num_slots
+        expected: list[FreeSlot | WritingSlot | HeldSlot] = [FreeSlot()] * self.num_slots
         for writer, slot in self.writing.items():
-            expected[slot] = Writing(writer)
+            expected[slot] = WritingSlot(writer)
         for version, slot in self.held.items():
-            expected[slot] = Held(version)
-        assert [self.table.state(slot) for slot in range(self.num_slots)] == expected
+            expected[slot] = HeldSlot(version)
+        assert [self.table.get_state(slot) for slot in range(self.num_slots)] == expected
         assert self.table.versions_held == tuple(sorted(self.held))
         assert self.table.latest == (self.newest if self.newest >= 0 else None)
         assert self.table.pinned == self.pinned

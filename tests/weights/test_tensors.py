@@ -9,7 +9,7 @@ import xxhash
 
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import WeightsCorrupt, checksums, verify
+from laminar.weights.version.hashes import WeightsCorrupt, compute_checksums, verify_weights
 from laminar.weights.version.tensors import TORCH_DTYPES, tensor_view, write_tensors
 
 SHAPES = [("embed", (7, 5)), ("scale", ()), ("norm", (3,)), ("conv", (2, 3, 4))]
@@ -37,7 +37,7 @@ def describe(
     view: np.ndarray, specs: Sequence[mf.TensorSpec], chunk_bytes: int = 64
 ) -> mf.Manifest:
     total = mf.check_tensors(specs)
-    chunks, digest = checksums(view, total, chunk_bytes)
+    chunks, digest = compute_checksums(view, total, chunk_bytes)
     return mf.Manifest(
         version=4,
         step=3,
@@ -45,7 +45,7 @@ def describe(
         dtype=specs[0].dtype,
         total_bytes=total,
         tensors=tuple(specs),
-        parts=(mf.Part(rank=0, offset=0, nbytes=total),),
+        parts=(mf.RankPart(rank=0, offset=0, nbytes=total),),
         chunk_bytes=chunk_bytes,
         chunk_checksums=tuple(chunks),
         digest=digest,
@@ -62,7 +62,7 @@ def read_tensors(view, specs):
 def test_every_type_comes_back_exactly(name: str) -> None:
     dtype = TORCH_DTYPES[name]
     assert dtype.itemsize == mf.ITEM_BYTES[name]
-    tensors, specs, view = random_tensors(dtype), mf.layout(SHAPES, name), slot()
+    tensors, specs, view = random_tensors(dtype), mf.make_layout(SHAPES, name), slot()
     write_tensors(view, specs, tensors.items())
     back = dict(read_tensors(view, specs))
     assert list(back) == [key for key, _ in SHAPES]
@@ -72,16 +72,16 @@ def test_every_type_comes_back_exactly(name: str) -> None:
 
 
 def test_bfloat16_through_an_arena(tmp_path) -> None:
-    specs = mf.layout(SHAPES, "bfloat16")
+    specs = mf.make_layout(SHAPES, "bfloat16")
     arena = Arena.create(tmp_path / "arena", 3, mf.check_tensors(specs))
     bits = torch.arange(35, dtype=torch.int16) * 937  # NaN payloads and subnormals included
     tensors = random_tensors(torch.bfloat16)
     tensors["embed"] = bits.view(torch.bfloat16).reshape(7, 5)
-    write_tensors(arena.slot(1), specs, tensors.items())
+    write_tensors(arena.get_slot(1), specs, tensors.items())
     other = Arena.attach(arena.path)
-    manifest = describe(arena.slot(1), specs)
-    verify(other.slot(1), manifest)
-    back = dict(read_tensors(other.slot(1), specs))
+    manifest = describe(arena.get_slot(1), specs)
+    verify_weights(other.get_slot(1), manifest)
+    back = dict(read_tensors(other.get_slot(1), specs))
     assert torch.equal(back["embed"].view(torch.int16).reshape(-1), bits)
 
 
@@ -90,7 +90,7 @@ def test_other_types_and_strides_are_converted_on_the_way() -> None:
     strided = {**tensors, "embed": torch.nn.Parameter(tensors["embed"].t().contiguous().t())}
     assert not strided["embed"].is_contiguous()
     for name in ("float32", "bfloat16", "float64"):
-        specs, view = mf.layout(SHAPES, name), slot()
+        specs, view = mf.make_layout(SHAPES, name), slot()
         write_tensors(view, specs, strided.items())
         back = dict(read_tensors(view, specs))
         for key, tensor in tensors.items():
@@ -98,7 +98,7 @@ def test_other_types_and_strides_are_converted_on_the_way() -> None:
 
 
 def test_tensors_are_views_of_the_slot() -> None:
-    specs, view = mf.layout(SHAPES, "float32"), slot()
+    specs, view = mf.make_layout(SHAPES, "float32"), slot()
     write_tensors(view, specs, random_tensors().items())
     back = dict(read_tensors(view, specs))
     view[:] = 0
@@ -106,7 +106,7 @@ def test_tensors_are_views_of_the_slot() -> None:
 
 
 def test_equal_weights_have_equal_digests_in_every_slot() -> None:
-    specs, first, second = mf.layout(SHAPES, "float32"), slot(), np.zeros(8192, dtype=np.uint8)
+    specs, first, second = mf.make_layout(SHAPES, "float32"), slot(), np.zeros(8192, dtype=np.uint8)
     tensors = random_tensors()
     write_tensors(first, specs, tensors.items())
     write_tensors(second, specs, reversed(tensors.items()))
@@ -116,52 +116,52 @@ def test_equal_weights_have_equal_digests_in_every_slot() -> None:
 
 def test_checksums_are_xxh3_of_chunks_and_of_all() -> None:
     data = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
-    chunks, digest = checksums(data, 900, 256)
+    chunks, digest = compute_checksums(data, 900, 256)
     raw = data.tobytes()[:900]
     assert chunks == [xxhash.xxh3_64_intdigest(raw[i : i + 256]) for i in (0, 256, 512, 768)]
     assert digest == xxhash.xxh3_128_hexdigest(raw)
 
 
 def test_any_changed_byte_is_found_in_its_chunk() -> None:
-    specs, view = mf.layout(SHAPES, "bfloat16"), slot()
+    specs, view = mf.make_layout(SHAPES, "bfloat16"), slot()
     write_tensors(view, specs, random_tensors().items())
     manifest = describe(view, specs, chunk_bytes=100)
-    verify(view, manifest)
+    verify_weights(view, manifest)
     for index in range(manifest.total_bytes):
         for flip in (0x01, 0x80, 0xFF):
             view[index] ^= flip
             with pytest.raises(WeightsCorrupt, match=rf"version 4, chunk {index // 100} of"):
-                verify(view, manifest)
+                verify_weights(view, manifest)
             view[index] ^= flip
-    verify(view, manifest)
+    verify_weights(view, manifest)
     view[manifest.total_bytes :] = 1
-    verify(view, manifest)
+    verify_weights(view, manifest)
 
 
 def test_corruption_names_expected_and_found() -> None:
-    specs, view = mf.layout(SHAPES, "float32"), slot()
+    specs, view = mf.make_layout(SHAPES, "float32"), slot()
     write_tensors(view, specs, random_tensors().items())
     manifest = describe(view, specs, chunk_bytes=4096)
     view[0] ^= 1
-    found = checksums(view, manifest.total_bytes, 4096)[0][0]
+    found = compute_checksums(view, manifest.total_bytes, 4096)[0][0]
     expected = manifest.chunk_checksums[0]
     with pytest.raises(
         WeightsCorrupt, match=f"expected xxh3_64 {expected:016x}, found {found:016x}"
     ):
-        verify(view, manifest)
+        verify_weights(view, manifest)
 
 
 def test_a_wrong_digest_over_right_chunks_is_corrupt() -> None:
-    specs, view = mf.layout(SHAPES, "float32"), slot()
+    specs, view = mf.make_layout(SHAPES, "float32"), slot()
     write_tensors(view, specs, random_tensors().items())
     good = describe(view, specs)
     fields = {key: getattr(good, key) for key in good.__struct_fields__}
     with pytest.raises(WeightsCorrupt, match=f"expected xxh3_128 {'0' * 32}, found {good.digest}"):
-        verify(view, mf.Manifest(**{**fields, "digest": "0" * 32}))
+        verify_weights(view, mf.Manifest(**{**fields, "digest": "0" * 32}))
 
 
 def test_wrong_tensors_are_refused() -> None:
-    specs, tensors = mf.layout(SHAPES, "float32"), random_tensors()
+    specs, tensors = mf.make_layout(SHAPES, "float32"), random_tensors()
     items = list(tensors.items())
     bad = {
         "'extra' is not in the layout": [*items, ("extra", torch.zeros(1))],
@@ -175,7 +175,7 @@ def test_wrong_tensors_are_refused() -> None:
 
 
 def test_a_slot_that_is_too_small_is_refused() -> None:
-    specs, view = mf.layout(SHAPES, "float32"), slot()
+    specs, view = mf.make_layout(SHAPES, "float32"), slot()
     total = mf.check_tensors(specs)
     write_tensors(view, specs, random_tensors().items())
     manifest, small = describe(view, specs), slot(total - 1)
@@ -183,5 +183,5 @@ def test_a_slot_that_is_too_small_is_refused() -> None:
     with pytest.raises(mf.ManifestError, match=message):
         write_tensors(small, specs, random_tensors().items())
     with pytest.raises(mf.ManifestError, match=message):
-        verify(small, manifest)
+        verify_weights(small, manifest)
     assert (small == 0xAA).all()

@@ -17,20 +17,20 @@ from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
     NotFetched,
+    PeerRejected,
     PlaneFailed,
     Received,
     Report,
     Side,
     SlotReturned,
     SlotWanted,
-    StrangerRefused,
     Trouble,
 )
 from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
 from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.transport import FrameHandler
-from laminar.weights.chain.upstream import Identity
-from laminar.weights.chain.wire import Header, Kind
+from laminar.weights.chain.upstream import RelayIdentity
+from laminar.weights.chain.wire import FrameKind, Header
 from laminar.weights.version import manifest as mf
 from tools.bench.weights.relay_process import digest_of, draft
 from tools.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
@@ -49,7 +49,7 @@ class Probe:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.slots = slots = [bytearray(4096) for _ in range(3)]
         self.plane = Plane(
-            Identity(run, name, 1, key),
+            RelayIdentity(run, name, 1, key),
             lambda slot: Region(memoryview(slots[slot])),
             self.reports.put,
         )
@@ -101,11 +101,11 @@ def framed(header: Header, body: bytes = b"") -> bytes:
 STRANGERS = [
     (b"GET / HTTP/1.1\r\nHost: relay-1:5555\r\n\r\n", "not-a-relay"),
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40), "not-a-relay"),
-    (framed(Header(Kind.MESSAGE, wire.GREETING_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
-    (framed(Header(Kind.MESSAGE, 3, 0, 0, 7), b"abc"), "damaged-message"),
-    (framed(Header(Kind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
+    (framed(Header(FrameKind.MESSAGE, wire.HANDSHAKE_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
+    (framed(Header(FrameKind.MESSAGE, 3, 0, 0, 7), b"abc"), "damaged-message"),
+    (framed(Header(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
     (wire.encode(wire.Seal(version=1, digest=DIGEST)), "no-hello"),
-    (wire.encode(wire.Done(version=1, digest=DIGEST)), "not-a-message"),
+    (wire.encode(wire.VersionDone(version=1, digest=DIGEST)), "not-a-message"),
     (hello(run="another"), "other-run"),
 ]
 
@@ -118,29 +118,29 @@ def test_a_stranger_is_sent_away_and_counted(
     with socket.create_connection((relay.host, relay.port)) as sock:
         sock.sendall(data)
         said = ended(sock)
-    assert relay.plane.status().refused == {reason: 1}
+    assert relay.plane.get_status().refused == {reason: 1}
     assert (b"not of run another" in said) == (reason == "other-run")
-    told = relay.wait(StrangerRefused)
+    told = relay.wait(PeerRejected)
     assert f"refused 1 connection to 127.0.0.1:{relay.port}" in told.what
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(
     probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "GREETING_S", 0.0)
+    monkeypatch.setattr(upstream, "HANDSHAKE_TIMEOUT_S", 0.0)
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
         assert ended(sock) == b""
-    assert relay.plane.status().refused == {"no-hello": 1}
+    assert relay.plane.get_status().refused == {"no-hello": 1}
 
 
 def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
     relay = probe("relay-0")
     socks = [socket.create_connection((relay.host, relay.port)) for _ in range(12)]
-    refused = [sock for sock in socks[upstream.STRANGERS_MAX :] if ended(sock) == b""]
+    refused = [sock for sock in socks[upstream.PENDING_PEERS_MAX :] if ended(sock) == b""]
     assert len(refused) == 4
-    assert relay.plane.status().refused == {"too-many": 4}
-    relay.wait(StrangerRefused)
+    assert relay.plane.get_status().refused == {"too-many": 4}
+    relay.wait(PeerRejected)
     assert drained(relay) == []  # strangers cannot fill the log
     for sock in socks:
         sock.close()
@@ -149,7 +149,7 @@ def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
 
 
 def proof_with_another_key(challenge: wire.Challenge) -> bytes:
-    return introduction(challenge).proof(b"another key", PREDECESSOR)
+    return introduction(challenge).compute_proof(b"another key", PREDECESSOR)
 
 
 def proof_of_the_other_side(challenge: wire.Challenge) -> bytes:
@@ -165,11 +165,11 @@ def test_who_cannot_prove_that_it_is_of_the_run_is_refused(
     with socket.create_connection((relay.host, relay.port)) as sock:
         sock.sendall(hello())
         challenge = received(sock, wire.successor_decoder)
-        assert introduction(challenge).proved(KEY, SUCCESSOR, challenge.proof)
+        assert introduction(challenge).verify_proof(KEY, SUCCESSOR, challenge.proof)
         sock.sendall(wire.encode(wire.Proof(proof=prove(challenge))))
         assert b"relay-9 has not the secret of run run" in ended(sock)
-    assert relay.plane.status().refused == {"other-secret": 1}
-    relay.wait(StrangerRefused)
+    assert relay.plane.get_status().refused == {"other-secret": 1}
+    relay.wait(PeerRejected)
     assert drained(relay) == []
 
 
@@ -182,8 +182,8 @@ def test_a_greeting_that_was_overheard_is_refused(probe: Callable[..., Probe]) -
         with socket.create_connection((relay.host, relay.port)) as again:
             again.sendall(said)
             assert b"has not the secret" in ended(again)
-        assert relay.plane.status().predecessor == "relay-9"
-    assert relay.plane.status().refused == {"other-secret": 1}
+        assert relay.plane.get_status().predecessor == "relay-9"
+    assert relay.plane.get_status().refused == {"other-secret": 1}
 
 
 def test_who_says_hello_and_then_anything_but_its_proof_is_sent_away(
@@ -193,7 +193,7 @@ def test_who_says_hello_and_then_anything_but_its_proof_is_sent_away(
     with socket.create_connection((relay.host, relay.port)) as sock:
         sock.sendall(hello() + hello())
         ended(sock)
-    assert relay.plane.status().refused == {"no-proof": 1}
+    assert relay.plane.get_status().refused == {"no-proof": 1}
 
 
 def test_relays_with_other_secrets_say_so_and_are_no_neighbours(
@@ -204,7 +204,7 @@ def test_relays_with_other_secrets_say_so_and_are_no_neighbours(
     trouble = relay.wait(Trouble)
     assert (trouble.kind, trouble.peer) == ("other-secret", "relay-1")
     assert "what listens there has not the secret of run run" in trouble.detail
-    assert {type(report) for report in drained(other)} <= {StrangerRefused}
+    assert {type(report) for report in drained(other)} <= {PeerRejected}
 
 
 def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
@@ -226,10 +226,10 @@ def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
 
 HOSTILE = [
     (hello(), "second-hello"),
-    (framed(Header(Kind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
-    (framed(Header(Kind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 3, 0)), "bad-length"),
+    (framed(Header(FrameKind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
+    (framed(Header(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 3, 0)), "bad-length"),
     (b"\0" * wire.HEADER_BYTES, "not-a-relay"),
-    (framed(Header(Kind.MESSAGE, 0, 0, 0, 0)), "damaged-message"),
+    (framed(Header(FrameKind.MESSAGE, 0, 0, 0, 0)), "damaged-message"),
 ]
 
 
@@ -247,7 +247,7 @@ def test_a_predecessor_that_goes_wrong_is_reported(
     assert relay.wait(Trouble).kind == reason
     down = relay.wait(NeighbourDown)
     assert (down.side, down.name) == (Side.PREDECESSOR, "relay-9")
-    assert relay.plane.status().refused == {reason: 1}
+    assert relay.plane.get_status().refused == {reason: 1}
     probe("relay-1").feed(relay, 2)  # and it goes on with another one
     assert relay.wait(NeighbourUp).name == "relay-1"
 
@@ -257,8 +257,8 @@ def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe])
     offer = wire.Offer(number=1, draft=draft(1, 4096, 1024), checksums=b"", digest="", base=None)
     with socket.create_connection((relay.host, relay.port)) as sock:
         greet(sock)
-        sock.sendall(framed(Header(Kind.BLOCK, 8, 0, 3, 0), bytes(8)))
-        sock.sendall(framed(Header(Kind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
+        sock.sendall(framed(Header(FrameKind.BLOCK, 8, 0, 3, 0), bytes(8)))
+        sock.sendall(framed(Header(FrameKind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
         assert relay.wait(SlotWanted) == SlotWanted(1, 4096)
 
 
@@ -272,8 +272,8 @@ def test_the_higher_chain_wins(probe: Callable[..., Probe]) -> None:
     assert old.wait(NeighbourDown).name == "relay-0"
     refused = old.wait(Trouble)  # it tries again, as if it had not heard
     assert (refused.kind, "chain 4 is over" in refused.detail) == ("refused", True)
-    assert relay.plane.status().predecessor == "relay-2"
-    assert relay.plane.status().refused["old-chain"] >= 1
+    assert relay.plane.get_status().predecessor == "relay-2"
+    assert relay.plane.get_status().refused["old-chain"] >= 1
 
 
 def test_a_successor_at_another_ones_address_is_not_fed(probe: Callable[..., Probe]) -> None:
@@ -295,7 +295,7 @@ def test_a_successor_that_is_not_there_is_reported_once_and_found_later(
     late = probe("relay-1")
     relay.feed(late, 2)
     assert relay.wait(lambda r: not isinstance(r, Trouble)).name == "relay-1"
-    assert relay.plane.status().successor == "relay-1"
+    assert relay.plane.get_status().successor == "relay-1"
     relay.plane.set_successor(3, None)
     assert relay.wait(NeighbourDown).side == Side.SUCCESSOR
     assert late.wait(NeighbourDown).name == "relay-0"
@@ -310,8 +310,8 @@ def test_a_successor_that_is_no_relay_is_reported(
         relay.plane.set_successor(1, ("relay-1", "127.0.0.1", server.getsockname()[1]))
         for answer in (
             b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\n",
-            wire.encode(wire.Done(version=1, digest=DIGEST)),
-            framed(Header(Kind.CHUNK, 8, 0, 0, 0), bytes(8)),
+            wire.encode(wire.VersionDone(version=1, digest=DIGEST)),
+            framed(Header(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)),
         ):
             sock, _ = server.accept()
             with sock:
@@ -319,7 +319,11 @@ def test_a_successor_that_is_no_relay_is_reported(
                 ended(sock)
         assert relay.wait(Trouble).kind == "not-a-relay"
         server.accept()[0].close()  # it has counted the answer before it tried again
-    assert relay.plane.status().refused == {"not-a-relay": 1, "no-welcome": 1, "unasked-chunk": 1}
+    assert relay.plane.get_status().refused == {
+        "not-a-relay": 1,
+        "no-welcome": 1,
+        "unasked-chunk": 1,
+    }
 
 
 def test_rate_and_congestion_control_are_set_on_both_sides_before_anything_is_sent() -> None:
@@ -341,12 +345,12 @@ def test_rate_and_congestion_control_are_set_on_both_sides_before_anything_is_se
 
 
 def test_a_mistake_of_the_user_is_one_sentence() -> None:
-    plane = Plane(Identity("run", "relay-0", 1, KEY), no_slots, print)
+    plane = Plane(RelayIdentity("run", "relay-0", 1, KEY), no_slots, print)
     with pytest.raises(PlaneError, match=r"cannot listen for weights on relay-host:0 .*numeric"):
         plane.start("relay-host")
     plane.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        plane = Plane(Identity("run", "relay-0", 1, KEY), no_slots, print)
+        plane = Plane(RelayIdentity("run", "relay-0", 1, KEY), no_slots, print)
         with pytest.raises(PlaneError, match=r"in use.*a free port"):
             plane.start("127.0.0.1", server.getsockname()[1])
         plane.close()
@@ -360,7 +364,7 @@ def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe
             raise RuntimeError("a bug")
         failed.put(report)
 
-    plane = Plane(Identity("run", "relay-0", 1, KEY), no_slots, notify)
+    plane = Plane(RelayIdentity("run", "relay-0", 1, KEY), no_slots, notify)
     host, port = plane.start("127.0.0.1")
     with socket.create_connection((host, port)) as sock:
         greet(sock)
@@ -378,7 +382,7 @@ def published(relay: Probe, version: int, slot: int) -> None:
     made = draft(version, 4096, 512)
     chunks = [relay.slots[slot][at : at + 512] for at in range(0, 4096, 512)]
     checksums = tuple(xxhash.xxh3_64_intdigest(chunk) for chunk in chunks)
-    relay.plane.publish(mf.seal(made, checksums, digest_of(relay.slots[slot])), slot)
+    relay.plane.publish_version(mf.seal_draft(made, checksums, digest_of(relay.slots[slot])), slot)
 
 
 def holder_of(relay: Probe) -> tuple[str, str, int]:
@@ -391,7 +395,7 @@ def test_an_older_version_is_fetched_and_the_chain_goes_on(probe: Callable[..., 
     published(holder, 7, 1)
     holder.feed(other)
     other.wait(SlotWanted)
-    other.plane.grant(0)
+    other.plane.grant_slot(0)
     assert other.wait(Received).manifest.version == 7
     other.plane.fetch(3, holder_of(holder))
     assert other.wait(SlotWanted) == SlotWanted(3, 4096, fetched=True)
@@ -401,7 +405,7 @@ def test_an_older_version_is_fetched_and_the_chain_goes_on(probe: Callable[..., 
     assert other.slots[1] == holder.slots[0]
     published(holder, 8, 2)
     other.wait(SlotWanted)
-    other.plane.grant(2)
+    other.plane.grant_slot(2)
     assert other.wait(Received).manifest.version == 8
 
 

@@ -8,27 +8,27 @@ import pytest
 from laminar.weights.arena.region import Region
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import DIGEST_CHUNKS, VersionCopy, pack_have, unpack_have
-from laminar.weights.version.hashes import checksums, share_checksums, verify
+from laminar.weights.version.hashes import compute_checksums, share_checksums, verify_weights
 from laminar.weights.version.table import VersionTable
 from tools.bench.weights.relay_process import draft
 
 SIZE, CHUNK = 1024, 64
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
-SUMS, DIGEST = checksums(DATA, SIZE, CHUNK)
+SUMS, DIGEST = compute_checksums(DATA, SIZE, CHUNK)
 PARTS = tuple(
-    mf.Part(rank=rank, offset=start, nbytes=end - start)
+    mf.RankPart(rank=rank, offset=start, nbytes=end - start)
     for rank, start, end in ((0, 0, 100), (1, 100, 500), (1, 500, 630), (0, 630, 1024))
 )
 
 
-def arriving(parts: tuple[mf.Part, ...] | None = None) -> VersionCopy:
+def arriving(parts: tuple[mf.RankPart, ...] | None = None) -> VersionCopy:
     slot = Region(memoryview(bytearray(SIZE + 100)))
     return VersionCopy(draft(7, SIZE, CHUNK, parts), 2, slot)
 
 
 def put(copy: VersionCopy, index: int) -> None:
     start, end = copy.bounds[index], copy.bounds[index + 1]
-    copy.chunk(index).view[:] = DATA[start:end].data
+    copy.get_chunk(index).view[:] = DATA[start:end].data
 
 
 def test_chunks_end_where_another_rank_begins() -> None:
@@ -36,7 +36,7 @@ def test_chunks_end_where_another_rank_begins() -> None:
     bounds = mf.chunk_bounds(like)
     assert bounds[:3] == [0, 64, 100] and bounds[-1] == SIZE
     assert 500 not in bounds and 630 in bounds  # both sides of 500 are rank 1's
-    assert mf.num_chunks(like) == len(bounds) - 1
+    assert mf.count_chunks(like) == len(bounds) - 1
     ours, theirs = (mf.chunks_of_ranks(like, [rank]) for rank in (0, 1))
     assert sorted([*ours, *theirs]) == list(range(len(bounds) - 1))
     assert bounds[theirs[0]] == 100 and bounds[theirs[-1] + 1] == 630
@@ -46,48 +46,48 @@ def test_chunks_end_where_another_rank_begins() -> None:
 def test_a_manifest_of_two_ranks_verifies() -> None:
     like = draft(7, SIZE, CHUNK, PARTS)
     sums = share_checksums(DATA, like, [0]) | share_checksums(DATA, like, [1])
-    manifest = mf.seal(like, [sums[i] for i in range(len(sums))], DIGEST)
-    verify(DATA, manifest)
-    assert mf.unseal(manifest) == like
+    manifest = mf.seal_draft(like, [sums[i] for i in range(len(sums))], DIGEST)
+    verify_weights(DATA, manifest)
+    assert mf.unseal_manifest(manifest) == like
     assert mf.decode(mf.encode(manifest)) == manifest
 
 
 def test_a_chunk_counts_when_it_has_its_checksum() -> None:
     copy = arriving()
-    copy.expect(SUMS, DIGEST)
-    assert not copy.accept(3, SUMS[3])  # nothing is in place
+    copy.set_expected(SUMS, DIGEST)
+    assert not copy.accept_chunk(3, SUMS[3])  # nothing is in place
     put(copy, 3)
-    assert not copy.accept(3, SUMS[3] ^ 1)  # the sender means something else
+    assert not copy.accept_chunk(3, SUMS[3] ^ 1)  # the sender means something else
     assert copy.num_have == 0
-    assert copy.accept(3, SUMS[3]) and copy.accept(3)
+    assert copy.accept_chunk(3, SUMS[3]) and copy.accept_chunk(3)
     assert copy.num_have == 1 and copy.have[3]
 
 
 def test_unknown_checksums_come_with_the_chunks() -> None:
     copy = arriving()
     for index in reversed(range(copy.num_chunks)):
-        assert copy.checksums() == []
+        assert copy.get_checksums() == []
         put(copy, index)
-        assert copy.accept(index, SUMS[index])
-    assert copy.checksums() == SUMS
-    assert copy.contradicts([0] * len(SUMS)) and not copy.contradicts(SUMS)
+        assert copy.accept_chunk(index, SUMS[index])
+    assert copy.get_checksums() == SUMS
+    assert copy.has_conflict([0] * len(SUMS)) and not copy.has_conflict(SUMS)
 
 
 def test_the_digest_waits_for_the_first_gap_and_goes_on_in_small_steps() -> None:
     copy = arriving()
-    copy.expect(SUMS, DIGEST)
+    copy.set_expected(SUMS, DIGEST)
     for index in range(1, copy.num_chunks):
         put(copy, index)
-        assert copy.accept(index)
-    assert not copy.digest_step() and copy.computed_digest() is None
+        assert copy.accept_chunk(index)
+    assert not copy.digest_step() and copy.get_computed_digest() is None
     put(copy, 0)
-    assert copy.accept(0)
+    assert copy.accept_chunk(0)
     steps = 1
     while copy.digest_step():
         steps += 1
     assert steps == copy.num_chunks // DIGEST_CHUNKS
-    assert copy.computed_digest() == DIGEST
-    assert copy.manifest().chunk_checksums == tuple(SUMS)
+    assert copy.get_computed_digest() == DIGEST
+    assert copy.get_manifest().chunk_checksums == tuple(SUMS)
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
@@ -101,12 +101,12 @@ def test_have_in_bits(count: int) -> None:
 
 def test_what_is_pinned_is_not_forgotten_and_what_is_forgotten_cannot_be_pinned() -> None:
     table = VersionTable(nullcontext())
-    manifest = mf.seal(draft(7, SIZE, CHUNK), SUMS, DIGEST)
-    table.put(VersionCopy.published(manifest, 0, Region(DATA.data)))
-    assert table.complete() == {7: DIGEST}
+    manifest = mf.seal_draft(draft(7, SIZE, CHUNK), SUMS, DIGEST)
+    table.put(VersionCopy.from_manifest(manifest, 0, Region(DATA.data)))
+    assert table.get_complete_digests() == {7: DIGEST}
     assert table.pin(7) is not None and table.pin(7) is not None
     table.unpin(7)
-    assert not table.forget(7)
+    assert not table.try_forget(7)
     table.unpin(7)
-    assert table.forget(7)
-    assert table.pin(7) is None and table.latest() == -1
+    assert table.try_forget(7)
+    assert table.pin(7) is None and table.get_latest() == -1

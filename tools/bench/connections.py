@@ -73,10 +73,10 @@ READY, DONE = b"ready", b"done"
 class NoKeys(RunKeys):
     """Sockets stay as ZeroMQ makes them."""
 
-    def guard(self, socket: Any) -> None:
+    def secure_server(self, socket: Any) -> None:
         pass
 
-    def present(self, socket: Any) -> None:
+    def secure_client(self, socket: Any) -> None:
         pass
 
 
@@ -111,7 +111,7 @@ def send_messages(pipe: Connection, curve: bool, address: str, size: int, count:
 
     async def work() -> tuple[float, float]:
         client.connect(address)
-        client.attach(asyncio.get_running_loop(), lambda: came.extend(client.drain()))
+        client.attach_loop(asyncio.get_running_loop(), lambda: came.extend(client.drain_frames()))
         client.send(READY)
         await _until(lambda: came)
         began, used, frame = time.monotonic(), time.process_time(), bytes(size)
@@ -139,14 +139,14 @@ def message_costs(curve: bool, size: int, count: int) -> tuple[float, float]:
 
     async def work(pipe: Connection) -> tuple[float, float]:
         nonlocal used
-        server.attach(asyncio.get_running_loop(), take)
+        server.attach_loop(asyncio.get_running_loop(), take)
         await _until(pipe.poll)
         client_s, seconds = pipe.recv()
         return (client_s + used) / count * 1e6, count / seconds
 
     def take() -> None:
         nonlocal arrived, used
-        for route, frame in server.drain():
+        for route, frame in server.drain_frames():
             if frame == READY:
                 used -= time.process_time()
                 server.send(route, READY)
@@ -193,7 +193,7 @@ def connect_many(pipe: Connection, curve: bool, address: str, count: int) -> Non
         client.send(READY)
     waiting = list(clients)
     while waiting:
-        waiting = [client for client in waiting if not client.drain()]
+        waiting = [client for client in waiting if not client.drain_frames()]
         time.sleep(0.005)
     pipe.send(DONE)
     for client in clients:
@@ -211,7 +211,7 @@ def client_costs(curve: bool) -> dict[str, float]:
     server = ServerSocket("127.0.0.1", 0, keys_of(curve))
 
     async def work(pipes: list[Connection]) -> dict[str, float]:
-        server.attach(asyncio.get_running_loop(), answer)
+        server.attach_loop(asyncio.get_running_loop(), answer)
         for pipe in pipes:
             await _until(pipe.poll)
             pipe.recv()
@@ -227,7 +227,7 @@ def client_costs(curve: bool) -> dict[str, float]:
         }
 
     def answer() -> None:
-        for route, _ in server.drain():
+        for route, _ in server.drain_frames():
             server.send(route, DONE)
 
     each = CLIENTS // CLIENT_PROCESSES

@@ -44,7 +44,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM forks: no CU
 import numpy as np
 
 from laminar.actors.weight_loader import source_of
-from laminar.config import Config, load
+from laminar.config import Config, load_config
 from laminar.config.algorithm_rules import weight_bounds
 from laminar.engines.build import start_engine
 from laminar.engines.hf_config import read_hf_config
@@ -161,7 +161,7 @@ class Trainer:
 
         from laminar.training.learner import Learner
         from laminar.training.model.policy import load_policy, named_weights
-        from laminar.weights.version.manifest import check_tensors, layout
+        from laminar.weights.version.manifest import check_tensors, make_layout
 
         torch.manual_seed(seed)
         self._torch = torch
@@ -170,7 +170,7 @@ class Trainer:
         self.learner = Learner(config, self.policy)
         self.weights = list(named_weights(self.policy.model))
         shapes = [(name, tuple(tensor.shape)) for name, tensor in self.weights]
-        self.specs = layout(shapes, config.weights.dtype)
+        self.specs = make_layout(shapes, config.weights.dtype)
         self.nbytes = check_tensors(self.specs)
         self.path = SHARED_MEMORY / f"laminar-bench-engines-{os.getpid()}"
         with self.path.open("w+b") as file:
@@ -197,7 +197,7 @@ class Trainer:
         return source_of(str(self.path), 0, self.specs, self.nbytes)
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self.learner.score(sequences)
+        return self.learner.compute_logprobs(sequences)
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -218,7 +218,9 @@ async def loads(driver: Driver, trainer: Trainer, versions: int, move: float) ->
         started = time.monotonic()
         await driver.engine.load(trainer.source())
         seconds.append(time.monotonic() - started)
-        apart = np.abs(difference(await driver.engine.score(probe), trainer.scores(probe)))
+        apart = np.abs(
+            difference(await driver.engine.compute_logprobs(probe), trainer.scores(probe))
+        )
         means.append(float(apart.mean()))
         largest.append(float(apart.max()))
     later = statistics.median(seconds[1:])
@@ -332,7 +334,7 @@ def show(figure: str, **values: float) -> None:
 
 
 async def measure(args: argparse.Namespace) -> None:
-    config = load([], list(overrides(args)))
+    config = load_config([], list(overrides(args)))
     vocab = int(read_hf_config(args.model)["vocab_size"])
     driver = Driver(config, vocab, args.seed)
     show("start", seconds=await driver.start())
@@ -343,7 +345,7 @@ async def measure(args: argparse.Namespace) -> None:
         await in_flight(driver, trainer, args)
         await speed(driver, args)
         await long_row(driver, args)
-        stats = driver.engine.stats()
+        stats = driver.engine.get_stats()
         show("cache", capacity_tokens=stats.kv_capacity_tokens)
     finally:
         trainer.close()

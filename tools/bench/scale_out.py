@@ -40,7 +40,7 @@ import numpy as np
 import psutil
 
 from laminar.analysis.log.process_logs import log_lines
-from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event
+from laminar.analysis.log.run_log import WallClock, parse_command, parse_event, read_records
 from laminar.analysis.log.timeline import read_spans
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
@@ -121,13 +121,13 @@ def read_history(run_dir: Path) -> History:
     seen: Counter[tuple[str, str]] = Counter()
     pulls: dict[str, list[int]] = defaultdict(list)
     coordinators = 0
-    for record in records(run_dir):
+    for record in read_records(run_dir):
         if isinstance(record, DecisionRecord):
-            command = typed_command(record)
+            command = parse_command(record)
             if isinstance(command, cmd.PullWeights):
                 pulls[command.to].append(record.cause)
         elif isinstance(record, EventRecord):
-            event = typed_event(record)
+            event = parse_event(record)
             now = clock.unix_ns(event)
             found.handled.append(now)
             key = (event.peer, str(event.event.__struct_config__.tag))

@@ -23,7 +23,7 @@ import argparse
 from collections import Counter
 from typing import NamedTuple
 
-from laminar.core.scheduling.admission import has_sessions, why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason, has_sessions
 from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
 from tools.simulator.config import (
@@ -138,7 +138,7 @@ def _free(state: State) -> Counter[str]:
     """Free slots, by what they want."""
     found = Counter[str]()
     for replica in state.replicas.values():
-        reason = why_not_admitted(state, replica)
+        reason = find_not_admitted_reason(state, replica)
         if not reason and not has_sessions(state, replica, GROUP_SIZE):
             reason = "sessions"
         statuses = Counter(state.trajectories[name].status for name in replica.running)

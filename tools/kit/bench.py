@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from laminar.core import invariants
-from laminar.core.machine import Machine
-from laminar.core.state.state import Group, Outstanding, Replica, State, Trajectory
+from laminar.core.machine import StateMachine
+from laminar.core.state.state import Group, OutstandingCommand, Replica, State, Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
@@ -61,10 +61,10 @@ class Bench:
         capacity: int = 8,
         num_train: int = 40,
         num_eval: int = 0,
-        origin: ev.Origin | None = None,
+        origin: ev.ForkOrigin | None = None,
         **changes: Any,
     ) -> None:
-        self.machine, self.origin = Machine(), origin
+        self.machine, self.origin = StateMachine(), origin
         self.now_ms = 0
         self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
         self.nodes = [f"node-{i}" for i in range(nodes)]
@@ -103,9 +103,9 @@ class Bench:
             peer_seq=seq if self.numbered else 0,
             event=event,
         )
-        commands = self.machine.handle(stamped)
+        commands = self.machine.handle_event(stamped)
         if self.checked:
-            invariants.check(self.state)
+            invariants.check_invariants(self.state)
         self.commands.extend(commands)
         return commands
 
@@ -359,7 +359,7 @@ class Bench:
                 commands += self.say("store-0", self.written(outstanding))
         return commands
 
-    def written(self, outstanding: Outstanding) -> ev.TrajectoriesEnded:
+    def written(self, outstanding: OutstandingCommand) -> ev.TrajectoriesEnded:
         assert isinstance(outstanding.command, cmd.EndTrajectories)
         rows = tuple(
             ev.EndedTrajectory(
@@ -395,5 +395,5 @@ class Bench:
         """The store writes what ends, every actor leaves."""
         self.write_ends()
         for command in only(cmd.StopActor, self.commands):
-            if self.state.actor_alive(command.to):
+            if self.state.is_actor_alive(command.to):
                 self.say(command.to, ev.ActorLeft())

@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.handshake import PREDECESSOR, Introduction
+from laminar.weights.chain.handshake import PREDECESSOR, HandshakeTranscript
 
 WAIT_S = 20
 KEY, NONCE = b"key", bytes(16)
@@ -21,9 +21,9 @@ def hello(**changes: Any) -> bytes:
     return wire.encode(wire.Hello(**(fields | changes)))
 
 
-def introduction(challenge: wire.Challenge, run: str = "run") -> Introduction:
+def introduction(challenge: wire.Challenge, run: str = "run") -> HandshakeTranscript:
     """What relay-9, which said `hello()`, and the relay that answered have to agree on."""
-    return Introduction(
+    return HandshakeTranscript(
         run=run,
         predecessor="relay-9",
         predecessor_incarnation=1,
@@ -40,7 +40,7 @@ def greet(sock: socket.socket, run: str = "run", key: bytes = KEY) -> bytes:
     said = hello(run=run)
     sock.sendall(said)
     told = introduction(received(sock, wire.successor_decoder), run)
-    proof = wire.encode(wire.Proof(proof=told.proof(key, PREDECESSOR)))
+    proof = wire.encode(wire.Proof(proof=told.compute_proof(key, PREDECESSOR)))
     sock.sendall(proof)
     return said + proof
 

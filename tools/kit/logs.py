@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from laminar.coordinator.system import RealDisk
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.rules import LOGIC_VERSION
-from laminar.core.state.state import digest
-from laminar.eventlog.reader import scan
+from laminar.core.state.state import hash_state
+from laminar.eventlog.reader import scan_log
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
@@ -41,7 +41,7 @@ Log: TypeAlias = list[tuple[Stamped, list[Command]]]
 
 def begin_log(disk: Disk, tail: LogTail | None = None, **changes: Any) -> LogWriter:
     """The log's next writer, after `tail` (by default what is there); `changes`: its arguments."""
-    tail = scan(disk) if tail is None else tail
+    tail = scan_log(disk) if tail is None else tail
     values: dict[str, Any] = {
         "logic": LOGIC_VERSION,
         "incarnation": tail.newest + 1,
@@ -49,7 +49,7 @@ def begin_log(disk: Disk, tail: LogTail | None = None, **changes: Any) -> LogWri
         "seed": 0,
         "config_hash": "",
     }
-    return LogWriter.begin(disk, tail, **(values | changes))
+    return LogWriter.take_over(disk, tail, **(values | changes))
 
 
 def records_of(stamped: Stamped, commands: list[Command]) -> list[Record]:
@@ -58,7 +58,7 @@ def records_of(stamped: Stamped, commands: list[Command]) -> list[Record]:
         DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(encode(command)))
         for index, command in enumerate(commands)
     ]
-    return [EventRecord.of(stamped, encode(stamped.event)), *decisions]
+    return [EventRecord.from_stamped(stamped, encode(stamped.event)), *decisions]
 
 
 def log_event(writer: LogWriter, stamped: Stamped, commands: list[Command]) -> None:
@@ -68,12 +68,12 @@ def log_event(writer: LogWriter, stamped: Stamped, commands: list[Command]) -> N
 
 def write_log(run_dir: Path, log: Log, hash_every: int = 50) -> None:
     """The whole log of a run, with a hash of the state after every so many events."""
-    machine, writer = Machine(), begin_log(RealDisk.make(run_dir / "events"))
+    machine, writer = StateMachine(), begin_log(RealDisk.make_directory(run_dir / "events"))
     for stamped, commands in log:
-        machine.handle(stamped)
+        machine.handle_event(stamped)
         log_event(writer, stamped, commands)
         if stamped.seq % hash_every == 0:
-            writer.append(StateHashRecord(seq=stamped.seq, digest=digest(machine.state)))
+            writer.append(StateHashRecord(seq=stamped.seq, digest=hash_state(machine.state)))
         writer.commit()
     writer.close()
 
@@ -107,8 +107,8 @@ def real_run() -> Log:
 @functools.cache
 def digests() -> list[str]:
     """Of the state after each event (index: its seq) of a machine that is never stopped."""
-    machine, found = Machine(), [""]
+    machine, found = StateMachine(), [""]
     for stamped, _ in real_run():
-        machine.handle(stamped)
-        found.append(digest(machine.state))
+        machine.handle_event(stamped)
+        found.append(hash_state(machine.state))
     return found

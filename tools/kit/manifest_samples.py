@@ -10,7 +10,7 @@ from typing import Any
 from laminar.weights.version import manifest as mf
 
 SHAPES = [("embed", (5, 8)), ("norm", (3,)), ("scale", ()), ("head", (8, 5))]
-TENSORS = mf.layout(SHAPES, "float32")
+TENSORS = mf.make_layout(SHAPES, "float32")
 PROBE = mf.Probe(
     sequences=((1, 2, 3), (4, 5)),
     logprobs=((-0.5, -1.0), (-2.0,)),
@@ -27,7 +27,7 @@ def build(**changes: Any) -> mf.Manifest:
         "dtype": "float32",
         "total_bytes": 512,
         "tensors": TENSORS,
-        "parts": (mf.Part(rank=0, offset=0, nbytes=512),),
+        "parts": (mf.RankPart(rank=0, offset=0, nbytes=512),),
         "chunk_bytes": 100,
         "chunk_checksums": (1, 2, 3, 4, 5, (1 << 64) - 1),
         "digest": "0123456789abcdef" * 2,

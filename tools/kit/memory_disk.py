@@ -38,13 +38,13 @@ class MemoryDisk:
         self.calls += 1
         return self.calls == self.fail_at
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         return sorted(self.files)
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
         return bytes(self.files[name][offset : None if size < 0 else offset + size])
 
-    def size(self, name: str) -> int:
+    def get_size(self, name: str) -> int:
         return len(self.files[name])
 
     def sync(self, name: str) -> None:
@@ -52,7 +52,7 @@ class MemoryDisk:
             raise DiskError("sync")
         self.durable[name] = len(self.files[name])
 
-    def create(self, name: str) -> MemoryFile:
+    def create_file(self, name: str) -> MemoryFile:
         if self.fails():
             raise DiskError("create")
         if name in self.files:
@@ -61,7 +61,7 @@ class MemoryDisk:
         self.durable[name] = 0
         return MemoryFile(self, name)
 
-    def replace(self, old: str, new: str) -> None:
+    def replace_file(self, old: str, new: str) -> None:
         if self.fails():
             raise DiskError("replace")
         self.files[new], self.durable[new] = self.files.pop(old), self.durable.pop(old)

@@ -23,12 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
 from laminar.actors.trainer import NO_PROBE
-from laminar.config import Config, resolve
+from laminar.config import Config, resolve_config
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Span
 from laminar.training import distributed_learner
 from laminar.training.algorithms.loss_terms import BatchCounts
-from laminar.training.checkpoints.checkpoint import named_moments
+from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.critic import Critic
 from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
 from laminar.training.learner import Learner
@@ -38,13 +38,13 @@ from laminar.training.model import policy as model_module
 from laminar.training.model.fsdp import ShardedPolicy
 from laminar.training.model.policy import BasePolicy, LoadedPolicy
 from laminar.training.model.shared_prefix_attention import read_prompts_once
-from laminar.training.ranks import ONE, Ranks, meet, shares
-from laminar.training.shared_safetensors import Form, Forms
+from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences, join_rank_group
+from laminar.training.shared_safetensors import TensorLayout, TensorLayouts
 from laminar.training.steps import StepResult, TrainSample
-from laminar.training.trainer_state import Resume, encode
+from laminar.training.trainer_state import ResumeState, encode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.shared_rows import RowWriter, describe_rows
-from laminar.weights.version.slot_writer import Target
+from laminar.weights.version.slot_writer import WriteTarget
 from laminar.weights.version.slot_writer import encode as encode_target
 
 VOCAB = 261
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
     """Answer the calls of a test, until it is gone."""
     torch.set_num_threads(1)
-    meet(store, rank, size, CPU, timeout_s)
+    join_rank_group(store, rank, size, CPU, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     parts = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
     while True:
@@ -100,7 +100,7 @@ def make_critic(seed: int = 5) -> Any:
 
 
 def make_config(flat: dict[str, Any]) -> Config:
-    return resolve(
+    return resolve_config(
         {
             "model.name": "unused",
             "data.dataset": "unused",
@@ -155,14 +155,14 @@ def make_learner(
         if ranks is None:
             read_prompts_once(model)
             return LoadedPolicy(model, VOCAB, prompts_once=True)
-        return fsdp.shard(model, VOCAB, ranks, CPU, offload=offload)
+        return fsdp.shard_model(model, VOCAB, ranks, CPU, offload=offload)
 
     def policy(seed: int) -> LoadedPolicy:
         model = make_model(seed, tied=tied).to(dtype)
         if config.lora.rank:
-            lora.inject(model, config.lora)
-            lora.start(model, config.seed)
-            for name, parameter in lora.adapters(model):
+            lora.inject_adapters(model, config.lora)
+            lora.initialize_adapters(model, config.seed)
+            for name, parameter in lora.list_adapter_parameters(model):
                 if ".lora_B." in name:  # those that are not 0 any more
                     torch.nn.init.normal_(parameter, 0.0, 0.2)
         return placed(model)
@@ -173,7 +173,9 @@ def make_learner(
         own = replace(own, base="of a test")
     base = BasePolicy(own) if config.algorithm.use_kl_loss and config.lora.rank else None
     critic = placed(make_critic().to(dtype)) if config.has_critic else None
-    return Learner(config, own, reference=reference or base, critic=critic, ranks=ranks or ONE)
+    return Learner(
+        config, own, reference=reference or base, critic=critic, ranks=ranks or SINGLE_RANK
+    )
 
 
 def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -183,9 +185,9 @@ def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 @contextmanager
 def in_double() -> Iterator[None]:
     """All in float64, where the product has float32."""
-    usual = fsdp._without_memory
+    usual = fsdp._build_meta_model
     with (
-        replaced(fsdp, "_without_memory", lambda *args, **named: usual(*args, **named).double()),
+        replaced(fsdp, "_build_meta_model", lambda *args, **named: usual(*args, **named).double()),
         replaced(model_module, "log_softmax_at", double_log_softmax),
         replaced(model_module, "cast_linear", lambda model, dtype: None),
     ):
@@ -211,7 +213,7 @@ def gradient(
         result = learner.train_step(samples, 3)
         policy = learner.policy
         grads = {
-            name: policy.whole(p.grad).numpy().copy()
+            name: policy.gather_tensor(p.grad).numpy().copy()
             for name, p in policy.model.named_parameters()
             if p.grad is not None
         }
@@ -224,16 +226,16 @@ def step_with_values(
     """One step, the values before it, and the moments after it, which are made of the gradients:
     of two models only one has its gradient at a time."""
     assert learner.critic is not None
-    values = np.concatenate([s.values for s in learner.critic.with_values(samples)])
+    values = np.concatenate([s.values for s in learner.critic.assign_values(samples)])
     result = learner.train_step(samples, 3)
     found = {"values/of all tokens": values}
     for what, owner, policy in (
         ("policy", learner, learner.policy),
         ("critic", learner.critic, learner.critic.model),
     ):
-        for name, tensor in named_moments(policy.model, owner.optimizer):
+        for name, tensor in iter_moments(policy.model, owner.optimizer):
             kind, _, of = name.partition(".")
-            found[f"{what} {kind}/{of}"] = policy.whole(tensor).numpy().copy()
+            found[f"{what} {kind}/{of}"] = policy.gather_tensor(tensor).numpy().copy()
     return result, found
 
 
@@ -271,7 +273,7 @@ def counts_of_a_rank() -> Iterator[None]:
     usual = Learner._prepare
 
     def prepare(self: Learner, samples: list[TrainSample]) -> Any:
-        own = shares([s.length for s in samples], self.ranks.size)[self.ranks.rank]
+        own = assign_sequences([s.length for s in samples], self.ranks.size)[self.ranks.rank]
         tokens = sum(len(samples[i].response_ids) for i in own)
         return replace(usual(self, samples), counts=BatchCounts(tokens, len(own)))
 
@@ -287,13 +289,13 @@ def suspects_of_a_rank() -> Any:
 @contextmanager
 def values_of_a_rank() -> Iterator[None]:
     """Each rank knows the values of its own rows, and takes the others for 0."""
-    usual = Critic.with_values
+    usual = Critic.assign_values
 
     def with_values(self: Critic, samples: list[TrainSample]) -> list[TrainSample]:
-        with replaced(Ranks, "sum", lambda self, tensor: tensor):
+        with replaced(Ranks, "all_reduce", lambda self, tensor: tensor):
             return usual(self, samples)
 
-    with replaced(Critic, "with_values", with_values):
+    with replaced(Critic, "assign_values", with_values):
         yield
 
 
@@ -311,8 +313,8 @@ def tied_by_address() -> Iterator[None]:
         found = {(t.data_ptr(), t.shape): (name, t) for name, t in reversed(tensors)}
         return list(found.values())
 
-    def forms(model: Any) -> Forms:
-        return {name: Form(tuple(t.shape), t.dtype) for name, t in named(model)}
+    def forms(model: Any) -> TensorLayouts:
+        return {name: TensorLayout(tuple(t.shape), t.dtype) for name, t in named(model)}
 
     with (
         replaced(distributed_learner, "named_weights", named),
@@ -345,18 +347,18 @@ def rows_elsewhere() -> Any:
 @contextmanager
 def others_write_late() -> Iterator[None]:
     """Rank 0 goes on before the others have written: they do so with the next order."""
-    usual, late = RankWorker.carry_out, []
+    usual, late = RankWorker.execute_order, []
 
     def carry_out(self: RankWorker, order: Any) -> Any:
         while late:
             usual(self, late.pop())
         if dist.get_rank() and isinstance(
-            order, distributed_learner.PutWeights | distributed_learner.WriteFiles
+            order, distributed_learner.PutWeightsOrder | distributed_learner.WriteFilesOrder
         ):
             return late.append(order)
         return usual(self, order)
 
-    with replaced(RankWorker, "carry_out", carry_out):
+    with replaced(RankWorker, "execute_order", carry_out):
         yield
 
 
@@ -386,7 +388,7 @@ class GroupGang:
     async def start(self) -> None:
         pass
 
-    async def together(self, body: bytes, own: Awaitable[Any]) -> tuple[Any, list[bytes]]:
+    async def run_on_all_ranks(self, body: bytes, own: Awaitable[Any]) -> tuple[Any, list[bytes]]:
         _broadcast(self._group, body)
         result = await own
         await asyncio.to_thread(dist.barrier, self._group)
@@ -412,7 +414,7 @@ class GroupWorker(RankWorker):
         super().__init__(config, ranks.rank, Path(), lambda: VOCAB, RowWriter())
         self._ranks = ranks
 
-    def _meet(self) -> Ranks:
+    def _join_rank_group(self) -> Ranks:
         return self._ranks
 
 
@@ -425,18 +427,18 @@ class OnRanks:
 
     async def load(self) -> None:
         layout = await self.learner.load()
-        self.specs = mf.layout(layout.shapes, "float32")
+        self.specs = mf.make_layout(layout.shapes, "float32")
 
     async def save(self, directory: Path) -> None:
-        facts = self.learner.facts()
-        found = Resume(version=2, step=1, before="", batches=(), learner=facts)
+        facts = self.learner.collect_facts()
+        found = ResumeState(version=2, step=1, before="", batches=(), learner=facts)
         copied = await self.files.copy()
         directory.mkdir()
         await self.files.write(directory, copied, {RESUME_FILE: encode(found)})
 
     async def digest(self) -> str:
         facts = {"version": 2, "step": 1, "specs": self.specs, "probe": NO_PROBE}
-        manifest: mf.Manifest = await self.files.describe(await self.files.copy(), **facts)
+        manifest: mf.Manifest = await self.files.build_manifest(await self.files.copy(), **facts)
         return manifest.digest
 
 
@@ -461,7 +463,7 @@ def on_ranks(
         failed: Exception | None = None
         while order := _broadcast(ranks._group):
             try:
-                asyncio.run(worker.handle(order))
+                asyncio.run(worker.handle_order(order))
             except Exception as error:
                 failed = error
             dist.barrier(ranks._group)
@@ -473,21 +475,21 @@ def on_ranks(
 async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> Any:
     """Load, score, train a step, and put the weights into a file as into a slot."""
     await trainer.load()
-    before = await trainer.learner.score(PROBE)
+    before = await trainer.learner.compute_logprobs(PROBE)
     result = await trainer.learner.train_step(samples, 3)
-    after = await trainer.learner.score(PROBE)
+    after = await trainer.learner.compute_logprobs(PROBE)
     nbytes = mf.check_tensors(trainer.specs)
     Path(path).write_bytes(b"\1" * nbytes)
-    target = Target(path=path, offset=0, nbytes=nbytes, specs=trainer.specs, kept=True)
-    await trainer.learner.fill(encode_target(target))
+    target = WriteTarget(path=path, offset=0, nbytes=nbytes, specs=trainer.specs, kept=True)
+    await trainer.learner.put_weights(encode_target(target))
     return result, before, after, await trainer.digest()
 
 
 async def save_again(trainer: OnRanks, source: str, target: str) -> str:
     """Be as a checkpoint is, and write another one of it."""
     await trainer.load()
-    await trainer.learner.score(PROBE)
-    await trainer.learner.restore(Path(source))
+    await trainer.learner.compute_logprobs(PROBE)
+    await trainer.learner.restore_checkpoint(Path(source))
     await trainer.save(Path(target))
     return await trainer.digest()
 
@@ -505,5 +507,5 @@ async def export(trainer: OnRanks, target: str) -> Any:
     await trainer.load()
     Path(target).mkdir()
     await trainer.files.write(Path(target), None, {})
-    await trainer.learner.reload(Path(target))
-    return await trainer.learner.score(PROBE)
+    await trainer.learner.reload_weights(Path(target))
+    return await trainer.learner.compute_logprobs(PROBE)

@@ -26,9 +26,9 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.storage import messages as m
-from laminar.storage.contents import digest_of
+from laminar.storage.contents import digest_batch
 from laminar.storage.database import Database
-from laminar.training.steps import contents_of
+from laminar.training.steps import iter_contents
 from tools.kit.logs import Log, write_log
 from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
@@ -204,7 +204,7 @@ def _contents(run_dir: Path, command: cmd.TrainStep) -> str:
     (reply,) = database.handle_batch([request])
     database.close()
     assert isinstance(reply, m.FetchReply), reply
-    return digest_of(contents_of([sample_of(row) for row in reply.trajectories]))
+    return digest_batch(iter_contents([sample_of(row) for row in reply.trajectories]))
 
 
 def write_spans(run_dir: Path, process: str, spans: list[dict[str, object]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.state.state import State, digest
+from laminar.core.state.state import State, hash_state
 from laminar.eventlog.reader import read_log
 from laminar.events.base import Command, Stamped
 from tools.kit.memory_disk import MemoryDisk
@@ -64,7 +64,7 @@ def ran(config: SimConfig, seed: int = 1) -> World:
 
 def log_bytes(world: World) -> dict[str, bytes]:
     disk = world.coordinator.disk
-    return {name: disk.read(name) for name in disk.names()}
+    return {name: disk.read(name) for name in disk.list_names()}
 
 
 def records(world: World) -> list[Any]:
@@ -99,7 +99,7 @@ class LoggedRun:
         self.coordinator = self.world.coordinator
 
     def _observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        self.digests[stamped.seq] = digest(state)
+        self.digests[stamped.seq] = hash_state(state)
 
     def run(self) -> LoggedRun:
         """To its end, unjudged: the beginning of the log may be gone by then."""

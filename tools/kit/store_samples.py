@@ -10,7 +10,7 @@ from typing import Any
 from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.storage.rules import Row, read_digest
+from laminar.storage.rules import Row, digest_read_ids
 
 PROMPTS = 4
 
@@ -39,7 +39,7 @@ def prompt(index: int) -> m.PromptPayload:
 def trajectory_rows(path: Path) -> list[Row]:
     """Every trajectory of a store, by id."""
     with books.open_tables(path) as tables:
-        return list(tables.rows())
+        return list(tables.iter_rows())
 
 
 def filled(path: Path) -> Database:
@@ -80,7 +80,7 @@ def append(
         logprobs=floats(*(-0.25 * (token % 7) for token in tokens)),
         weight_version=version,
         version_step=version - 1,
-        read=read_digest(ints(*read)) if read else "",
+        read=digest_read_ids(ints(*read)) if read else "",
     )
     return m.Append(items=(item,))
 

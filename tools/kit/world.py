@@ -15,7 +15,7 @@ import random
 from typing import Any
 
 from laminar.core import invariants
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
@@ -49,7 +49,7 @@ class World(Actors):
     ) -> None:
         self.settings, self.faults = config, faults or Faults()
         self.random = random.Random(seed)
-        self.machine = Machine()
+        self.machine = StateMachine()
         self.capacity, self.num_train, self.num_eval = capacity, num_train, num_eval
         self.max_batch, self.kv_capacity = 0, 100  #: of every replica; repack needs the first
         self.now = 0
@@ -156,9 +156,9 @@ class World(Actors):
             peer_seq=peer_seq,
             event=event,
         )
-        commands = self.machine.handle(stamped)
+        commands = self.machine.handle_event(stamped)
         self.log.append((stamped, commands))
-        invariants.check(self.state)
+        invariants.check_invariants(self.state)
         for i, command in enumerate(commands):
             self.obey(command, (self.seq << 20) + i)
         return commands

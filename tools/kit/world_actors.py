@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
@@ -45,7 +45,7 @@ from tools.kit.world_trainer import Trainers
 class Actors(Trainers):
     """Store, trainer, relays, replicas and the strategy; what World adds is its clock and voice."""
 
-    machine: Machine
+    machine: StateMachine
     settings: Settings
     strategy: Process
     now: int
@@ -229,7 +229,7 @@ class Actors(Trainers):
                 )
             self.later(process, self.random.uniform(0, 0.1), event)
 
-    def _goes_on(self, process: Process, item: cmd.Placed) -> bool:
+    def _goes_on(self, process: Process, item: cmd.PlacedTrajectory) -> bool:
         """An environment may answer the turn a little later; one without its session cannot."""
         row, name = self.rows[item.trajectory_id], item.trajectory_id
         if not self.settings.environment or row.end:

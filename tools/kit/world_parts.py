@@ -62,10 +62,10 @@ def coordinator_started(
     )
 
 
-def rows_left_out(rows: Sequence[str]) -> ev.LeftOut:
+def rows_left_out(rows: Sequence[str]) -> ev.ExcludedRows:
     """As the trainer reports them; whose they are decides nothing."""
     names = tuple(map(TrajectoryId, rows))
-    return ev.LeftOut(replica="rollout-0", version=0, diff=0.5, limit=0.1, trajectories=names)
+    return ev.ExcludedRows(replica="rollout-0", version=0, diff=0.5, limit=0.1, trajectories=names)
 
 
 def step_completed(

@@ -44,7 +44,7 @@ class Trainers(FaultyProcesses):
                 version=version,
                 step=len(batches),
                 path=f"checkpoints/step_{len(batches)}",
-                digest=ids.chained("", *batches),
+                digest=ids.extend_chain_digest("", *batches),
             )
             for version, batches in self.saved.items()
         )

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
 from laminar.core.rules import LOGIC_VERSION  # noqa: E402
-from laminar.eventlog.reader import read_raw  # noqa: E402
+from laminar.eventlog.reader import read_raw_log  # noqa: E402
 from tools.check.rows.golden import (  # noqa: E402
     GOLDEN,
     MANIFEST,
@@ -252,7 +252,7 @@ def _logic(golden: Golden) -> int:
     """The logic version that wrote it; -1 for one that is not there."""
     path = GOLDEN / golden.file
     return (
-        max(r["logic"] for _, _, r in read_raw(disk_of(path)) if "logic" in r)
+        max(r["logic"] for _, _, r in read_raw_log(disk_of(path)) if "logic" in r)
         if path.exists()
         else -1
     )
@@ -275,7 +275,7 @@ def make(folder: Path, seeds: dict[str, int]) -> None:
     for recipe in RUNS:
         seed, disk = run(recipe, seeds.get(recipe.name, 1))
         path = folder / f"{recipe.name}.zst"
-        path.write_bytes(packed({name: disk.read(name) for name in disk.names()}))
+        path.write_bytes(packed({name: disk.read(name) for name in disk.list_names()}))
         facts = follow(disk_of(path))
         made.append(Golden(name=recipe.name, what=recipe.what, seed=seed, facts=facts))
     for path in folder.glob("*.zst"):
@@ -297,7 +297,7 @@ def run(recipe: Recipe, first: int = 1) -> tuple[int, SimDisk]:
 
 
 def _shown(world: World) -> set[str]:
-    shown, names = set(world.coverage.counts), world.coordinator.disk.names()
+    shown, names = set(world.coverage.counts), world.coordinator.disk.list_names()
     return shown | ({TIDIED} if any(name.endswith(".zst") for name in names) else set())
 
 

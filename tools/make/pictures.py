@@ -192,12 +192,12 @@ def _said(arrow: Arrow, boxes: Mapping[str, Box]) -> Iterable[str]:
 
 def learning_curve(run: Path) -> str:
     """The share of right held-out answers over the steps, with standard errors."""
-    from laminar.analysis.report.charts import alone, draw
-    from laminar.analysis.report.page import held_out_charts
+    from laminar.analysis.report.charts import build_svg_file, draw_chart
+    from laminar.analysis.report.page import chart_evaluations
     from laminar.analysis.report.page_data import page_data
 
-    right, *_ = held_out_charts([page_data(run, None)])
-    return alone(draw(right, CURVE_WIDTH))
+    right, *_ = chart_evaluations([page_data(run, None)])
+    return build_svg_file(draw_chart(right, CURVE_WIDTH))
 
 
 def main() -> int:

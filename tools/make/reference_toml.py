@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from laminar.config import Config, known_keys
-from laminar.config.keys import Key, sections
+from laminar.config.keys import Key, list_sections
 
 WIDTH = 100
 HEAD = """\
@@ -32,7 +32,7 @@ def text() -> str:
     """The file: keys without a section first, then each section with what stands below it."""
     defaults = msgspec.to_builtins(Config())
     lines = [HEAD]
-    for section, struct in sections().items():
+    for section, struct in list_sections().items():
         if section:
             lines += ["", *_comment(inspect.cleandoc(struct.__doc__ or "")), f"[{section}]"]
         lines += _keys(section, defaults)

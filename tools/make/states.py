@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
-from laminar.core.state.transitions import TABLES, Table  # noqa: E402
+from laminar.core.state.transitions import TABLES, TransitionTable  # noqa: E402
 
 PAGE = ROOT / "docs" / "states.md"
 HEAD = """# States
@@ -29,7 +29,7 @@ def page() -> str:
     return "\n".join([HEAD, *(line for table in TABLES for line in _section(table))])
 
 
-def _section(table: Table) -> Iterator[str]:
+def _section(table: TransitionTable) -> Iterator[str]:
     yield f"## {table.of.capitalize()}\n"
     yield "```mermaid\nstateDiagram-v2\n    direction LR"
     yield f"    [*] --> {_name(next(iter(table.meaning)))}"

@@ -16,14 +16,14 @@ from laminar.core.machine import HANDLING
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
-from laminar.core.state.transitions import TRAJECTORY_MOVES
+from laminar.core.state.transitions import TRAJECTORY_TRANSITIONS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 
 _MOVE_NAMES = {
     (before, after): f"move:{before}-{trigger}"
-    for (before, trigger), after in TRAJECTORY_MOVES.items()
+    for (before, trigger), after in TRAJECTORY_TRANSITIONS.items()
 }
 
 DROP_REASONS = (

@@ -131,7 +131,7 @@ class SimDisk:
 
     # --- ports.Disk ---------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         self._refuse_if_off()
         return sorted(self._names)
 
@@ -139,10 +139,10 @@ class SimDisk:
         with memoryview(self._open(name).data) as data:
             return bytes(data[offset : None if size < 0 else offset + size])
 
-    def size(self, name: str) -> int:
+    def get_size(self, name: str) -> int:
         return len(self._open(name).data)
 
-    def create(self, name: str) -> SimFile:
+    def create_file(self, name: str) -> SimFile:
         """Three calls; FileExistsError if it exists."""
         self._sync_names()
         fault = self._count()
@@ -155,7 +155,7 @@ class SimDisk:
     def sync(self, name: str) -> None:
         self.sync_content(self._open(name))
 
-    def replace(self, old: str, new: str) -> None:
+    def replace_file(self, old: str, new: str) -> None:
         """Two calls."""
         fault = self._count()
         self._name(_Naming(old, new, self._to_rename(old)), fault)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar.cli.arguments import Parser
+from laminar.cli.arguments import CommandParser
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
@@ -32,8 +32,8 @@ def main(words: Sequence[str] | None = None) -> int:
     return exit_code("simulator", command)
 
 
-def parser() -> Parser:
-    made = Parser(prog=PROGRAM, description="Simulate runs with faults, in virtual time.")
+def parser() -> CommandParser:
+    made = CommandParser(prog=PROGRAM, description="Simulate runs with faults, in virtual time.")
     made.add_argument("-c", "--config", type=Path, required=True, metavar="FILE", help="TOML")
     seeds = made.add_mutually_exclusive_group(required=True)
     seeds.add_argument("--seed", type=int, metavar="N", help="one run")

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 
 import msgspec
 
-from laminar.analysis.log.story import Subject, describe
+from laminar.analysis.log.story import Subject, describe_message
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped
@@ -107,7 +107,7 @@ def event_line(stamped: Stamped, commands: list[Command]) -> str:
     arrow = f"  => {leads_to}" if leads_to else ""
     return (
         f"{stamped.seq:>8} {stamped.time_ns / SECOND:>11.6f}  {stamped.peer:<13}"
-        f"{stamped.incarnation:>4} {stamped.peer_seq:>5}  {describe(stamped.event)}{arrow}"
+        f"{stamped.incarnation:>4} {stamped.peer_seq:>5}  {describe_message(stamped.event)}{arrow}"
     )
 
 
@@ -140,11 +140,11 @@ def _chapter(subjects: list[Subject], stamped: Stamped, commands: list[Command])
     if told or decided:
         yield event_line(stamped, [])
     for command in decided:
-        named = next((s for s in subjects if describe(command, s)), None)
-        yield f"{'-> ':>24}{command.to:<13} {describe(command, named)}"
+        named = next((s for s in subjects if describe_message(command, s)), None)
+        yield f"{'-> ':>24}{command.to:<13} {describe_message(command, named)}"
 
 
 def _concerns(subject: Subject, message: Event | Command, process: str) -> bool:
     """The message names the subject, or goes to or comes from it."""
     here = subject.kind == "actor" and subject.name == process
-    return here or bool(describe(message, subject))
+    return here or bool(describe_message(message, subject))

@@ -27,10 +27,10 @@ from laminar.config.tree import (
     TrainerConfig,
 )
 from laminar.core.rules import NEW_RUN
-from laminar.core.scheduling.dispatch import permutation
+from laminar.core.scheduling.dispatch import permute_rows
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.events.base import Settings
-from laminar.events.of_coordinator import Origin, Unfinished
+from laminar.events.of_coordinator import ForkOrigin, UnfinishedPrompt
 from laminar.names.ids import GroupId, train_group, trajectory_seed
 from laminar.storage.rules import Row
 from tools.simulator.config import (
@@ -111,7 +111,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity: int
     checks: CheckConfig
     scores: int = 2  #: different ones that answers get
-    origin: Origin | None = None  #: of a fork
+    origin: ForkOrigin | None = None  #: of a fork
     effects: str = ""  #: once | pure: of an environment; empty: there is none
     answer_s: float = 0.0  #: how long it takes to answer
     answer_p99_to_median: float = 0.0  #: of a log-normal; 0: from half to one and a half times
@@ -308,9 +308,9 @@ def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
     if not step:
         return scenario
     cursor, seed = chance.randrange(count), chance.randrange(1 << 32)
-    rows = permutation(seed, 0, count)
+    rows = permute_rows(seed, 0, count)
     left = [at for at in range(cursor) if chance.random() < FORK_UNFINISHED]
-    origin = Origin(
+    origin = ForkOrigin(
         run="another",
         step=step,
         version=step + chance.choice((0, 2)),
@@ -320,7 +320,9 @@ def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
         cursor=cursor,
         seed=seed,
         shuffle=True,
-        unfinished=tuple(Unfinished(group=train_group(0, at), row_index=rows[at]) for at in left),
+        unfinished=tuple(
+            UnfinishedPrompt(group=train_group(0, at), row_index=rows[at]) for at in left
+        ),
     )
     total = settings.total_steps and settings.total_steps + step
     settings = msgspec.structs.replace(settings, total_steps=total)

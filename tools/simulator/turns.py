@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from laminar.actors.turns import turn_seed
-from laminar.engines.emulated.fake_tokens import logprobs_of, prompt_of, tokens_of
+from laminar.engines.emulated.fake_tokens import make_logprobs, make_prompt, make_tokens
 from laminar.names.ids import hash64
 from tools.simulator.scenario import Scenario
 
@@ -45,10 +45,10 @@ def made_of(scenario: Scenario, seed: int) -> Made:
     turns = 1 + hash64(seed, "turns") % TURNS_MAX if scenario.effects else 1
     for turn in range(turns):
         own, room = turn_seed(seed, turn), scenario.lengths.limit - sum(counts)
-        count = min(scenario.lengths.of(own), room)
+        count = min(scenario.lengths.draw_length(own), room)
         counts.append(count)
-        tokens += tokens_of(own, 0, count, ends=count < room)
-        logprobs += logprobs_of(own, 0, count)
+        tokens += make_tokens(own, 0, count, ends=count < room)
+        logprobs += make_logprobs(own, 0, count)
         if count == room or turn == turns - 1:
             return Made(tuple(counts), tokens, logprobs, tuple(contexts), count == room)
         contexts.append(context_of(seed, turn))
@@ -70,7 +70,7 @@ def context_of(seed: int, turn: int) -> tuple[int, ...]:
 def prompt_with(scenario: Scenario, purpose: str, row_index: int) -> tuple[int, ...]:
     """The prompt of a row, and what the environment says first."""
     speaks = scenario.effects and row_index % SPEAKS_FIRST == 0
-    return (*prompt_of(purpose, row_index), *(GREETING if speaks else ()))
+    return (*make_prompt(purpose, row_index), *(GREETING if speaks else ()))
 
 
 def read_before(scenario: Scenario, seed: int, turn: int) -> tuple[int, ...]:

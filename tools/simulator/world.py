@@ -245,7 +245,7 @@ class World(Context):
             if node.alive:
                 model = node.model
                 assert isinstance(model, MachineProcesses)
-                node.after(0, model.ended, boot_id, process.name, code)
+                node.call_later(0, model.ended, boot_id, process.name, code)
 
     # --- connections --------------------------------------------------------------------------
 

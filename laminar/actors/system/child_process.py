@@ -54,9 +54,9 @@ class ForkedProcess:
         self._fd = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(self._fd, self._ended)
+        self._loop.add_reader(self._fd, self._handle_exit)
 
-    def _ended(self) -> None:
+    def _handle_exit(self) -> None:
         found = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)
         if found is None:
             return

@@ -26,8 +26,8 @@ from laminar.actors.host import Host
 from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.config import Config
-from laminar.engines.emulated.engine import EmulatedEngine, fingerprint, made_up_scores
-from laminar.engines.emulated.fake_tokens import END_ID, tokens_of
+from laminar.engines.emulated.engine import EmulatedEngine, fingerprint_weights, make_fake_logprobs
+from laminar.engines.emulated.fake_tokens import END_ID, make_tokens
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.names.ids import hash64
 from laminar.run.directory import RESUME_FILE
@@ -36,10 +36,10 @@ from laminar.storage.rows import LoadedPrompts, PromptKey
 from laminar.tasks.rewards.results import RewardCall, RewardResult
 from laminar.training import steps
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
-from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, ResumeState, decode
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, manifest_of
-from laminar.weights.version.restored import Restored, restore
+from laminar.weights.version.hashes import Bytes, build_manifest
+from laminar.weights.version.restored import Restored, restore_version
 
 WEIGHTS_FILE = "emulated_weights.bin"
 TENSORS = 8
@@ -57,7 +57,7 @@ class EmulatedRewards:
     async def close(self) -> None:
         """There are no workers."""
 
-    async def score(self, call: RewardCall) -> list[RewardResult]:
+    async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         return [RewardResult(float(sum(tokens) % 2)) for _, tokens in call.completions]
 
 
@@ -72,7 +72,7 @@ class EmulatedParts:
         self.rewards = EmulatedRewards()
         self.weights = ReplicaFiles(read_checkpoint)
         file = EngineSteps(host.run_dir, host.name)
-        self._steps = host.outlet("engine steps", file.write)
+        self._steps = host.add_outlet("engine steps", file.write)
 
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
@@ -82,7 +82,7 @@ class EmulatedParts:
     def decode(self, tokens: list[int]) -> str:
         return f"{len(tokens)} emulated tokens"
 
-    def keep_steps(self, rows: bytes) -> None:
+    def record_steps(self, rows: bytes) -> None:
         self._steps.put(rows)
 
 
@@ -94,20 +94,20 @@ class EmulatedPrompts:
 
     async def load(self) -> LoadedPrompts:
         data = self._data
-        rows = [_payload(index) for index in range(data.dataset_size)]
+        rows = [_make_payload(index) for index in range(data.dataset_size)]
         num_train = data.dataset_size - data.val_size
         digest = f"emulated, {data.dataset_size} of {data.max_prompt_length} tokens"
         return LoadedPrompts(rows[:num_train], rows[num_train:], 0, digest)
 
-    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         length = self._data.max_prompt_length
         return {
-            key: tokens_of(hash64("prompt", str(m.decode_prompt(payload).prompt)), 0, length)
+            key: make_tokens(hash64("prompt", str(m.decode_prompt(payload).prompt)), 0, length)
             for key, payload in prompts.items()
         }
 
 
-def _payload(index: int) -> m.PromptPayload:
+def _make_payload(index: int) -> m.PromptPayload:
     return m.PromptPayload(
         prompt=f"emulated prompt {index}",
         ground_truth="",
@@ -128,7 +128,7 @@ class EmulatedLearner:
 
     async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
         await asyncio.sleep(self._train_s)
-        await asyncio.to_thread(self.weights.change, step)
+        await asyncio.to_thread(self.weights.apply_step, step)
         return steps.StepResult(
             step=step,
             updates=(steps.Update(tuple(s.sample_id for s in samples), None, 0.0, 0.0, None),),
@@ -145,23 +145,23 @@ class EmulatedLearner:
             digest=steps.ids_digest(samples),
         )
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        weights = await asyncio.to_thread(fingerprint, self.weights.data)
-        return made_up_scores(weights, sequences)
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        weights = await asyncio.to_thread(fingerprint_weights, self.weights.data)
+        return make_fake_logprobs(weights, sequences)
 
-    async def reload(self, directory: Path) -> None:
+    async def reload_weights(self, directory: Path) -> None:
         await asyncio.to_thread(self.weights.read, directory)
 
-    async def restore(self, directory: Path) -> Resume:
+    async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """There is no optimizer: its weights are all that a step depends on."""
         try:
             found = decode((directory / RESUME_FILE).read_bytes())
-            await self.reload(directory)
+            await self.reload_weights(directory)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
         return found
 
-    def facts(self) -> LearnerFacts:
+    def collect_facts(self) -> LearnerFacts:
         return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
 
 
@@ -173,7 +173,7 @@ class EmulatedWeights:
         self._dtype = "float32" if config.weights.dtype == "auto" else config.weights.dtype
         self.data: Bytes = np.empty(config.emulation.weights_mb << 20, np.uint8)
         for index in range(TENSORS):
-            self.change(-1 - index)
+            self.apply_step(-1 - index)
 
     @property
     def layout(self) -> steps.ModelLayout:
@@ -181,14 +181,14 @@ class EmulatedWeights:
         shapes = tuple((f"emulated.{index}", (count,)) for index in range(TENSORS))
         return steps.ModelLayout(shapes, self._dtype)
 
-    def change(self, step: int) -> None:
+    def apply_step(self, step: int) -> None:
         """What this step does to them."""
         size = len(self.data) // TENSORS
         start = step % TENSORS * size
         draw = np.random.Generator(np.random.PCG64(hash64(self._seed, "weights", step)))
         self.data[start : start + size] = np.frombuffer(draw.bytes(size), np.uint8)
 
-    def fill(self, view: Bytes, specs: tuple[mf.TensorSpec, ...]) -> None:
+    def fill_slot(self, view: Bytes, specs: tuple[mf.TensorSpec, ...]) -> None:
         """Put them into a slot."""
         view[: len(self.data)] = self.data
 
@@ -206,10 +206,10 @@ class EmulatedFiles(ThreadedDirectories):
     async def copy(self) -> Bytes:
         return self._weights.data.copy()
 
-    async def describe(
+    async def build_manifest(
         self, weights: Bytes, *, specs: tuple[mf.TensorSpec, ...], **facts: Any
     ) -> mf.Manifest:
-        return await asyncio.to_thread(partial(manifest_of, weights, tensors=specs, **facts))
+        return await asyncio.to_thread(partial(build_manifest, weights, tensors=specs, **facts))
 
     async def write(
         self, directory: Path, weights: Bytes | None, extra: Mapping[str, bytes]
@@ -232,4 +232,4 @@ def read_checkpoint(directory: Path, version: int) -> Restored:
             raise mf.ManifestError(f"{WEIGHTS_FILE} has {len(content)} bytes, not {len(view)}")
         view[:] = content
 
-    return restore(directory, version, fill)
+    return restore_version(directory, version, fill)

@@ -32,10 +32,10 @@ class EngineSteps:
     def write(self, items: Sequence[bytes]) -> None:
         """`items`: rows of steps that were reported together, by start."""
         full = self._file.size >= FULL_BYTES
-        self._file.write([joined(rows) for rows in items] if full else items)
+        self._file.write([join_steps(rows) for rows in items] if full else items)
 
 
-def joined(data: bytes) -> bytes:
+def join_steps(data: bytes) -> bytes:
     """One row for each time without a pause of JOIN_NS."""
     rows = np.frombuffer(data, dtype="<i8").reshape(-1, 4)
     pauses = rows[1:, 0] > np.maximum.accumulate(rows[:-1, 1]) + JOIN_NS

@@ -18,12 +18,12 @@ from laminar.actors.model_files import ModelFiles
 from laminar.actors.trainer import Learner
 from laminar.actors.weight_publisher import Attach
 from laminar.config import Config
-from laminar.tasks.data.tokenizer import load_tokenizer, tokenizer_size
+from laminar.tasks.data.tokenizer import get_tokenizer_size, load_tokenizer
 from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
 from laminar.training.learner import no_point
-from laminar.training.rank_processes import Gang
+from laminar.training.rank_processes import RankProcesses
 from laminar.training.threaded import ThreadedFiles, ThreadedLearner
-from laminar.weights.version.checkpoint import describe
+from laminar.weights.version.checkpoint import build_tensor_manifest
 from laminar.weights.version.hashes import Bytes
 from laminar.weights.version.manifest import TensorSpec
 from laminar.weights.version.shared_rows import RowWriter, describe_rows
@@ -31,7 +31,7 @@ from laminar.weights.version.slot_writer import SharedSlotWriter, SlotWriter
 from laminar.weights.version.tensors import write_tensors
 
 
-class Parts(NamedTuple):
+class LearnerParts(NamedTuple):
     """What the trainer actor is given."""
 
     learner: Learner
@@ -45,21 +45,23 @@ def is_ranked(config: Config) -> bool:
     return config.trainer.ranks > 1 or config.trainer.offload != "none"
 
 
-def parts_of(config: Config, gang: Gang | None, reached: Callable[[str], None] = no_point) -> Parts:
+def parts_of(
+    config: Config, gang: RankProcesses | None, reached: Callable[[str], None] = no_point
+) -> LearnerParts:
     """`gang`: not yet started; None where the model is not divided. `reached`: fail points."""
     name = config.model.name
     if gang is not None:
         worker = worker_of(config, 0, gang.meeting)
         ranked = RankedLearner(worker, gang)
         files = RankedFiles(worker, gang, name, describe_rows)
-        return Parts(ranked, files, partial(SharedSlotWriter, ranked.fill))
+        return LearnerParts(ranked, files, partial(SharedSlotWriter, ranked.put_weights))
     learner = ThreadedLearner(config, _tokenizer_size(config), reached)
 
     def fill(view: Bytes, specs: tuple[TensorSpec, ...]) -> None:
-        write_tensors(view, specs, learner.weights())
+        write_tensors(view, specs, learner.iter_weights())
 
-    threaded = ThreadedFiles(lambda: learner.learner, name, describe)
-    return Parts(learner, threaded, partial(SlotWriter, fill))
+    threaded = ThreadedFiles(lambda: learner.learner, name, build_tensor_manifest)
+    return LearnerParts(learner, threaded, partial(SlotWriter, fill))
 
 
 def worker_of(
@@ -69,4 +71,4 @@ def worker_of(
 
 
 def _tokenizer_size(config: Config) -> Callable[[], int]:
-    return lambda: tokenizer_size(load_tokenizer(config.model.name))
+    return lambda: get_tokenizer_size(load_tokenizer(config.model.name))

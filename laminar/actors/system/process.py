@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from laminar.actors.host import Actor, Host
 from laminar.config import Config, ConfigError
 from laminar.events.base import Event
-from laminar.events.codec import decode_order, encode
+from laminar.events.codec import decode_envelope, encode
 from laminar.names import exit_codes
 from laminar.net.addresses import check_reachable
 from laminar.net.auth import RunKeys
@@ -35,7 +35,7 @@ from laminar.net.client import ControlClient, read_address, write_address
 from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
-from laminar.observe.logs import configure, get_logger, logger_of
+from laminar.observe.logs import configure_logging, get_logger, make_logger
 from laminar.observe.telemetry import KEPT_MAX, Item, Outlet, print_lines
 from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_config
 from laminar.run.fail_points import FailPoints
@@ -43,10 +43,10 @@ from laminar.run.lock import RunLock
 from laminar.run.secret import read_secret
 from laminar.run.stop_requests import (
     STARTER_GONE,
+    drop_ignored,
     follow_starter,
     handle_signals,
     leave_signals,
-    not_ignored,
 )
 
 SWITCH_INTERVAL_S = 0.0005
@@ -64,12 +64,12 @@ class SystemProcess:
         self.own, self.run_dir, self.config = own, own.run_dir, own.config
         self.name, self.role, self.node, self.address = name, own.role, node, address
         self.keys = own.keys
-        self.run_id, self.bulk_key = own.secret.run_id, own.secret.key("bulk")
+        self.run_id, self.bulk_key = own.secret.run_id, own.secret.derive_key("bulk")
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
-        self.log, self.clock_offset_ns = own.log_of(name), own.clock_offset_ns
+        self.log, self.clock_offset_ns = own.get_log(name), own.clock_offset_ns
         self.telemetry = own.telemetry
         spans = GrowingFile(self.run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
-        self._spans = self.telemetry.outlet("timeline", spans.write)
+        self._spans = self.telemetry.add_outlet("timeline", spans.write)
         self._fail_points = FailPoints(self.run_dir)
 
     def join(self, host: Host) -> None:
@@ -87,11 +87,11 @@ class SystemProcess:
                 **(job_of(os.environ) if self.role == "node" else {}),
             },
             coordinator.heartbeat_ms,
-            lambda body: host.obey(*decode_order(body)),
-            host.welcomed,
-            host.refused,
+            lambda body: host.accept_command(*decode_envelope(body)),
+            host.handle_welcome,
+            host.handle_refusal,
             keys=self.keys,
-            on_trouble=self._not_let_in,
+            on_trouble=self._report_refused,
         )
 
     def _find_coordinator(self) -> str | None:
@@ -102,9 +102,9 @@ class SystemProcess:
             check_reachable(self.address, address)
         return address
 
-    def _not_let_in(self, reason: str) -> None:
+    def _report_refused(self, reason: str) -> None:
         self.log.warning("not-let-in", reason=reason)
-        self.tell(reason)
+        self.print_message(reason)
 
     # --- the coordinator ----------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class SystemProcess:
     def unacknowledged(self) -> int:
         return self.control.unacknowledged
 
-    async def reached(self, point: str) -> None:
-        self._fail_points.reached(point)
+    async def hit_failpoint(self, point: str) -> None:
+        self._fail_points.hit_failpoint(point)
 
     async def start(self) -> None:
         await self.control.start()
@@ -130,7 +130,7 @@ class SystemProcess:
         try:
             await self.control.wait_closed()
         except ConfigError as error:  # an address is of no use: there is nobody else to be told
-            self.tell(str(error))
+            self.print_message(str(error))
             raise
 
     async def close(self) -> None:
@@ -139,12 +139,12 @@ class SystemProcess:
     def send(self, event: Event) -> None:
         self.control.send(encode(event))
 
-    def gauge(self, event: Event) -> None:
-        self.control.gauge(encode(event))
+    def send_gauge(self, event: Event) -> None:
+        self.control.send_gauge(encode(event))
 
     # --- other processes ----------------------------------------------------------------------
 
-    def client(self, server: str) -> RpcClient:
+    def make_client(self, server: str) -> RpcClient:
         file = self.run_dir / f"{server}.json"
         return RpcClient(
             lambda: read_address(file),
@@ -154,10 +154,10 @@ class SystemProcess:
             server=server,
             heartbeat_ms=self.config.coordinator.heartbeat_ms,
             keys=self.keys,
-            on_trouble=self._not_let_in,
+            on_trouble=self._report_refused,
         )
 
-    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> RpcServer:
+    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> RpcServer:
         return RpcServer(
             self.address,
             0,
@@ -169,7 +169,7 @@ class SystemProcess:
             on_stranger=lambda told: self.log.warning("stranger-refused", what=told),
         )
 
-    async def tell_address(self, address: str) -> None:
+    async def publish_address(self, address: str) -> None:
         write_address(self.run_dir / f"{self.name}.json", address)
 
     # --- the operating system -----------------------------------------------------------------
@@ -177,27 +177,29 @@ class SystemProcess:
     def now_ns(self) -> int:
         return time.monotonic_ns()
 
-    def span(self, line: dict[str, Any]) -> None:
+    def record_span(self, line: dict[str, Any]) -> None:
         self._spans.put(json.dumps(line).encode() + b"\n")
 
-    def tell(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self.own.terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
 
-    def outlet(
+    def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
     ) -> Outlet[Item]:
-        return self.telemetry.outlet(name, write, kept=kept)
+        return self.telemetry.add_outlet(name, write, kept=kept)
 
-    def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
-        self.own.listen(terminated, starter_gone)
+    def watch_for_stop(
+        self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
+    ) -> None:
+        self.own.watch_for_stop(terminated, starter_gone)
 
-    def end_by_force(self, after_s: float) -> None:
+    def force_exit_after(self, after_s: float) -> None:
         faulthandler.dump_traceback_later(after_s, exit=True)
 
     async def directory_lost(self) -> str:
         return await self.own.directory_lost()
 
-    def started(self) -> None:
+    def freeze_heap(self) -> None:
         gc.collect()
         gc.freeze()  # a full collection must not walk what lives as long as the process
 
@@ -237,7 +239,7 @@ def run_actors(
     async def main() -> int:
         own = OwnProcess(lock, names[0], role)
         hosts = [Host(SystemProcess(own, name, node, address)) for name in names]
-        return await _first_failure([host.run(make(host)) for host in hosts])
+        return await _run_until_failure([host.run(make(host)) for host in hosts])
 
     try:
         return uvloop.run(main())
@@ -245,7 +247,7 @@ def run_actors(
         lock.close()
 
 
-async def _first_failure(runs: Sequence[Coroutine[Any, Any, int]]) -> int:
+async def _run_until_failure(runs: Sequence[Coroutine[Any, Any, int]]) -> int:
     """Run all until they have ended well, or one has not, which ends the others: its node starts
     all of them again."""
     left = {asyncio.ensure_future(run) for run in runs}
@@ -271,41 +273,43 @@ class OwnProcess:
         self.secret = read_secret(lock.run_dir)
         self.keys = RunKeys(self.secret)
         self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
-        self.telemetry = configure(self.run_dir, self.config.run.name, name)
-        self.terminal = self.telemetry.outlet("terminal", print_lines)
+        self.telemetry = configure_logging(self.run_dir, self.config.run.name, name)
+        self.terminal = self.telemetry.add_outlet("terminal", print_lines)
         self._name = name
         self._terminated: list[Callable[[str], None]] = []
         self._starter_gone: list[Callable[[], None]] = []
         self._lost: asyncio.Task[str] | None = None
 
-    def log_of(self, name: str) -> Any:
+    def get_log(self, name: str) -> Any:
         """Each actor has a log of its own."""
         if name == self._name:
             return get_logger()
-        return logger_of(self.run_dir, self.config.run.name, name, self.telemetry)
+        return make_logger(self.run_dir, self.config.run.name, name, self.telemetry)
 
-    def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
+    def watch_for_stop(
+        self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
+    ) -> None:
         """Call them when a signal asks this process to end, or its starter is gone."""
         first = not self._terminated
         self._terminated.append(terminated)
         self._starter_gone.append(starter_gone)
         if first:
-            self._listen()
+            self._install_handlers()
 
-    def _listen(self) -> None:
+    def _install_handlers(self) -> None:
         handle_signals(leave_signals(warned=self.role == "node"), self._end_all)
         if self.role == "node":
-            handle_signals(not_ignored(signal.SIGINT), self._end_all)
+            handle_signals(drop_ignored(signal.SIGINT), self._end_all)
         else:  # a terminal's Ctrl-C goes to all processes in it, and actors wait for their node
             handle_signals([signal.SIGINT], lambda name: None)
         if self.lock.inherited:  # its starter writes to a coordinator only; only its end counts
-            follow_starter(self._word)
+            follow_starter(self._handle_starter_line)
 
     def _end_all(self, signal_name: str) -> None:
         for terminated in self._terminated:
             terminated(signal_name)
 
-    def _word(self, word: str) -> None:
+    def _handle_starter_line(self, word: str) -> None:
         if word == STARTER_GONE:
             for starter_gone in self._starter_gone:
                 starter_gone()
@@ -317,6 +321,6 @@ class OwnProcess:
         return await asyncio.shield(self._lost)
 
     async def _watch_directory(self) -> str:
-        while not (reason := await asyncio.to_thread(self.lock.lost)):
+        while not (reason := await asyncio.to_thread(self.lock.find_lost_reason)):
             await asyncio.sleep(WATCH_S)
         return reason

@@ -21,8 +21,8 @@ from ipaddress import ip_address
 
 from laminar.actors.host import Host
 from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
-from laminar.actors.system.roles import kind, needs
-from laminar.actors.system.warm import Seed, WarmProcess
+from laminar.actors.system.roles import collect_needs, get_process_kind
+from laminar.actors.system.warm import PrestartedProcess, WarmProcess
 from laminar.actors.system.warm_process import Launch
 from laminar.config import Config
 from laminar.engines.environment import gpus_per_replica, visible_gpus
@@ -34,7 +34,7 @@ REAP_S = 1.0
 """The time between two looks for children of killed actors, which are the node's then."""
 
 
-def gpus_of(
+def assign_gpus(
     role: str, name: str, gpus: list[str], per_replica: int = 1, ranks: int = 1
 ) -> list[str]:
     """The trainer has the first `ranks` GPUs, replicas take turns on the others, or share those of
@@ -52,7 +52,7 @@ def gpus_of(
     return others[first : first + per_replica]
 
 
-def together(
+def group_by_process(
     roles: Iterable[tuple[str, int]], config: Config, node: str
 ) -> dict[str, tuple[str, ...]]:
     """The actors that share a process, by the name of each of them. Only emulated replicas
@@ -91,41 +91,41 @@ class MachineProcesses:
         host: Host,
         lock: RunLock,
         roles: Sequence[tuple[str, int]],
-        seeds: Mapping[str, Seed] | None = None,
+        seeds: Mapping[str, PrestartedProcess] | None = None,
     ) -> None:
         """`roles`: with how many actors. `seeds`: warm processes that were started before, by
         kind."""
         self._host, self._lock, self._gpus = host, lock, visible_gpus()
         here = "trainer" in dict(roles) or ip_address(host.address).is_loopback
         self._ranks = host.config.trainer.ranks if here else 0  #: that have GPUs of this machine
-        self._together = together(roles, host.config, host.node)
+        self._together = group_by_process(roles, host.config, host.node)
         self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: with its boot
         self._starts = Counter[tuple[str, ...]]()
         self._lifeline = os.pipe()  #: its first end is the standard input of the actors
         ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}
         self._warm = {
             name: WarmProcess(name, need, host.log, ready_s=ready_s, seed=seeds.get(name))
-            for name, need in needs(dict(roles), host.config, gpus=bool(self._gpus)).items()
+            for name, need in collect_needs(dict(roles), host.config, gpus=bool(self._gpus)).items()
         }
 
-    def begin(self) -> None:
+    def prepare_launches(self) -> None:
         """Start the warm processes: they import while others work."""
         adopt_orphans()
-        self._host.spawn(self._reap())
+        self._host.spawn(self._reap_orphans())
         for warm in self._warm.values():
-            warm.begin()
+            warm.ensure_started()
 
-    async def launch(self, name: str, role: str) -> Member:
+    async def launch_actor(self, name: str, role: str) -> Member:
         """An actor's process; it lives already, if an actor beside it was launched before."""
         names = self._together[name]
         process, boot = self._newest.get(names, (None, ""))
         if process is None or process.returncode is not None:
             boot = secrets.token_hex(8)
-            process = await self._fork(names, role, boot)
+            process = await self._fork_actors(names, role, boot)
             self._newest[names] = process, boot
         return Member(process, f"{name}-{boot}")
 
-    async def _fork(self, names: tuple[str, ...], role: str, boot: str) -> ForkedProcess:
+    async def _fork_actors(self, names: tuple[str, ...], role: str, boot: str) -> ForkedProcess:
         host, name = self._host, names[0]
         self._starts[names] += 1
         environment: dict[str, str | None] = {
@@ -133,7 +133,7 @@ class MachineProcesses:
             "LAMINAR_NODE_BOOT": host.boot_id,
             "LAMINAR_START": str(self._starts[names]),
         }
-        gpus = gpus_of(role, name, self._gpus, gpus_per_replica(host.config), self._ranks)
+        gpus = assign_gpus(role, name, self._gpus, gpus_per_replica(host.config), self._ranks)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         launch = Launch(
@@ -145,8 +145,8 @@ class MachineProcesses:
             environment=environment,
             beside=names[1:],
         )
-        warm = self._warm[kind(role, host.config)]
-        return await warm.fork(launch, self._lifeline[0], self._lock.fd)
+        warm = self._warm[get_process_kind(role, host.config)]
+        return await warm.fork_actor(launch, self._lifeline[0], self._lock.fd)
 
     async def close(self) -> None:
         for warm in self._warm.values():
@@ -155,7 +155,7 @@ class MachineProcesses:
             os.close(fd)
         sweep_arenas()
 
-    async def _reap(self) -> None:
+    async def _reap_orphans(self) -> None:
         seen = 0
         while True:
             known = {process.pid for process, _ in self._newest.values()}

@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from laminar.names import exit_codes
-from laminar.observe.logs import configure, get_logger
+from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.telemetry import DRAIN_S
 from laminar.run.directory import run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.parent_death import die_with_parent
-from laminar.training.rank_processes import Inherited, serve
+from laminar.training.rank_processes import InheritedDescriptors, serve_orders
 
 OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a terminal or a batch system sends to all processes: rank 0 decides what comes of it."""
 
 
-def program(run_dir: Path, log: str = "") -> list[str]:
+def build_rank_command(run_dir: Path, log: str = "") -> list[str]:
     """The command that starts a rank, for Gang. `log`: the name of its log, without its number;
     empty: it writes none."""
     module = [sys.executable, "-P", "-m", "laminar.actors.system.rank_process"]
@@ -45,24 +45,24 @@ def main(run_dir: str, log: str, rank: str, parent: str, *descriptors: str) -> N
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     directory = Path(run_dir)
-    config, given = run_config(directory), Inherited(*map(int, descriptors))
-    telemetry = configure(directory, config.run.name, f"{log}.rank-{rank}") if log else None
+    config, given = run_config(directory), InheritedDescriptors(*map(int, descriptors))
+    telemetry = configure_logging(directory, config.run.name, f"{log}.rank-{rank}") if log else None
     if telemetry is not None:
         get_logger().info("rank", pid=os.getpid())
     points = FailPoints(directory if log else None)
-    worker = worker_of(config, int(rank), given.meeting_file, points.reached)
+    worker = worker_of(config, int(rank), given.meeting_file, points.hit_failpoint)
 
     async def handle(order: bytes) -> bytes:
         try:
-            return await worker.handle(order)
+            return await worker.handle_order(order)
         except Exception:
             if telemetry is not None:
                 get_logger().exception("order-failed")
             raise
 
-    asyncio.new_event_loop().run_until_complete(serve(given, handle))
+    asyncio.new_event_loop().run_until_complete(serve_orders(given, handle))
     if telemetry is not None:
-        telemetry.drain(DRAIN_S)
+        telemetry.wait_drained(DRAIN_S)
     os._exit(exit_codes.COMPLETE)  # a thread may be in a collective that nobody comes to
 
 

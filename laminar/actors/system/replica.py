@@ -18,12 +18,12 @@ from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
-from laminar.tasks.data.tokenizer import end_ids, load_tokenizer, tokenizer_size
+from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
 from laminar.tasks.environments.pool import Environments
 from laminar.tasks.environments.renderer import Renderer
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.tool_calls import CallParser
-from laminar.tasks.environments.user_class import tools_of
+from laminar.tasks.environments.user_class import decode_tools
 from laminar.tasks.rewards.reward_functions import reward_spec
 from laminar.tasks.rewards.worker_pool import Output, RewardPool
 from laminar.weights.version import checkpoint
@@ -37,10 +37,10 @@ PIECES_KEPT_MAX = 256
 def user_output(host: Host) -> Output:
     """Takes what code of the user prints in this process's workers, for its log."""
     printed = OutputLog(reward_log(host.run_dir, host.name))
-    return host.outlet("reward output", printed.write, kept=PIECES_KEPT_MAX).put
+    return host.add_outlet("reward output", printed.write, kept=PIECES_KEPT_MAX).put
 
 
-def reward_workers(host: Host, on_output: Output) -> RewardPool:
+def make_reward_pool(host: Host, on_output: Output) -> RewardPool:
     """The pool of this process (not started)."""
     reward = host.config.reward
     return RewardPool(
@@ -59,11 +59,11 @@ class RealParts:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.weights = ReplicaFiles(checkpoint.read)
+        self.weights = ReplicaFiles(checkpoint.read_version)
         self._printed = user_output(host)
-        self.rewards = reward_workers(host, self._printed)
+        self.rewards = make_reward_pool(host, self._printed)
         steps = EngineSteps(host.run_dir, host.name)
-        self._steps = host.outlet("engine steps", steps.write)
+        self._steps = host.add_outlet("engine steps", steps.write)
         self.environments: Environments | None = None
 
     async def start_engine(
@@ -73,18 +73,18 @@ class RealParts:
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
         if config.env.path:
-            self.environments = self._environments()
+            self.environments = self._make_environments()
         output = engine_log(self._host.run_dir, self._host.name)
-        size = tokenizer_size(self._tokenizer)
+        size = get_tokenizer_size(self._tokenizer)
         return await start_engine(config, size, seed, on_deltas, output)
 
-    def _environments(self) -> Environments:
+    def _make_environments(self) -> Environments:
         """Not started; what the user's class prints goes where the reward functions print."""
-        config, tools = self._host.config, tools_of(self._host.config.env)
+        config, tools = self._host.config, decode_tools(self._host.config.env)
         tokenizer = self._tokenizer
         return Environments(
             config,
-            SessionPool.of(config.env, on_output=self._printed),
+            SessionPool.from_config(config.env, on_output=self._printed),
             Renderer(tokenizer, config.data, tools, self.stop_ids),
             CallParser(tokenizer, tools),
             self.decode,
@@ -93,7 +93,7 @@ class RealParts:
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def keep_steps(self, rows: bytes) -> None:
+    def record_steps(self, rows: bytes) -> None:
         self._steps.put(rows)
 
 
@@ -116,7 +116,7 @@ class OutputLog:
             room = self._bytes_max - file.tell()
             self._full = len(data) > room
             if room > 0:
-                file.write(data[:room] + (self._end() if self._full else b""))
+                file.write(data[:room] + (self._format_truncation() if self._full else b""))
 
-    def _end(self) -> bytes:
+    def _format_truncation(self) -> bytes:
         return f"\n... what is printed beyond {self._bytes_max} bytes is not kept\n".encode()

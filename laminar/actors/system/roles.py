@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from laminar.config import Config
-from laminar.engines.environment import engine_modules, environment
+from laminar.engines.environment import build_environment, engine_modules
 
 if TYPE_CHECKING:
     from laminar.actors.host import Actor, Host
     from laminar.actors.trainer import Book
-    from laminar.training.rank_processes import Gang
+    from laminar.training.rank_processes import RankProcesses
 
 COMMON = "torch"
 """The kind of every process without an engine of another kind."""
@@ -63,7 +63,7 @@ _EMULATED_MODULES = {
 ROLES = tuple(_MODULES)
 
 
-def kind(role: str, config: Config) -> str:
+def get_process_kind(role: str, config: Config) -> str:
     """Processes of one kind have the same imports and the same environment."""
     if config.is_emulated:
         return EMULATED
@@ -77,11 +77,11 @@ class Needs(NamedTuple):
     environment: dict[str, str]  #: below what the user has set
 
 
-def needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:
+def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:
     """What processes of these roles import sooner or later, by kind, the user's own code aside."""
     found: dict[str, Needs] = {}
     for role in dict.fromkeys(roles):
-        need = found.setdefault(kind(role, config), Needs(["uvloop"], {}))
+        need = found.setdefault(get_process_kind(role, config), Needs(["uvloop"], {}))
         if config.is_emulated:
             need.modules.extend(_EMULATED_MODULES[role])
             continue
@@ -90,23 +90,23 @@ def needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Need
             need.modules.append("reasoning_gym.factory")
         if role == "rollout":
             need.modules.extend(engine_modules(config, gpus))
-            need.environment.update(environment(config, gpus))
+            need.environment.update(build_environment(config, gpus))
     return found
 
 
-def make(host: Host) -> Actor:
+def make_actor(host: Host) -> Actor:
     """The actor of a role; each role imports only what it needs."""
     if host.role == "store":
-        return _store(host)
+        return _make_store(host)
     if host.role == "relay":
         from laminar.actors.relay import Relay
         from laminar.weights.machine import RelayMachine
 
         return Relay(host, RelayMachine(host.run_dir.name, host.run_id, host.node, host.boot_id))
-    return _trainer(host) if host.role == "trainer" else _rollout(host)
+    return _make_trainer(host) if host.role == "trainer" else _make_rollout(host)
 
 
-def _store(host: Host) -> Actor:
+def _make_store(host: Host) -> Actor:
     from laminar.actors.store import Store
     from laminar.run.directory import STORE_FILE
     from laminar.storage.database import Database
@@ -124,7 +124,7 @@ def _store(host: Host) -> Actor:
     return Store(host, open_database, RunPrompts(host.config))
 
 
-def _rollout(host: Host) -> Actor:
+def _make_rollout(host: Host) -> Actor:
     from laminar.actors.rollout import Rollout
 
     if host.config.is_emulated:
@@ -136,7 +136,7 @@ def _rollout(host: Host) -> Actor:
     return Rollout(host, RealParts(host))
 
 
-def _trainer(host: Host) -> Actor:
+def _make_trainer(host: Host) -> Actor:
     from laminar.actors.trainer import Trainer
     from laminar.run.directory import TRAINER_BOOK_FILE
     from laminar.storage.durable_lines import DurableLines
@@ -152,7 +152,7 @@ def _trainer(host: Host) -> Actor:
 
         weights = EmulatedWeights(host.config)
         learner, files = EmulatedLearner(host.config, weights), EmulatedFiles(weights)
-        return Trainer(host, learner, partial(SlotWriter, weights.fill), files, book)
+        return Trainer(host, learner, partial(SlotWriter, weights.fill_slot), files, book)
     return _real_trainer(host, book)
 
 
@@ -161,24 +161,24 @@ def _real_trainer(host: Host, book: Book) -> Actor:
     from laminar.actors.trainer import Trainer
     from laminar.run.fail_points import FailPoints
 
-    gang = _gang(host) if is_ranked(host.config) else None
-    learner, files, attach = parts_of(host.config, gang, FailPoints(host.run_dir).reached)
+    gang = _make_gang(host) if is_ranked(host.config) else None
+    learner, files, attach = parts_of(host.config, gang, FailPoints(host.run_dir).hit_failpoint)
     return Trainer(host, learner, attach, files, book)
 
 
-def _gang(host: Host) -> Gang:
-    from laminar.actors.system.rank_process import program
+def _make_gang(host: Host) -> RankProcesses:
+    from laminar.actors.system.rank_process import build_rank_command
     from laminar.run.directory import TRAINER_LOCK_FILE
-    from laminar.training.rank_processes import Gang
+    from laminar.training.rank_processes import RankProcesses
 
     def lost(reason: str) -> None:
-        host.process.end_by_force(RANK_LOST_S)  # a thread may wait for that rank
-        host.fail(reason)
+        host.process.force_exit_after(RANK_LOST_S)  # a thread may wait for that rank
+        host.fail_process(reason)
 
-    return Gang(
+    return RankProcesses(
         host.config,
-        program(host.run_dir, host.name),
+        build_rank_command(host.run_dir, host.name),
         lock=host.run_dir / TRAINER_LOCK_FILE,
         lost=lost,
-        say=host.announce,
+        say=host.notify_user,
     )

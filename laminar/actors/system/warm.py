@@ -23,7 +23,14 @@ import msgspec
 
 from laminar.actors.system.child_process import ForkedProcess
 from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm_process import MESSAGE_MAX, Answer, Forked, Launch, Ready, Refused
+from laminar.actors.system.warm_process import (
+    MESSAGE_MAX,
+    Answer,
+    Forked,
+    ForkRefused,
+    Launch,
+    WarmReady,
+)
 
 FORK_S = 60.0
 """A fork takes milliseconds; a machine that swaps may take a thousand times as long."""
@@ -42,14 +49,14 @@ _CHILD_FD = 3
 
 
 @dataclass(frozen=True)
-class Seed:
+class PrestartedProcess:
     """A warm process that imports or waits, and our end of its socket."""
 
     pid: int
     socket: socket.socket
 
     @classmethod
-    def spawn(cls, needs: Needs) -> Seed:
+    def spawn(cls, needs: Needs) -> PrestartedProcess:
         """Start a warm process in this one's environment and what is needed besides; what the user
         has set stays. Signals that are ignored here (nohup) are ignored there."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,7 +87,7 @@ class WarmProcess:
         log: Any,
         *,
         ready_s: float,
-        seed: Seed | None = None,
+        seed: PrestartedProcess | None = None,
     ) -> None:
         """`ready_s`: how long its imports may take. `seed`: one that was started before."""
         self.kind = kind
@@ -98,28 +105,28 @@ class WarmProcess:
         """The process id of the present warm process; 0 when there is none."""
         return self._process.pid if self._process is not None else 0
 
-    def begin(self) -> None:
+    def ensure_started(self) -> None:
         """Start it, if it does not run; it imports while others work."""
         if self._process is not None or self._closed:
             return
-        seed, self._seed = self._seed or Seed.spawn(self._needs), None
+        seed, self._seed = self._seed or PrestartedProcess.spawn(self._needs), None
         self._socket, self._process = seed.socket, ForkedProcess(seed.pid)
         self._ready = asyncio.ensure_future(self._until_ready(seed.socket))
-        self._watcher = asyncio.ensure_future(self._watch(self._process))
+        self._watcher = asyncio.ensure_future(self._watch_process(self._process))
 
-    async def fork(self, launch: Launch, stdin: int, lock_fd: int) -> ForkedProcess:
+    async def fork_actor(self, launch: Launch, stdin: int, lock_fd: int) -> ForkedProcess:
         """The actor's process, a child of this one; RuntimeError when there can be none."""
         below = self._needs.environment
         its_own = {name: os.environ.get(name, below.get(name)) for name in OWN_ENVIRONMENT}
         launch = msgspec.structs.replace(launch, environment=its_own | launch.environment)
         async with self._using:
             for _ in range(TRIES):
-                self.begin()
+                self.ensure_started()
                 try:
-                    return await self._ask(launch, [stdin, lock_fd])
-                except _Gone as error:
+                    return await self._request_fork(launch, [stdin, lock_fd])
+                except _WarmProcessLost as error:
                     reason = str(error)
-                    await self._end()
+                    await self._end_process()
             raise RuntimeError(f"the warm process ({self.kind}) {reason}, {TRIES} times in a row")
 
     async def close(self) -> None:
@@ -127,42 +134,42 @@ class WarmProcess:
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
-        await self._end()
+        await self._end_process()
 
     async def _until_ready(self, warm: socket.socket) -> None:
-        answer = await self._answer(warm, self._ready_s, "its imports")
-        assert isinstance(answer, Ready)
+        answer = await self._read_answer(warm, self._ready_s, "its imports")
+        assert isinstance(answer, WarmReady)
         self.note = answer.note
         facts = {"kind": self.kind, "seconds": round(answer.seconds, 2), "missing": answer.missing}
         self._log.info("warm", pid=self.pid, note=answer.note, **facts)
 
-    async def _ask(self, launch: Launch, fds: list[int]) -> ForkedProcess:
+    async def _request_fork(self, launch: Launch, fds: list[int]) -> ForkedProcess:
         assert self._socket is not None
         await self._ready
         try:
             socket.send_fds(self._socket, [msgspec.msgpack.encode(launch)], fds)
         except OSError as error:
-            raise _Gone(f"takes no launch: {error.strerror}") from None
-        answer = await self._answer(self._socket, FORK_S, "a fork")
-        if isinstance(answer, Refused):
+            raise _WarmProcessLost(f"takes no launch: {error.strerror}") from None
+        answer = await self._read_answer(self._socket, FORK_S, "a fork")
+        if isinstance(answer, ForkRefused):
             raise RuntimeError(f"{launch.name} cannot be started: {answer.reason}")
         assert isinstance(answer, Forked)
         return ForkedProcess(answer.pid)
 
-    async def _answer(self, warm: socket.socket, seconds: float, what: str) -> Answer:
+    async def _read_answer(self, warm: socket.socket, seconds: float, what: str) -> Answer:
         loop = asyncio.get_running_loop()
         try:
             body = await asyncio.wait_for(loop.sock_recv(warm, MESSAGE_MAX), seconds)
         except TimeoutError:
-            raise _Gone(f"has not answered for {seconds:.0f} s ({what})") from None
+            raise _WarmProcessLost(f"has not answered for {seconds:.0f} s ({what})") from None
         except OSError as error:
-            raise _Gone(f"is gone: {error.strerror}") from None
+            raise _WarmProcessLost(f"is gone: {error.strerror}") from None
         if not body:
-            raise _Gone(await self._cause())
+            raise _WarmProcessLost(await self._find_exit_cause())
         answer: Answer = msgspec.msgpack.decode(body, type=Answer)
         return answer
 
-    async def _cause(self) -> str:
+    async def _find_exit_cause(self) -> str:
         """How the warm process has ended; it has closed its socket."""
         assert self._process is not None
         try:
@@ -170,17 +177,17 @@ class WarmProcess:
         except TimeoutError:
             return "closed its socket"
 
-    async def _watch(self, process: ForkedProcess) -> None:
+    async def _watch_process(self, process: ForkedProcess) -> None:
         """One that had worked is started again before it is needed."""
         code = await process.wait()
         self._log.warning("warm-process-ended", kind=self.kind, pid=process.pid, code=code)
         if self._ready.done() and not self._ready.cancelled() and not self._ready.exception():
             async with self._using:
                 if self._process is process:
-                    await self._end()
-                    self.begin()
+                    await self._end_process()
+                    self.ensure_started()
 
-    async def _end(self) -> None:
+    async def _end_process(self) -> None:
         """End the present warm process: the end of its socket is its own."""
         process, self._process = self._process, None
         if process is None or self._socket is None:
@@ -191,5 +198,5 @@ class WarmProcess:
         await process.wait()
 
 
-class _Gone(Exception):
+class _WarmProcessLost(Exception):
     """The warm process gives no answer."""

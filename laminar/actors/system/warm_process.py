@@ -34,7 +34,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from laminar.actors.system.process import run_actors
-from laminar.actors.system.roles import make
+from laminar.actors.system.roles import make_actor
 from laminar.config import ConfigError
 from laminar.names import exit_codes
 from laminar.run.lock import RunLock
@@ -58,7 +58,7 @@ class Launch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     beside: tuple[str, ...] = ()  #: further actors of this role, in the same process
 
 
-class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+class WarmReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """The warm process takes launches now."""
 
     seconds: float  #: that the imports took
@@ -72,13 +72,13 @@ class Forked(msgspec.Struct, tag="forked", frozen=True, kw_only=True):
     pid: int
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
+class ForkRefused(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
     """There is no process."""
 
     reason: str
 
 
-Answer = Ready | Forked | Refused
+Answer = WarmReady | Forked | ForkRefused
 
 
 def main(fd: str, note: str, *modules: str) -> int:
@@ -92,13 +92,17 @@ def main(fd: str, note: str, *modules: str) -> int:
     if hindrance := hindrance_to_fork():
         if not modules:
             sys.exit(f"a warm process that has imported nothing {hindrance}")
-        _exec_again(fd, f"importing {', '.join(modules)} {hindrance}: each actor imports anew")
+        _exec_without_modules(
+            fd, f"importing {', '.join(modules)} {hindrance}: each actor imports anew"
+        )
     gc.collect()
     gc.freeze()  # children share these pages until a collection writes into them
     sys.stdout.flush()  # what is in a buffer would be written by every child
     sys.stderr.flush()
-    actor = _serve(node, Ready(seconds=time.monotonic() - begun, note=note, missing=missing))
-    return exit_codes.COMPLETE if actor is None else leave(_become(actor, node_pid))
+    actor = _serve_launches(
+        node, WarmReady(seconds=time.monotonic() - begun, note=note, missing=missing)
+    )
+    return exit_codes.COMPLETE if actor is None else exit_process(_run_actor(actor, node_pid))
 
 
 def import_all(modules: Sequence[str]) -> list[str]:
@@ -129,7 +133,7 @@ def _other_threads() -> str:
     return ", ".join(sorted(names))
 
 
-def _exec_again(fd: str, note: str) -> None:
+def _exec_without_modules(fd: str, note: str) -> None:
     """Become this program again without modules; threads end with the program that had them."""
     program = [sys.executable, "-m", "laminar.actors.system.warm_process", fd, note]
     os.execv(sys.executable, program)
@@ -144,7 +148,7 @@ class _Actor(NamedTuple):
     lock_fd: int
 
 
-def _serve(node: socket.socket, ready: Ready) -> _Actor | None:
+def _serve_launches(node: socket.socket, ready: WarmReady) -> _Actor | None:
     """Fork actors until the node is gone; in the process of an actor it gives what that is to
     be."""
     with contextlib.suppress(ConnectionError):
@@ -155,7 +159,7 @@ def _serve(node: socket.socket, ready: Ready) -> _Actor | None:
                 break
             launch = msgspec.msgpack.decode(message, type=Launch)
             ours, theirs = socket.socketpair()
-            between = _fork()
+            between = _try_fork()
             if between == 0:
                 node.close()
                 ours.close()
@@ -165,11 +169,11 @@ def _serve(node: socket.socket, ready: Ready) -> _Actor | None:
             for fd in fds:
                 os.close(fd)
             with ours:
-                _answer(node, ours, between)
+                _answer_launch(node, ours, between)
     return None
 
 
-def _fork() -> int:
+def _try_fork() -> int:
     """os.fork, with -errno where there is no process."""
     try:
         return os.fork()
@@ -177,7 +181,7 @@ def _fork() -> int:
         return -int(error.errno or 1)
 
 
-def _answer(node: socket.socket, actor: socket.socket, between: int) -> None:
+def _answer_launch(node: socket.socket, actor: socket.socket, between: int) -> None:
     """Tell the node, then let the actor begin: without the second there is none."""
     said = b""
     if between > 0:
@@ -185,7 +189,7 @@ def _answer(node: socket.socket, actor: socket.socket, between: int) -> None:
         os.waitpid(between, 0)
     pid = _PID.unpack(said)[0] if said else between
     if pid <= 0:
-        return _send(node, Refused(reason=os.strerror(-pid)))
+        return _send(node, ForkRefused(reason=os.strerror(-pid)))
     _send(node, Forked(pid=pid))
     with contextlib.suppress(OSError):  # it has ended already, and the node sees that
         actor.send(_GO)
@@ -193,13 +197,13 @@ def _answer(node: socket.socket, actor: socket.socket, between: int) -> None:
 
 def _fork_and_end(warm: socket.socket) -> None:
     """Returns in a child whose parent, this process, has ended: the node is the parent then."""
-    pid = _fork()
+    pid = _try_fork()
     if pid:
         warm.send(_PID.pack(pid))
         os._exit(0)
 
 
-def _become(actor: _Actor, node_pid: int) -> int:
+def _run_actor(actor: _Actor, node_pid: int) -> int:
     """The actor, from its first moment to its exit code."""
     launch = actor.launch
     with actor.warm:
@@ -208,17 +212,17 @@ def _become(actor: _Actor, node_pid: int) -> int:
     die_with_parent(node_pid)  # which has adopted it by now; whatever it does, it cannot stay
     os.dup2(actor.stdin, 0)
     os.close(actor.stdin)
-    _adopt(launch)
+    _apply_launch(launch)
     try:
         lock = RunLock.inherit(Path(launch.run_dir), launch.name, actor.lock_fd)
         names = (launch.name, *launch.beside)
-        return run_actors(lock, names, launch.role, launch.node, launch.address, make)
+        return run_actors(lock, names, launch.role, launch.node, launch.address, make_actor)
     except ConfigError as error:
         print(f"{launch.name}: {error}", file=sys.stderr)
         return exit_codes.USER_ERROR
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process without taking its modules apart, as multiprocessing's children end.
 
     That would cost each actor a third of a second of a core, all of them at the same time.
@@ -229,7 +233,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _adopt(launch: Launch) -> None:
+def _apply_launch(launch: Launch) -> None:
     """Name, environment and random numbers of its own."""
     _take_name(launch.name)
     for variable, value in launch.environment.items():

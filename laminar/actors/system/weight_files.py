@@ -13,9 +13,9 @@ from pathlib import Path
 from laminar.actors.weight_loader import NotReadable
 from laminar.weights.arena.arena import Arena
 from laminar.weights.arena.region import ArenaError
-from laminar.weights.version.hashes import Bytes, verify
+from laminar.weights.version.hashes import Bytes, verify_weights
 from laminar.weights.version.manifest import Manifest
-from laminar.weights.version.restored import CheckpointError, Restored
+from laminar.weights.version.restored import Restored, VersionRestoreError
 
 
 class ReplicaFiles:
@@ -25,7 +25,7 @@ class ReplicaFiles:
         """`read(directory, version)`: a version of a checkpoint; CheckpointError."""
         self._read = read
 
-    def attach(self, arena: str) -> Arena:
+    def attach_arena(self, arena: str) -> Arena:
         try:
             return Arena.attach(Path(arena))
         except ArenaError as error:
@@ -34,8 +34,8 @@ class ReplicaFiles:
     async def read_checkpoint(self, directory: Path, version: int) -> Restored:
         try:
             return await asyncio.to_thread(self._read, directory, version)
-        except CheckpointError as error:
+        except VersionRestoreError as error:
             raise NotReadable(str(error)) from error
 
-    async def verify(self, view: Bytes, manifest: Manifest) -> None:
-        await asyncio.to_thread(verify, view, manifest)
+    async def verify_weights(self, view: Bytes, manifest: Manifest) -> None:
+        await asyncio.to_thread(verify_weights, view, manifest)

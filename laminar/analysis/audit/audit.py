@@ -38,7 +38,7 @@ class Audit:
     bad_rewards: dict[str, int] = field(default_factory=dict)  #: stored rewards by reason, not "ok"
 
 
-class _Log(NamedTuple):
+class _ReplayedLog(NamedTuple):
     """The coordinator's book, from one pass over the log."""
 
     state: State
@@ -46,7 +46,7 @@ class _Log(NamedTuple):
     difference: Difference | None
 
 
-def audit(run_dir: Path) -> Audit:
+def audit_run(run_dir: Path) -> Audit:
     """Hold the three books of a run against each other."""
     first = _read_log(run_dir)
     found = Audit(ledger_rows(first.state))
@@ -71,17 +71,17 @@ def audit(run_dir: Path) -> Audit:
     problems, notes = trained_contents.content_problems(run_dir, lines)
     found.problems += problems
     found.notes += notes
-    found.notes += trainer_book.unreported(lines, latest)
+    found.notes += trainer_book.find_unreported(lines, latest)
     found.notes += trainer_book.rolled_back(lines, latest)
     return found
 
 
-def _read_log(run_dir: Path) -> _Log:
+def _read_log(run_dir: Path) -> _ReplayedLog:
     account = Account()
     replayed = replay_log(run_dir, account, must_be_identical=False)
     if not replayed.machine.started:
         raise ConfigError(f"the log of {run_dir} does not replay: {replayed.difference}")
-    return _Log(replayed.machine.state, account, replayed.difference)
+    return _ReplayedLog(replayed.machine.state, account, replayed.difference)
 
 
 def _read_store(run_dir: Path, account: Account, found: Audit) -> StoreBook | None:

@@ -21,24 +21,24 @@ from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.reasons import DropReason, End, FinishReason, PullPurpose
+from laminar.events.reasons import DropReason, EndKind, FinishReason, PullPurpose
 from laminar.names.ids import GroupId, TrajectoryId
 
 TRUNCATED = FinishReason.LENGTH
 ANY_REASON = "for any reason"
-ENDS = (End.TRAINED, End.EVALUATED, End.DROPPED)
+ENDS = (EndKind.TRAINED, EndKind.EVALUATED, EndKind.DROPPED)
 """A group ended as the first of these that one of its trajectories did."""
 
 
-class Closed(NamedTuple):
+class ClosedTrajectory(NamedTuple):
     """An end that the store has confirmed."""
 
-    ending: cmd.Ending
+    ending: cmd.TrajectoryEnding
     num_tokens: int
     tokens_lost: int
 
 
-class Stamp(NamedTuple):
+class AttemptWeights(NamedTuple):
     """The weights of an attempt, and the completed steps that had made them."""
 
     version: int
@@ -46,7 +46,7 @@ class Stamp(NamedTuple):
 
 
 @dataclass
-class Step:
+class OrderedStep:
     """A batch that the trainer was given, and its report."""
 
     command: cmd.TrainStep
@@ -67,20 +67,20 @@ class Account:
         self.started: set[TrajectoryId] = set()  #: the store has a row
         self.finished: dict[TrajectoryId, ev.TrajectoryFinished] = {}
         self.rewarded: dict[TrajectoryId, ev.TrajectoryRewarded] = {}
-        self.commanded: dict[TrajectoryId, cmd.Ending] = {}
-        self.closed: dict[TrajectoryId, Closed] = {}
-        self.steps: dict[int, Step] = {}  #: as they were ordered last
+        self.commanded: dict[TrajectoryId, cmd.TrajectoryEnding] = {}
+        self.closed: dict[TrajectoryId, ClosedTrajectory] = {}
+        self.steps: dict[int, OrderedStep] = {}  #: as they were ordered last
         #: every order, by step and version: a batch that was interrupted is ordered again
         self.orders: dict[tuple[int, int], cmd.TrainStep] = {}
         self.data: ev.DataLoaded | None = None
         #: what each attempt was ordered to generate with first, by its number
-        self.stamps: dict[TrajectoryId, dict[int, Stamp]] = {}
+        self.stamps: dict[TrajectoryId, dict[int, AttemptWeights]] = {}
         #: who may have sampled of it, with which version: ordered to, or ordered to load it while
         #: it ran the trajectory
         self.sources: dict[TrajectoryId, set[tuple[str, int]]] = {}
         self.in_flight = False  #: versions may change under a trajectory
         self.mixed: set[GroupId] = set()  #: ended, with siblings of several versions
-        self._asked: dict[int, tuple[cmd.Ending, ...]] = {}  #: by command id
+        self._asked: dict[int, tuple[cmd.TrajectoryEnding, ...]] = {}  #: by command id
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         self.in_flight = state.settings.in_flight
@@ -110,7 +110,7 @@ class Account:
 
     def _take_command(self, command: Command, command_id: int, state: State) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
-            stamp = Stamp(command.version, command.version_step)
+            stamp = AttemptWeights(command.version, command.version_step)
             self.stamps.setdefault(command.trajectory_id, {}).setdefault(command.attempt, stamp)
             sources = self.sources.setdefault(command.trajectory_id, set())
             sources.add((command.to, command.version))
@@ -126,7 +126,7 @@ class Account:
             for name in state.replicas[command.to].running:
                 self.sources[name].add((command.to, command.version))
         elif isinstance(command, cmd.TrainStep):
-            self.steps[command.step_index] = Step(command)
+            self.steps[command.step_index] = OrderedStep(command)
             self.orders[command.step_index, command.version] = command
 
     def _close(self, event: ev.TrajectoriesEnded, state: State) -> None:
@@ -135,20 +135,22 @@ class Account:
         for ending in self._asked.pop(event.command_id, ()):
             row = rows.get(ending.trajectory_id)
             if row is not None and ending.trajectory_id not in state.trajectories:
-                self.closed[ending.trajectory_id] = Closed(ending, row.num_tokens, row.tokens_lost)
+                self.closed[ending.trajectory_id] = ClosedTrajectory(
+                    ending, row.num_tokens, row.tokens_lost
+                )
 
-    def staleness(self, closed: Closed) -> int:
+    def compute_staleness(self, closed: ClosedTrajectory) -> int:
         """The staleness of a trained trajectory: steps between the one that made its weights and
         the batch."""
         last = max(self.stamps[closed.ending.trajectory_id].items())[1]
         return closed.ending.step - last.step
 
-    def trained(self, step: int) -> list[TrajectoryId]:
+    def list_trained(self, step: int) -> list[TrajectoryId]:
         """Ids that were decided to end as trained by this step, sorted."""
         return sorted(
             e.trajectory_id
             for e in self.commanded.values()
-            if (e.end, e.step) == (End.TRAINED, step)
+            if (e.end, e.step) == (EndKind.TRAINED, step)
         )
 
 
@@ -180,11 +182,11 @@ def ledger_rows(state: State) -> list[LedgerRow]:
 def ledger_problems(state: State, account: Account) -> list[str]:
     """Where the coordinator's counters differ from the items that they count."""
     ledger = state.ledger
-    groups = msgspec.structs.replace(ledger.groups, dropped=_total(ledger.groups.dropped))
+    groups = msgspec.structs.replace(ledger.groups, dropped=_sum_dropped(ledger.groups.dropped))
     problems = [
-        *_differences("groups", groups, _group_book(account)),
-        *_differences("trajectories", ledger.trajectories, _trajectory_book(account)),
-        *_differences("tokens", ledger.tokens, _token_book(state, account)),
+        *_compare_books("groups", groups, _group_book(account)),
+        *_compare_books("trajectories", ledger.trajectories, _trajectory_book(account)),
+        *_compare_books("tokens", ledger.tokens, _token_book(state, account)),
     ]
     live = ledger_rows(state)[-1]
     if state.phase == Phase.ENDED and any(live[1:]) and not state.paused:
@@ -199,20 +201,20 @@ def ledger_problems(state: State, account: Account) -> list[str]:
 def _group_book(account: Account) -> Book:
     """A group ends with its last sibling: trained if any was; reasons of drops are not kept."""
     book = Book(issued=len(account.groups))
-    ends: dict[GroupId, list[End]] = {}
+    ends: dict[GroupId, list[EndKind]] = {}
     for closed in account.closed.values():
         ends.setdefault(closed.ending.group, []).append(closed.ending.end)
     for group, found in ends.items():
         if len(found) == account.groups.get(group):
-            book.end(min(found, key=ENDS.index), DropReason.NONE)
-    book.dropped = _total(book.dropped)
+            book.record_end(min(found, key=ENDS.index), DropReason.NONE)
+    book.dropped = _sum_dropped(book.dropped)
     return book
 
 
 def _trajectory_book(account: Account) -> Book:
     book = Book(issued=len(account.issued))
     for closed in account.closed.values():
-        book.end(closed.ending.end, closed.ending.reason)
+        book.record_end(closed.ending.end, closed.ending.reason)
     return book
 
 
@@ -221,16 +223,16 @@ def _token_book(state: State, account: Account) -> Book:
     book = Book(issued=sum(t.num_tokens for t in state.trajectories.values()))
     for closed in account.closed.values():
         book.issued += closed.num_tokens + closed.tokens_lost
-        book.end(closed.ending.end, closed.ending.reason, closed.num_tokens)
-        book.end(End.DROPPED, DropReason.RESTARTED, closed.tokens_lost)
+        book.record_end(closed.ending.end, closed.ending.reason, closed.num_tokens)
+        book.record_end(EndKind.DROPPED, DropReason.RESTARTED, closed.tokens_lost)
     return book
 
 
-def _total(dropped: dict[str, int]) -> dict[str, int]:
+def _sum_dropped(dropped: dict[str, int]) -> dict[str, int]:
     return {ANY_REASON: sum(dropped.values())}
 
 
-def _differences(name: str, counted: Book, items: Book) -> list[str]:
+def _compare_books(name: str, counted: Book, items: Book) -> list[str]:
     """Per class of the book; a class that is absent counts 0."""
     sides = [
         {"issued": b.issued, "trained": b.trained, "evaluated": b.evaluated, "live": b.live}

@@ -26,7 +26,7 @@ from laminar.storage import books
 from laminar.storage.rules import Row, Span
 
 
-class End(NamedTuple):
+class EndRecord(NamedTuple):
     """How a trajectory ended, by one account."""
 
     end: str | None
@@ -52,9 +52,11 @@ class StoreBook(NamedTuple):
 
 def read_store(run_dir: Path, *, in_flight: bool) -> StoreBook:
     with books.open_tables(run_dir / STORE_FILE) as tables:
-        rows = {TrajectoryId(row.id): row for row in tables.rows()}
-        spans = {name: tables.spans(row) for name, row in rows.items() if in_flight and row.replica}
-        return StoreBook(rows, tables.meta(), tables.removed_payloads(), spans)
+        rows = {TrajectoryId(row.id): row for row in tables.iter_rows()}
+        spans = {
+            name: tables.get_spans(row) for name, row in rows.items() if in_flight and row.replica
+        }
+        return StoreBook(rows, tables.get_meta(), tables.removed_payloads(), spans)
 
 
 def own_problems(run_dir: Path) -> list[str]:
@@ -124,8 +126,8 @@ def _data_problems(store: StoreBook, account: Account) -> list[str]:
 def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str]:
     """Everything that the log says of a trajectory that has ended."""
     ending, num_tokens, tokens_lost = account.closed[name]
-    end = End(ending.end, ending.reason, max(ending.step, 0), num_tokens)
-    stored_end = End(row.end, row.end_reason, row.end_step, row.num_tokens)
+    end = EndRecord(ending.end, ending.reason, max(ending.step, 0), num_tokens)
+    stored_end = EndRecord(row.end, row.end_reason, row.end_step, row.num_tokens)
     pairs: list[tuple[str, object, object]] = [
         ("end", stored_end, end),
         ("tokens lost to restarts", row.tokens_lost, tokens_lost),

@@ -22,7 +22,7 @@ from laminar.analysis.log.display import step_number
 from laminar.config import ConfigError
 from laminar.run.directory import STORE_FILE, TRAINER_BOOK_FILE
 from laminar.storage import books
-from laminar.storage.contents import Content, digest_of
+from laminar.storage.contents import Content, digest_batch
 from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import Span
 from laminar.storage.tables import StoredChunk, Tables
@@ -31,7 +31,7 @@ STOPPED = "stop"
 """The finish reason of a response that the model has ended; any other one was cut off."""
 
 
-class _Unknown(Exception):
+class _MissingContent(Exception):
     """The store has not all of a row any more."""
 
 
@@ -42,14 +42,14 @@ def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str
         with books.open_tables(run_dir / STORE_FILE) as tables:
             for line in lines:
                 try:
-                    found = digest_of(_content(tables, name) for name in line.ids)
-                except (_Unknown, DamageError, msgspec.MsgspecError, struct.error):
+                    found = digest_batch(_build_content(tables, name) for name in line.ids)
+                except (_MissingContent, DamageError, msgspec.MsgspecError, struct.error):
                     unknown += 1  # what is damaged, others say
                     continue
                 if not line.contents:
                     unknown += 1
                 elif found != line.contents:
-                    problems.append(_differs(line))
+                    problems.append(_format_difference(line))
     except (ConfigError, sqlite3.Error):
         return [], []
     notes = [
@@ -59,7 +59,7 @@ def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str
     return problems, notes if unknown else []
 
 
-def _differs(line: BookLine) -> str:
+def _format_difference(line: BookLine) -> str:
     return (
         f"trainer: step {step_number(line.step)} was trained on other contents than the store has "
         f"of its trajectories ({TRAINER_BOOK_FILE}, version {line.version}): tokens, log-probs, "
@@ -67,32 +67,33 @@ def _differs(line: BookLine) -> str:
     )
 
 
-def _content(tables: Tables, trajectory_id: str) -> Content:
+def _build_content(tables: Tables, trajectory_id: str) -> Content:
     """A response as its replicas have stored it."""
-    row = tables.row(trajectory_id)
+    row = tables.get_row(trajectory_id)
     if row is None or row.reward_bits is None or row.temperature is None:
-        raise _Unknown
+        raise _MissingContent
     key = PromptKey(row.purpose, row.row_index)
     chunks = [c for c in tables.stored_chunks(row.id) if c.attempt == row.attempt]
-    loaded = [tables.load(chunk) for chunk in chunks]
+    loaded = [tables.load_chunk(chunk) for chunk in chunks]
     (reward,) = struct.unpack("<d", row.reward_bits)
-    contexts = tables.turns.contexts(row)
+    contexts = tables.turns.get_contexts(row)
     return Content(
         trajectory_id=row.id,
         group_id=row.group_id,
-        prompt_ids=contexts.pop(0, b"") or tables.prompt_ids(key, tables.prompt(key) or b""),
+        prompt_ids=contexts.pop(0, b"")
+        or tables.get_prompt_ids(key, tables.get_prompt(key) or b""),
         tokens=b"".join(chunk.tokens for chunk in loaded),
         logprobs=b"".join(chunk.logprobs for chunk in loaded),
         reward=reward,
         temperature=row.temperature,
         truncated=row.finish_reason not in (None, STOPPED),
-        spans=_spans(chunks),
-        turns=_turns(chunks) if contexts else (),
+        spans=_merge_spans(chunks),
+        turns=_count_turn_tokens(chunks) if contexts else (),
         contexts=tuple(contexts.values()),
     )
 
 
-def _turns(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
+def _count_turn_tokens(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
     """Sampled tokens of each turn."""
     counts = Counter[int]()
     for chunk in chunks:
@@ -100,12 +101,12 @@ def _turns(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
     return tuple(counts[segment] for segment in sorted(counts))
 
 
-def _spans(chunks: Sequence[StoredChunk]) -> tuple[Span, ...]:
+def _merge_spans(chunks: Sequence[StoredChunk]) -> tuple[Span, ...]:
     """Neighbours of one source are one span."""
     spans: list[Span] = []
     for chunk in chunks:
         if chunk.source is None:
-            raise _Unknown
+            raise _MissingContent
         if spans and spans[-1][:3] == tuple(chunk.source):
             spans[-1] = spans[-1]._replace(num_tokens=spans[-1].num_tokens + chunk.num_tokens)
         else:

@@ -82,18 +82,18 @@ def rolled_back(lines: list[BookLine], latest: Account) -> list[str]:
     """What trainers have entered that were lost before the log had it."""
     return [
         f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE} under version {line.version}, by "
-        f"{said_by(line)}, which was lost: what counts is version "
+        f"{describe_trainer(line)}, which was lost: what counts is version "
         f"{latest.steps[line.step].command.version}"
         for line in lines
         if _is_rolled_back(line, latest)
     ]
 
 
-def said_by(line: BookLine) -> str:
+def describe_trainer(line: BookLine) -> str:
     return f"incarnation {line.incarnation} of the trainer" if line.incarnation else "a trainer"
 
 
-def unreported(lines: list[BookLine], latest: Account) -> list[str]:
+def find_unreported(lines: list[BookLine], latest: Account) -> list[str]:
     """Steps that are trained and do not count: in flight, lost with their trainer, or too late."""
     reported = {step for step, entry in latest.steps.items() if entry.completed is not None}
     return [
@@ -123,7 +123,7 @@ def _step_problems(line: BookLine, latest: Account) -> list[str]:
         problems.append(
             f"trainer: step {step_number(line.step)} left out other ids than it reported"
         )
-    if sorted(set(line.ids) - reported) != latest.trained(line.step):
+    if sorted(set(line.ids) - reported) != latest.list_trained(line.step):
         problems.append(
             f"trainer: the ledger ended other ids as trained by step {step_number(line.step)}"
         )

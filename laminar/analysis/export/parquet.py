@@ -23,7 +23,13 @@ import pyarrow.parquet as pq
 
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.log.trajectory_history import ENDED, Life, Lives, Moment, Moments
+from laminar.analysis.log.trajectory_history import (
+    ENDED,
+    EventClock,
+    HistoryTracker,
+    Moment,
+    TrajectoryHistory,
+)
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped
@@ -90,7 +96,7 @@ SCHEMAS = {
 Row = tuple[Any, ...]
 
 
-def export(run_dir: Path, directory: Path, *, force: bool = False) -> dict[str, int]:
+def export_tables(run_dir: Path, directory: Path, *, force: bool = False) -> dict[str, int]:
     """Write the tables; returns the rows of each by its name."""
     paths = {name: directory / f"{name}.parquet" for name in SCHEMAS}
     present = [path for path in paths.values() if path.exists()]
@@ -98,18 +104,18 @@ def export(run_dir: Path, directory: Path, *, force: bool = False) -> dict[str, 
         raise ConfigError(f"{present[0]} exists: name another directory, or add --force")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return _export(run_dir, paths)
+        return _write_tables(run_dir, paths)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}") from error
 
 
-def _export(run_dir: Path, paths: dict[str, Path]) -> dict[str, int]:
+def _write_tables(run_dir: Path, paths: dict[str, Path]) -> dict[str, int]:
     """All tables get their names once all of them are whole."""
     with ExitStack() as stack:
         tables = {}
         for name, path in paths.items():
             tables[name] = _Table(path, SCHEMAS[name])
-            stack.callback(tables[name].abandon)
+            stack.callback(tables[name].discard)
         exporter = _Exporter(*(table.add for table in tables.values()))
         replay_log(run_dir, exporter)
         exporter.finish()
@@ -140,7 +146,7 @@ class _Table:
         self._write()
         self._writer.close()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Leave nothing behind that was not finished."""
         self._writer.close()
         self.new.unlink(missing_ok=True)
@@ -163,27 +169,27 @@ class _Exporter:
     ) -> None:
         self._add_event, self._add_decision = add_event, add_decision
         self._add_trajectory = add_trajectory
-        self._moments, self._lives = Moments(), Lives()
+        self._moments, self._lives = EventClock(), HistoryTracker()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self._moments.at(stamped)
-        place = (stamped.seq, stamped.time_ns, _us(now))
+        now = self._moments.locate_event(stamped)
+        place = (stamped.seq, stamped.time_ns, _to_us(now))
         sender = (stamped.peer, stamped.incarnation, stamped.peer_seq)
-        self._add_event((*place, *sender, _tag(stamped.event), _json(stamped.event)))
+        self._add_event((*place, *sender, _get_tag(stamped.event), _encode_json(stamped.event)))
         for index, command in enumerate(commands):
-            row = (stamped.seq, index, _tag(command), command.to, _json(command))
+            row = (stamped.seq, index, _get_tag(command), command.to, _encode_json(command))
             self._add_decision(row)
-        for what, life in self._lives.take(now, stamped.event, commands, state):
+        for what, life in self._lives.record_event(now, stamped.event, commands, state):
             if what == ENDED:
-                self._add_trajectory(_trajectory(life))
+                self._add_trajectory(_build_trajectory_row(life))
 
     def finish(self) -> None:
         """What has not ended."""
         for life in self._lives.open.values():
-            self._add_trajectory(_trajectory(life))
+            self._add_trajectory(_build_trajectory_row(life))
 
 
-def _trajectory(life: Life) -> Row:
+def _build_trajectory_row(life: TrajectoryHistory) -> Row:
     last = life.placement
     return (
         life.trajectory_id,
@@ -197,12 +203,12 @@ def _trajectory(life: Life) -> Row:
         last.step,
         last.attempt,
         last.number,
-        _us(life.placements[0].dispatched),
-        _us(last.started),
-        _us(life.finished),
-        _us(life.rewarded),
-        _us(life.chosen),
-        _us(life.ended),
+        _to_us(life.placements[0].dispatched),
+        _to_us(last.started),
+        _to_us(life.finished),
+        _to_us(life.rewarded),
+        _to_us(life.chosen),
+        _to_us(life.ended),
         life.num_tokens,
         life.tokens_lost,
         life.finish_reason or None,
@@ -214,19 +220,19 @@ def _trajectory(life: Life) -> Row:
     )
 
 
-def _step_and_staleness(life: Life) -> tuple[int | None, int | None]:
+def _step_and_staleness(life: TrajectoryHistory) -> tuple[int | None, int | None]:
     if life.end == "trained":
         return step_number(life.end_step), life.end_step - life.placement.step
     return (life.end_step if life.end_step >= 0 else None), None
 
 
-def _us(moment: Moment | None) -> int | None:
+def _to_us(moment: Moment | None) -> int | None:
     return moment.unix_ns // 1_000 if moment is not None else None
 
 
-def _tag(message: Event | Command) -> str:
+def _get_tag(message: Event | Command) -> str:
     return str(message.__struct_config__.tag)
 
 
-def _json(message: Event | Command) -> str:
+def _encode_json(message: Event | Command) -> str:
     return msgspec.json.encode(message).decode()

@@ -33,26 +33,26 @@ from laminar.analysis.log.trajectory_history import (
     STARTED,
     UPDATED,
     Change,
-    Life,
-    Lives,
+    EventClock,
+    HistoryTracker,
     Moment,
-    Moments,
     Placement,
+    TrajectoryHistory,
 )
-from laminar.analysis.report.repack_book import given_away
-from laminar.analysis.why.idle_spells import DOWN, PULLING, Idleness
+from laminar.analysis.report.repack_book import was_given_away
+from laminar.analysis.why.idle_spells import DOWN, PULLING, IdleTracker
 from laminar.config import ConfigError
 from laminar.core.state.keys import CommandKey
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.run.renames import rename, unnamed
+from laminar.run.renames import get_temp_path, rename
 
 PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
     "phase", "evaluation", "lost work", "work", "publishing",
 )  # fmt: skip
-VERSION, PULL, REFUSED, HAND_OVER, SLOT, REWARD, OWN = (
+VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN = (
     "version", "pull", "refused", "hand-over", "slot", "reward", "own record",
 )  # fmt: skip
 KINDS = (
@@ -65,7 +65,7 @@ KINDS = (
     VERSION,
     PULL,
     REFUSED,
-    HAND_OVER,
+    MIGRATION,
     SLOT,
     REWARD,
     OWN,
@@ -75,7 +75,7 @@ KINDS = (
 ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
 
 #: Rare events that say why something else happened.
-HAPPENINGS = (
+NOTABLE_EVENTS = (
     ev.CoordinatorStarted,
     ev.TimerFired,
     ev.HeartbeatLost,
@@ -94,12 +94,17 @@ HAPPENINGS = (
     ev.TrajectoryFailed,
 )
 #: What makes and ends nothing but a trajectory.
-FREQUENT = (ev.TokenProgress, ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryRewarded)
+FREQUENT_EVENTS = (
+    ev.TokenProgress,
+    ev.TrajectoryStarted,
+    ev.TrajectoryFinished,
+    ev.TrajectoryRewarded,
+)
 
 
 def write_trace(run_dir: Path, path: Path) -> int:
     """Replay the run into a trace file; returns the number of trace events."""
-    new = unnamed(path)
+    new = get_temp_path(path)
     try:
         with open(new, "w") as file:
             count = _write(run_dir, file)
@@ -120,14 +125,14 @@ def _write(run_dir: Path, file: TextIO) -> int:
         file.write(json.dumps(event, separators=(",", ":")))
         count += 1
 
-    trace = Trace(Tracks(emit, KINDS, _rank))
+    trace = TraceWriter(Tracks(emit, KINDS, _rank_process))
     replay_log(run_dir, trace)
     trace.finish(run_dir)
     file.write("\n]}\n")
     return count
 
 
-def _rank(process: str) -> int:
+def _rank_process(process: str) -> int:
     """The place of a process by role, machine and number; rollout-3.0 is of the fourth machine."""
     role, _, place = process.rpartition("-")
     machine, _, number = place.rpartition(".")
@@ -135,12 +140,12 @@ def _rank(process: str) -> int:
     return (order << 40) + (int(machine or 0) << 20) + (int(number) if role else 0)
 
 
-class Trace:
+class TraceWriter:
     """An observer of a replay; `finish` once it is over."""
 
     def __init__(self, tracks: Tracks) -> None:
         self._tracks = tracks
-        self._moments, self._lives, self._idleness = Moments(), Lives(), Idleness()
+        self._moments, self._lives, self._idleness = EventClock(), HistoryTracker(), IdleTracker()
         self._actors: dict[str, None] = {}
         self._phase = ""
         self._evaluation: Span | None = None
@@ -152,64 +157,66 @@ class Trace:
         self._engines = EngineTracks(tracks)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now, event = self._moments.at(stamped), stamped.event
-        us = self._us(now.unix_ns)
-        if isinstance(event, HAPPENINGS):
+        now, event = self._moments.locate_event(stamped), stamped.event
+        us = self._to_us(now.unix_ns)
+        if isinstance(event, NOTABLE_EVENTS):
             self._actors.setdefault(stamped.peer)
-            self._tracks.flag(stamped.peer, us, _tag(event), event=now.seq, **_facts(event))
-        for change in self._lives.take(now, event, commands, state):
-            self._trajectory(change, now, us, given_away(stamped))
-        self._engines.take(stamped, us, commands, state)
-        if not isinstance(event, FREQUENT) or commands:
-            self._work(stamped, us, commands, state)
-            self._coordinator(now, us, state)
-        self._refusals(stamped, now, us, state)
+            self._tracks.add_instant(
+                stamped.peer, us, _get_tag(event), event=now.seq, **_select_fields(event)
+            )
+        for change in self._lives.record_event(now, event, commands, state):
+            self._trace_change(change, now, us, was_given_away(stamped))
+        self._engines.record_event(stamped, us, commands, state)
+        if not isinstance(event, FREQUENT_EVENTS) or commands:
+            self._trace_work(stamped, us, commands, state)
+            self._trace_coordinator(now, us, state)
+        self._trace_refusals(stamped, now, us, state)
 
     def finish(self, run_dir: Path) -> None:
         """Close what is open, and add what the processes recorded of themselves."""
-        self._tracks.close_all(self._us(self._moments.now.unix_ns), open_at_the_end=True)
+        self._tracks.close_all(self._to_us(self._moments.now.unix_ns), open_at_the_end=True)
         for name in self._actors:
             spans = [s for s in read_spans(run_dir, name) if s.state != "waiting"]
             for span in sorted(spans, key=lambda s: s.start_ns):
                 length_us = (span.end_ns - span.start_ns) / 1e3
-                self._tracks.whole(name, OWN, self._us(span.start_ns), length_us, span.state)
+                self._tracks.add_span(name, OWN, self._to_us(span.start_ns), length_us, span.state)
 
-    def _us(self, unix_ns: int) -> float:
+    def _to_us(self, unix_ns: int) -> float:
         return (unix_ns - self._moments.first_ns) / 1e3
 
     # --- trajectories ---------------------------------------------------------------------------
 
-    def _trajectory(self, change: Change, now: Moment, us: float, given: bool) -> None:
+    def _trace_change(self, change: Change, now: Moment, us: float, given: bool) -> None:
         what, life = change
-        slot = _slot(life, life.placement)
+        slot = _slot_span(life, life.placement)
         if what == DISPATCHED:
-            self._dispatched(life, now, us, given)
+            self._trace_dispatch(life, now, us, given)
         elif what == STARTED:
             resumed = life.placement.tokens_resumed
-            self._tracks.inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
+            self._tracks.begin_inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
         elif what == UPDATED:
             _, version = life.placement.updates[-1]
-            self._tracks.inner(slot, us, f"goes on with v{version}", event=now.seq)
+            self._tracks.begin_inner(slot, us, f"goes on with v{version}", event=now.seq)
         elif what == FINISHED:
             facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
-            self._tracks.end(slot, us, event=now.seq, **facts)
+            self._tracks.end_span(slot, us, event=now.seq, **facts)
         elif what == LOST:
-            self._lost(life, now, us)
+            self._trace_loss(life, now, us)
         elif what == SCORING:
             self._end_scoring(life, us, scored_elsewhere=True)
             span = self._scoring[life.trajectory_id] = (life.scorer, REWARD, life.trajectory_id)
-            self._tracks.begin(span, us, life.trajectory_id, event=now.seq)
+            self._tracks.begin_span(span, us, life.trajectory_id, event=now.seq)
         elif what == REWARDED:
             self._end_scoring(life, us, event=now.seq, score=life.score)
         elif what == ENDING:
             facts = {"end": life.end, "reason": life.end_reason}
-            self._tracks.end(slot, us, event=now.seq, **facts)
-            self._tracks.end(_lost_span(life), us, event=now.seq, **facts)
+            self._tracks.end_span(slot, us, event=now.seq, **facts)
+            self._tracks.end_span(_lost_span(life), us, event=now.seq, **facts)
             self._end_scoring(life, us, event=now.seq, **facts)
 
-    def _dispatched(self, life: Life, now: Moment, us: float, given: bool) -> None:
+    def _trace_dispatch(self, life: TrajectoryHistory, now: Moment, us: float, given: bool) -> None:
         placement = life.placement
-        span, lost = _slot(life, placement), _lost_span(life)
+        span, lost = _slot_span(life, placement), _lost_span(life)
         facts = {
             "event": now.seq,
             "purpose": life.purpose,
@@ -217,45 +224,47 @@ class Trace:
             "placement": placement.number,
             "attempt": placement.attempt,
         }
-        self._tracks.begin(span, us, life.trajectory_id, **facts)
+        self._tracks.begin_span(span, us, life.trajectory_id, **facts)
         if placement.number > 1 and lost in self._tracks:
-            self._tracks.arrow("move", us, lost, span)
-            self._tracks.end(lost, us, event=now.seq)
+            self._tracks.add_arrow("move", us, lost, span)
+            self._tracks.end_span(lost, us, event=now.seq)
         elif placement.number > 1:  # by the event that lost it
-            before = _slot(life, life.placements[-2])
-            self._tracks.arrow("repack" if given else "move", us, before, span)
+            before = _slot_span(life, life.placements[-2])
+            self._tracks.add_arrow("repack" if given else "move", us, before, span)
             how = {"given_away": True} if given else {"lost": True}
-            self._tracks.end(before, us, event=now.seq, **how)
+            self._tracks.end_span(before, us, event=now.seq, **how)
 
-    def _lost(self, life: Life, now: Moment, us: float) -> None:
+    def _trace_loss(self, life: TrajectoryHistory, now: Moment, us: float) -> None:
         """The old placement leads to a span among the lost work, until there is a new one."""
         if life.placement.dispatched == now:
             return  # placed again by the same event: the next change does both
-        before, lost = _slot(life, life.placement), _lost_span(life)
-        self._tracks.begin(lost, us, life.trajectory_id, event=now.seq)
-        self._tracks.arrow("move", us, before, lost)
-        self._tracks.end(before, us, event=now.seq, lost=True)
+        before, lost = _slot_span(life, life.placement), _lost_span(life)
+        self._tracks.begin_span(lost, us, life.trajectory_id, event=now.seq)
+        self._tracks.add_arrow("move", us, before, lost)
+        self._tracks.end_span(before, us, event=now.seq, lost=True)
 
-    def _end_scoring(self, life: Life, us: float, **facts: Any) -> None:
+    def _end_scoring(self, life: TrajectoryHistory, us: float, **facts: Any) -> None:
         if span := self._scoring.pop(life.trajectory_id, None):
-            self._tracks.end(span, us, **facts)
+            self._tracks.end_span(span, us, **facts)
 
     # --- the trainer's work, weights --------------------------------------------------------------
 
-    def _work(self, stamped: Stamped, us: float, commands: list[Command], state: State) -> None:
-        self._versions(stamped, us, state)
+    def _trace_work(
+        self, stamped: Stamped, us: float, commands: list[Command], state: State
+    ) -> None:
+        self._trace_versions(stamped, us, state)
         for span, key in list(self._orders.items()):
             outstanding = state.commands.get(key)
             if outstanding is None or outstanding.cause == stamped.seq:
                 del self._orders[span]
-                self._tracks.end(span, us, event=stamped.seq, ended_by=_tag(stamped.event))
+                self._tracks.end_span(span, us, event=stamped.seq, ended_by=_get_tag(stamped.event))
         for command in commands:
-            self._ordered(command, stamped.seq, us, state)
+            self._trace_order(command, stamped.seq, us, state)
         event = stamped.event
         if isinstance(event, ev.StepCompleted | ev.ModelExported):
-            self._unpublished(stamped.peer, event.version, us, state)
+            self._trace_publish(stamped.peer, event.version, us, state)
 
-    def _ordered(self, command: Command, seq: int, us: float, state: State) -> None:
+    def _trace_order(self, command: Command, seq: int, us: float, state: State) -> None:
         if isinstance(command, cmd.TrainStep):
             size = len(command.trajectories)
             facts = {"version": command.version, "trajectories": size}
@@ -280,66 +289,68 @@ class Trace:
             self._begin_order(span, seq, us, name, source)
             version = state.replicas[command.to].relay, VERSION, str(command.version)
             if not (command.checkpoint or command.holder) and version in self._tracks:
-                self._tracks.arrow("pull", us, version, span)
+                self._tracks.add_arrow("pull", us, version, span)
 
     def _begin_order(
         self, span: Span, seq: int, us: float, name: str, facts: dict[str, Any]
     ) -> None:
         """The key of the span is the key of the command in the state."""
         self._orders[span] = CommandKey(span[2])
-        self._tracks.begin(span, us, name, event=seq, **facts)
+        self._tracks.begin_span(span, us, name, event=seq, **facts)
 
-    def _unpublished(self, trainer: str, version: int, us: float, state: State) -> None:
+    def _trace_publish(self, trainer: str, version: int, us: float, state: State) -> None:
         """Weights that are handed over, and not yet a version of the relay."""
         known = version <= state.newest or version == state.owed
         if not known and version not in self._publishing:  # else it is reported once more
             span = self._publishing[version] = (trainer, PUBLISHING, str(version))
-            self._tracks.begin(span, us, f"publish v{version}", event=state.seq)
+            self._tracks.begin_span(span, us, f"publish v{version}", event=state.seq)
 
-    def _versions(self, stamped: Stamped, us: float, state: State) -> None:
+    def _trace_versions(self, stamped: Stamped, us: float, state: State) -> None:
         gone = [name for name in self._held if name not in state.relays]
         for name in [*gone, *state.relays]:
             before = self._held.get(name, [])
             held = state.relays[name].held if name in state.relays else []
             if held != before:
                 self._held[name] = held
-                self._holdings(name, before, held, us, state)
+                self._trace_held(name, before, held, us, state)
         for name in gone:
             del self._held[name]
         for version in [v for v in self._publishing if v <= state.newest]:
-            self._tracks.end(self._publishing.pop(version), us, event=stamped.seq)
+            self._tracks.end_span(self._publishing.pop(version), us, event=stamped.seq)
 
-    def _holdings(
+    def _trace_held(
         self, relay: str, before: list[int], held: list[int], us: float, state: State
     ) -> None:
         """What a relay has evicted, and what it has got since."""
         for version in [v for v in before if v not in held]:
-            self._tracks.end((relay, VERSION, str(version)), us, event=state.seq)
+            self._tracks.end_span((relay, VERSION, str(version)), us, event=state.seq)
         for version in [v for v in held if v not in before]:
             span = relay, VERSION, str(version)
-            self._tracks.begin(span, us, f"v{version}", event=state.seq)
+            self._tracks.begin_span(span, us, f"v{version}", event=state.seq)
             place = state.chain.index(relay)
             if not place:
-                self._published(version, span, us)
+                self._link_publish(version, span, us)
             elif version in self._held.get(state.chain[place - 1], ()):
                 source = state.chain[place - 1], VERSION, str(version)
-                self._tracks.arrow("broadcast", us, source, span)
+                self._tracks.add_arrow("broadcast", us, source, span)
 
-    def _published(self, version: int, span: Span, us: float) -> None:
+    def _link_publish(self, version: int, span: Span, us: float) -> None:
         """The arrow to a version from what made it: the publish under way, or work not reported
         yet."""
         work = [s for s in self._orders if s[1] == WORK]
         source = self._publishing.get(version) or next(iter(work), None)
         if source is not None:
-            self._tracks.arrow("publish", us, source, span)
+            self._tracks.add_arrow("publish", us, source, span)
 
     # --- the coordinator, and what it refuses -----------------------------------------------------
 
-    def _coordinator(self, now: Moment, us: float, state: State) -> None:
+    def _trace_coordinator(self, now: Moment, us: float, state: State) -> None:
         if state.phase != self._phase:
-            self._tracks.end((COORDINATOR, PHASE, self._phase), us, event=now.seq)
+            self._tracks.end_span((COORDINATOR, PHASE, self._phase), us, event=now.seq)
             self._phase = state.phase
-            self._tracks.begin((COORDINATOR, PHASE, self._phase), us, state.phase, event=now.seq)
+            self._tracks.begin_span(
+                (COORDINATOR, PHASE, self._phase), us, state.phase, event=now.seq
+            )
         running = state.evaluation
         span = (COORDINATOR, EVALUATION, str(running.index)) if running is not None else None
         if span == self._evaluation:
@@ -347,15 +358,15 @@ class Trace:
         if self._evaluation is not None:
             found = {str(e.index): f"{e.correct}/{e.total}" for e in state.evaluations}
             result = found.get(self._evaluation[2], "")
-            self._tracks.end(self._evaluation, us, event=now.seq, correct=result)
+            self._tracks.end_span(self._evaluation, us, event=now.seq, correct=result)
         if span is not None and running is not None:
             name = f"evaluation {running.index} of v{running.version}"
-            self._tracks.begin(span, us, name, event=now.seq, step=running.step)
+            self._tracks.begin_span(span, us, name, event=now.seq, step=running.step)
         self._evaluation = span
 
-    def _refusals(self, stamped: Stamped, now: Moment, us: float, state: State) -> None:
+    def _trace_refusals(self, stamped: Stamped, now: Moment, us: float, state: State) -> None:
         """Idle time by reason; pulls have spans of their own."""
-        for idle in self._idleness.take(now, stamped, state):
+        for idle in self._idleness.record_event(now, stamped, state):
             self._end_refusal(idle.replica, now, us)
         for name, idle in self._idleness.open.items():
             spell = idle.spells[-1]
@@ -365,26 +376,26 @@ class Trace:
             self._refused[name] = spell.reason
             if spell.reason not in (PULLING, DOWN):
                 span = (name, REFUSED, spell.reason)
-                self._tracks.begin(span, us, spell.reason, event=now.seq, detail=spell.detail)
+                self._tracks.begin_span(span, us, spell.reason, event=now.seq, detail=spell.detail)
 
     def _end_refusal(self, name: str, now: Moment, us: float) -> None:
         if reason := self._refused.pop(name, ""):
-            self._tracks.end((name, REFUSED, reason), us, event=now.seq)
+            self._tracks.end_span((name, REFUSED, reason), us, event=now.seq)
 
 
-def _slot(life: Life, placement: Placement) -> Span:
+def _slot_span(life: TrajectoryHistory, placement: Placement) -> Span:
     return placement.replica, SLOT, f"{life.trajectory_id}@{placement.number}"
 
 
-def _lost_span(life: Life) -> Span:
+def _lost_span(life: TrajectoryHistory) -> Span:
     return COORDINATOR, LOST_WORK, life.trajectory_id
 
 
-def _tag(event: Event) -> str:
+def _get_tag(event: Event) -> str:
     return str(event.__struct_config__.tag)
 
 
-def _facts(event: Event) -> dict[str, Any]:
+def _select_fields(event: Event) -> dict[str, Any]:
     """The short ones; the configuration is in the log."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
     left_out = ("type", "config")
@@ -402,26 +413,30 @@ class EngineTracks:
         self._giving: dict[str, Span] = {}  #: by replica that hands its work over
         self._figures: dict[str, tuple[int, ...]] = {}  #: the last ones by replica
 
-    def take(self, stamped: Stamped, us: float, commands: list[Command], state: State) -> None:
+    def record_event(
+        self, stamped: Stamped, us: float, commands: list[Command], state: State
+    ) -> None:
         """Enter one event."""
         if isinstance(stamped.event, ev.TokenProgress):
-            self._gauge(stamped.peer, stamped.event, us)
+            self._trace_gauges(stamped.peer, stamped.event, us)
         for name in list(self._giving):
             if name not in state.replicas or not state.replicas[name].given:
-                self._tracks.end(self._giving.pop(name), us, event=stamped.seq)
+                self._tracks.end_span(self._giving.pop(name), us, event=stamped.seq)
         for command in commands:
             if isinstance(command, cmd.ReleaseTrajectories):
-                self._ordered(command, stamped.seq, us, state)
+                self._trace_release(command, stamped.seq, us, state)
 
-    def _ordered(self, command: cmd.ReleaseTrajectories, seq: int, us: float, state: State) -> None:
+    def _trace_release(
+        self, command: cmd.ReleaseTrajectories, seq: int, us: float, state: State
+    ) -> None:
         destination = state.progress[command.items[0].trajectory_id].destination
-        span = self._giving[command.to] = (command.to, HAND_OVER, HAND_OVER)
-        self._tracks.begin(span, us, f"gives {len(command.items)} to {destination}", event=seq)
+        span = self._giving[command.to] = (command.to, MIGRATION, MIGRATION)
+        self._tracks.begin_span(span, us, f"gives {len(command.items)} to {destination}", event=seq)
 
-    def _gauge(self, replica: str, event: ev.TokenProgress, us: float) -> None:
+    def _trace_gauges(self, replica: str, event: ev.TokenProgress, us: float) -> None:
         figures = event.kv_used_tokens, event.running, event.waiting
         if self._figures.get(replica) != figures:
             self._figures[replica] = figures
-            self._tracks.count(replica, us, "cache", tokens=event.kv_used_tokens)
+            self._tracks.add_counters(replica, us, "cache", tokens=event.kv_used_tokens)
             running, waiting = event.running, event.waiting
-            self._tracks.count(replica, us, "sequences", running=running, waiting=waiting)
+            self._tracks.add_counters(replica, us, "sequences", running=running, waiting=waiting)

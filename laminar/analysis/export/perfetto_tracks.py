@@ -17,11 +17,11 @@ from msgspec import Struct
 Emit = Callable[[dict[str, Any]], None]
 Span = tuple[str, str, str]  #: (process, kind, key); the key is its name until its end
 
-LANES_OF_A_KIND = 10_000
+LANES_PER_KIND = 10_000
 FLAGS = "happenings"  #: the kind of lane that carries flags
 
 
-class _Open(Struct):
+class _OpenSpan(Struct):
     """A span that has not ended."""
 
     lane: int
@@ -37,14 +37,14 @@ class Tracks:
         self._named: set[tuple[int, int]] = set()  #: threads
         self._free: dict[tuple[str, str], list[int]] = {}  #: lanes that were used and are free
         self._used: dict[tuple[str, str], int] = {}  #: lanes that were ever used
-        self._open: dict[Span, _Open] = {}
+        self._open: dict[Span, _OpenSpan] = {}
         self._arrows = 0
 
     def __contains__(self, span: Span) -> bool:
         """Whether it is open."""
         return span in self._open
 
-    def begin(self, span: Span, us: float, name: str, /, **args: Any) -> None:
+    def begin_span(self, span: Span, us: float, name: str, /, **args: Any) -> None:
         """Open a span on the lowest free lane of its kind."""
         group = span[:2]
         free = self._free.setdefault(group, [])
@@ -54,72 +54,72 @@ class Tracks:
         else:
             lane = self._used.get(group, 0)
             self._used[group] = lane + 1
-        self._open[span] = _Open(lane)
-        self._begun(span, us, name, args)
+        self._open[span] = _OpenSpan(lane)
+        self._emit_begin(span, us, name, args)
 
-    def inner(self, span: Span, us: float, name: str, /, **args: Any) -> None:
+    def begin_inner(self, span: Span, us: float, name: str, /, **args: Any) -> None:
         """Begin a second part inside an open span; it ends with it."""
         self._open[span].depth += 1
-        self._begun(span, us, name, args)
+        self._emit_begin(span, us, name, args)
 
-    def end(self, span: Span, us: float, /, **args: Any) -> None:
+    def end_span(self, span: Span, us: float, /, **args: Any) -> None:
         """Close a span with its inner part; one that is not open is left alone."""
         found = self._open.get(span)
         if found is None:
             return
         for depth in range(found.depth):
             last = {"args": args} if depth == found.depth - 1 else {}
-            self._emit({"ph": "E", "ts": us, **self._place(span), **last})
+            self._emit({"ph": "E", "ts": us, **self._locate_span(span), **last})
         del self._open[span]
         self._free[span[:2]].append(found.lane)
 
-    def arrow(self, name: str, us: float, source: Span, target: Span) -> None:
+    def add_arrow(self, name: str, us: float, source: Span, target: Span) -> None:
         """An arrow from one open span to another."""
         self._arrows += 1
         common = {"name": name, "cat": "arrow", "id": self._arrows, "ts": us}
-        self._emit({"ph": "s", **common, **self._place(source)})
-        self._emit({"ph": "f", "bp": "e", **common, **self._place(target)})
+        self._emit({"ph": "s", **common, **self._locate_span(source)})
+        self._emit({"ph": "f", "bp": "e", **common, **self._locate_span(target)})
 
-    def flag(self, process: str, us: float, name: str, /, **args: Any) -> None:
+    def add_instant(self, process: str, us: float, name: str, /, **args: Any) -> None:
         """A moment."""
-        place = self._thread(process, FLAGS, 0)
+        place = self._locate_lane(process, FLAGS, 0)
         self._emit({"ph": "i", "s": "t", "name": name, "ts": us, **place, "args": args})
 
-    def count(self, process: str, us: float, name: str, /, **values: int) -> None:
+    def add_counters(self, process: str, us: float, name: str, /, **values: int) -> None:
         """Figures that hold from now on, drawn as a chart of the process."""
-        place = self._thread(process, FLAGS, 0)
+        place = self._locate_lane(process, FLAGS, 0)
         self._emit({"ph": "C", "name": name, "ts": us, **place, "args": values})
 
-    def whole(self, process: str, kind: str, us: float, length_us: float, name: str) -> None:
+    def add_span(self, process: str, kind: str, us: float, length_us: float, name: str) -> None:
         """A span that is known from begin to end; they come in order and do not overlap."""
-        place = self._thread(process, kind, 0)
+        place = self._locate_lane(process, kind, 0)
         self._emit({"ph": "X", "name": name, "cat": kind, "ts": us, "dur": length_us, **place})
 
     def close_all(self, us: float, /, **args: Any) -> None:
         for span in list(self._open):
-            self.end(span, us, **args)
+            self.end_span(span, us, **args)
 
-    def _begun(self, span: Span, us: float, name: str, args: dict[str, Any]) -> None:
-        place = self._place(span)
+    def _emit_begin(self, span: Span, us: float, name: str, args: dict[str, Any]) -> None:
+        place = self._locate_span(span)
         self._emit({"ph": "B", "name": name, "cat": span[1], "ts": us, **place, "args": args})
 
-    def _place(self, span: Span) -> dict[str, int]:
-        return self._thread(span[0], span[1], self._open[span].lane)
+    def _locate_span(self, span: Span) -> dict[str, int]:
+        return self._locate_lane(span[0], span[1], self._open[span].lane)
 
-    def _thread(self, process: str, kind: str, lane: int) -> dict[str, int]:
+    def _locate_lane(self, process: str, kind: str, lane: int) -> dict[str, int]:
         """pid and tid; the first use of either gives it its name."""
         pid = self._pids.get(process)
         if pid is None:
             pid = self._pids[process] = len(self._pids) + 1
-            self._describe("process_name", {"pid": pid}, name=process)
-            self._describe("process_sort_index", {"pid": pid}, sort_index=self._rank(process))
-        tid = self._kinds.index(kind) * LANES_OF_A_KIND + lane + 1
+            self._emit_metadata("process_name", {"pid": pid}, name=process)
+            self._emit_metadata("process_sort_index", {"pid": pid}, sort_index=self._rank(process))
+        tid = self._kinds.index(kind) * LANES_PER_KIND + lane + 1
         place = {"pid": pid, "tid": tid}
         if (pid, tid) not in self._named:
             self._named.add((pid, tid))
-            self._describe("thread_name", place, name=f"{kind} {lane + 1}" if lane else kind)
-            self._describe("thread_sort_index", place, sort_index=tid)
+            self._emit_metadata("thread_name", place, name=f"{kind} {lane + 1}" if lane else kind)
+            self._emit_metadata("thread_sort_index", place, sort_index=tid)
         return place
 
-    def _describe(self, what: str, place: dict[str, int], /, **args: Any) -> None:
+    def _emit_metadata(self, what: str, place: dict[str, int], /, **args: Any) -> None:
         self._emit({"ph": "M", "name": what, **place, "args": args})

@@ -18,7 +18,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
 
-ABOUT_A_BATCH = (ev.StepCompleted, ev.BatchProposed, cmd.TrainStep, cmd.ProposeBatch)
+BATCH_MESSAGES = (ev.StepCompleted, ev.BatchProposed, cmd.TrainStep, cmd.ProposeBatch)
 """Whose `step` is the index of a batch; that of all others counts the completed steps behind some
 weights."""
 
@@ -28,10 +28,10 @@ def step_number(index: int) -> int:
     return index + 1
 
 
-def plain(message: Event | Command) -> dict[str, Any]:
+def display_fields(message: Event | Command) -> dict[str, Any]:
     """All fields, with `type`, under their own names; `score` for `score_bits`."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
-    if isinstance(message, ABOUT_A_BATCH):
+    if isinstance(message, BATCH_MESSAGES):
         fields["step"] = step_number(message.step_index)
     elif isinstance(message, cmd.EndTrajectories):
         for ending in fields["endings"]:

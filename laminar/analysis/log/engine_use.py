@@ -24,7 +24,7 @@ from laminar.events.base import Command, Stamped
 COLUMNS = 5
 
 
-class Gauges(NamedTuple):
+class ReplicaGauges(NamedTuple):
     """The gauges of one replica, in the order of time."""
 
     unix_ns: NDArray[np.int64]
@@ -58,18 +58,18 @@ class EngineUse:
             (now, event.kv_used_tokens, event.kv_capacity_tokens, event.running, event.waiting)
         )
 
-    def of(self, replica: str) -> Gauges:
+    def get_gauges(self, replica: str) -> ReplicaGauges:
         rows = np.array(self._rows.get(replica, ()), dtype=np.int64).reshape(-1, COLUMNS)
-        return Gauges(*rows.T)
+        return ReplicaGauges(*rows.T)
 
     @property
     def replicas(self) -> list[str]:
         """The replicas that reported."""
         return sorted(self._rows)
 
-    def facts(self) -> dict[str, Any]:
+    def compute_summary(self) -> dict[str, Any]:
         """Means over the gauges of all replicas, and of the cache of each; None without a basis."""
-        found = {name: self.of(name) for name in self.replicas}
+        found = {name: self.get_gauges(name) for name in self.replicas}
         uses = {name: _mean(gauges.kv_use) for name, gauges in found.items()}
         whole = np.concatenate([np.zeros(0), *(gauges.kv_use for gauges in found.values())])
         running = [gauges.running for gauges in found.values()]

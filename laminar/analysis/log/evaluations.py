@@ -13,15 +13,15 @@ SAME_SCORE = 1e-9
 """A mean score of right or wrong is the share of right answers, up to rounding."""
 
 
-def held_out(facts: Mapping[str, Any]) -> str:
+def format_evaluation(facts: Mapping[str, Any]) -> str:
     """An evaluation in a line: the share of right answers, and what else there is to know."""
     answered = facts["total"] - (facts["missing"] or 0)
-    right = f"{facts['correct']}/{answered} right = {share(facts)}"
-    mean = [f"mean score {score(facts)}"] if is_shaped(facts) else []
-    return ", ".join([right, *mean, *beside(facts)])
+    right = f"{facts['correct']}/{answered} right = {format_accuracy(facts)}"
+    mean = [f"mean score {format_score(facts)}"] if is_shaped(facts) else []
+    return ", ".join([right, *mean, *format_details(facts)])
 
 
-def beside(facts: Mapping[str, Any]) -> list[str]:
+def format_details(facts: Mapping[str, Any]) -> list[str]:
     """What helps to judge a score."""
     parts, n = [], facts["answers_per_prompt"]
     if n > 1 and facts["passed"] is not None:
@@ -35,11 +35,11 @@ def beside(facts: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def share(facts: Mapping[str, Any]) -> str:
+def format_accuracy(facts: Mapping[str, Any]) -> str:
     return _with_error(facts["share"], facts["share_se"])
 
 
-def score(facts: Mapping[str, Any]) -> str:
+def format_score(facts: Mapping[str, Any]) -> str:
     return _with_error(facts["score"], facts["score_se"])
 
 

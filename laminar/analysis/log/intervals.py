@@ -20,7 +20,7 @@ Mask = NDArray[np.bool_]
 EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
 
 
-def union(pairs: Iterable[tuple[int, int]] | Intervals, gap_ns: int = 0) -> Intervals:
+def merge_intervals(pairs: Iterable[tuple[int, int]] | Intervals, gap_ns: int = 0) -> Intervals:
     """The time that any of these (start, end) covers; gaps of at most `gap_ns` are filled."""
     rows = pairs if isinstance(pairs, np.ndarray) else np.array(list(pairs), dtype=np.int64)
     rows = rows.reshape(-1, 2)
@@ -34,27 +34,27 @@ def union(pairs: Iterable[tuple[int, int]] | Intervals, gap_ns: int = 0) -> Inte
     return np.stack((rows[begins, 0], reached[ends]), axis=1)
 
 
-def intersect(a: Intervals, b: Intervals) -> Intervals:
-    return _combine(a, b, lambda in_a, in_b: in_a & in_b)
+def intersect_intervals(a: Intervals, b: Intervals) -> Intervals:
+    return _combine_intervals(a, b, lambda in_a, in_b: in_a & in_b)
 
 
-def subtract(a: Intervals, b: Intervals) -> Intervals:
+def subtract_intervals(a: Intervals, b: Intervals) -> Intervals:
     """The time of `a` that is not in `b`."""
-    return _combine(a, b, lambda in_a, in_b: in_a & ~in_b)
+    return _combine_intervals(a, b, lambda in_a, in_b: in_a & ~in_b)
 
 
 def length_ns(a: Intervals) -> int:
     return int((a[:, 1] - a[:, 0]).sum())
 
 
-def covered(points: NDArray[np.int64], a: Intervals) -> Mask:
+def mask_covered_points(points: NDArray[np.int64], a: Intervals) -> Mask:
     """Which of the points lie in `a`."""
     begun = np.searchsorted(a[:, 0], points, side="right")
     ended = np.searchsorted(a[:, 1], points, side="right")
     return begun > ended
 
 
-def inside(spans: Intervals, a: Intervals) -> Mask:
+def mask_inside_spans(spans: Intervals, a: Intervals) -> Mask:
     """Which of the spans lie in one interval of `a` as a whole."""
     index = np.searchsorted(a[:, 0], spans[:, 0], side="right") - 1
     if not len(a):
@@ -63,7 +63,7 @@ def inside(spans: Intervals, a: Intervals) -> Mask:
     return whole
 
 
-def touching(spans: Intervals, a: Intervals) -> Mask:
+def mask_touching_spans(spans: Intervals, a: Intervals) -> Mask:
     """Which of the spans share some time with `a`."""
     begun_by_end = np.searchsorted(a[:, 0], spans[:, 1], side="left")
     ended_by_start = np.searchsorted(a[:, 1], spans[:, 0], side="right")
@@ -71,8 +71,8 @@ def touching(spans: Intervals, a: Intervals) -> Mask:
     return shared
 
 
-def _combine(a: Intervals, b: Intervals, keep: Callable[[Mask, Mask], Mask]) -> Intervals:
+def _combine_intervals(a: Intervals, b: Intervals, keep: Callable[[Mask, Mask], Mask]) -> Intervals:
     """Cut time at every bound and keep the pieces that the rule wants."""
     bounds = np.unique(np.concatenate((a.ravel(), b.ravel())))
-    kept = keep(covered(bounds, a), covered(bounds, b))[:-1]
-    return union(np.stack((bounds[:-1], bounds[1:]), axis=1)[kept])
+    kept = keep(mask_covered_points(bounds, a), mask_covered_points(bounds, b))[:-1]
+    return merge_intervals(np.stack((bounds[:-1], bounds[1:]), axis=1)[kept])

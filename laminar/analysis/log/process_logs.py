@@ -36,12 +36,12 @@ class LogLine(NamedTuple):
 
 def log_lines(run_dir: Path) -> Iterator[LogLine]:
     """File by file, attempt by attempt."""
-    for newest in _files(run_dir):
+    for newest in _list_log_files(run_dir):
         for path in [*(path for _, path in older_parts(newest)), newest]:
-            yield from _lines(path)
+            yield from _read_lines(path)
 
 
-def machines(run_dir: Path) -> dict[str, dict[str, Any]]:
+def read_machines(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The machines by node, as each said when it started last; none in a log that has lost its
     beginning."""
     files = sorted((run_dir / LOGS_DIR).glob("attempt_*/node-*.jsonl"))
@@ -49,7 +49,7 @@ def machines(run_dir: Path) -> dict[str, dict[str, Any]]:
         line
         for newest in files
         for path in [*(path for _, path in older_parts(newest)), newest]
-        for line in _lines(path)
+        for line in _read_lines(path)
         if line.name == MACHINE
     ]
     return {line.process: line.fields for line in sorted(said, key=lambda line: line.unix_ns)}
@@ -57,22 +57,24 @@ def machines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 def cut_logs(run_dir: Path) -> list[str]:
     """Files whose first lines are gone, because they grew large."""
-    return [f"{path.parent.name}/{path.name}" for path in _files(run_dir) if left_out(path)]
+    return [
+        f"{path.parent.name}/{path.name}" for path in _list_log_files(run_dir) if left_out(path)
+    ]
 
 
-def _files(run_dir: Path) -> list[Path]:
+def _list_log_files(run_dir: Path) -> list[Path]:
     return sorted((run_dir / LOGS_DIR).glob("attempt_*/*.jsonl"))
 
 
-def _lines(path: Path) -> Iterator[LogLine]:
+def _read_lines(path: Path) -> Iterator[LogLine]:
     try:
         with open(path, errors="replace") as lines:
-            yield from _parsed(lines)
+            yield from _parse_lines(lines)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _parsed(lines: Iterable[str]) -> Iterator[LogLine]:
+def _parse_lines(lines: Iterable[str]) -> Iterator[LogLine]:
     for line in lines:
         try:
             found = json.loads(line)

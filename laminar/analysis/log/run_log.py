@@ -19,8 +19,8 @@ from typing import Any
 
 from laminar.config import ConfigError
 from laminar.core.state.state import State
-from laminar.eventlog.compaction import stored_bytes
-from laminar.eventlog.reader import NotInHistory, beginning, read_log, read_raw, scan
+from laminar.eventlog.compaction import measure_segments
+from laminar.eventlog.reader import NotInHistory, find_beginning, read_log, read_raw_log, scan_log
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
@@ -29,8 +29,8 @@ from laminar.eventlog.record import (
     Record,
     segment_numbers,
 )
-from laminar.eventlog.replay import Observer, Replay, replay, stamped
-from laminar.eventlog.snapshot import Snapshot, snapshots
+from laminar.eventlog.replay import Observer, Replay, decode_stamped, replay_records
+from laminar.eventlog.snapshot import Snapshot, read_snapshots
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped, WireError
 from laminar.events.codec import decode_command
@@ -66,7 +66,7 @@ class ReadOnlyDisk:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         return sorted(os.listdir(self._directory))
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
@@ -74,60 +74,60 @@ class ReadOnlyDisk:
             file.seek(offset)
             return file.read(size)
 
-    def size(self, name: str) -> int:
+    def get_size(self, name: str) -> int:
         return os.stat(self._directory / name).st_size
 
-    def create(self, name: str) -> AppendFile:
+    def create_file(self, name: str) -> AppendFile:
         raise DiskError(f"{self._directory / name} was to be created by a reader")
 
     def sync(self, name: str) -> None:
         raise DiskError(f"{self._directory / name} was to be synced by a reader")
 
-    def replace(self, old: str, new: str) -> None:
+    def replace_file(self, old: str, new: str) -> None:
         raise DiskError(f"{self._directory / old} was to be renamed by a reader")
 
     def remove(self, name: str) -> None:
         raise DiskError(f"{self._directory / name} was to be removed by a reader")
 
 
-def records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
+def read_records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
     """Every record of the log, in order; only those after the oldest snapshot when `recent`."""
-    with _readable(run_dir) as disk:
-        kept = snapshots(disk).usable if recent else []
-        for _, record in read_log(disk, start=kept[-1].position if kept else beginning(disk)):
+    with _open_log(run_dir) as disk:
+        kept = read_snapshots(disk).usable if recent else []
+        for _, record in read_log(disk, start=kept[-1].position if kept else find_beginning(disk)):
             yield record
 
 
 def raw_records(run_dir: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(segment, offset, plain map) of every record, also of a later schema than ours."""
-    with _readable(run_dir) as disk:
-        yield from read_raw(disk, beginning(disk))
+    with _open_log(run_dir) as disk:
+        yield from read_raw_log(disk, find_beginning(disk))
 
 
 def segments_gone(run_dir: Path) -> int:
     """How many segments are missing at the beginning of the log."""
-    with _readable(run_dir) as disk:
-        start = beginning(disk)
+    with _open_log(run_dir) as disk:
+        start = find_beginning(disk)
         return start.segment - 1 if start else 0
 
 
-def typed_event(record: EventRecord) -> Stamped:
+def parse_event(record: EventRecord) -> Stamped:
     """The event of a record; ConfigError for one of another release."""
     try:
-        return stamped(record)
+        return decode_stamped(record)
     except WireError as error:
-        raise _of_another_release(f"event {record.seq}", error) from error
+        raise _other_release_error(f"event {record.seq}", error) from error
 
 
-def typed_command(record: DecisionRecord) -> Command:
+def parse_command(record: DecisionRecord) -> Command:
     """The command of a record; ConfigError for one of another release."""
     try:
         return decode_command(record.command)
     except WireError as error:
-        raise _of_another_release(f"a decision of event {record.cause}", error) from error
+        raise _other_release_error(f"a decision of event {record.cause}", error) from error
 
 
-def _of_another_release(what: str, error: WireError) -> ConfigError:
+def _other_release_error(what: str, error: WireError) -> ConfigError:
     return ConfigError(
         f"{what} is of another release of laminar ({error}): "
         f"read the log with `{shell_command('log', 'dump', '--raw')} RUN`"
@@ -136,8 +136,8 @@ def _of_another_release(what: str, error: WireError) -> ConfigError:
 
 def log_size(run_dir: Path) -> tuple[int, LogTail]:
     """Bytes of all segment files, and where the history ends."""
-    with _readable(run_dir) as disk:
-        return sum(stored_bytes(disk).values()), scan(disk, beginning(disk))
+    with _open_log(run_dir) as disk:
+        return sum(measure_segments(disk).values()), scan_log(disk, find_beginning(disk))
 
 
 def replay_log(
@@ -154,15 +154,15 @@ def replay_log(
         for observer in observers:
             observer(event, commands, state)
 
-    with _readable(run_dir) as disk:
-        if beginning(disk):
+    with _open_log(run_dir) as disk:
+        if find_beginning(disk):
             raise ConfigError(
                 f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes old "
                 "segments), and this needs all of it: put the segments back from a copy, or see "
                 f"what is left with `{shell_command('log', 'replay', run_dir)}` and "
                 f"`{shell_command('log', 'dump', run_dir)}`"
             )
-        found = replay(disk, until=until, observer=observe)
+        found = replay_records(disk, until=until, observer=observe)
     if must_be_identical and found.difference is not None:
         raise ConfigError(
             f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
@@ -178,12 +178,12 @@ def replay_part(
 ) -> tuple[Replay, Snapshot]:
     """Replay from the newest, or else the oldest, snapshot that belongs to the history; ConfigError
     when there is none (of event `until` or before)."""
-    with _readable(run_dir) as disk:
-        usable, why_not = snapshots(disk)
+    with _open_log(run_dir) as disk:
+        usable, why_not = read_snapshots(disk)
         for snapshot in usable if newest else reversed(usable):
             try:
                 if until is None or snapshot.seq <= until:
-                    return replay(disk, until=until, snapshot=snapshot), snapshot
+                    return replay_records(disk, until=until, snapshot=snapshot), snapshot
             except NotInHistory as error:
                 why_not[snapshot.name] = str(error)
         faults = [f"{name}: {fault}" for name, fault in why_not.items()]
@@ -196,7 +196,7 @@ def replay_part(
 
 
 @contextmanager
-def _readable(run_dir: Path) -> Iterator[ReadOnlyDisk]:
+def _open_log(run_dir: Path) -> Iterator[ReadOnlyDisk]:
     """The disk of the log; whatever is wrong with path or log becomes one sentence."""
     events = run_dir / EVENTS_DIR
     if not run_dir.is_dir():
@@ -206,7 +206,7 @@ def _readable(run_dir: Path) -> Iterator[ReadOnlyDisk]:
         raise ConfigError(f"{run_dir} is no run directory: it has no directory {EVENTS_DIR}/")
     try:
         disk = ReadOnlyDisk(events)
-        if not segment_numbers(disk.names()):
+        if not segment_numbers(disk.list_names()):
             raise ConfigError(f"{events} holds no event log: its coordinator has not begun")
         yield disk
     except LogRefused as error:

@@ -11,9 +11,9 @@ tuples: ("bound",) all serving replicas are refused by the staleness bound and i
 
 from __future__ import annotations
 
-from laminar.analysis.log.intervals import Intervals, union
+from laminar.analysis.log.intervals import Intervals, merge_intervals
 from laminar.analysis.log.run_log import WallClock
-from laminar.core.scheduling.admission import room, why_not_admitted
+from laminar.core.scheduling.admission import count_free_slots, find_not_admitted_reason
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.replica_index import Kind, Load
 from laminar.core.state.state import Replica, State
@@ -28,7 +28,7 @@ _Filed = tuple[tuple[Kind, Load], bool]
 STALENESS_BOUND = "staleness-bound"  #: as admission.why_not_admitted says it
 
 
-class Windows:
+class StateIntervals:
     """An observer of a replay. What an event does not change costs next to nothing."""
 
     def __init__(self) -> None:
@@ -49,41 +49,41 @@ class Windows:
             return  # a gauge: it changes nothing that is named here
         over = state.phase in (Phase.STOPPING, Phase.ENDED)
         live = () if over else (a.name for a in state.actors.values() if a.alive and a.ready)
-        self._hold("live", frozenset(("live", name) for name in live))
-        held_back = self._replicas(state)
-        self._hold("", _of_run(state, held_back))
+        self._set_held("live", frozenset(("live", name) for name in live))
+        held_back = self._update_replicas(state)
+        self._set_held("", _of_run(state, held_back))
 
-    def _replicas(self, state: State) -> bool:
+    def _update_replicas(self, state: State) -> bool:
         """Whether the staleness bound lets none start anything, and none has anything to do."""
         index = indexes_of(state).replicas
         reasons = {  # the same for all of a kind
-            kind: why_not_admitted(state, index.replicas[next(iter(loads.values()))[0]])
+            kind: find_not_admitted_reason(state, index.replicas[next(iter(loads.values()))[0]])
             for kind, loads in index.kinds.items()
         }
         as_before, self._reasons = reasons == self._reasons, reasons
         for name in self._filed.keys() - index.filed.keys():  # it does not live any more
             del self._filed[name]
-            self._hold(name, frozenset())
+            self._set_held(name, frozenset())
         for name, filed in index.filed.items():
             replica = state.replicas[name]
             found = filed, not replica.running
             if not as_before or found != self._filed.get(name):
                 self._filed[name] = found
-                self._hold(name, _of_replica(replica, reasons[filed[0]]))
+                self._set_held(name, _of_replica(replica, reasons[filed[0]]))
         busy = any(kind.loading for kind in reasons) or any(
             state.replicas[name].running for name in index.filed
         )
         serving = {reason for kind, reason in reasons.items() if kind.serving}
         return not busy and serving == {STALENESS_BOUND}
 
-    def _hold(self, owner: str, names: frozenset[Name]) -> None:
+    def _set_held(self, owner: str, names: frozenset[Name]) -> None:
         before = self._held.get(owner, frozenset())
         if names != before:
             self._held[owner] = names
             for name in names ^ before:
-                self._turn(name)
+                self._toggle_interval(name)
 
-    def _turn(self, name: Name) -> None:
+    def _toggle_interval(self, name: Name) -> None:
         """Begin or end the window of this name."""
         if name in self._since:
             self._closed.setdefault(name, []).append((self._since.pop(name), self._now))
@@ -94,7 +94,7 @@ class Windows:
         """When it held; what still holds is cut at the last event."""
         closed = self._closed.get(name, [])
         open_since = [(self._since[name], self.last_ns)] if name in self._since else []
-        return union(closed + open_since)
+        return merge_intervals(closed + open_since)
 
 
 def _of_run(state: State, held_back: bool) -> frozenset[Name]:
@@ -112,6 +112,6 @@ def _of_replica(replica: Replica, reason: str) -> frozenset[Name]:
         "running": bool(replica.running),
         "loading": replica.loading,
         "bound": reason == STALENESS_BOUND,
-        "spare": bool(reason) and room(replica) > 0,
+        "spare": bool(reason) and count_free_slots(replica) > 0,
     }
     return frozenset((what, replica.name) for what, does in holds.items() if does)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from laminar.analysis.log.display import plain
+from laminar.analysis.log.display import display_fields
 from laminar.analysis.log.process_logs import LogLine, log_lines
-from laminar.analysis.log.run_log import records, typed_command, typed_event
-from laminar.analysis.log.trajectory_history import Moments
+from laminar.analysis.log.run_log import parse_command, parse_event, read_records
+from laminar.analysis.log.trajectory_history import EventClock
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
 from laminar.events import commands as cmd
@@ -82,7 +82,7 @@ class Subject:
         return str(value) == self.name or inside
 
 
-class _Line(NamedTuple):
+class _StoryLine(NamedTuple):
     """One line of a story, and where it belongs."""
 
     unix_ns: int
@@ -91,19 +91,19 @@ class _Line(NamedTuple):
     text: str
 
 
-def story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
+def read_story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
     """Every event and decision that names the subject; ConfigError when there is none.
 
     With `logs` also what the processes logged about it, and what they warned of meanwhile.
     """
-    subject, moments = Subject.parse(name), Moments()
-    told = _lines(run_dir, subject, moments)
+    subject, moments = Subject.parse(name), EventClock()
+    told = _format_records(run_dir, subject, moments)
     first = next(told, None)
     if first is None:
         raise ConfigError(f"no event and no decision in the log of {run_dir} names {name!r}")
-    lines: Iterator[_Line] = chain([first], told)
+    lines: Iterator[_StoryLine] = chain([first], told)
     if logs:
-        lines = _with_logs(run_dir, subject, moments, list(lines))
+        lines = _merge_logs(run_dir, subject, moments, list(lines))
     return (line.text for line in lines)
 
 
@@ -112,34 +112,34 @@ def last_lines(run_dir: Path, stamped: Stamped, count: int) -> list[str]:
     fields = ("trajectory_id", "actor", "name")
     named = next((n for f in fields if (n := getattr(stamped.event, f, ""))), stamped.peer)
     subject = None if named == COORDINATOR else Subject.parse(named)
-    told = _lines(run_dir, subject, Moments(), recent=True)
+    told = _format_records(run_dir, subject, EventClock(), recent=True)
     return [line.text for line in deque(told, maxlen=count)]
 
 
-def dump(run_dir: Path) -> Iterator[str]:
+def dump_log(run_dir: Path) -> Iterator[str]:
     """One line per record."""
-    return (line.text for line in _lines(run_dir, None, Moments()))
+    return (line.text for line in _format_records(run_dir, None, EventClock()))
 
 
-def _lines(
-    run_dir: Path, subject: Subject | None, moments: Moments, *, recent: bool = False
-) -> Iterator[_Line]:
+def _format_records(
+    run_dir: Path, subject: Subject | None, moments: EventClock, *, recent: bool = False
+) -> Iterator[_StoryLine]:
     loads = _Loads(subject)
-    for record in records(run_dir, recent=recent):
+    for record in read_records(run_dir, recent=recent):
         if isinstance(record, EventRecord):
-            event = typed_event(record)
-            process, seconds = event.peer, moments.seconds(moments.at(event))
-            text = _event_line(event, seconds, None if loads.ends(event) else subject)
+            event = parse_event(record)
+            process, seconds = event.peer, moments.seconds_since_start(moments.locate_event(event))
+            text = _event_line(event, seconds, None if loads.match_event(event) else subject)
         elif isinstance(record, DecisionRecord):
-            command = typed_command(record)
-            process, seconds = command.to, moments.seconds(moments.now)
+            command = parse_command(record)
+            process, seconds = command.to, moments.seconds_since_start(moments.now)
             text = _decision_line(
-                record.cause, command, seconds, None if loads.begins(command) else subject
+                record.cause, command, seconds, None if loads.match_command(command) else subject
             )
         else:
             process, text = "", "" if subject else _other_line(record)
         if text:
-            yield _Line(moments.now.unix_ns, moments.now.seq, process, text)
+            yield _StoryLine(moments.now.unix_ns, moments.now.seq, process, text)
 
 
 class _Loads:
@@ -150,7 +150,7 @@ class _Loads:
         self._holder = ""  #: the replica that it was placed on last
         self._loading = False
 
-    def begins(self, command: Command) -> bool:
+    def match_command(self, command: Command) -> bool:
         """Whether this is an order to load, of the replica that runs it."""
         if isinstance(command, cmd.GenerateTrajectory) and command.trajectory_id == self._name:
             self._holder, self._loading = command.to, False
@@ -162,7 +162,7 @@ class _Loads:
             return True
         return False
 
-    def ends(self, stamped: Stamped) -> bool:
+    def match_event(self, stamped: Stamped) -> bool:
         """Whether this is what came of such an order."""
         event = stamped.event
         over = isinstance(event, ev.TrajectoryFinished) and event.trajectory_id == self._name
@@ -179,27 +179,27 @@ class _Loads:
 def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> str:
     """Empty when the event does not name the subject."""
     sender = subject is not None and subject.kind == "actor" and subject.name == stamped.peer
-    text = describe(stamped.event, None if sender else subject)
+    text = describe_message(stamped.event, None if sender else subject)
     return f"{stamped.seq:>8} {seconds:>10.3f}  {stamped.peer:<11} {text}" if text else ""
 
 
 def _decision_line(cause: int, command: Command, seconds: float, subject: Subject | None) -> str:
     receiver = subject is not None and subject.kind == "actor" and subject.name == command.to
-    text = describe(command, None if receiver else subject)
+    text = describe_message(command, None if receiver else subject)
     return f"{cause:>8} {seconds:>10.3f}    -> {command.to:<11} {text}" if text else ""
 
 
 def _other_line(record: Record) -> str:
     tag = "header" if isinstance(record, Header) else "state-hash"
-    return f"{'':>8} {'':>10}  {tag:<11} {_fields(msgspec.structs.asdict(record), None)}"
+    return f"{'':>8} {'':>10}  {tag:<11} {_format_fields(msgspec.structs.asdict(record), None)}"
 
 
 # --- lines of the processes' own logs -----------------------------------------------------------
 
 
-def _with_logs(
-    run_dir: Path, subject: Subject, moments: Moments, told: list[_Line]
-) -> Iterator[_Line]:
+def _merge_logs(
+    run_dir: Path, subject: Subject, moments: EventClock, told: list[_StoryLine]
+) -> Iterator[_StoryLine]:
     """A line that belongs to an event comes after it, whatever the clock of its machine says."""
     times = {line.seq: line.unix_ns for line in told}
     orders = {(line.seq, line.process) for line in told}
@@ -211,7 +211,7 @@ def _with_logs(
         if warned or _is_about(line, subject, orders):
             when = max(line.unix_ns, times.get(line.event_seq, 0))
             text = _log_line(line, (line.unix_ns - moments.first_ns) / 1e9, subject)
-            logged.append(_Line(when, line.event_seq, line.process, text))
+            logged.append(_StoryLine(when, line.event_seq, line.process, text))
     logged.sort(key=lambda line: line.unix_ns)
     return merge(told, logged, key=lambda line: line.unix_ns)
 
@@ -228,28 +228,28 @@ def _is_about(line: LogLine, subject: Subject, orders: set[tuple[int, str]]) -> 
 def _log_line(line: LogLine, seconds: float, subject: Subject) -> str:
     seq = line.event_seq or ""
     level = "" if line.level == "info" else f"{line.level}: "
-    text = f"{level}{line.name} {_fields(line.fields, subject)}".rstrip()
+    text = f"{level}{line.name} {_format_fields(line.fields, subject)}".rstrip()
     return f"{seq:>8} {seconds:>10.3f}  | {line.process:<11} {text}"
 
 
 # --- messages on one line -----------------------------------------------------------------------
 
 
-def describe(message: Event | Command, subject: Subject | None = None) -> str:
+def describe_message(message: Event | Command, subject: Subject | None = None) -> str:
     """`tag field=value ...` on one line; empty when it does not name the given subject."""
-    fields = plain(message)
+    fields = display_fields(message)
     if subject is not None and not subject.named_by(fields):
         return ""
     tag = fields.pop("type")
     fields.pop("to", None)
-    return f"{tag} {_fields(fields, subject)}".rstrip()
+    return f"{tag} {_format_fields(fields, subject)}".rstrip()
 
 
-def _fields(fields: dict[str, Any], subject: Subject | None) -> str:
-    return " ".join(f"{key}={_shown(value, key, subject)}" for key, value in fields.items())
+def _format_fields(fields: dict[str, Any], subject: Subject | None) -> str:
+    return " ".join(f"{key}={_format_value(value, key, subject)}" for key, value in fields.items())
 
 
-def _shown(value: Any, field: str, subject: Subject | None) -> str:
+def _format_value(value: Any, field: str, subject: Subject | None) -> str:
     """One value; of a list only what names the subject, of a long one only its beginning."""
     if isinstance(value, str):
         text = value if len(value) <= TEXT_MAX else value[: TEXT_MAX - 3] + "..."
@@ -257,15 +257,17 @@ def _shown(value: Any, field: str, subject: Subject | None) -> str:
     if isinstance(value, dict):
         if len(value) > TEXT_MAX // 5:
             return f"{{{len(value)} figures}}"
-        return f"({_fields(value, subject)})"
+        return f"({_format_fields(value, subject)})"
     if isinstance(value, list | tuple):
-        return _shown_list(list(value), field, subject)
+        return _format_list(list(value), field, subject)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _shown_list(items: list[Any], field: str, subject: Subject | None) -> str:
+def _format_list(items: list[Any], field: str, subject: Subject | None) -> str:
     named = [i for i in items if subject is not None and subject.named_by(i, field)]
     chosen = (named or items)[:LIST_MAX]
     more = len(items) - len(chosen)
-    parts = [_shown(item, field, subject) for item in chosen] + ([f"+{more}"] if more else [])
+    parts = [_format_value(item, field, subject) for item in chosen] + (
+        [f"+{more}"] if more else []
+    )
     return f"[{', '.join(parts)}]"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.analysis.log.intervals import Intervals, union
+from laminar.analysis.log.intervals import Intervals, merge_intervals
 from laminar.config import ConfigError
 from laminar.run.directory import TIMELINE_DIR, older_parts
 
@@ -47,8 +47,10 @@ def read_spans(run_dir: Path, process: str) -> list[Span]:
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
     for path in [*(path for _, path in older_parts(newest)), newest]:
-        found = ((number, _fields(line)) for number, line in whole_lines(path))
-        spans += [_span(path, number, fields) for number, fields in found if fields is not None]
+        found = ((number, _parse_fields(line)) for number, line in whole_lines(path))
+        spans += [
+            _parse_span(path, number, fields) for number, fields in found if fields is not None
+        ]
     return spans
 
 
@@ -93,16 +95,16 @@ def read_steps(run_dir: Path, process: str) -> Steps:
     return steps[np.argsort(steps[:, 0], kind="stable")]
 
 
-def stepping(steps: Iterable[Steps]) -> Intervals:
+def merge_steps(steps: Iterable[Steps]) -> Intervals:
     """The time in which any of these engines was stepping."""
-    return union(np.concatenate([EMPTY_STEPS, *steps])[:, :2], gap_ns=JOIN_NS)
+    return merge_intervals(np.concatenate([EMPTY_STEPS, *steps])[:, :2], gap_ns=JOIN_NS)
 
 
-def in_state(spans: Iterable[Span], state: str) -> Intervals:
-    return union((span.start_ns, span.end_ns) for span in spans if span.state == state)
+def select_state(spans: Iterable[Span], state: str) -> Intervals:
+    return merge_intervals((span.start_ns, span.end_ns) for span in spans if span.state == state)
 
 
-def _fields(line: str) -> Any:
+def _parse_fields(line: str) -> Any:
     """None for a torn line: what is left of an object is none."""
     try:
         return json.loads(line)
@@ -110,7 +112,7 @@ def _fields(line: str) -> Any:
         return None
 
 
-def _span(path: Path, number: int, fields: Any) -> Span:
+def _parse_span(path: Path, number: int, fields: Any) -> Span:
     try:
         return Span(
             str(fields["state"]),

@@ -23,7 +23,7 @@ from laminar.run.directory import STORE_FILE
 from laminar.storage import books
 
 
-class Calls:
+class ToolCallStats:
     """Counts what the log has of turns."""
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class Calls:
         elif isinstance(event, ev.TrajectoryRewarded) and event.ended_by != EndedBy.NONE:
             self._ended_by[event.ended_by] += 1
 
-    def facts(self, run_dir: Path) -> dict[str, Any] | None:
+    def compute_summary(self, run_dir: Path) -> dict[str, Any] | None:
         """None without an environment. `seconds_*` are of calls that have ended."""
         if not self._environment or not (run_dir / STORE_FILE).is_file():
             return None
         with books.open_tables(run_dir / STORE_FILE) as tables:
-            calls = tables.turns.ends_of_calls()
+            calls = tables.turns.list_call_ends()
         seconds = [taken for status, taken in calls if status not in ("intended", "lost")]
         p50, p99 = np.percentile(seconds, [50, 99]).tolist() if seconds else (None, None)
         return {

@@ -19,7 +19,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names.ids import TrajectoryId
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One that was completed."""
 
     step_index: int
@@ -28,7 +28,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  #: of the version as it was published; empty: it was not
 
 
-class Trained(msgspec.Struct, frozen=True, kw_only=True):
+class TrainedSteps(msgspec.Struct, frozen=True, kw_only=True):
     """The trained steps of one run, in order."""
 
     first_step: int  #: completed when it began: of a fork, those of its checkpoint
@@ -36,10 +36,10 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     first_digest: str  #: of the weights that it began with; empty: none were published
     first_chain: str  #: digest of what made those weights; empty: nothing was trained
     functions: dict[str, str]  #: of the user, by setting: digest of the file
-    steps: tuple[Step, ...]
+    steps: tuple[TrainedStep, ...]
 
 
-class _Reader:
+class _StepReader:
     """Takes down what is ordered, what is completed and what is published."""
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class _Reader:
                 self._ordered[command.step_index] = command
 
 
-def trained(run_dir: Path) -> Trained:
+def read_trained_steps(run_dir: Path) -> TrainedSteps:
     """All that the log has by now."""
-    reader = _Reader()
+    reader = _StepReader()
     state = replay_log(run_dir, reader).machine.state
     steps = (
-        Step(
+        TrainedStep(
             step_index=command.step_index,
             version=command.version,
             trajectories=command.trajectories,
@@ -73,7 +73,7 @@ def trained(run_dir: Path) -> Trained:
         )
         for command in reader.completed
     )
-    return Trained(
+    return TrainedSteps(
         first_step=state.first_step,
         first_version=state.first_version,
         first_digest=reader.digests.get(state.first_version, ""),

@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     unix_ns: int
 
 
-class Moments:
+class EventClock:
     """Moments of a replay; ask for every event, in the order of the log."""
 
     def __init__(self) -> None:
@@ -54,20 +54,20 @@ class Moments:
         self.first_ns = 0  #: of the first event
         self._clock = WallClock()
 
-    def at(self, stamped: Stamped) -> Moment:
+    def locate_event(self, stamped: Stamped) -> Moment:
         unix_ns = self._clock.unix_ns(stamped)
         if not self.now.seq:
             self.first_ns = unix_ns
         self.now = Moment(stamped.seq, unix_ns)
         return self.now
 
-    def seconds(self, moment: Moment) -> float:
+    def seconds_since_start(self, moment: Moment) -> float:
         """Seconds since the first event."""
         return (moment.unix_ns - self.first_ns) / 1e9
 
-    def said(self, moment: Moment) -> str:
+    def format_time(self, moment: Moment) -> str:
         """A moment for people: `45.210 s (#8123)`."""
-        return f"{self.seconds(moment):.3f} s (#{moment.seq})"
+        return f"{self.seconds_since_start(moment):.3f} s (#{moment.seq})"
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Placement:
 
 
 @dataclass(slots=True)
-class Life:
+class TrajectoryHistory:
     """One trajectory; what has not happened is None or empty."""
 
     trajectory_id: TrajectoryId
@@ -123,41 +123,41 @@ class Change(NamedTuple):
     """Something that an event changed in a life."""
 
     what: str
-    life: Life
+    life: TrajectoryHistory
 
 
-class Lives:
+class HistoryTracker:
     """Lives that have not ended."""
 
     def __init__(self) -> None:
-        self.open: dict[TrajectoryId, Life] = {}
+        self.open: dict[TrajectoryId, TrajectoryHistory] = {}
 
-    def take(
+    def record_event(
         self, now: Moment, event: Event, commands: list[Command], state: State
     ) -> list[Change]:
         """Enter one event with what it caused; returns the changes in order."""
         if isinstance(event, ev.TokenProgress):
             return []  # a gauge: it changes no life
         changes = [
-            *self._of_event(now, event, state),
-            *self._updates(now, event, commands, state),
-            *self._losses(now, state),
+            *self._apply_event(now, event, state),
+            *self._record_updates(now, event, commands, state),
+            *self._record_losses(now, state),
         ]
         for command in commands:
-            changes += self._of_command(now, command)
+            changes += self._apply_command(now, command)
         return changes
 
-    def _of_event(self, now: Moment, event: Event, state: State) -> Iterator[Change]:
+    def _apply_event(self, now: Moment, event: Event, state: State) -> Iterator[Change]:
         if isinstance(event, ev.TrajectoryStarted):
-            yield from self._started(now, event, state)
+            yield from self._record_start(now, event, state)
         elif isinstance(event, ev.TrajectoryFinished):
-            yield from self._finished(now, event, state)
+            yield from self._record_finish(now, event, state)
         elif isinstance(event, ev.TrajectoryRewarded):
-            yield from self._rewarded(now, event, state)
+            yield from self._record_reward(now, event, state)
         elif isinstance(event, ev.TrajectoriesEnded):
-            yield from self._ended(now, event, state)
+            yield from self._record_ends(now, event, state)
 
-    def _updates(
+    def _record_updates(
         self, now: Moment, event: Event, commands: list[Command], state: State
     ) -> Iterator[Change]:
         """What a replica runs goes on with weights that it has loaded in flight."""
@@ -173,33 +173,37 @@ class Lives:
                 placement.updates.append((now, trajectory.version))
                 yield Change(UPDATED, self.open[name])
 
-    def _started(self, now: Moment, event: ev.TrajectoryStarted, state: State) -> Iterator[Change]:
-        life = self._accepted(event.trajectory_id, event.placement, state, TrajectoryStatus.RUNNING)
+    def _record_start(
+        self, now: Moment, event: ev.TrajectoryStarted, state: State
+    ) -> Iterator[Change]:
+        life = self._find_accepted(
+            event.trajectory_id, event.placement, state, TrajectoryStatus.RUNNING
+        )
         if life is not None and life.placement.started is None:
             life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
             yield Change(STARTED, life)
 
-    def _finished(
+    def _record_finish(
         self, now: Moment, event: ev.TrajectoryFinished, state: State
     ) -> Iterator[Change]:
-        life = self._accepted(
+        life = self._find_accepted(
             event.trajectory_id, event.placement, state, TrajectoryStatus.GENERATED
         )
         if life is not None and life.finished is None:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
-            yield from _leave(life, now, FINISHED)
+            yield from _leave_placement(life, now, FINISHED)
 
-    def _accepted(
+    def _find_accepted(
         self, name: TrajectoryId, placement: int, state: State, status: str
-    ) -> Life | None:
+    ) -> TrajectoryHistory | None:
         """The life of the trajectory whose event the machine accepted."""
         trajectory = state.trajectories.get(name)
         if trajectory is None or (trajectory.placement, trajectory.status) != (placement, status):
             return None
         return self.open[name]
 
-    def _rewarded(
+    def _record_reward(
         self, now: Moment, event: ev.TrajectoryRewarded, state: State
     ) -> Iterator[Change]:
         life, trajectory = (
@@ -213,7 +217,9 @@ class Lives:
             life.reward_reason, life.ended_by = event.reason, event.ended_by
             yield Change(REWARDED, life)
 
-    def _ended(self, now: Moment, event: ev.TrajectoriesEnded, state: State) -> Iterator[Change]:
+    def _record_ends(
+        self, now: Moment, event: ev.TrajectoriesEnded, state: State
+    ) -> Iterator[Change]:
         for row in event.ended:
             if row.trajectory_id not in state.trajectories and row.trajectory_id in self.open:
                 life = self.open.pop(row.trajectory_id)
@@ -221,15 +227,15 @@ class Lives:
                 life.tokens_lost = row.tokens_lost
                 yield Change(ENDED, life)
 
-    def _losses(self, now: Moment, state: State) -> Iterator[Change]:
+    def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
         for name in state.lost:
             life = self.open[name]
             if life.placement.left is None:
-                yield from _leave(life, now, LOST)
+                yield from _leave_placement(life, now, LOST)
 
-    def _of_command(self, now: Moment, command: Command) -> Iterator[Change]:
+    def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
         if isinstance(command, cmd.GenerateTrajectory):
-            yield from self._dispatched(now, command)
+            yield from self._record_dispatch(now, command)
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
                 life = self.open[item.trajectory_id]
@@ -242,12 +248,12 @@ class Lives:
                 yield Change(CHOSEN, life)
         elif isinstance(command, cmd.EndTrajectories):
             for ending in command.endings:
-                yield from self._ending(now, ending)
+                yield from self._record_ending(now, ending)
 
-    def _dispatched(self, now: Moment, command: cmd.GenerateTrajectory) -> Iterator[Change]:
+    def _record_dispatch(self, now: Moment, command: cmd.GenerateTrajectory) -> Iterator[Change]:
         life = self.open.get(command.trajectory_id)
         if life is None:
-            life = self.open[command.trajectory_id] = Life(
+            life = self.open[command.trajectory_id] = TrajectoryHistory(
                 command.trajectory_id,
                 command.group,
                 command.sibling,
@@ -255,7 +261,7 @@ class Lives:
                 command.row_index,
             )
         elif life.placement.left is None:  # lost and placed again by the same event
-            yield from _leave(life, now, LOST)
+            yield from _leave_placement(life, now, LOST)
         life.placements.append(
             Placement(
                 command.placement,
@@ -268,16 +274,16 @@ class Lives:
         )
         yield Change(DISPATCHED, life)
 
-    def _ending(self, now: Moment, ending: cmd.Ending) -> Iterator[Change]:
+    def _record_ending(self, now: Moment, ending: cmd.TrajectoryEnding) -> Iterator[Change]:
         life = self.open[ending.trajectory_id]
         life.ending, life.end, life.end_reason = now, ending.end, ending.reason
         life.end_step = ending.step
         if life.placement.left is None:
-            yield from _leave(life, now, ENDING)
+            yield from _leave_placement(life, now, ENDING)
         else:
             yield Change(ENDING, life)
 
 
-def _leave(life: Life, now: Moment, what: str) -> Iterator[Change]:
+def _leave_placement(life: TrajectoryHistory, now: Moment, what: str) -> Iterator[Change]:
     life.placement.left = now
     yield Change(what, life)

@@ -86,25 +86,27 @@ class _Scale:
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
-def draw(chart: Chart, width: float = WIDTH) -> str:
+def draw_chart(chart: Chart, width: float = WIDTH) -> str:
     """The chart; with a sentence in it where there is nothing to draw."""
-    coloured = [(_colour(line, i), line) for i, line in enumerate(chart.lines)]
-    lines = [(colour, _thinned(line)) for colour, line in _merged(coloured)]
-    points = [p for _, line in lines for p in _points(line)]
+    coloured = [(_pick_colour(line, i), line) for i, line in enumerate(chart.lines)]
+    lines = [(colour, _thin_line(line)) for colour, line in _merge_equal_lines(coloured)]
+    points = [p for _, line in lines for p in _list_points(line)]
     if not points:
-        faint = _text(width / 2, HEIGHT / 2, "no figures yet", kind="faint")
-        return _svg(chart.title, width, HEIGHT, [faint])
-    x, y = _scales(chart, [*points, *_band_ends(chart.lines)], width)
-    plot = [*_axes(chart, x, y)]
+        faint = _draw_text(width / 2, HEIGHT / 2, "no figures yet", kind="faint")
+        return _build_svg(chart.title, width, HEIGHT, [faint])
+    x, y = _build_scales(chart, [*points, *_band_ends(chart.lines)], width)
+    plot = [*_draw_axes(chart, x, y)]
     for colour, line in lines:
-        plot += _line(line, colour, x, y)
-    rows = _rows([(colour, line) for colour, line in lines if any(_points(line))], width)
+        plot += _draw_line(line, colour, x, y)
+    rows = _split_legend(
+        [(colour, line) for colour, line in lines if any(_list_points(line))], width
+    )
     lower = LEGEND_HEIGHT * max(len(rows) - 1, 0)
-    body = [f'<g transform="translate(0 {lower})">', *plot, "</g>", *_legend(rows, width)]
-    return _svg(chart.title, width, HEIGHT + lower, body)
+    body = [f'<g transform="translate(0 {lower})">', *plot, "</g>", *_draw_legend(rows, width)]
+    return _build_svg(chart.title, width, HEIGHT + lower, body)
 
 
-def alone(svg: str) -> str:
+def build_svg_file(svg: str) -> str:
     """A chart as a file of its own, on white."""
     head, _, body = svg.partition(">")
     ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
@@ -112,7 +114,7 @@ def alone(svg: str) -> str:
     return f"{head} {name}><style>{STYLE}</style>{ground}{body}\n"
 
 
-def _svg(title: str, width: float, height: float, body: Iterable[str]) -> str:
+def _build_svg(title: str, width: float, height: float, body: Iterable[str]) -> str:
     head = f'<text x="0" y="14" class="title">{escape(title)}</text>'
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">'
@@ -120,7 +122,7 @@ def _svg(title: str, width: float, height: float, body: Iterable[str]) -> str:
     )
 
 
-def _merged(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
+def _merge_equal_lines(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
     """Lines that would lie exactly on one another are one."""
     found: dict[object, tuple[str, Line]] = {}
     for colour, line in lines:
@@ -141,11 +143,11 @@ def _band_ends(lines: Iterable[Line]) -> Iterator[tuple[float, float, float]]:
             yield from ((x, end, 0.0) for end in ends)
 
 
-def _colour(line: Line, place: int) -> str:
+def _pick_colour(line: Line, place: int) -> str:
     return COLOURS[(line.colour if line.colour >= 0 else place) % len(COLOURS)]
 
 
-def _thinned(line: Line) -> Line:
+def _thin_line(line: Line) -> Line:
     """Means of neighbours, at most POINTS_MAX of them."""
     per = -(-len(line.x) // POINTS_MAX)
     if per < 2:
@@ -166,7 +168,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _points(line: Line) -> Iterator[tuple[float, float, float]]:
+def _list_points(line: Line) -> Iterator[tuple[float, float, float]]:
     """(x, y, half of the error bar) of every point that is there."""
     errors = line.error or [0.0] * len(line.x)
     for x, y, error in zip(line.x, line.y, errors, strict=True):
@@ -174,18 +176,21 @@ def _points(line: Line) -> Iterator[tuple[float, float, float]]:
             yield x, y, error
 
 
-def _scales(
+def _build_scales(
     chart: Chart, points: Sequence[tuple[float, float, float]], width: float
 ) -> tuple[_Scale, _Scale]:
     xs = chart.x_range or (min(p[0] for p in points), max(p[0] for p in points))
     ys = chart.y_range or value_range(points)
-    x = _Scale(*_opened(*xs), LEFT, width - RIGHT)
-    y = _Scale(*_opened(*ys), HEIGHT - BOTTOM, TOP)
-    x.ticks, y.ticks = ticks(x.low, x.high, max(int(width / 75), 4)), ticks(y.low, y.high, 5)
+    x = _Scale(*_widen_range(*xs), LEFT, width - RIGHT)
+    y = _Scale(*_widen_range(*ys), HEIGHT - BOTTOM, TOP)
+    x.ticks, y.ticks = (
+        choose_ticks(x.low, x.high, max(int(width / 75), 4)),
+        choose_ticks(y.low, y.high, 5),
+    )
     if chart.y_range is None:  # end at a tick, so that the highest value has a figure above it
         step = y.ticks[1] - y.ticks[0]
         y.low, y.high = math.floor(y.low / step) * step, math.ceil(y.high / step) * step
-        y.ticks = ticks(y.low, y.high, 5)
+        y.ticks = choose_ticks(y.low, y.high, 5)
     return x, y
 
 
@@ -201,7 +206,7 @@ def value_range(points: Iterable[tuple[float, float, float]]) -> tuple[float, fl
     return low, high
 
 
-def _opened(low: float, high: float) -> tuple[float, float]:
+def _widen_range(low: float, high: float) -> tuple[float, float]:
     """A single value has a range around it."""
     if high > low:
         return low, high
@@ -209,7 +214,7 @@ def _opened(low: float, high: float) -> tuple[float, float]:
     return (low - around, high + around) if low else (0.0, 1.0)
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
+def choose_ticks(low: float, high: float, count: int) -> list[float]:
     """Round numbers from `low` to `high`: about `count`, at least two."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -219,7 +224,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Short, as it stands on an axis."""
     if value and not 1e-3 <= abs(value) < 1e6:
         digits, _, power = f"{value:.2e}".partition("e")
@@ -227,27 +232,27 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[str]:
+def _draw_axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[str]:
     """Figures at both axes, a faint line at each of y, the labels with the units."""
     for value in y.ticks:
         if y.low - 1e-9 <= value <= y.high * (1 + 1e-9) + 1e-12:
-            yield _rule(y(value), "grid", x)
-            yield _text(LEFT - 7, y(value) + 4, number(value), anchor="end")
+            yield _draw_rule(y(value), "grid", x)
+            yield _draw_text(LEFT - 7, y(value) + 4, format_number(value), anchor="end")
     for value in x.ticks:
         if x.low <= value <= x.high:
-            yield _text(x(value), HEIGHT - BOTTOM + 17, number(value))
-    yield _rule(HEIGHT - BOTTOM, "axis", x)
-    yield _text((x.begin + x.end) / 2, HEIGHT - 8, chart.x_label, kind="label")
+            yield _draw_text(x(value), HEIGHT - BOTTOM + 17, format_number(value))
+    yield _draw_rule(HEIGHT - BOTTOM, "axis", x)
+    yield _draw_text((x.begin + x.end) / 2, HEIGHT - 8, chart.x_label, kind="label")
     height = (TOP + HEIGHT - BOTTOM) / 2
     turned = f' transform="rotate(-90 12 {height})"'
-    yield _text(12, height, chart.y_label, kind="label", more=turned)
+    yield _draw_text(12, height, chart.y_label, kind="label", more=turned)
 
 
-def _rule(y: float, kind: str, x: _Scale) -> str:
+def _draw_rule(y: float, kind: str, x: _Scale) -> str:
     return f'<line x1="{x.begin}" x2="{x.end:g}" y1="{y:.1f}" y2="{y:.1f}" class="{kind}"/>'
 
 
-def _text(
+def _draw_text(
     x: float, y: float, text: str, *, anchor: str = "middle", kind: str = "", more: str = ""
 ) -> str:
     name = f' class="{kind}"' if kind else ""
@@ -255,11 +260,11 @@ def _text(
     return f"<text {place}{name}{more}>{escape(text)}</text>"
 
 
-def _line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
-    points = list(_points(line))
+def _draw_line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
+    points = list(_list_points(line))
     places = [(x(px), y(py)) for px, py, _ in points]
     dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-    shape = _stairs(places, y(max(y.low, 0.0))) if line.stairs else places
+    shape = _build_stairs(places, y(max(y.low, 0.0))) if line.stairs else places
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py in shape)
     fill = colour if line.stairs else "none"
     if line.band:
@@ -276,17 +281,21 @@ def _line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
     for (px, py), (value_x, value_y, error) in zip(places, points, strict=True):
         if error:
             yield _error_bar(px, y(value_y - error), y(value_y + error), colour)
-        tooltip = f"{line.name}: {number(value_y)}" + (f" ± {number(error)}" if error else "")
+        tooltip = f"{line.name}: {format_number(value_y)}" + (
+            f" ± {format_number(error)}" if error else ""
+        )
         if line.band:
-            tooltip += f" ({' to '.join(number(end) for end in bands[value_x])})"
+            tooltip += f" ({' to '.join(format_number(end) for end in bands[value_x])})"
         fill = colour if shown else "transparent"
         yield (
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{3.2 if shown else 5}" fill="{fill}">'
-            f"<title>{escape(tooltip)} (at {number(value_x)})</title></circle>"
+            f"<title>{escape(tooltip)} (at {format_number(value_x)})</title></circle>"
         )
 
 
-def _stairs(places: Sequence[tuple[float, float]], ground: float) -> list[tuple[float, float]]:
+def _build_stairs(
+    places: Sequence[tuple[float, float]], ground: float
+) -> list[tuple[float, float]]:
     """A level around each place, half way to its neighbours; from the ground and back to it."""
     xs = [px for px, _ in places]
     half = (xs[1] - xs[0]) / 2 if len(xs) > 1 else 4.0
@@ -302,7 +311,7 @@ def _error_bar(x: float, low: float, high: float, colour: str) -> str:
     return f'<path d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" stroke="{colour}" fill="none"/>'
 
 
-def _rows(lines: Sequence[tuple[str, Line]], width: float) -> list[list[tuple[str, Line]]]:
+def _split_legend(lines: Sequence[tuple[str, Line]], width: float) -> list[list[tuple[str, Line]]]:
     """The entries of a legend, in rows that are not too wide; a single line needs none."""
     rows: list[list[tuple[str, Line]]] = []
     left = 0.0
@@ -319,7 +328,7 @@ def _entry_width(line: Line) -> float:
     return 6.6 * len(line.name) + 36
 
 
-def _legend(rows: Sequence[Sequence[tuple[str, Line]]], width: float) -> Iterator[str]:
+def _draw_legend(rows: Sequence[Sequence[tuple[str, Line]]], width: float) -> Iterator[str]:
     """Above the plot, each row up to the right."""
     for number, row in enumerate(rows):
         at, y = float(width - RIGHT), 29 + LEGEND_HEIGHT * number
@@ -347,18 +356,21 @@ def draw_bars(title: str, bars: Sequence[Bar], unit: str, width: float = WIDTH) 
                 bar, x, BARS_TOP + index * BAR_HEIGHT, COLOURS[index % len(COLOURS)]
             )
         body += [
-            _text(x(at), below + 12, number(at)) for at in ticks(0.0, x.high, 5) if at <= x.high
+            _draw_text(x(at), below + 12, format_number(at))
+            for at in choose_ticks(0.0, x.high, 5)
+            if at <= x.high
         ]
-        body.append(_text((BAR_LEFT + width - RIGHT) / 2, below + 30, unit, kind="label"))
+        body.append(_draw_text((BAR_LEFT + width - RIGHT) / 2, below + 30, unit, kind="label"))
     else:
-        body.append(_text(width / 2, below + 12, "no figures yet", kind="faint"))
-    return _svg(title, width, below + 44, body)
+        body.append(_draw_text(width / 2, below + 12, "no figures yet", kind="faint"))
+    return _build_svg(title, width, below + 44, body)
 
 
 def _measured_bar(bar: Bar, x: _Scale, y: float, colour: str) -> Iterator[str]:
-    yield _text(BAR_LEFT - 8, y + 14, bar.name, anchor="end")
+    yield _draw_text(BAR_LEFT - 8, y + 14, bar.name, anchor="end")
     tip = escape(
-        f"{bar.name}: {number(bar.value)}" + (f" ± {number(bar.error)}" if bar.error else "")
+        f"{bar.name}: {format_number(bar.value)}"
+        + (f" ± {format_number(bar.error)}" if bar.error else "")
     )
     size = f'width="{x(bar.value) - BAR_LEFT:.1f}" height="{BAR_HEIGHT - 7}"'
     yield f'<rect x="{BAR_LEFT}" y="{y}" {size} fill="{colour}"><title>{tip}</title></rect>'
@@ -387,23 +399,25 @@ def draw_shares(
     room = width - RIGHT - BAR_LEFT
     for index, (name, shares) in enumerate(bars.items()):
         y = BARS_TOP + index * BAR_HEIGHT
-        body.append(_text(BAR_LEFT - 8, y + 14, name, anchor="end"))
-        body += _bar(name, shares, colours, y, room)
+        body.append(_draw_text(BAR_LEFT - 8, y + 14, name, anchor="end"))
+        body += _draw_bar(name, shares, colours, y, room)
     below = BARS_TOP + len(bars) * BAR_HEIGHT
     if bars:
         body += [
-            _text(BAR_LEFT + share * room, below + 12, f"{share:.0%}")
+            _draw_text(BAR_LEFT + share * room, below + 12, f"{share:.0%}")
             for share in (0, 0.25, 0.5, 0.75, 1)
         ]
-        body.append(_text(BAR_LEFT + room / 2, below + 30, unit, kind="label"))
+        body.append(_draw_text(BAR_LEFT + room / 2, below + 30, unit, kind="label"))
     else:
-        body.append(_text(width / 2, below + 12, "no figures yet", kind="faint"))
+        body.append(_draw_text(width / 2, below + 12, "no figures yet", kind="faint"))
     entries = list(_share_legend(bars, colours, below + 52, width))
     rows = 1 + max((row for row, _ in entries), default=0)
-    return _svg(title, width, below + 44 + 18 * rows, [*body, *(entry for _, entry in entries)])
+    return _build_svg(
+        title, width, below + 44 + 18 * rows, [*body, *(entry for _, entry in entries)]
+    )
 
 
-def _bar(
+def _draw_bar(
     name: str, shares: Mapping[str, float], colours: Mapping[str, str], y: float, room: float
 ) -> Iterator[str]:
     at = float(BAR_LEFT)

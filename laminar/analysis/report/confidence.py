@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
     half: float | None
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
+def estimate_mean(values: Sequence[float]) -> Estimate | None:
     """Mean and half of its 95 % interval; None without measurements."""
     if not values:
         return None
@@ -38,6 +38,6 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean(values), t * stdev(values) / math.sqrt(len(values)))
 
 
-def relative_gain(without: Sequence[float], with_it: Sequence[float]) -> Estimate | None:
+def estimate_gain(without: Sequence[float], with_it: Sequence[float]) -> Estimate | None:
     """The mean gain, as a share, of pairs that are measured alike; None without pairs."""
-    return estimate([b / a - 1 for a, b in zip(without, with_it, strict=True) if a])
+    return estimate_mean([b / a - 1 for a, b in zip(without, with_it, strict=True) if a])

@@ -17,12 +17,12 @@ from html import escape
 
 from laminar.analysis.log.evaluations import is_shaped
 from laminar.analysis.report import charts
-from laminar.analysis.report.charts import Chart, Line, draw, draw_shares, number
+from laminar.analysis.report.charts import Chart, Line, draw_chart, draw_shares, format_number
 from laminar.analysis.report.page_data import PageData
-from laminar.analysis.report.page_head import head, problems
-from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, rows
+from laminar.analysis.report.page_head import render_head, render_problems
+from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, render_rows
 from laminar.analysis.report.replica_series import Points
-from laminar.analysis.report.replicas_page import repack_section, replicas_charts
+from laminar.analysis.report.replicas_page import chart_replicas, render_repack
 from laminar.analysis.report.samples import Sample
 from laminar.run.command_line import shell_command
 
@@ -141,21 +141,33 @@ for (const svg of document.querySelectorAll("svg")) {
 """
 
 
-def html(runs: Sequence[PageData]) -> str:
+def render_page(runs: Sequence[PageData]) -> str:
     """The whole page."""
     title = escape(" beside ".join(data.name for data in runs))
     body = [
-        *head(runs),
-        *problems(runs),
+        *render_head(runs),
+        *render_problems(runs),
         "<h2>Learning</h2>",
-        *_learning(runs),
-        *_extras(runs),
+        *_render_learning(runs),
+        *_render_extras(runs),
         "<h2>Lengths and staleness</h2>",
-        *rows([*_lengths(runs), _scores(runs), *(_staleness(data, runs) for data in runs)]),
+        *render_rows(
+            [
+                *_chart_lengths(runs),
+                _chart_scores(runs),
+                *(_chart_staleness(data, runs) for data in runs),
+            ]
+        ),
         "<h2>Speed, and where the time went</h2>",
-        *rows([*_rates(runs), *(_times(data, runs) for data in runs), *replicas_charts(runs)]),
-        *repack_section(runs),
-        *(part for data in runs for part in _samples(data, runs)),
+        *render_rows(
+            [
+                *_chart_rates(runs),
+                *(_chart_times(data, runs) for data in runs),
+                *chart_replicas(runs),
+            ]
+        ),
+        *render_repack(runs),
+        *(part for data in runs for part in _render_samples(data, runs)),
         f'<div id="tip"></div><script>{SCRIPT}</script>',
     ]
     style = STYLE.replace("CHARTS", charts.STYLE).replace("GAP", str(GAP))
@@ -164,7 +176,7 @@ def html(runs: Sequence[PageData]) -> str:
     return f'<!doctype html><html lang="en"><head>{top}</head><body>{"".join(body)}</body></html>'
 
 
-def _of(data: PageData, runs: Sequence[PageData]) -> str:
+def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
     """The part of a title that names the run, where there are several."""
     return f" ({data.name})" if len(runs) > 1 else ""
 
@@ -172,38 +184,40 @@ def _of(data: PageData, runs: Sequence[PageData]) -> str:
 # --- learning -----------------------------------------------------------------------------------
 
 
-def _learning(runs: Sequence[PageData]) -> Iterator[str]:
+def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
     """Figures that change as charts; those that do not, in a line."""
-    found: list[Drawn] = [partial(draw, chart) for chart in held_out_charts(runs)]
+    found: list[Drawn] = [partial(draw_chart, chart) for chart in chart_evaluations(runs)]
     still = []
     for title, key, unit in FIGURES:
-        values = {value for data in runs for value in data.figure(key)[1]}
+        values = {value for data in runs for value in data.get_points(key)[1]}
         if len(values) > 1:
-            found.append(_figure(runs, title, key, unit))
+            found.append(_chart_metric(runs, title, key, unit))
         elif values:
             still.append(
                 f"{title[0].lower() if title[1:2].islower() else title[0]}{title[1:]} "
-                f"<b>{number(values.pop())}</b>"
+                f"<b>{format_number(values.pop())}</b>"
             )
         if key == "actor/pg_loss":
-            found += [_advantages(data, runs) for data in runs if data.figure(ADVANTAGE)[0]]
-    yield from rows(found)
+            found += [
+                _chart_advantages(data, runs) for data in runs if data.get_points(ADVANTAGE)[0]
+            ]
+    yield from render_rows(found)
     if still:
         yield f'<p class="flat">The same in every step: {", ".join(still)}</p>'
 
 
-def held_out_charts(runs: Sequence[PageData]) -> list[Chart]:
+def chart_evaluations(runs: Sequence[PageData]) -> list[Chart]:
     """What is right; where a reward is shaped, the mean score, too."""
-    right = _evaluated(runs, "share", 100)
+    right = _build_evaluation_lines(runs, "share", 100)
     title = "Held-out answers that are right, ± standard error"
     found = [Chart(title, STEPS, "% of the answers", right, y_range=(0, 100))]
     if any(is_shaped(facts) for data in runs for facts in data.summary["evaluations"]):
         title = "Held-out mean score, ± standard error"
-        found.append(Chart(title, STEPS, "score", _evaluated(runs, "score", 1)))
+        found.append(Chart(title, STEPS, "score", _build_evaluation_lines(runs, "score", 1)))
     return found
 
 
-def _evaluated(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
+def _build_evaluation_lines(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
     """One figure of every evaluation that has it."""
     lines = []
     for data in runs:
@@ -215,25 +229,25 @@ def _evaluated(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
     return lines
 
 
-def _figure(runs: Sequence[PageData], title: str, key: str, unit: str) -> Drawn:
-    lines = [Line(data.name, *data.figure(key)) for data in runs]
-    return partial(draw, Chart(title, STEPS, unit, lines))
+def _chart_metric(runs: Sequence[PageData], title: str, key: str, unit: str) -> Drawn:
+    lines = [Line(data.name, *data.get_points(key)) for data in runs]
+    return partial(draw_chart, Chart(title, STEPS, unit, lines))
 
 
-def _advantages(data: PageData, runs: Sequence[PageData]) -> Drawn:
-    found = [data.figure(f"critic/advantages/{name}") for name in ADVANTAGES]
+def _chart_advantages(data: PageData, runs: Sequence[PageData]) -> Drawn:
+    found = [data.get_points(f"critic/advantages/{name}") for name in ADVANTAGES]
     lines = [Line(name, *points) for name, points in zip(ADVANTAGES, found, strict=True)]
-    title = f"Advantages of the batch{_of(data, runs)}"
-    return partial(draw, Chart(title, STEPS, "advantage", lines))
+    title = f"Advantages of the batch{_format_run_name(data, runs)}"
+    return partial(draw_chart, Chart(title, STEPS, "advantage", lines))
 
 
-def _extras(runs: Sequence[PageData]) -> list[str]:
+def _render_extras(runs: Sequence[PageData]) -> list[str]:
     """What the reward functions gave besides the score."""
     keys = sorted({key for data in runs for key in data.keys(EXTRA)})
     if not keys:
         return []
-    found = [_figure(runs, key.removeprefix(EXTRA), key, "mean of the batch") for key in keys]
-    return ["<h2>The reward's own figures</h2>", *rows(found)]
+    found = [_chart_metric(runs, key.removeprefix(EXTRA), key, "mean of the batch") for key in keys]
+    return ["<h2>The reward's own figures</h2>", *render_rows(found)]
 
 
 # --- lengths, staleness, speed ------------------------------------------------------------------
@@ -245,16 +259,16 @@ def _same_y(runs: Sequence[PageData], found: Sequence[Sequence[Points]]) -> tupl
     return 0.0, max(values, default=0.0) * 1.05 or 1.0
 
 
-def _lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
+def _chart_lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
     """How they are distributed, and how that changes."""
     parts = [[*data.lengths.trained.values(), *data.lengths.generated.values()] for data in runs]
     y_range = _same_y(runs, parts)
     for data in runs:
         lines = [Line(name, *points, stairs=True) for name, points in data.histogram.items()]
-        title = f"Trained response lengths{_of(data, runs)}"
+        title = f"Trained response lengths{_format_run_name(data, runs)}"
         longest = max((x for line in lines for x in line.x), default=1.0)
         yield partial(
-            draw,
+            draw_chart,
             Chart(title, "tokens", "share of the responses", lines, x_range=(0, longest)),
         )
     for data in runs:
@@ -266,12 +280,12 @@ def _lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
                 ("generated", True, data.lengths.generated[q]),
             )
         ]
-        title = f"Response length{_of(data, runs)}"
+        title = f"Response length{_format_run_name(data, runs)}"
         x_label = "completed steps that made the weights"
-        yield partial(draw, Chart(title, x_label, "tokens", lines, y_range=y_range))
+        yield partial(draw_chart, Chart(title, x_label, "tokens", lines, y_range=y_range))
 
 
-def _staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
+def _chart_staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
     found = sorted({int(value) for shares in data.staleness.values() for value in shares})
     colours = {
         str(value): STALENESS_COLOURS[min(i, len(STALENESS_COLOURS) - 1)]
@@ -281,29 +295,29 @@ def _staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
         f"{name} tok": {v: shares[v] for v in colours if v in shares}
         for name, shares in data.staleness.items()
     }
-    title = f"Staleness (steps) by response length{_of(data, runs)}"
+    title = f"Staleness (steps) by response length{_format_run_name(data, runs)}"
     unit = "share of the trained responses of this length"
     return partial(draw_shares, title, bars, colours, unit)
 
 
-def _scores(runs: Sequence[PageData]) -> Drawn:
+def _chart_scores(runs: Sequence[PageData]) -> Drawn:
     lines = [Line(data.name, *data.scores, marks=True) for data in runs]
     title = "Mean score of trained responses by their length"
-    return partial(draw, Chart(title, "tokens", "score", lines))
+    return partial(draw_chart, Chart(title, "tokens", "score", lines))
 
 
-def _rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
+def _chart_rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
     y_range = _same_y(runs, [[data.rates.generated, data.rates.trained] for data in runs])
     for data in runs:
         lines = [Line("generated", *data.rates.generated), Line("trained", *data.rates.trained)]
-        title = f"Response tokens per second{_of(data, runs)}"
+        title = f"Response tokens per second{_format_run_name(data, runs)}"
         x_label = "seconds since the start"
-        yield partial(draw, Chart(title, x_label, "tokens/s", lines, y_range=y_range))
+        yield partial(draw_chart, Chart(title, x_label, "tokens/s", lines, y_range=y_range))
 
 
-def _times(data: PageData, runs: Sequence[PageData]) -> Drawn:
+def _chart_times(data: PageData, runs: Sequence[PageData]) -> Drawn:
     shares = by_process(data.summary["time_shares"])
-    title = f"What each process did{_of(data, runs)}"
+    title = f"What each process did{_format_run_name(data, runs)}"
     return partial(draw_shares, title, shares, TIME_COLOURS, "share of its life")
 
 
@@ -321,28 +335,28 @@ def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mappin
 # --- answers ------------------------------------------------------------------------------------
 
 
-def _samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
-    yield f"<h2>What the model wrote{escape(_of(data, runs))}</h2>"
+def _render_samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
+    yield f"<h2>What the model wrote{escape(_format_run_name(data, runs))}</h2>"
     if not data.samples:
         yield '<p class="faint">No answers to show</p>'
     for title, samples in data.samples.items():
         yield f"<h3>{escape(title)}</h3>"
         for sample in samples:
-            yield from _sample(sample)
+            yield from _render_sample(sample)
     command = shell_command("samples", data.run_dir)
     yield f'<p class="faint">All of it: <code>{escape(command)}</code></p>'
 
 
-def _sample(sample: Sample) -> Iterator[str]:
+def _render_sample(sample: Sample) -> Iterator[str]:
     row = sample.row
     score = "-" if sample.score is None else f"{sample.score:.3g}"
     answer = "" if sample.answer is None else str(sample.answer)
     glances = [
         f'<span class="glance"><span class="of">{name}</span> {escape(text)}</span>'
         for name, text in (
-            ("prompt", _glance(SPECIAL.sub(" ", sample.prompt), end=True)),
-            ("response", _glance(sample.response)),
-            ("right", _glance(answer)),
+            ("prompt", _shorten_text(SPECIAL.sub(" ", sample.prompt), end=True)),
+            ("response", _shorten_text(sample.response)),
+            ("right", _shorten_text(answer)),
         )
     ]
     yield '<details class="sample"><summary>'
@@ -369,7 +383,7 @@ def _sample(sample: Sample) -> Iterator[str]:
     yield "</details>"
 
 
-def _glance(text: str, *, end: bool = False) -> str:
+def _shorten_text(text: str, *, end: bool = False) -> str:
     """The beginning of a text, or of a prompt its end, where the question is."""
     line = " ".join(text.split())
     if len(line) <= GLANCE_CHARS:

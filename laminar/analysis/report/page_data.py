@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laminar.analysis.log.engine_use import EngineUse
-from laminar.analysis.log.process_logs import machines
+from laminar.analysis.log.process_logs import read_machines
 from laminar.analysis.log.run_log import WallClock
 from laminar.analysis.log.timeline import read_steps, whole_lines
-from laminar.analysis.report.prompt_lengths import ranges
-from laminar.analysis.report.repack_book import Course
-from laminar.analysis.report.replica_series import Points, Series, series
-from laminar.analysis.report.samples import Choice, Decode, Sample, find_samples
+from laminar.analysis.report.prompt_lengths import split_ranges
+from laminar.analysis.report.repack_book import LatencyStats
+from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
+from laminar.analysis.report.samples import Decode, Sample, SampleFilter, find_samples
 from laminar.analysis.report.summary import summary_of
-from laminar.config import Config, ConfigError, load
+from laminar.config import Config, ConfigError, load_config
 from laminar.core.state.state import State
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -83,13 +83,13 @@ class PageData(NamedTuple):
     staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
     scores: Points  #: mean score of trained responses over their mean length
     samples: dict[str, list[Sample]]  #: by what they are
-    series: Series  #: of its replicas
+    series: ReplicaSeries  #: of its replicas
     histogram: dict[str, Points]  #: share of the trained responses by length, early and late
     config: Config | None  #: None where its file is gone
     machines: dict[str, dict[str, Any]]  #: by node
     started: datetime | None
 
-    def figure(self, key: str) -> Points:
+    def get_points(self, key: str) -> Points:
         """One figure of metrics.jsonl, over the completed steps."""
         found = [(line[STEP], line[key]) for line in self.steps if key in line]
         return [float(step) for step, _ in found], [float(value) for _, value in found]
@@ -101,35 +101,35 @@ class PageData(NamedTuple):
 
 def page_data(run_dir: Path, decode: Decode | None) -> PageData:
     """The data of a page; without `decode`, no answers."""
-    times, use, course = StepTimes(), EngineUse(), Course()
+    times, use, course = StepTimes(), EngineUse(), LatencyStats()
     summary = summary_of(run_dir, times, use=use, course=course)
-    responses = _responses(run_dir)
+    responses = _read_responses(run_dir)
     return PageData(
         name=run_dir.resolve().name,
         run_dir=run_dir,
         summary=summary,
-        steps=_steps(run_dir),
-        rates=_rates(run_dir, summary, times),
-        lengths=_lengths(responses),
-        staleness=_staleness(responses),
-        scores=_scores(responses),
-        samples={} if decode is None else _samples(run_dir, decode),
-        series=series(use, course.repack, course.moments.first_ns),
-        histogram=_histogram(responses),
-        config=_config(run_dir),
-        machines=machines(run_dir),
+        steps=_read_metrics(run_dir),
+        rates=_compute_rates(run_dir, summary, times),
+        lengths=_compute_lengths(responses),
+        staleness=_compute_staleness(responses),
+        scores=_compute_scores(responses),
+        samples={} if decode is None else _select_samples(run_dir, decode),
+        series=build_series(use, course.repack, course.moments.first_ns),
+        histogram=_compute_histograms(responses),
+        config=_load_config(run_dir),
+        machines=read_machines(run_dir),
         started=datetime.fromtimestamp(times.first_ns / 1e9, UTC) if times.first_ns else None,
     )
 
 
-def _config(run_dir: Path) -> Config | None:
+def _load_config(run_dir: Path) -> Config | None:
     try:
-        return load([], resolved=run_dir / CONFIG_FILE)
+        return load_config([], resolved=run_dir / CONFIG_FILE)
     except ConfigError:
         return None
 
 
-def _steps(run_dir: Path) -> list[dict[str, Any]]:
+def _read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Lines that a crash cut short are left out."""
     found = []
     for _, text in whole_lines(run_dir / METRICS_FILE):
@@ -142,26 +142,26 @@ def _steps(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _responses(run_dir: Path) -> list[Response]:
+def _read_responses(run_dir: Path) -> list[Response]:
     if not (run_dir / STORE_FILE).is_file():
         return []
     with books.open_tables(run_dir / STORE_FILE) as tables:
-        return list(tables.responses())
+        return list(tables.iter_responses())
 
 
-def _rates(run_dir: Path, summary: Mapping[str, Any], times: StepTimes) -> Rates:
+def _compute_rates(run_dir: Path, summary: Mapping[str, Any], times: StepTimes) -> Rates:
     engines = [name for name in summary["time_shares"] if name.startswith("rollout")]
     rows = [read_steps(run_dir, name) for name in engines]
     sampled = [(row[:, 1], row[:, 3]) for row in rows if len(row)]
     trained = np.array(list(times.done.values()), dtype=np.int64).reshape(-1, 2)
     seconds = max(float(summary["seconds"]), 1e-3)
     return Rates(
-        _rate(sampled, times.first_ns, seconds),
-        _rate([(trained[:, 0], trained[:, 1])], times.first_ns, seconds),
+        _bin_rate(sampled, times.first_ns, seconds),
+        _bin_rate([(trained[:, 0], trained[:, 1])], times.first_ns, seconds),
     )
 
 
-def _rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
+def _bin_rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
     """Tokens of each part of the time by its length; at the middle of the part."""
     edges = np.linspace(0.0, seconds, RATE_BINS + 1)
     tokens = np.zeros(RATE_BINS)
@@ -173,11 +173,13 @@ def _rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points
     return middles.tolist(), (tokens / width).tolist()
 
 
-def _lengths(responses: list[Response]) -> Lengths:
-    return Lengths(_percentiles(responses), _percentiles([r for r in responses if r.trained]))
+def _compute_lengths(responses: list[Response]) -> Lengths:
+    return Lengths(
+        _compute_percentiles(responses), _compute_percentiles([r for r in responses if r.trained])
+    )
 
 
-def _percentiles(responses: list[Response]) -> dict[int, Points]:
+def _compute_percentiles(responses: list[Response]) -> dict[int, Points]:
     by_step: dict[int, list[int]] = defaultdict(list)
     for response in responses:
         by_step[response.version_step].append(response.num_tokens)
@@ -192,11 +194,11 @@ def _by_length(responses: list[Response], count: int) -> Iterator[list[Response]
     """The trained ones from the shortest to the longest, in parts with about as many each."""
     trained = [r for r in responses if r.trained]
     lengths = np.array(sorted(r.num_tokens for r in trained), dtype=np.int64)
-    for low, high in ranges(lengths, count):
+    for low, high in split_ranges(lengths, count):
         yield [r for r in trained if low <= r.num_tokens <= high]
 
 
-def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
+def _compute_staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
     bins: dict[str, dict[str, float]] = {}
     for part in _by_length(responses, LENGTH_BINS):
         lengths = [r.num_tokens for r in part]
@@ -206,7 +208,7 @@ def _staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
     return bins
 
 
-def _histogram(responses: list[Response]) -> dict[str, Points]:
+def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
     """Histograms of what the first and the last third of the steps trained, in equal bins."""
     trained = [
         (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
@@ -229,7 +231,7 @@ def _histogram(responses: list[Response]) -> dict[str, Points]:
     }
 
 
-def _scores(responses: list[Response]) -> Points:
+def _compute_scores(responses: list[Response]) -> Points:
     """The mean score of each part, at its mean length."""
     lengths, scores = [], []
     for part in _by_length([r for r in responses if r.score is not None], SCORE_BINS):
@@ -238,18 +240,18 @@ def _scores(responses: list[Response]) -> Points:
     return lengths, scores
 
 
-def _samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
+def _select_samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
     """The worst and the best samples of the last evaluation, the last step and the first one."""
     if not (run_dir / STORE_FILE).is_file():
         return {}
     with books.open_tables(run_dir / STORE_FILE) as tables:
         trained, evaluated = tables.trained_steps(), tables.evaluated_steps()
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, SampleFilter] = {}
     if evaluated:
-        chosen[f"Held out, after step {evaluated[-1]}"] = Choice(evaluation=evaluated[-1])
+        chosen[f"Held out, after step {evaluated[-1]}"] = SampleFilter(evaluation=evaluated[-1])
     if trained:
-        chosen[f"Trained by step {trained[-1] + 1}"] = Choice(step=trained[-1] + 1)
-        chosen[f"Trained by step {trained[0] + 1}"] = Choice(step=trained[0] + 1)
+        chosen[f"Trained by step {trained[-1] + 1}"] = SampleFilter(step=trained[-1] + 1)
+        chosen[f"Trained by step {trained[0] + 1}"] = SampleFilter(step=trained[0] + 1)
     found: dict[str, list[Sample]] = {}
     for title, choice in chosen.items():
         worst, best = choice._replace(worst=SAMPLES), choice._replace(best=SAMPLES)

@@ -20,51 +20,54 @@ import msgspec
 
 from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.summary_lines import (
-    count_of,
     first_to_last,
-    headline,
-    outcome,
-    troubles,
+    format_count,
+    format_headline,
+    format_outcome,
+    list_problems,
 )
-from laminar.config import Config, dumps, known_keys
+from laminar.config import Config, dump_config, known_keys
 
 NO_PROBLEMS = "No problems found"
 
 
-def head(runs: Sequence[PageData]) -> Iterator[str]:
+def render_head(runs: Sequence[PageData]) -> Iterator[str]:
     names = " beside ".join(data.name for data in runs)
-    state = _badge(runs[0]) if len(runs) == 1 else ""
+    state = _render_badge(runs[0]) if len(runs) == 1 else ""
     yield f"<h1>{escape(names)}{state}</h1>"
     yield f'<p class="faint">{escape(", ".join(str(d.run_dir) for d in runs))}</p>'
     if len(runs) == 1:
-        yield f'<div class="tiles">{"".join(_tiles(runs[0]))}</div>'
-    figures, facts = [_by_name(headline(d)) for d in runs], [_by_name(about(d)) for d in runs]
+        yield f'<div class="tiles">{"".join(_render_tiles(runs[0]))}</div>'
+    figures, facts = (
+        [_by_name(format_headline(d)) for d in runs],
+        [_by_name(list_run_facts(d)) for d in runs],
+    )
     yield '<div class="halves">'
-    yield f"<div><h2>Results</h2>{''.join(_table(runs, figures))}</div>"
-    yield f"<div><h2>Run</h2>{''.join(_table(runs, facts))}"
+    yield f"<div><h2>Results</h2>{''.join(_render_table(runs, figures))}</div>"
+    yield f"<div><h2>Run</h2>{''.join(_render_table(runs, facts))}"
     for data in runs:
-        yield from _settings(data, f" of {data.name}" if len(runs) > 1 else "")
+        yield from _render_settings(data, f" of {data.name}" if len(runs) > 1 else "")
     yield "</div></div>"
 
 
-def problems(runs: Sequence[PageData]) -> Iterator[str]:
+def render_problems(runs: Sequence[PageData]) -> Iterator[str]:
     yield "<h2>Problems</h2>"
     for data in runs:
         of = f" ({data.name})" if len(runs) > 1 else ""
-        found = list(troubles(data.summary))
+        found = list(list_problems(data.summary))
         for sentence in found:
             yield f'<div class="trouble">{escape(sentence + of)}</div>'
         if not found:
             yield f'<p class="good">{NO_PROBLEMS}{escape(of)}</p>'
 
 
-def about(data: PageData) -> Iterator[tuple[str, str]]:
+def list_run_facts(data: PageData) -> Iterator[tuple[str, str]]:
     """What was trained, how, by which code and on what; a name may come several times."""
     c = data.config
     if c is not None:
-        yield from _trained(c)
+        yield from _describe_training(c)
     yield "seed", str(data.summary["seed"])
-    kinds = Counter(_hardware(m) for m in data.machines.values())
+    kinds = Counter(_describe_hardware(m) for m in data.machines.values())
     for text, count in kinds.items():
         yield "hardware", text if count == 1 else f"{count} x {text}"
     if data.machines:
@@ -81,14 +84,14 @@ def about(data: PageData) -> Iterator[tuple[str, str]]:
         yield "started", f"{data.started:%Y-%m-%d %H:%M} UTC"
 
 
-def _trained(c: Config) -> Iterator[tuple[str, str]]:
+def _describe_training(c: Config) -> Iterator[tuple[str, str]]:
     if c.is_emulated:
         yield "model", f"emulated, {c.emulation.weights_mb} MiB"
     else:
         files = [Path(name).name for name in c.data.train_files]
         yield "model", Path(c.model.name).name if Path(c.model.name).is_absolute() else c.model.name
         yield "data", c.data.dataset or ", ".join(files)
-        yield "reward", _reward(c)
+        yield "reward", _describe_reward(c)
     norm = "" if c.algorithm.norm_adv_by_std_in_grpo else ", advantages not divided by std"
     kl = f", KL loss {c.algorithm.kl_loss_coef:g}" if c.algorithm.use_kl_loss else ""
     yield "algorithm", f"{c.algorithm.adv_estimator}, {c.algorithm.loss_agg_mode}{norm}{kl}"
@@ -98,7 +101,7 @@ def _trained(c: Config) -> Iterator[tuple[str, str]]:
         f"{c.data.train_batch_size} prompts x {c.rollout.group_size} responses, at most "
         f"{c.data.max_response_length} tokens each",
     )
-    replicas = count_of(c.total_replicas, "replica", "replicas")
+    replicas = format_count(c.total_replicas, "replica", "replicas")
     yield (
         "rollout",
         f"{replicas} of {c.rollout.engine}, {c.rollout.max_num_seqs} sequences each, staleness at "
@@ -106,7 +109,7 @@ def _trained(c: Config) -> Iterator[tuple[str, str]]:
     )
 
 
-def _reward(c: Config) -> str:
+def _describe_reward(c: Config) -> str:
     if names := [function.name or Path(function.path).name for function in c.reward.functions]:
         return " + ".join(names)
     path = c.reward.custom_reward_function.path
@@ -115,7 +118,7 @@ def _reward(c: Config) -> str:
     return f"scorer of {c.data.dataset}" if c.data.dataset else c.reward.kind
 
 
-def _hardware(machine: dict[str, Any]) -> str:
+def _describe_hardware(machine: dict[str, Any]) -> str:
     gpus = [f"{count} x {name}" for name, count in Counter(machine["gpus"]).items()]
     return (
         f"{', '.join(gpus) or 'no GPU'}; {machine['cpu']}, {machine['cores']} cores, "
@@ -126,13 +129,13 @@ def _hardware(machine: dict[str, Any]) -> str:
 # --- tables and tiles ---------------------------------------------------------------------------
 
 
-def _badge(data: PageData) -> str:
+def _render_badge(data: PageData) -> str:
     code = data.summary["exit_code"]
     kind = "going" if code is None else "failed" if code else "complete"
-    return f' <span class="badge {kind}">{escape(outcome(data.summary))}</span>'
+    return f' <span class="badge {kind}">{escape(format_outcome(data.summary))}</span>'
 
 
-def _tiles(data: PageData) -> Iterator[str]:
+def _render_tiles(data: PageData) -> Iterator[str]:
     """The figures that are looked for first."""
     summary = data.summary
     evaluations = [e for e in summary["evaluations"] if e["share"] is not None]
@@ -140,28 +143,28 @@ def _tiles(data: PageData) -> Iterator[str]:
         first, last = evaluations[0], evaluations[-1]
         error = f"± {100 * (last['share_se'] or 0):.1f}, {last['total']} answers"
         before = f"{100 * first['share']:.1f} → " if len(evaluations) > 1 else ""
-        yield _tile("held-out right", f"{before}{100 * last['share']:.1f} %", error)
+        yield _render_tile("held-out right", f"{before}{100 * last['share']:.1f} %", error)
     if found := first_to_last(data, "reward/mean"):
-        yield _tile("reward", found[0].replace("->", "→"), found[1])
+        yield _render_tile("reward", found[0].replace("->", "→"), found[1])
     seconds = summary["seconds"]
-    yield _tile("steps", str(summary["steps"]), f"in {_duration(seconds)}")
+    yield _render_tile("steps", str(summary["steps"]), f"in {_format_duration(seconds)}")
     if (rate := summary["tokens_per_s"]) is not None:
-        yield _tile("throughput", f"{rate:,.0f}", "sampled tokens per second")
+        yield _render_tile("throughput", f"{rate:,.0f}", "sampled tokens per second")
     age, most = summary["staleness_mean"], summary["staleness_max"]
-    yield _tile("staleness", f"{age:.2f}", f"steps, mean; at most {most}")
-    count = len(list(troubles(summary)))
+    yield _render_tile("staleness", f"{age:.2f}", f"steps, mean; at most {most}")
+    count = len(list(list_problems(summary)))
     text, kind = (str(count), "bad") if count else ("0", "fine")
-    yield _tile("problems", text, "see below" if count else NO_PROBLEMS.lower(), kind)
+    yield _render_tile("problems", text, "see below" if count else NO_PROBLEMS.lower(), kind)
 
 
-def _tile(name: str, figure: str, below: str, kind: str = "") -> str:
+def _render_tile(name: str, figure: str, below: str, kind: str = "") -> str:
     return (
         f'<div class="tile {kind}"><span>{escape(name)}</span><b>{escape(figure)}</b>'
         f"<span>{escape(below)}</span></div>"
     )
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (
@@ -181,7 +184,9 @@ def _by_name(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
     return found
 
 
-def _table(runs: Sequence[PageData], columns: Sequence[dict[str, list[str]]]) -> Iterator[str]:
+def _render_table(
+    runs: Sequence[PageData], columns: Sequence[dict[str, list[str]]]
+) -> Iterator[str]:
     """A row for each name, a column for each run."""
     yield "<table>"
     if len(runs) > 1:
@@ -192,20 +197,20 @@ def _table(runs: Sequence[PageData], columns: Sequence[dict[str, list[str]]]) ->
     yield "</table>"
 
 
-def _settings(data: PageData, of: str) -> Iterator[str]:
+def _render_settings(data: PageData, of: str) -> Iterator[str]:
     """The settings that are not the defaults, and all of them."""
     if data.config is None:
         return
-    default = _flat(Config())
-    changed = {k: v for k, v in _flat(data.config).items() if v != default[k]}
+    default = _flatten_config(Config())
+    changed = {k: v for k, v in _flatten_config(data.config).items() if v != default[k]}
     yield f"<h3>Settings{escape(of)} that are not the defaults</h3>"
     lines = (f"<code>{escape(key)} = {escape(json.dumps(v))}</code>" for key, v in changed.items())
     yield f'<div class="settings">{"".join(lines)}</div>'
     yield f"<details><summary>All settings{escape(of)} (config.toml)</summary>"
-    yield f"<pre>{escape(dumps(data.config))}</pre></details>"
+    yield f"<pre>{escape(dump_config(data.config))}</pre></details>"
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten_config(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key."""
     tree = msgspec.to_builtins(config)
     found = {}

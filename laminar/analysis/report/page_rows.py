@@ -16,17 +16,17 @@ Drawn = Callable[[float], str]
 """A chart, given its width: letters have one size, however many stand in a row."""
 
 
-def rows(charts: Sequence[Drawn]) -> Iterator[str]:
+def render_rows(charts: Sequence[Drawn]) -> Iterator[str]:
     """What is left over for a last row takes a chart from the row before it, or fills it."""
     at = 0
-    for count in _counts(len(charts)):
+    for count in _count_columns(len(charts)):
         width = (PAGE_WIDTH - GAP * (count - 1)) / count
         parts = "".join(f"<div>{chart(width)}</div>" for chart in charts[at : at + count])
         yield f'<div class="row">{parts}</div>'
         at += count
 
 
-def _counts(number: int) -> list[int]:
+def _count_columns(number: int) -> list[int]:
     full, rest = divmod(number, IN_A_ROW)
     if rest == 1 and full:
         return [IN_A_ROW] * (full - 1) + [2, 2]

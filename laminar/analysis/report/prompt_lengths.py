@@ -23,12 +23,12 @@ from laminar.run.directory import STORE_FILE
 from laminar.storage import books
 from laminar.storage.rows import PromptKey
 from laminar.storage.rules import TOKEN_BYTES
-from laminar.storage.tables import Tables, Wanted
+from laminar.storage.tables import Tables, TrajectoryFilter
 
 RANGES = 4
 
 
-class Answer(msgspec.Struct, frozen=True):
+class EvaluationResponse(msgspec.Struct, frozen=True):
     """A held-out one."""
 
     evaluation: int  #: its index
@@ -45,10 +45,10 @@ def by_prompt_length(
     evaluated."""
     if not evaluations or not (run_dir / STORE_FILE).is_file():
         return []
-    answers = _answers(run_dir, rewarded)
+    answers = _read_responses(run_dir, rewarded)
     lengths = np.array(sorted(a.prompt_tokens for a in answers), dtype=np.int64)
     found = []
-    parts = ranges(lengths, RANGES)
+    parts = split_ranges(lengths, RANGES)
     for low, high in parts if len(parts) > 1 else []:
         inside = [a for a in answers if low <= a.prompt_tokens <= high]
         first = [a.correct for a in inside if a.evaluation == evaluations[0].index]
@@ -59,7 +59,7 @@ def by_prompt_length(
     return found
 
 
-def ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
+def split_ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
     """(shortest, longest) of up to `count` parts of sorted lengths, with about as many of them
     each; equal ones stay together."""
     if not len(lengths):
@@ -70,23 +70,25 @@ def ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
     return [(int(part[0]), int(part[-1])) for part in parts]
 
 
-def _answers(run_dir: Path, rewarded: Mapping[TrajectoryId, TrajectoryRewarded]) -> list[Answer]:
+def _read_responses(
+    run_dir: Path, rewarded: Mapping[TrajectoryId, TrajectoryRewarded]
+) -> list[EvaluationResponse]:
     found = []
     with books.open_tables(run_dir / STORE_FILE) as tables:
         tokens: dict[int, int] = {}
-        for _, row in tables.newest(Wanted.finished(Purpose.EVAL)):
+        for _, row in tables.find_newest(TrajectoryFilter.finished_for(Purpose.EVAL)):
             if row.row_index not in tokens:
                 tokens[row.row_index] = _prompt_tokens(tables, row.row_index)
             reward = rewarded.get(TrajectoryId(row.id))
             if row.end == "evaluated" and reward is not None:
                 index = int(row.group_id.partition(".")[0].removeprefix("e"))
-                found.append(Answer(index, tokens[row.row_index], reward.correct))
+                found.append(EvaluationResponse(index, tokens[row.row_index], reward.correct))
     return found
 
 
 def _prompt_tokens(tables: Tables, row_index: int) -> int:
     key = PromptKey(Purpose.EVAL, row_index)
-    prompt = tables.prompt(key)
+    prompt = tables.get_prompt(key)
     if prompt is None:
         raise ConfigError(f"the held-out prompt {row_index} is not in the store")
-    return len(tables.prompt_ids(key, prompt)) // TOKEN_BYTES
+    return len(tables.get_prompt_ids(key, prompt)) // TOKEN_BYTES

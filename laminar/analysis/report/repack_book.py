@@ -22,9 +22,9 @@ from laminar.analysis.log.trajectory_history import (
     LOST,
     STARTED,
     Change,
-    Lives,
+    EventClock,
+    HistoryTracker,
     Moment,
-    Moments,
 )
 from laminar.core.state import keys
 from laminar.core.state.state import State
@@ -35,7 +35,7 @@ from laminar.names.ids import Purpose, TrajectoryId
 
 
 @dataclass(slots=True)
-class HandOver:
+class Migration:
     """Everything that a replica ran, given to another one."""
 
     source: str
@@ -51,26 +51,26 @@ class HandOver:
     prefilled: int = 0  #: tokens, prompts included, that were sampled or prefilled before
 
 
-def given_away(stamped: Stamped) -> bool:
+def was_given_away(stamped: Stamped) -> bool:
     """Whether what left its replica at this event was given away: the replica has let go of it, or
     has not done so in time."""
     event = stamped.event
     if isinstance(event, ev.TimerFired):
-        return event.timer.startswith(keys.deadline(keys.release("")))
+        return event.timer.startswith(keys.deadline_timer(keys.release_key("")))
     return isinstance(event, ev.TrajectoriesReleased)
 
 
-class RepackBook:
+class RepackStats:
     """Give it what an observer sees, with the changes that analysis.log.trajectory_history makes of
     it."""
 
     def __init__(self) -> None:
         self.policy = ""
-        self.hand_overs: list[HandOver] = []
-        self._open: dict[str, HandOver] = {}  #: by source, until it is freed
-        self._moved: dict[TrajectoryId, HandOver] = {}  #: until it is finished
+        self.hand_overs: list[Migration] = []
+        self._open: dict[str, Migration] = {}  #: by source, until it is freed
+        self._moved: dict[TrajectoryId, Migration] = {}  #: until it is finished
 
-    def take(
+    def record_event(
         self,
         now: Moment,
         stamped: Stamped,
@@ -83,15 +83,15 @@ class RepackBook:
         if not self.policy:
             return
         for change in changes:
-            self._change(change, now, stamped)
-        self._answered(now, stamped, state)
+            self._record_change(change, now, stamped)
+        self._record_completion(now, stamped, state)
         for command in commands:
             if isinstance(command, cmd.ReleaseTrajectories):
-                self._ordered(command, now, state)
+                self._record_order(command, now, state)
 
-    def _ordered(self, command: cmd.ReleaseTrajectories, now: Moment, state: State) -> None:
+    def _record_order(self, command: cmd.ReleaseTrajectories, now: Moment, state: State) -> None:
         given = [item.trajectory_id for item in command.items]
-        hand_over = HandOver(
+        hand_over = Migration(
             command.to,
             state.progress[given[0]].destination,
             now,
@@ -102,13 +102,13 @@ class RepackBook:
         self._open[command.to] = hand_over
         for trajectory_id in given:
             if trajectory_id in self._moved:
-                self._over(trajectory_id, now)
+                self._end_trajectory(trajectory_id, now)
             self._moved[trajectory_id] = hand_over
 
-    def _answered(self, now: Moment, stamped: Stamped, state: State) -> None:
+    def _record_completion(self, now: Moment, stamped: Stamped, state: State) -> None:
         """The order is over; and the source is free once nothing of it waits to start."""
         for source, hand_over in list(self._open.items()):
-            if hand_over.placed is None and keys.release(source) not in state.commands:
+            if hand_over.placed is None and keys.release_key(source) not in state.commands:
                 hand_over.placed = now
                 hand_over.expired = isinstance(stamped.event, ev.TimerFired)
             replica = state.replicas.get(source)
@@ -116,7 +116,7 @@ class RepackBook:
                 hand_over.freed = now if replica is not None else None
                 del self._open[source]
 
-    def _change(self, change: Change, now: Moment, stamped: Stamped) -> None:
+    def _record_change(self, change: Change, now: Moment, stamped: Stamped) -> None:
         what, life = change
         hand_over = self._moved.get(life.trajectory_id)
         if hand_over is None:
@@ -129,20 +129,20 @@ class RepackBook:
             assert isinstance(event, ev.TrajectoryStarted)
             hand_over.prefilled += event.prompt_tokens + event.tokens_resumed
         elif what in (FINISHED, ENDING, DISPATCHED) or (what == LOST and hand_over.placed):
-            self._over(life.trajectory_id, now)
+            self._end_trajectory(life.trajectory_id, now)
 
-    def _over(self, trajectory_id: TrajectoryId, now: Moment) -> None:
+    def _end_trajectory(self, trajectory_id: TrajectoryId, now: Moment) -> None:
         hand_over = self._moved.pop(trajectory_id)
         hand_over.awaited.discard(trajectory_id)
         if not hand_over.awaited:
             hand_over.done = now
 
-    def facts(self) -> dict[str, Any] | None:
+    def compute_summary(self) -> dict[str, Any] | None:
         """None for a run without repack."""
         if not self.policy:
             return None
         freed = [h for h in self.hand_overs if h.freed is not None]
-        sooner = [max(_seconds(h.freed, h.done), 0.0) for h in freed if h.done is not None]
+        sooner = [max(_seconds_between(h.freed, h.done), 0.0) for h in freed if h.done is not None]
         return {
             "policy": self.policy,
             "replicas_emptied": len(self.hand_overs),
@@ -150,49 +150,51 @@ class RepackBook:
             "moves": sum(h.moves for h in self.hand_overs),
             "expired": sum(h.expired for h in self.hand_overs),
             "tokens_prefilled_again": sum(h.prefilled for h in self.hand_overs),
-            "release_s": _figures([_seconds(h.ordered, h.placed) for h in freed]),
-            "hand_over_s": _figures([_seconds(h.ordered, h.freed) for h in freed]),
-            "sooner_s": _figures(sooner),
+            "release_s": _summarize_seconds([_seconds_between(h.ordered, h.placed) for h in freed]),
+            "hand_over_s": _summarize_seconds(
+                [_seconds_between(h.ordered, h.freed) for h in freed]
+            ),
+            "sooner_s": _summarize_seconds(sooner),
         }
 
 
-def _seconds(begin: Moment | None, end: Moment | None) -> float:
+def _seconds_between(begin: Moment | None, end: Moment | None) -> float:
     assert begin is not None and end is not None
     return (end.unix_ns - begin.unix_ns) / 1e9
 
 
-def _figures(seconds: list[float]) -> dict[str, float] | None:
+def _summarize_seconds(seconds: list[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     return {"mean": sum(seconds) / len(seconds), "max": max(seconds), "sum": sum(seconds)}
 
 
-class Course:
+class LatencyStats:
     """How long answers took from their first placement to their last token, and what repack did.
 
     An observer of a replay.
     """
 
     def __init__(self) -> None:
-        self.moments, self.repack = Moments(), RepackBook()
-        self._lives = Lives()
+        self.moments, self.repack = EventClock(), RepackStats()
+        self._lives = HistoryTracker()
         self._count, self._sum_ns, self._max_ns = 0, 0, 0  #: of training answers
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self.moments.at(stamped)
-        changes = self._lives.take(now, stamped.event, commands, state)
+        now = self.moments.locate_event(stamped)
+        changes = self._lives.record_event(now, stamped.event, commands, state)
         for what, life in changes:
             if what == FINISHED and life.purpose == Purpose.TRAIN:
                 took_ns = now.unix_ns - life.placements[0].dispatched.unix_ns
                 self._count += 1
                 self._sum_ns += took_ns
                 self._max_ns = max(self._max_ns, took_ns)
-        self.repack.take(now, stamped, commands, changes, state)
+        self.repack.record_event(now, stamped, commands, changes, state)
 
-    def facts(self) -> dict[str, Any]:
+    def compute_summary(self) -> dict[str, Any]:
         count = self._count
         return {
             "latency_s_mean": self._sum_ns / count / 1e9 if count else None,
             "latency_s_max": self._max_ns / 1e9 if count else None,
-            "repack": self.repack.facts(),
+            "repack": self.repack.compute_summary(),
         }

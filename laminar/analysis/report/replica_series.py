@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.analysis.log.engine_use import EngineUse, Gauges
-from laminar.analysis.report.repack_book import RepackBook
+from laminar.analysis.log.engine_use import EngineUse, ReplicaGauges
+from laminar.analysis.report.repack_book import RepackStats
 
 PARTS = 40  #: of the time
 
@@ -32,7 +32,7 @@ class Band(NamedTuple):
     ends: list[tuple[float, float]]  #: lowest and highest
 
 
-class Series(NamedTuple):
+class ReplicaSeries(NamedTuple):
     """The lines of one run."""
 
     kv_percent: Band
@@ -42,24 +42,26 @@ class Series(NamedTuple):
     moved: Points  #: trajectories so far
 
 
-def series(use: EngineUse, repack: RepackBook, first_ns: int) -> Series:
-    found = {name: use.of(name) for name in use.replicas}
+def build_series(use: EngineUse, repack: RepackStats, first_ns: int) -> ReplicaSeries:
+    found = {name: use.get_gauges(name) for name in use.replicas}
     waits = any(gauges.waiting.any() for gauges in found.values())
     placed = [h for h in repack.hand_overs if h.placed is not None]
     times = [(h.placed.unix_ns - first_ns) / 1e9 for h in placed if h.placed is not None]
     cache = {name: 100 * gauges.kv_use for name, gauges in found.items()}
     running = {name: gauges.running.astype(float) for name, gauges in found.items()}
     waiting = {name: gauges.waiting.astype(float) for name, gauges in found.items() if waits}
-    return Series(
-        kv_percent=_band(found, cache, first_ns),
-        running=_band(found, running, first_ns),
-        waiting=_band(found, waiting, first_ns),
+    return ReplicaSeries(
+        kv_percent=_build_band(found, cache, first_ns),
+        running=_build_band(found, running, first_ns),
+        waiting=_build_band(found, waiting, first_ns),
         emptied=([0.0, *times], [float(n) for n in range(len(times) + 1)]),
         moved=([0.0, *times], [0.0, *np.cumsum([h.moves for h in placed], dtype=float).tolist()]),
     )
 
 
-def _band(found: Mapping[str, Gauges], values: Mapping[str, Column], first_ns: int) -> Band:
+def _build_band(
+    found: Mapping[str, ReplicaGauges], values: Mapping[str, Column], first_ns: int
+) -> Band:
     """Parts of the time in which no replica said anything are left out."""
     seconds = {name: (found[name].unix_ns - first_ns) / 1e9 for name in values}
     if not seconds:

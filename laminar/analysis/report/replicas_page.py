@@ -13,10 +13,10 @@ from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
-from laminar.analysis.report.charts import Bar, Chart, Line, draw, draw_bars
-from laminar.analysis.report.confidence import Estimate, estimate, relative_gain
+from laminar.analysis.report.charts import Bar, Chart, Line, draw_bars, draw_chart
+from laminar.analysis.report.confidence import Estimate, estimate_gain, estimate_mean
 from laminar.analysis.report.page_data import PageData
-from laminar.analysis.report.page_rows import Drawn, rows
+from laminar.analysis.report.page_rows import Drawn, render_rows
 
 SECONDS = "seconds since the start"
 
@@ -24,7 +24,7 @@ Summary = Mapping[str, Any]
 OFF = "off"
 
 
-def replicas_charts(runs: Sequence[PageData]) -> list[Drawn]:
+def chart_replicas(runs: Sequence[PageData]) -> list[Drawn]:
     """Cache, running and waiting sequences: a line for each run, the mean over its replicas."""
     charts: list[Drawn] = []
     for title, unit, bands in (
@@ -36,29 +36,29 @@ def replicas_charts(runs: Sequence[PageData]) -> list[Drawn]:
         lines = [replace(line, name="mean") for line in lines] if len(runs) == 1 else lines
         what = f"{title}: mean, lowest and highest replica"
         if lines:
-            charts.append(partial(draw, Chart(what, SECONDS, unit, lines)))
+            charts.append(partial(draw_chart, Chart(what, SECONDS, unit, lines)))
     return charts
 
 
-def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
+def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
     """Only where a run has it; what the policies reached only where there are several."""
     with_it = [data for data in runs if data.summary["repack"]]
     if not with_it:
         return
     yield "<h2>Repack</h2>"
-    found = policies([data.summary for data in runs])
+    found = summarize_policies([data.summary for data in runs])
     moved = [Line(data.name, *data.series.moved) for data in with_it]
     emptied = [Line(data.name, *data.series.emptied) for data in with_it]
-    yield from rows(
+    yield from render_rows(
         [
-            *([_throughput(found)] if len(found) > 1 else []),
-            partial(draw, Chart("Trajectories moved so far", SECONDS, "trajectories", moved)),
-            partial(draw, Chart("Replicas emptied so far", SECONDS, "replicas", emptied)),
+            *([_chart_throughput(found)] if len(found) > 1 else []),
+            partial(draw_chart, Chart("Trajectories moved so far", SECONDS, "trajectories", moved)),
+            partial(draw_chart, Chart("Replicas emptied so far", SECONDS, "replicas", emptied)),
         ]
     )
     if len(found) > 1:
-        yield from _table(found)
-        for name, pairs, gain in gains([data.summary for data in runs]):
+        yield from _render_table(found)
+        for name, pairs, gain in compute_gains([data.summary for data in runs]):
             count = "one pair of runs" if pairs == 1 else f"{pairs} pairs of runs"
             yield (
                 f"<p>{escape(name)}: {_plus_minus(gain, 100, '+.1f')} % tokens per second against "
@@ -66,7 +66,7 @@ def repack_section(runs: Sequence[PageData]) -> Iterator[str]:
             )
 
 
-def _throughput(found: Sequence[Policy]) -> Drawn:
+def _chart_throughput(found: Sequence[PolicyStats]) -> Drawn:
     bars = [
         Bar(f"{p.name} ({p.runs})", p.tokens_per_s.mean, p.tokens_per_s.half or 0.0)
         for p in found
@@ -76,15 +76,15 @@ def _throughput(found: Sequence[Policy]) -> Drawn:
     return partial(draw_bars, title, bars, "tokens/s")
 
 
-def _table(found: Sequence[Policy]) -> Iterator[str]:
+def _render_table(found: Sequence[PolicyStats]) -> Iterator[str]:
     figures = [
         ("runs", [str(p.runs) for p in found]),
         ("tokens/s", [_plus_minus(p.tokens_per_s, 1, ",.0f") for p in found]),
-        ("latency of an answer, mean (s)", [_figure(p.latency_mean_s) for p in found]),
-        ("latency of an answer, max (s)", [_figure(p.latency_max_s) for p in found]),
-        ("hand-over, mean (s)", [_figure(p.hand_over_s) for p in found]),
-        ("cache in use, mean", [_percent(p.kv_use) for p in found]),
-        ("nearly empty decode steps", [_percent(p.nearly_empty) for p in found]),
+        ("latency of an answer, mean (s)", [_format_figure(p.latency_mean_s) for p in found]),
+        ("latency of an answer, max (s)", [_format_figure(p.latency_max_s) for p in found]),
+        ("hand-over, mean (s)", [_format_figure(p.hand_over_s) for p in found]),
+        ("cache in use, mean", [_format_percent(p.kv_use) for p in found]),
+        ("nearly empty decode steps", [_format_percent(p.nearly_empty) for p in found]),
     ]
     yield f"<table><tr><th></th>{''.join(f'<th>{escape(p.name)}</th>' for p in found)}</tr>"
     for name, cells in figures:
@@ -99,15 +99,15 @@ def _plus_minus(found: Estimate | None, factor: float, form: str) -> str:
     return f"{factor * found.mean:{form}}{half}"
 
 
-def _figure(value: float | None) -> str:
+def _format_figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-class Policy(NamedTuple):
+class PolicyStats(NamedTuple):
     """What the runs with one repack policy reached: means, None where none has the figure.
 
     Of several runs the interval is of their mean, over the runs; of a single one it is that of its
@@ -124,23 +124,25 @@ class Policy(NamedTuple):
     nearly_empty: float | None
 
 
-def policy_of(summary: Summary) -> str:
+def get_policy(summary: Summary) -> str:
     return str(summary["repack"]["policy"]) if summary["repack"] else OFF
 
 
-def policies(summaries: Sequence[Summary]) -> list[Policy]:
+def summarize_policies(summaries: Sequence[Summary]) -> list[PolicyStats]:
     """The policies of some runs: without repack first, then in the order in which they come."""
-    names = dict.fromkeys(map(policy_of, summaries))
+    names = dict.fromkeys(map(get_policy, summaries))
     order = sorted(names, key=lambda name: name != OFF)
-    return [_policy(name, [s for s in summaries if policy_of(s) == name]) for name in order]
+    return [
+        _summarize_policy(name, [s for s in summaries if get_policy(s) == name]) for name in order
+    ]
 
 
-def _policy(name: str, runs: Sequence[Summary]) -> Policy:
-    rates = estimate([s["tokens_per_s"] for s in runs if s["tokens_per_s"] is not None])
+def _summarize_policy(name: str, runs: Sequence[Summary]) -> PolicyStats:
+    rates = estimate_mean([s["tokens_per_s"] for s in runs if s["tokens_per_s"] is not None])
     if rates is not None and len(runs) == 1:
         rates = Estimate(rates.mean, runs[0]["tokens_per_s_ci95"])
     hand_overs = [s["repack"]["hand_over_s"] for s in runs if s["repack"]]
-    return Policy(
+    return PolicyStats(
         name,
         len(runs),
         rates,
@@ -153,20 +155,20 @@ def _policy(name: str, runs: Sequence[Summary]) -> Policy:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    found = estimate([value for value in values if value is not None])
+    found = estimate_mean([value for value in values if value is not None])
     return found.mean if found else None
 
 
-def gains(summaries: Sequence[Summary]) -> Iterator[tuple[str, int, Estimate]]:
+def compute_gains(summaries: Sequence[Summary]) -> Iterator[tuple[str, int, Estimate]]:
     """(policy, pairs, share by which its throughput is higher), where there are pairs."""
     by_policy: dict[str, dict[int, float]] = {}
     for summary in summaries:
         if summary["tokens_per_s"] is not None:
-            rates = by_policy.setdefault(policy_of(summary), {})
+            rates = by_policy.setdefault(get_policy(summary), {})
             rates[summary["seed"]] = summary["tokens_per_s"]
     without = by_policy.pop(OFF, {})
     for name, rates in by_policy.items():
         seeds = sorted(without.keys() & rates.keys())
-        gain = relative_gain([without[s] for s in seeds], [rates[s] for s in seeds])
+        gain = estimate_gain([without[s] for s in seeds], [rates[s] for s in seeds])
         if gain is not None:
             yield name, len(seeds), gain

@@ -27,7 +27,7 @@ from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import Chunk, Row, Span
-from laminar.storage.tables import ALL, Tables, Wanted
+from laminar.storage.tables import ALL, Tables, TrajectoryFilter
 
 ROWS, PAYLOADS = 1024, 32
 """Rows of one read transaction: rows alone, and rows with all their tokens."""
@@ -36,7 +36,7 @@ Decode = Callable[[list[int]], str]
 Item = TypeVar("Item")
 
 
-class Choice(NamedTuple):
+class SampleFilter(NamedTuple):
     """Which answers are wanted; of a step or an evaluation, by name, or all of training."""
 
     step: int | None = None  #: completed steps, counted from 1: what this one trained
@@ -99,7 +99,7 @@ class Sample(NamedTuple):
             "steps)"
         )
 
-    def fields(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything, under the names of docs/debugging.md."""
         row = self.row
         return {
@@ -125,7 +125,7 @@ class Sample(NamedTuple):
         }
 
 
-class _Stored(NamedTuple):
+class _StoredSample(NamedTuple):
     """What the store has of an answer besides its row."""
 
     prompt: m.PromptPayload
@@ -137,76 +137,76 @@ class _Stored(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def find_samples(run_dir: Path, choice: Choice, decode: Decode) -> Iterator[Sample]:
+def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterator[Sample]:
     """The latest first, siblings in order; or the worst or the best, of those that have a score."""
     path = run_dir / STORE_FILE
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {STORE_FILE} yet: its store has not begun")
-    rows = _rows(path, _wanted(path, choice))
+    rows = _read_rows(path, _build_condition(path, choice))
     if choice.name:
         rows = iter(sorted(rows, key=lambda row: row.sibling))
     if not choice.search:
-        yield from _samples(path, _ordered(rows, choice, _row_score), decode)
+        yield from _load_samples(path, _select_extremes(rows, choice, _row_score), decode)
         return
     text = choice.search.casefold()
-    found = (sample for sample in _samples(path, rows, decode) if _contains(sample, text))
-    yield from _ordered(found, choice, lambda sample: sample.score)
+    found = (sample for sample in _load_samples(path, rows, decode) if _contains_text(sample, text))
+    yield from _select_extremes(found, choice, lambda sample: sample.score)
 
 
-def _wanted(path: Path, choice: Choice) -> Wanted:
+def _build_condition(path: Path, choice: SampleFilter) -> TrajectoryFilter:
     """The condition on rows; a mistake is reported before anything is read."""
     with books.open_tables(path) as tables:
         if choice.step is not None:
             _check_step(tables, choice.step)
-            return Wanted.trained_by(choice.step - 1)
+            return TrajectoryFilter.trained_by(choice.step - 1)
         if choice.evaluation is not None:
             _check_evaluation(tables, choice.evaluation)
-            return Wanted.evaluated_after(choice.evaluation)
+            return TrajectoryFilter.evaluated_after(choice.evaluation)
         if choice.name:
-            wanted = Wanted.named(choice.name)
-            if not tables.newest(wanted, limit=1):
+            wanted = TrajectoryFilter.with_name(choice.name)
+            if not tables.find_newest(wanted, limit=1):
                 raise ConfigError(
                     f"the store of {path.parent} has no trajectory or group {choice.name!r}: ids "
                     "look like 0.17.3 (pass 0, prompt 17, sibling 3), of an evaluation like e2.5.0"
                 )
             return wanted
-    return Wanted.finished(Purpose.TRAIN)
+    return TrajectoryFilter.finished_for(Purpose.TRAIN)
 
 
 def _check_step(tables: Tables, step: int) -> None:
     steps = [index + 1 for index in tables.trained_steps()]
     if step not in steps:
-        there = f"there are {_spans(steps)}" if steps else "no step has been completed yet"
+        there = f"there are {_format_steps(steps)}" if steps else "no step has been completed yet"
         raise ConfigError(f"--step {step}: no answer was trained by this step; {there}")
 
 
 def _check_evaluation(tables: Tables, step: int) -> None:
     steps = tables.evaluated_steps()
     if step not in steps:
-        there = f"there are those after {_spans(steps)}" if steps else "there is none yet"
+        there = f"there are those after {_format_steps(steps)}" if steps else "there is none yet"
         raise ConfigError(f"--eval {step}: there is no evaluation after step {step}; {there}")
 
 
-def _spans(steps: list[int]) -> str:
+def _format_steps(steps: list[int]) -> str:
     """`steps 1 to 7`, or what there is of them."""
     if steps == list(range(steps[0], steps[-1] + 1)) and len(steps) > 2:
         return f"steps {steps[0]} to {steps[-1]}"
     return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
 
 
-def _rows(path: Path, wanted: Wanted) -> Iterator[Row]:
+def _read_rows(path: Path, wanted: TrajectoryFilter) -> Iterator[Row]:
     before = ALL
     while True:
         with books.open_tables(path) as tables:
-            page = tables.newest(wanted, before, ROWS)
+            page = tables.find_newest(wanted, before, ROWS)
         yield from (row for _, row in page)
         if len(page) < ROWS:
             return
         before = page[-1][0]
 
 
-def _ordered(
-    items: Iterable[Item], choice: Choice, score: Callable[[Item], float | None]
+def _select_extremes(
+    items: Iterable[Item], choice: SampleFilter, score: Callable[[Item], float | None]
 ) -> Iterable[Item]:
     if not (choice.worst or choice.best):
         return items
@@ -222,47 +222,47 @@ def _row_score(row: Row) -> float | None:
     return rules.score_of(row.reward_bits)
 
 
-def _contains(sample: Sample, text: str) -> bool:
+def _contains_text(sample: Sample, text: str) -> bool:
     return text in sample.prompt.casefold() or text in sample.response.casefold()
 
 
-def _samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
+def _load_samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
     """Samples in the order of the rows, a few from each read transaction."""
     batch: list[Row] = []
     for row in rows:
         batch.append(row)
         if len(batch) == PAYLOADS:
-            yield from _loaded(path, batch, decode)
+            yield from _load_batch(path, batch, decode)
             batch = []
-    yield from _loaded(path, batch, decode)
+    yield from _load_batch(path, batch, decode)
 
 
-def _loaded(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
+def _load_batch(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
     if not rows:
         return []
     with books.open_tables(path) as tables:
-        stored = [_stored(tables, row) for row in rows]
-    return [_sample(row, decode, found) for row, found in zip(rows, stored, strict=True)]
+        stored = [_read_stored(tables, row) for row in rows]
+    return [_build_sample(row, decode, found) for row, found in zip(rows, stored, strict=True)]
 
 
-def _stored(tables: Tables, row: Row) -> _Stored:
+def _read_stored(tables: Tables, row: Row) -> _StoredSample:
     key = PromptKey(row.purpose, row.row_index)
-    prompt = tables.prompt(key)
+    prompt = tables.get_prompt(key)
     removed = tables.is_removed(row.id)
     try:
-        chunks = [] if removed else tables.chunks(row.id)
-        contexts = {} if removed else tables.turns.contexts(row)
+        chunks = [] if removed else tables.load_chunks(row.id)
+        contexts = {} if removed else tables.turns.get_contexts(row)
     except DamageError as error:
         raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
     if prompt is None:
         raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
-    return _Stored(
+    return _StoredSample(
         prompt=m.decode_prompt(prompt),
-        prompt_ids=contexts.pop(0, b"") or tables.prompt_ids(key, prompt),
+        prompt_ids=contexts.pop(0, b"") or tables.get_prompt_ids(key, prompt),
         tokens=_with_contexts(chunks, contexts),
-        text=tables.text(row.id) if removed else "",
-        extras=tables.extras(row.id),
-        spans=tables.spans(row),
+        text=tables.get_text(row.id) if removed else "",
+        extras=tables.get_extras(row.id),
+        spans=tables.get_spans(row),
     )
 
 
@@ -274,17 +274,17 @@ def _with_contexts(chunks: Iterable[Chunk], contexts: dict[int, bytes]) -> bytes
     return b"".join(parts)
 
 
-def _sample(row: Row, decode: Decode, stored: _Stored) -> Sample:
+def _build_sample(row: Row, decode: Decode, stored: _StoredSample) -> Sample:
     return Sample(
         row,
-        decode(_ids(stored.prompt_ids)),
-        decode(_ids(stored.tokens)) or stored.text,
+        decode(_decode_ids(stored.prompt_ids)),
+        decode(_decode_ids(stored.tokens)) or stored.text,
         msgspec.to_builtins(stored.prompt.ground_truth),
         stored.extras,
         stored.spans,
     )
 
 
-def _ids(data: bytes) -> list[int]:
+def _decode_ids(data: bytes) -> list[int]:
     ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
     return ids

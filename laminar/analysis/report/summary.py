@@ -19,30 +19,30 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from laminar.analysis.audit.ledger_book import TRUNCATED, Account, Closed
+from laminar.analysis.audit.ledger_book import TRUNCATED, Account, ClosedTrajectory
 from laminar.analysis.log.engine_use import EngineUse
-from laminar.analysis.log.intervals import Intervals, intersect, union
+from laminar.analysis.log.intervals import Intervals, intersect_intervals, merge_intervals
 from laminar.analysis.log.run_log import WallClock, replay_log
-from laminar.analysis.log.state_intervals import Windows
+from laminar.analysis.log.state_intervals import StateIntervals
 from laminar.analysis.log.timeline import (
     Span,
     Steps,
     cut_timelines,
-    in_state,
+    merge_steps,
     read_spans,
     read_steps,
-    stepping,
+    select_state,
 )
-from laminar.analysis.log.tool_calls import Calls
+from laminar.analysis.log.tool_calls import ToolCallStats
 from laminar.analysis.report import utilization
-from laminar.analysis.report.confidence import estimate
+from laminar.analysis.report.confidence import estimate_mean
 from laminar.analysis.report.prompt_lengths import by_prompt_length
-from laminar.analysis.report.repack_book import Course
-from laminar.analysis.report.utilization import Publish
+from laminar.analysis.report.repack_book import LatencyStats
+from laminar.analysis.report.utilization import PublishTiming
 from laminar.config import ConfigError
-from laminar.core.members.resumption import is_over
-from laminar.core.state.evaluation_scores import facts
-from laminar.core.state.process_failures import Losses
+from laminar.core.members.resumption import is_run_over
+from laminar.core.state.evaluation_scores import describe_evaluation
+from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
@@ -75,11 +75,11 @@ class Milestones:
         self.published_ns: dict[int, int] = {}  #: by version
         self.names: dict[str, list[str]] = {}  #: processes that were ready, by role
         self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
-        self.losses = Losses()
+        self.losses = ProcessFailures()
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        self.losses.take(stamped, commands)
+        self.losses.record_event(stamped, commands)
         now, event = self._clock.unix_ns(stamped), stamped.event
         if isinstance(event, ev.CoordinatorStarted):
             self.coordinators += 1
@@ -94,7 +94,7 @@ class Milestones:
             self.slots[stamped.peer] = event.max_num_seqs - state.settings.group_size
 
 
-def summarize(run_dir: Path) -> dict[str, Any]:
+def summarize_run(run_dir: Path) -> dict[str, Any]:
     """Work out the summary and write it to RUN/summary.json."""
     summary = summary_of(run_dir)
     write_summary(run_dir, summary)
@@ -102,13 +102,16 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 
 
 def summary_of(
-    run_dir: Path, *observers: Observer, use: EngineUse | None = None, course: Course | None = None
+    run_dir: Path,
+    *observers: Observer,
+    use: EngineUse | None = None,
+    course: LatencyStats | None = None,
 ) -> dict[str, Any]:
     """The summary; nothing is written. `observers` see the same replay, as do `use` and `course`,
     which are made here unless they are given."""
-    account, windows, milestones = Account(), Windows(), Milestones()
-    use, course = use or EngineUse(), course or Course()
-    calls = Calls()
+    account, windows, milestones = Account(), StateIntervals(), Milestones()
+    use, course = use or EngineUse(), course or LatencyStats()
+    calls = ToolCallStats()
     replayed = replay_log(run_dir, account, windows, milestones, use, course, calls, *observers)
     state = replayed.machine.state
     trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
@@ -117,30 +120,30 @@ def summary_of(
     steps = {name: read_steps(run_dir, name) for name in replicas}
     cut = cut_timelines(run_dir)
     return {
-        **_outcome(state, milestones),
-        "steps_unchanged": _unchanged(account),
-        **_lengths(account),
+        **_summarize_outcome(state, milestones),
+        "steps_unchanged": _count_unchanged(account),
+        **_summarize_lengths(account),
         **group_figures(account),
         "by_length": by_length(account),
         "lost_by": milestones.losses.why,
         "warnings": state.warnings,
-        **_rewards(state, account),
-        "calls": calls.facts(run_dir),
+        **_summarize_rewards(state, account),
+        "calls": calls.compute_summary(run_dir),
         "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
         "seed": state.settings.seed,
-        **_throughput(steps.values()),
+        **_compute_throughput(steps.values()),
         "nearly_empty_steps": utilization.nearly_empty_share(steps, milestones.slots),
-        **use.facts(),
-        **course.facts(),
-        **_timing(account, windows, milestones, trainers, pulls, steps, cut),
+        **use.compute_summary(),
+        **course.compute_summary(),
+        **_summarize_timing(account, windows, milestones, trainers, pulls, steps, cut),
         "timelines_cut": cut,
-        "processes": _processes(run_dir, state),
+        "processes": _read_pids(run_dir, state),
         "seconds": (windows.last_ns - windows.first_ns) / 1e9,
         "events": replayed.events,
     }
 
 
-def _origin(state: State) -> dict[str, Any] | None:
+def _summarize_origin(state: State) -> dict[str, Any] | None:
     """What a fork began with; None for another run."""
     origin = state.origin
     if origin is None:
@@ -149,9 +152,9 @@ def _origin(state: State) -> dict[str, Any] | None:
     return {name: getattr(origin, name) for name in kept} | {"same_data": bool(origin.data)}
 
 
-def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
+def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     """How the run went, from the state at its end."""
-    evaluations = [facts(result) for result in state.evaluations]
+    evaluations = [describe_evaluation(result) for result in state.evaluations]
     results = [result["share"] for result in evaluations]
     trained = state.ledger.trajectories.trained
     return {
@@ -159,8 +162,8 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "failure": state.failure,
         "interrupted": state.draining and not (state.drained_for or state.paused),
         "paused": state.paused,
-        "resumable": state.settings.keeps_checkpoints and not is_over(state),
-        "forked_from": _origin(state),
+        "resumable": state.settings.keeps_checkpoints and not is_run_over(state),
+        "forked_from": _summarize_origin(state),
         "steps": state.completed - state.first_step,
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
@@ -176,13 +179,13 @@ def _outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     }
 
 
-def _unchanged(account: Account) -> int:
+def _count_unchanged(account: Account) -> int:
     """Steps that left the weights as they were."""
     reports = (step.completed for step in account.steps.values())
     return sum(report is not None and not report.changed for report in reports)
 
 
-def _lengths(account: Account) -> dict[str, Any]:
+def _summarize_lengths(account: Account) -> dict[str, Any]:
     """Response lengths in tokens, of what was trained beside what was generated."""
     trained = [c for c in account.closed.values() if c.ending.end == "trained"]
     names = [closed.ending.trajectory_id for closed in trained]
@@ -196,16 +199,16 @@ def _lengths(account: Account) -> dict[str, Any]:
         if account.issued[name] == Purpose.TRAIN
     ]
     return {
-        **_percentiles("response_length", [c.num_tokens for c in trained]),
-        **_percentiles("generated_response_length", generated),
+        **_compute_percentiles("response_length", [c.num_tokens for c in trained]),
+        **_compute_percentiles("generated_response_length", generated),
         "truncated_share": sum(cut) / len(cut) if cut else None,
-        "mismatch_kl_mean": _mismatch(account),
+        "mismatch_kl_mean": _compute_mismatch(account),
         "left_out": _left_out(account),
-        "trainer_memory_gb": _memory(account),
+        "trainer_memory_gb": _summarize_memory(account),
     }
 
 
-def _rewards(state: State, account: Account) -> dict[str, Any]:
+def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
     """How scoring fared; an older log has no count of it, only its events."""
     counted = state.rewards
     reasons = Counter(event.reason for event in account.rewarded.values())
@@ -217,7 +220,7 @@ def _rewards(state: State, account: Account) -> dict[str, Any]:
     }
 
 
-def _percentiles(name: str, values: list[int]) -> dict[str, float | None]:
+def _compute_percentiles(name: str, values: list[int]) -> dict[str, float | None]:
     return {f"{name}_p{q}": float(np.percentile(values, q)) if values else None for q in (50, 99)}
 
 
@@ -231,7 +234,7 @@ def _left_out(account: Account) -> list[dict[str, Any]]:
     ][:LEFT_OUT_SHOWN]
 
 
-def _mismatch(account: Account) -> float | None:
+def _compute_mismatch(account: Account) -> float | None:
     """Mean over tokens: a step counts by the response tokens that it consumed."""
     reports = [s.completed for s in account.steps.values() if s.completed is not None]
     chosen = [r for r in reports if "mismatch_kl/mean" in r.metrics]
@@ -240,7 +243,7 @@ def _mismatch(account: Account) -> float | None:
     return total / tokens if tokens else None
 
 
-def _memory(account: Account) -> dict[str, float] | None:
+def _summarize_memory(account: Account) -> dict[str, float] | None:
     """The most that a step reported, by what was measured, and the estimate beside it."""
     found: dict[str, float] = {}
     for step in account.steps.values():
@@ -252,9 +255,9 @@ def _memory(account: Account) -> dict[str, float] | None:
     return found or None
 
 
-def _throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
+def _compute_throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
     """The throughput, with an error from parts long enough for one to say little of the next."""
-    rates = estimate(token_rates(steps, RATE_PARTS))
+    rates = estimate_mean(token_rates(steps, RATE_PARTS))
     return {
         "tokens_per_s": rates.mean if rates else None,
         "tokens_per_s_ci95": rates.half if rates else None,
@@ -278,12 +281,14 @@ def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
 
 
 def _trainer_shares(
-    windows: Windows, trainers: dict[str, list[Span]], cut: list[str]
+    windows: StateIntervals, trainers: dict[str, list[Span]], cut: list[str]
 ) -> dict[str, dict[str, float]]:
-    working = union(np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)]))
+    working = merge_intervals(
+        np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)])
+    )
     return {
         name: utilization.trainer_shares(
-            intersect(windows["live", name], _kept(name in cut, spans)),
+            intersect_intervals(windows["live", name], _find_covered(name in cut, spans)),
             spans,
             windows["trainer-free",],
             windows["phase", Phase.FINAL_EVALUATION],
@@ -293,9 +298,9 @@ def _trainer_shares(
     }
 
 
-def _timing(
+def _summarize_timing(
     account: Account,
-    windows: Windows,
+    windows: StateIntervals,
     milestones: Milestones,
     trainers: dict[str, list[Span]],
     pulls: dict[str, list[Span]],
@@ -305,18 +310,18 @@ def _timing(
     """`cut`: processes whose first spans are gone."""
     trainer_spans = [span for spans in trainers.values() for span in spans]
     time_shares = _trainer_shares(windows, trainers, cut)
-    pulling = {name: in_state(spans, "pulling") for name, spans in pulls.items()}
+    pulling = {name: select_state(spans, "pulling") for name, spans in pulls.items()}
     for name in steps:
         time_shares[name] = utilization.replica_shares(
             windows["live", name],
-            stepping([steps[name]]),
+            merge_steps([steps[name]]),
             windows["spare", name],
-            union(np.concatenate([pulling[name], windows["loading", name]])),
+            merge_intervals(np.concatenate([pulling[name], windows["loading", name]])),
             windows["bound", name],
         )
     return {
-        "overlap": utilization.overlap(
-            in_state(trainer_spans, "busy"), windows["bound",], stepping(steps.values())
+        "overlap": utilization.compute_overlap(
+            select_state(trainer_spans, "busy"), windows["bound",], merge_steps(steps.values())
         ),
         "decode_gap_ratio": utilization.decode_gap_ratio(
             steps,
@@ -329,15 +334,15 @@ def _timing(
     }
 
 
-def _kept(cut: bool, spans: list[Span]) -> Intervals:
+def _find_covered(cut: bool, spans: list[Span]) -> Intervals:
     """The time that the process's own record covers."""
     first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
-    return union([(first_ns, np.iinfo(np.int64).max)])
+    return merge_intervals([(first_ns, np.iinfo(np.int64).max)])
 
 
 def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:
     """The times from the copy into the slot to the relay's word that the version is complete."""
-    return union(
+    return merge_intervals(
         (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
         for span in spans
         if span.state == "publishing"
@@ -351,9 +356,9 @@ def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) 
     for index, step in account.steps.items():
         published = milestones.published_ns.get(step.command.version)
         if published is not None and index in received:
-            publishes.append(Publish(received[index], published))
+            publishes.append(PublishTiming(received[index], published))
             made_by.add(index + 1)  # weights are named by the steps that they have seen
-    stalls = union(
+    stalls = merge_intervals(
         (span.start_ns, span.end_ns)
         for span in spans
         if span.state == "publishing" and span.step in made_by
@@ -364,7 +369,7 @@ def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) 
 # --- the file ---------------------------------------------------------------------------------
 
 
-def _processes(run_dir: Path, state: State) -> dict[str, int | None]:
+def _read_pids(run_dir: Path, state: State) -> dict[str, int | None]:
     """Process id by name, of each one's latest start."""
     try:
         coordinator = json.loads((run_dir / COORDINATOR_FILE).read_text()).get("pid")
@@ -397,7 +402,7 @@ def group_figures(account: Account) -> dict[str, Any]:
     count = len(groups)
     right = sum(all(correct for _, correct in group) for group in groups.values())
     wrong = sum(not any(correct for _, correct in group) for group in groups.values())
-    flat = sum(_spread(group) <= CONSTANT_SPREAD for group in groups.values())
+    flat = sum(_compute_spread(group) <= CONSTANT_SPREAD for group in groups.values())
     return {
         "groups_trained": count,
         "groups_mixed_versions": len(account.mixed & groups.keys()),
@@ -407,7 +412,7 @@ def group_figures(account: Account) -> dict[str, Any]:
     }
 
 
-def _spread(group: list[tuple[float, bool]]) -> float:
+def _compute_spread(group: list[tuple[float, bool]]) -> float:
     scores = [score for score, _ in group]
     return max(scores) - min(scores)
 
@@ -426,16 +431,18 @@ def by_length(account: Account) -> list[dict[str, Any]]:
     edges = np.percentile(lengths, np.linspace(0, 100, CLASSES + 1)[1:-1], method="lower")
     classes = np.searchsorted(np.unique(edges), lengths, side="left")
     return [
-        _class(account, [c for c, found in zip(closed, classes, strict=True) if found == number])
+        _summarize_class(
+            account, [c for c, found in zip(closed, classes, strict=True) if found == number]
+        )
         for number in np.unique(classes)
     ]
 
 
-def _class(account: Account, closed: list[Closed]) -> dict[str, Any]:
+def _summarize_class(account: Account, closed: list[ClosedTrajectory]) -> dict[str, Any]:
     trained = [c for c in closed if c.ending.end == "trained"]
     dropped = [c for c in closed if c.ending.end == "dropped"]
     reasons = Counter(c.ending.reason for c in dropped)
-    ages = [account.staleness(c) for c in trained]
+    ages = [account.compute_staleness(c) for c in trained]
     finished = [account.finished.get(c.ending.trajectory_id) for c in closed]
     return {
         "tokens_min": min(c.num_tokens for c in closed),

@@ -11,7 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from laminar.analysis.log.evaluations import beside, is_shaped, score, share
+from laminar.analysis.log.evaluations import (
+    format_accuracy,
+    format_details,
+    format_score,
+    is_shaped,
+)
 from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.utilization import NEARLY_EMPTY
 
@@ -19,39 +24,39 @@ ENDS_SHARE = 0.1
 """Of the steps: so many at either end are averaged, because single batches vary."""
 
 
-def headline(data: PageData) -> Iterator[tuple[str, str]]:
+def format_headline(data: PageData) -> Iterator[tuple[str, str]]:
     """The figures of a run, in the order in which one asks for them."""
     summary = data.summary
-    yield "outcome", outcome(summary)
+    yield "outcome", format_outcome(summary)
     if found := summary["forked_from"]:
         rows = "its data" if found["same_data"] else "other data, from the first row"
         yield "forked from", f"{found['run']} at step {found['step']}, with {rows}"
     yield "steps", f"{summary['steps']} in {summary['seconds']:.0f} s"
     yield "groups", groups_line(summary)
-    yield from _held_out(summary["evaluations"])
+    yield from _format_evaluations(summary["evaluations"])
     for found in summary["eval_by_prompt_length"]:
         yield "  by prompt length", range_line(found)
     yield "reward", _first_to_last(data, "reward/mean")
     yield "entropy (nats)", _first_to_last(data, "actor/entropy")
-    yield "length (tokens)", _lengths(summary)
-    yield "truncated", _share(summary["truncated_share"], "of trained responses")
+    yield "length (tokens)", _format_lengths(summary)
+    yield "truncated", _format_share(summary["truncated_share"], "of trained responses")
     yield "staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} steps"
     for found in summary["by_length"]:
         yield "  by length", length_line(found)
-    yield "mismatch KL", _figure(summary["mismatch_kl_mean"], "per token")
+    yield "mismatch KL", _format_figure(summary["mismatch_kl_mean"], "per token")
     if found := summary["trainer_memory_gb"]:
-        yield "trainer's memory", _memory(found)
-    yield "generated", _generated(summary)
+        yield "trainer's memory", _format_memory(found)
+    yield "generated", _format_throughput(summary)
     if summary["latency_s_mean"] is not None:
         mean, longest = summary["latency_s_mean"], summary["latency_s_max"]
         yield "answers took", f"mean {mean:.3g} s, max {longest:.3g} s from their first placement"
     if summary["kv_use_mean"] is not None:
-        yield "cache in use", _share(summary["kv_use_mean"], "of its tokens")
+        yield "cache in use", _format_share(summary["kv_use_mean"], "of its tokens")
     if summary["nearly_empty_steps"] is not None:
-        share = _share(summary["nearly_empty_steps"], "of the decode steps")
+        share = _format_share(summary["nearly_empty_steps"], "of the decode steps")
         yield "nearly empty", f"{share}: at most one slot in {NEARLY_EMPTY} in use"
-    yield from _repack(summary["repack"])
-    yield "reward errors", _errors(summary)
+    yield from _format_repack(summary["repack"])
+    yield "reward errors", _format_errors(summary)
     if summary["calls"] is not None:
         yield "calls of tools", calls_line(summary["calls"])
 
@@ -67,7 +72,7 @@ def calls_line(found: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
+def list_problems(summary: Mapping[str, Any]) -> Iterator[str]:
     """Whatever a reader must not overlook, one sentence each."""
     if summary["failure"]:
         yield f"the run FAILED: {summary['failure']}"
@@ -76,10 +81,12 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
     yield from summary["warnings"].values()
     if summary["reward_errors"]:
         first = summary["reward_error_first"]
-        yield f"the reward FAILED on {_errors(summary)}" + (f", first: {first}" if first else "")
+        yield f"the reward FAILED on {_format_errors(summary)}" + (
+            f", first: {first}" if first else ""
+        )
     if count := summary["trajectories_left_out"]:
         whose = sorted({f"{part['replica']} v{part['version']}" for part in summary["left_out"]})
-        left_out = count_of(count, "trajectory", "trajectories")
+        left_out = format_count(count, "trajectory", "trajectories")
         yield (
             f"{left_out} not trained: the weights that they name did not generate them "
             f"({', '.join(whose)})"
@@ -87,14 +94,14 @@ def troubles(summary: Mapping[str, Any]) -> Iterator[str]:
     if summary["steps_unchanged"]:
         yield skipped_line(summary)
     for reason, count in summary["groups_dropped"].items():
-        yield f"{count_of(count, 'group', 'groups')} dropped: {reason}"
+        yield f"{format_count(count, 'group', 'groups')} dropped: {reason}"
     if summary["tokens_restarted"]:
         yield f"{summary['tokens_restarted']:,} sampled tokens thrown away by restarts"
     if summary["coordinator_incarnations"] > 1:
         yield f"the coordinator was started {summary['coordinator_incarnations']} times"
 
 
-def _memory(found: Mapping[str, float]) -> str:
+def _format_memory(found: Mapping[str, float]) -> str:
     """On a GPU what tensors took at most; without one, of the process all that was resident."""
     measured = next((n for n in ("max_memory_allocated", "max_resident") if n in found), None)
     parts = {
@@ -107,7 +114,7 @@ def _memory(found: Mapping[str, float]) -> str:
 
 def skipped_line(summary: Mapping[str, Any]) -> str:
     """Steps after which the weights are what they were before."""
-    skipped = count_of(summary["steps_unchanged"], "skipped update", "skipped updates")
+    skipped = format_count(summary["steps_unchanged"], "skipped update", "skipped updates")
     return f"{skipped} in {summary['steps']} steps"
 
 
@@ -144,7 +151,7 @@ def range_line(found: Mapping[str, int]) -> str:
     return f"{tokens} tokens {' -> '.join(shares)} ({found['last_total']})"
 
 
-def outcome(summary: Mapping[str, Any]) -> str:
+def format_outcome(summary: Mapping[str, Any]) -> str:
     if summary["exit_code"] is None:
         return "not ended"
     if summary["paused"]:
@@ -154,7 +161,7 @@ def outcome(summary: Mapping[str, Any]) -> str:
     return "stopped early" if summary["interrupted"] else "complete"
 
 
-def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _format_evaluations(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The first and the last; where the reward is shaped, the mean score beside what is right."""
     if not evaluations:
         yield "held-out right", "not evaluated"
@@ -162,10 +169,10 @@ def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, s
     ends = [evaluations[0], evaluations[-1]][: len(evaluations)]
     last = evaluations[-1]
     of = f"{last['total']} answers; ± is the standard error"
-    yield "held-out right", f"{' -> '.join(map(share, ends))} ({of})"
+    yield "held-out right", f"{' -> '.join(map(format_accuracy, ends))} ({of})"
     if any(map(is_shaped, ends)):
-        yield "held-out score", f"{' -> '.join(map(score, ends))} (mean)"
-    if parts := beside(last):
+        yield "held-out score", f"{' -> '.join(map(format_score, ends))} (mean)"
+    if parts := format_details(last):
         yield "last evaluation", ", ".join(parts)
 
 
@@ -176,7 +183,7 @@ def _first_to_last(data: PageData, key: str) -> str:
 
 def first_to_last(data: PageData, key: str) -> tuple[str, str] | None:
     """A figure at both ends of a run, and what that is a mean of."""
-    _, values = data.figure(key)
+    _, values = data.get_points(key)
     if not values:
         return None
     count = max(1, math.ceil(len(values) * ENDS_SHARE))
@@ -185,7 +192,7 @@ def first_to_last(data: PageData, key: str) -> tuple[str, str] | None:
     return f"{first:.3g} -> {last:.3g}", of
 
 
-def _lengths(summary: Mapping[str, Any]) -> str:
+def _format_lengths(summary: Mapping[str, Any]) -> str:
     parts = []
     for what, key in (("trained", "response_length"), ("generated", "generated_response_length")):
         p50, p99 = summary[f"{key}_p50"], summary[f"{key}_p99"]
@@ -194,25 +201,26 @@ def _lengths(summary: Mapping[str, Any]) -> str:
     return "; ".join(parts) or "-"
 
 
-def _share(share: float | None, of: str) -> str:
+def _format_share(share: float | None, of: str) -> str:
     return "-" if share is None else f"{share:.2%} {of}"
 
 
-def _generated(summary: Mapping[str, Any]) -> str:
+def _format_throughput(summary: Mapping[str, Any]) -> str:
     rate, half = summary["tokens_per_s"], summary["tokens_per_s_ci95"]
     sure = "" if half is None else f" ± {half:,.3g} (95 % interval)"
     return "-" if rate is None else f"{rate:,.4g}{sure} tokens/s"
 
 
-def _repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _format_repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     """Nothing for a run without it."""
     if found is None:
         return
     late = f", {found['expired']} of them without an answer in time" if found["expired"] else ""
     yield (
         "repack",
-        f"{found['policy']}: {count_of(found['replicas_emptied'], 'replica', 'replicas')} emptied"
-        f"{late}, {count_of(found['moves'], 'trajectory', 'trajectories')} moved, "
+        f"{found['policy']}: {format_count(found['replicas_emptied'], 'replica', 'replicas')} "
+        "emptied"
+        f"{late}, {format_count(found['moves'], 'trajectory', 'trajectories')} moved, "
         f"{found['tokens_prefilled_again']:,} tokens prefilled again",
     )
     if found["hand_over_s"]:
@@ -230,16 +238,16 @@ def _repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
         )
 
 
-def _figure(value: float | None, unit: str) -> str:
+def _format_figure(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:,.4g} {unit}"
 
 
-def _errors(summary: Mapping[str, Any]) -> str:
+def _format_errors(summary: Mapping[str, Any]) -> str:
     reasons = summary["reward_errors"]
     by_reason = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
     detail = f" ({by_reason})" if by_reason else ""
     return f"{sum(reasons.values())} of {summary['reward_answers']:,} answers{detail}"
 
 
-def count_of(count: int, one: str, many: str) -> str:
+def format_count(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"

@@ -18,36 +18,36 @@ import numpy as np
 from laminar.analysis.log.intervals import (
     EMPTY,
     Intervals,
-    inside,
-    intersect,
+    intersect_intervals,
     length_ns,
-    subtract,
-    touching,
-    union,
+    mask_inside_spans,
+    mask_touching_spans,
+    merge_intervals,
+    subtract_intervals,
 )
-from laminar.analysis.log.timeline import Span, Steps, in_state
+from laminar.analysis.log.timeline import Span, Steps, select_state
 
 NEARLY_EMPTY = 8  #: one in so many slots
 GAPS_MIN = 20
 """Fewer intervals than this have no 95th percentile worth the name."""
 
 
-class Publish(NamedTuple):
+class PublishTiming(NamedTuple):
     """One step's way from its payload to its published weights."""
 
     received_ns: int
     published_ns: int
 
 
-def overlap(busy: Intervals, held_back: Intervals, stepping: Intervals) -> float | None:
+def compute_overlap(busy: Intervals, held_back: Intervals, stepping: Intervals) -> float | None:
     """Share of the trainer's busy time in which a replica was stepping.
 
     Time in which the staleness bound lets no replica do anything is not counted: there the bound
     was chosen, not the system.
     """
-    counted = subtract(busy, held_back)
+    counted = subtract_intervals(busy, held_back)
     whole = length_ns(counted)
-    return length_ns(intersect(counted, stepping)) / whole if whole else None
+    return length_ns(intersect_intervals(counted, stepping)) / whole if whole else None
 
 
 def decode_gap_ratio(
@@ -61,7 +61,7 @@ def decode_gap_ratio(
     for name, rows in steps.items():
         gaps = _decode_gaps(rows, running[name])
         pulls = [spans for other, spans in pulling.items() if other != name]
-        disturbed = touching(gaps, union(np.concatenate([publishing, *pulls])))
+        disturbed = mask_touching_spans(gaps, merge_intervals(np.concatenate([publishing, *pulls])))
         beside.append(gaps[disturbed])
         others.append(gaps[~disturbed])
     sides = [np.concatenate([EMPTY, *side]) for side in (beside, others)]
@@ -75,7 +75,7 @@ def _decode_gaps(steps: Steps, running: Intervals) -> Intervals:
     """(start, next start) of steps between which the replica always had something to decode."""
     gaps = np.stack((steps[:-1, 0], steps[1:, 0]), axis=1)
     decoding = (steps[:-1, 2] > 0) & (steps[1:, 2] > 0)
-    chosen: Intervals = gaps[decoding & inside(gaps, running)]
+    chosen: Intervals = gaps[decoding & mask_inside_spans(gaps, running)]
     return chosen
 
 
@@ -89,19 +89,19 @@ def nearly_empty_share(steps: Mapping[str, Steps], slots: Mapping[str, int]) -> 
     return empty / sampling if sampling else None
 
 
-def publish_stall_share(stalls: Intervals, publishes: Sequence[Publish]) -> float | None:
+def publish_stall_share(stalls: Intervals, publishes: Sequence[PublishTiming]) -> float | None:
     """Time that publishing blocked the trainer, by time from payloads to published weights."""
     whole = sum(p.published_ns - p.received_ns for p in publishes)
     return length_ns(stalls) / whole if whole else None
 
 
-def shares(life: Intervals, parts: Mapping[str, Intervals], rest: str) -> dict[str, float]:
+def compute_shares(life: Intervals, parts: Mapping[str, Intervals], rest: str) -> dict[str, float]:
     """Shares of a life, in the order of the parts: an earlier one takes what two of them claim."""
     whole = length_ns(life)
     found: dict[str, float] = {}
     for name, part in parts.items():
-        found[name] = length_ns(intersect(life, part)) / whole if whole else 0.0
-        life = subtract(life, part)
+        found[name] = length_ns(intersect_intervals(life, part)) / whole if whole else 0.0
+        life = subtract_intervals(life, part)
     found[rest] = length_ns(life) / whole if whole else 0.0
     return found
 
@@ -115,13 +115,13 @@ def trainer_shares(
 ) -> dict[str, float]:
     """What the trainer did; the last wait ends with its process, so no span covers it."""
     states = ("busy", "fetching", "publishing", "probe", "saving", "exporting")
-    parts = {state: in_state(spans, state) for state in states}
+    parts = {state: select_state(spans, state) for state in states}
     last_ns = max((span.end_ns for span in spans), default=0)
-    tail = intersect(free, union([(last_ns, np.iinfo(np.int64).max)]))
-    waiting = union(np.concatenate([in_state(spans, "waiting"), tail]))
-    parts["waiting_for_batch"] = intersect(waiting, working)
-    parts["waiting_for_evaluation"] = intersect(waiting, final_evaluation)
-    return shares(life, parts, "other")
+    tail = intersect_intervals(free, merge_intervals([(last_ns, np.iinfo(np.int64).max)]))
+    waiting = merge_intervals(np.concatenate([select_state(spans, "waiting"), tail]))
+    parts["waiting_for_batch"] = intersect_intervals(waiting, working)
+    parts["waiting_for_evaluation"] = intersect_intervals(waiting, final_evaluation)
+    return compute_shares(life, parts, "other")
 
 
 def replica_shares(
@@ -129,9 +129,9 @@ def replica_shares(
 ) -> dict[str, float]:
     """What a replica did; draining is stepping below its capacity while it takes nothing new."""
     parts = {
-        "draining": intersect(stepping, spare),
+        "draining": intersect_intervals(stepping, spare),
         "stepping": stepping,
         "pulling": pulling,
         "staleness_bound": bound,
     }
-    return shares(life, parts, "no_work")
+    return compute_shares(life, parts, "no_work")

@@ -11,10 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from laminar.analysis.log.trajectory_history import Moment, Moments
-from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, RUN_ENDING, Idle, Idleness
-from laminar.analysis.why.repack_decisions import Looks, look_lines, one_look
-from laminar.analysis.why.wording import WHAT_HAS_AN_ANSWER, brief, said, spell_lines, times
+from laminar.analysis.log.trajectory_history import EventClock, Moment
+from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, RUN_ENDING, IdlePeriod, IdleTracker
+from laminar.analysis.why.repack_decisions import RepackDecisions, look_lines, one_look
+from laminar.analysis.why.wording import (
+    QUESTION_HINT,
+    abbreviate_event,
+    describe_event,
+    format_times,
+    spell_lines,
+)
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
@@ -24,30 +30,30 @@ NO_USE = (DOWN, NO_WEIGHTS, RUN_ENDING)
 """An idle time that begins so belongs to the start or the end of the process or of the run."""
 
 
-class _Work(NamedTuple):
+class _PeriodEnd(NamedTuple):
     """What ended an idle time."""
 
     size: int
     first: str
 
 
-class IdleTimes:
+class IdleReport:
     """The idle times of one replica, and which of them is asked about."""
 
     def __init__(self, name: str, at: str) -> None:
         self.name, self.at = name, at
-        self._seq, self._seconds = _instant(at)
-        self._moments, self._idleness = Moments(), Idleness()
+        self._seq, self._seconds = _parse_instant(at)
+        self._moments, self._idleness = EventClock(), IdleTracker()
         self._asked: Moment | None = None  #: the last event not after the time asked about
         self._running = ""  #: what it was doing then
-        self._times: list[Idle] = []
-        self._work: dict[int, _Work] = {}  #: by the event that ended an idle time
-        self._looks = Looks()
+        self._times: list[IdlePeriod] = []
+        self._work: dict[int, _PeriodEnd] = {}  #: by the event that ended an idle time
+        self._looks = RepackDecisions()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self._moments.at(stamped)
-        self._looks.take(now, stamped, commands, state, {self.name})
-        for idle in self._idleness.take(now, stamped, state):
+        now = self._moments.locate_event(stamped)
+        self._looks.record_event(now, stamped, commands, state, {self.name})
+        for idle in self._idleness.record_event(now, stamped, state):
             if idle.replica == self.name:
                 self._times.append(idle)
                 given = [
@@ -55,30 +61,30 @@ class IdleTimes:
                     for c in commands
                     if isinstance(c, cmd.GenerateTrajectory) and c.to == self.name
                 ]
-                self._work[stamped.seq] = _Work(len(given), given[0])
-        if now.seq <= self._seq or self._moments.seconds(now) <= self._seconds:
+                self._work[stamped.seq] = _PeriodEnd(len(given), given[0])
+        if now.seq <= self._seq or self._moments.seconds_since_start(now) <= self._seconds:
             replica = state.replicas.get(self.name)
             self._asked = now
             if replica is not None:
                 self._running = f"{len(replica.running)} trajectories of v{replica.version}"
 
-    def lines(self) -> Iterable[str]:
+    def format_lines(self) -> Iterable[str]:
         if self.name not in self._idleness.known:
             known = ", ".join(sorted(self._idleness.known)) or "none that was ready"
             raise ConfigError(
-                f"the log has no replica {self.name}, it has {known}: {WHAT_HAS_AN_ANSWER}"
+                f"the log has no replica {self.name}, it has {known}: {QUESTION_HINT}"
             )
         if still := self._idleness.open.get(self.name):
             self._times.append(still)
-        idle = self._chosen()
+        idle = self._choose_period()
         if idle is None:
             yield from self._busy_lines()
         else:
             yield from self._idle_lines(idle)
         yield from self._sum_lines()
-        yield from self._look_lines()
+        yield from self._decision_lines()
 
-    def _chosen(self) -> Idle | None:
+    def _choose_period(self) -> IdlePeriod | None:
         """The idle time at the instant that was asked about, else the longest in the run."""
         if not self.at:
             up = [t for t in self._times if t.spells[0].reason not in NO_USE]
@@ -87,7 +93,7 @@ class IdleTimes:
         if self._asked is None or max(self._seq, 0) > last.seq or self._seconds > self._end_s():
             raise ConfigError(
                 f"--at {self.at} is outside the log: it goes from 0 s (#1) to "
-                f"{self._moments.said(last)}"
+                f"{self._moments.format_time(last)}"
             )
         for idle in self._times:
             if idle.begin.seq <= self._asked.seq and (
@@ -97,21 +103,22 @@ class IdleTimes:
         return None
 
     def _end_s(self) -> float:
-        return self._moments.seconds(self._moments.now)
+        return self._moments.seconds_since_start(self._moments.now)
 
-    def _length_ns(self, idle: Idle) -> int:
+    def _length_ns(self, idle: IdlePeriod) -> int:
         return (idle.end or self._moments.now).unix_ns - idle.begin.unix_ns
 
     def _busy_lines(self) -> Iterable[str]:
         ready = self._idleness.known[self.name]
+        ready_at = self._moments.format_time(ready)
         if not self.at:
-            yield f"{self.name}, ready at {self._moments.said(ready)}, was never idle in the run."
+            yield f"{self.name}, ready at {ready_at}, was never idle in the run."
         elif self._asked is not None and self._asked.seq < ready.seq:
-            yield f"{self.name} was not there yet: it was ready at {self._moments.said(ready)}."
+            yield f"{self.name} was not there yet: it was ready at {ready_at}."
         else:
             yield f"{self.name} was not idle at {self.at}: it ran {self._running}."
 
-    def _look_lines(self) -> Iterable[str]:
+    def _decision_lines(self) -> Iterable[str]:
         """What repack did with it while it ran something."""
         looks = self._looks.of.get(self.name, [])
         asked = self._asked
@@ -119,41 +126,42 @@ class IdleTimes:
         if self.at and last:
             yield from one_look(last[-1], self._moments)
         if looks:
-            yield f"While it ran something, repack looked at it {times(len(looks))}:"
+            yield f"While it ran something, repack looked at it {format_times(len(looks))}:"
             yield from look_lines(looks, self._moments)
 
-    def _idle_lines(self, idle: Idle) -> Iterable[str]:
-        at, last = self._moments.said, self._moments.now
+    def _idle_lines(self, idle: IdlePeriod) -> Iterable[str]:
+        at, last = self._moments.format_time, self._moments.now
         longest = "" if self.at else ", its longest idle time in the run"
         yield (
             f"{self.name} ran nothing from {at(idle.begin)} to {at(idle.end or last)}: "
             f"{self._length_ns(idle) / 1e9:.3f} s{longest}."
         )
-        yield f"It began with {brief(idle.begun_by)}."
+        yield f"It began with {abbreviate_event(idle.begun_by)}."
         yield from spell_lines(idle.spells, idle.end or last, self._moments)
         if idle.end is None or idle.ended_by is None:
             yield "It lasts to the end of the log."
             return
         work = self._work[idle.end.seq]
         more = f" and {work.size - 1} more" if work.size > 1 else ""
-        yield f"It ended with {said(idle.ended_by)}: {work.first}{more} were dispatched to it."
+        event = describe_event(idle.ended_by)
+        yield f"It ended with {event}: {work.first}{more} were dispatched to it."
 
     def _sum_lines(self) -> Iterable[str]:
         last = self._moments.now
         whole: dict[str, int] = {}
         for idle in self._times:
-            for reason, ns in idle.parts(last).items():
+            for reason, ns in idle.sum_by_reason(last).items():
                 whole[reason] = whole.get(reason, 0) + ns
         life_s = (last.unix_ns - self._idleness.known[self.name].unix_ns) / 1e9
         parts = sorted(whole.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts if ns)
         yield (
-            f"In total it ran nothing {times(len(self._times))}, for "
+            f"In total it ran nothing {format_times(len(self._times))}, for "
             f"{sum(whole.values()) / 1e9:.3f} of {life_s:.3f} s{': ' if listed else ''}{listed}."
         )
 
 
-def _instant(at: str) -> tuple[int, float]:
+def _parse_instant(at: str) -> tuple[int, float]:
     """(event number, seconds) up to which events lie before the instant; -1 for the other one."""
     try:
         if at.startswith("#"):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.state_intervals import STALENESS_BOUND
 from laminar.analysis.log.trajectory_history import Moment
-from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.core.state import keys
 from laminar.core.state.state import Replica, State
 from laminar.core.versions import load_sources
@@ -42,7 +42,7 @@ class Spell(NamedTuple):
 
 
 @dataclass(slots=True)
-class Idle:
+class IdlePeriod:
     """A time in which a replica ran nothing."""
 
     replica: str
@@ -52,7 +52,7 @@ class Idle:
     end: Moment | None = None  #: None: it lasts
     ended_by: Stamped | None = None
 
-    def parts(self, last: Moment) -> dict[str, int]:
+    def sum_by_reason(self, last: Moment) -> dict[str, int]:
         """Nanoseconds by reason; `last` is the end of the log."""
         end = self.end or last
         found: dict[str, int] = {}
@@ -63,14 +63,14 @@ class Idle:
         return found
 
 
-class Idleness:
+class IdleTracker:
     """What every replica that was ever ready did not do."""
 
     def __init__(self) -> None:
-        self.open: dict[str, Idle] = {}
+        self.open: dict[str, IdlePeriod] = {}
         self.known: dict[str, Moment] = {}  #: replicas, and when each was first ready
 
-    def take(self, now: Moment, stamped: Stamped, state: State) -> list[Idle]:
+    def record_event(self, now: Moment, stamped: Stamped, state: State) -> list[IdlePeriod]:
         """Enter one event; returns the times that ended with it."""
         if isinstance(stamped.event, ev.TokenProgress):
             return []  # a gauge: it changes nothing that is asked here
@@ -84,47 +84,47 @@ class Idleness:
                     idle.end, idle.ended_by = now, stamped
                     ended.append(idle)
             else:
-                self._idle(name, replica, now, stamped, state)
+                self._extend_period(name, replica, now, stamped, state)
         return ended
 
-    def _idle(
+    def _extend_period(
         self, name: str, replica: Replica | None, now: Moment, stamped: Stamped, state: State
     ) -> None:
         idle = self.open.get(name)
         if idle is None:
-            idle = self.open[name] = Idle(name, now, stamped.event)
+            idle = self.open[name] = IdlePeriod(name, now, stamped.event)
         reason = idle_reason(state, replica)
         mark = state.chosen if reason == STALENESS_BOUND else 0
         if reason == PULLING:
-            mark = state.commands[keys.pull(name)].cause
+            mark = state.commands[keys.pull_key(name)].cause
         last = idle.spells[-1] if idle.spells else None
         if last is None or (last.reason, last.mark) != (reason, mark):
-            idle.spells.append(Spell(reason, now, _detail(state, replica, reason), mark))
+            idle.spells.append(Spell(reason, now, _describe_reason(state, replica, reason), mark))
 
 
 def idle_reason(state: State, replica: Replica | None) -> str:
     """What an empty replica does, or why it gets nothing."""
-    if replica is None or not state.actor_alive(replica.name):
+    if replica is None or not state.is_actor_alive(replica.name):
         return DOWN
     if replica.loading:
         return PULLING
     if replica.version < 0:
         return NO_WEIGHTS
-    return why_not_admitted(state, replica) or FREE
+    return find_not_admitted_reason(state, replica) or FREE
 
 
-def _detail(state: State, replica: Replica | None, reason: str) -> str:
+def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
     """The figures behind a reason, as the end of a sentence."""
     if replica is None or reason == DOWN:
         return "its process is gone"
     if reason == PULLING:
-        return _pull(state, replica)
+        return _describe_pull(state, replica)
     if reason == NO_WEIGHTS:
         none_here = state.newest_for(replica) < 0
         held = "its relay holds none yet" if none_here else "it rejected what it loaded"
         return f"it has no weights: {held}"
     if reason == STALENESS_BOUND:
-        return _bound(state, replica.step) + _newer(state, replica)
+        return _describe_bound(state, replica.step) + _describe_newer(state, replica)
     if reason == NO_DATA:
         left = sum(state.deadlines.values())
         return f"the run needs no further group: {left} are on their way into the last batches"
@@ -137,8 +137,8 @@ def _detail(state: State, replica: Replica | None, reason: str) -> str:
     return "nothing refuses it work"
 
 
-def _pull(state: State, replica: Replica) -> str:
-    outstanding = state.commands[keys.pull(replica.name)]
+def _describe_pull(state: State, replica: Replica) -> str:
+    outstanding = state.commands[keys.pull_key(replica.name)]
     order = outstanding.command
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
@@ -155,7 +155,7 @@ def source_of(state: State, order: cmd.PullWeights) -> str:
     if not place:
         return ""
     replica, taken, others = state.replicas[order.to], "", []
-    for source in load_sources.offers(state, replica, order.version):
+    for source in load_sources.list_sources(state, replica, order.version):
         ms = load_sources.estimate_ms(source, state.version_bytes)
         known = f"about {ms / 1000:.1f} s" if ms >= 0 else "its time is not known"
         if source.name == place:
@@ -168,7 +168,7 @@ def source_of(state: State, order: cmd.PullWeights) -> str:
     return f" from {place} ({taken}){beside}"
 
 
-def _bound(state: State, step: int) -> str:
+def _describe_bound(state: State, step: int) -> str:
     """The staleness bound in figures, for one more group of the weights of so many steps."""
     mine = step + state.settings.max_staleness
 
@@ -188,7 +188,7 @@ def _bound(state: State, step: int) -> str:
     )
 
 
-def _newer(state: State, replica: Replica) -> str:
+def _describe_newer(state: State, replica: Replica) -> str:
     """What it would need instead: newer weights."""
     making = state.commands.get(keys.TRAIN)
     if state.newest_for(replica) > replica.version or making is None:

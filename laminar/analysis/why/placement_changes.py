@@ -15,15 +15,20 @@ from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import (
     DISPATCHED,
     LOST,
-    Life,
-    Lives,
-    Moments,
+    EventClock,
+    HistoryTracker,
     Placement,
+    TrajectoryHistory,
 )
-from laminar.analysis.report.repack_book import given_away
+from laminar.analysis.report.repack_book import was_given_away
 from laminar.analysis.why.idle_spells import source_of
-from laminar.analysis.why.repack_decisions import EMPTIED, NOT_IN_TAIL, Looks, look_lines
-from laminar.analysis.why.wording import WHAT_HAS_AN_ANSWER, said, times
+from laminar.analysis.why.repack_decisions import (
+    EMPTIED,
+    NOT_STRAGGLING,
+    RepackDecisions,
+    look_lines,
+)
+from laminar.analysis.why.wording import QUESTION_HINT, describe_event, format_times
 from laminar.config import ConfigError
 from laminar.core.state import keys
 from laminar.core.state.state import State
@@ -34,7 +39,7 @@ from laminar.events.reasons import PullPurpose
 from laminar.names.ids import Purpose, TrajectoryId
 
 
-class _Move(NamedTuple):
+class _PlacementChange(NamedTuple):
     """A placement after the first."""
 
     lost: Stamped
@@ -45,57 +50,59 @@ class _Move(NamedTuple):
     source: str  #: of its version, if its new replica was ordered to load it for such work
 
 
-class Moves:
+class PlacementChanges:
     """Every placement of one trajectory after the first."""
 
     def __init__(self, name: TrajectoryId) -> None:
         self.name = name
-        self._moments, self._lives = Moments(), Lives()
-        self._life: Life | None = None
+        self._moments, self._lives = EventClock(), HistoryTracker()
+        self._life: TrajectoryHistory | None = None
         self._first: Stamped | None = None
         self._lost: Stamped | None = None
         self._restart = self._waited = False  #: since it was lost
         self._sources: dict[str, str] = {}  #: since then, by the replica that loads its version
-        self._moves: list[_Move] = []
+        self._moves: list[_PlacementChange] = []
         self._again = ""  #: the id under which an evaluation ran it again
-        self._looks = Looks()
+        self._looks = RepackDecisions()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self._moments.at(stamped)
-        for what, life in self._lives.take(now, stamped.event, commands, state):
+        now = self._moments.locate_event(stamped)
+        for what, life in self._lives.record_event(now, stamped.event, commands, state):
             if life.trajectory_id == self.name:
                 self._life = life
-                self._change(what, life, stamped, state)
-            elif what == DISPATCHED and self._runs_again(life):
+                self._record_change(what, life, stamped, state)
+            elif what == DISPATCHED and self._is_repeated_by(life):
                 self._again = self._again or life.trajectory_id
         if self._lost is not None:
-            self._watch(stamped, state)
+            self._watch_lost_work(stamped, state)
             self._note_sources(commands, state)
         trajectory = state.trajectories.get(self.name)
         if trajectory is not None:
-            self._looks.take(now, stamped, commands, state, {trajectory.replica})
+            self._looks.record_event(now, stamped, commands, state, {trajectory.replica})
 
-    def _change(self, what: str, life: Life, stamped: Stamped, state: State) -> None:
+    def _record_change(
+        self, what: str, life: TrajectoryHistory, stamped: Stamped, state: State
+    ) -> None:
         if what == LOST:
             self._lost, self._restart, self._waited = stamped, False, False
             self._sources = {}
-            self._watch(stamped, state)
+            self._watch_lost_work(stamped, state)
         elif what == DISPATCHED and self._lost is None:
             self._first = stamped
         elif what == DISPATCHED and self._lost is not None:
-            self._watch(stamped, state)
+            self._watch_lost_work(stamped, state)
             before, after = life.placements[-2:]
-            self._restart = self._restart or _timer(stamped) == keys.BATCH_WAIT
-            reason = self._reason(before, after, state)
+            self._restart = self._restart or _get_timer(stamped) == keys.BATCH_WAIT
+            reason = self._find_reason(before, after, state)
             source = self._sources.get(after.replica, "") * (after.attempt == before.attempt)
-            self._moves.append(_Move(self._lost, stamped, before, after, reason, source))
+            self._moves.append(_PlacementChange(self._lost, stamped, before, after, reason, source))
             self._lost = None
 
-    def _watch(self, stamped: Stamped, state: State) -> None:
+    def _watch_lost_work(self, stamped: Stamped, state: State) -> None:
         """What has come over lost work: a batch gave up on it, or its wait for a place is over."""
         trajectory = state.trajectories.get(self.name)
         self._restart = self._restart or (trajectory is not None and trajectory.restart)
-        self._waited = self._waited or _timer(stamped) == keys.resume(self.name)
+        self._waited = self._waited or _get_timer(stamped) == keys.resume_timer(self.name)
 
     def _note_sources(self, commands: list[Command], state: State) -> None:
         """Where replicas get its version from, if that is not from their own relays."""
@@ -104,12 +111,12 @@ class Moves:
             if not isinstance(order, cmd.PullWeights) or order.purpose != PullPurpose.RESUME:
                 continue
             if order.version == version and (found := source_of(state, order)):
-                when = self._moments.said(self._moments.now)
+                when = self._moments.format_time(self._moments.now)
                 text = f"{order.to} was ordered to load v{version}{found}."
                 self._sources[order.to] = f"At {when} {text}"
 
-    def _reason(self, before: Placement, after: Placement, state: State) -> str:
-        if self._lost is not None and given_away(self._lost):
+    def _find_reason(self, before: Placement, after: Placement, state: State) -> str:
+        if self._lost is not None and was_given_away(self._lost):
             return (
                 f"{before.replica} ran only a few long answers and could take new work with newer "
                 f"weights, and {after.replica} had v{after.version} and kept room for it (repack)"
@@ -127,7 +134,7 @@ class Moves:
             )
         return f"the relay no longer held v{before.version}, and no replica with room served it"
 
-    def _runs_again(self, life: Life) -> bool:
+    def _is_repeated_by(self, life: TrajectoryHistory) -> bool:
         """An evaluation repeats a lost answer as a group of its own."""
         mine = self._life
         if mine is None or mine.purpose != Purpose.EVAL or life.purpose != Purpose.EVAL:
@@ -135,16 +142,16 @@ class Moves:
         same = mine.group.partition("-")[0] == life.group.partition("-")[0]
         return same and life.placement.attempt > mine.placement.attempt
 
-    def lines(self) -> Iterable[str]:
+    def format_lines(self) -> Iterable[str]:
         life, first = self._life, self._first
         if life is None or first is None:
-            raise ConfigError(f"the log has no trajectory {self.name}: {WHAT_HAS_AN_ANSWER}")
+            raise ConfigError(f"the log has no trajectory {self.name}: {QUESTION_HINT}")
         begin = life.placements[0]
-        moved = f"moved {times(len(self._moves))}" if self._moves else "never moved"
+        moved = f"moved {format_times(len(self._moves))}" if self._moves else "never moved"
         yield f"{self.name} {moved}."
         yield (
             f"It was placed on {begin.replica} with v{begin.version} at "
-            f"{self._moments.said(begin.dispatched)}, because of {said(first)}."
+            f"{self._moments.format_time(begin.dispatched)}, because of {describe_event(first)}."
         )
         yield from self._update_lines(begin)
         for move in self._moves:
@@ -157,7 +164,7 @@ class Moves:
         for moment, version in placement.updates:
             yield (
                 f"It went on with v{version}, which {placement.replica} loaded in flight, at "
-                f"{self._moments.said(moment)}."
+                f"{self._moments.format_time(moment)}."
             )
 
     def _stay_lines(self) -> Iterable[str]:
@@ -166,18 +173,18 @@ class Moves:
             look
             for found in self._looks.of.values()
             for look in found
-            if self.name in look.running and look.reason not in (EMPTIED, *NOT_IN_TAIL)
+            if self.name in look.running and look.reason not in (EMPTIED, *NOT_STRAGGLING)
         ]
         if looks:
-            yield f"Repack found its replica in its tail and left it {times(len(looks))}:"
+            yield f"Repack found its replica in its tail and left it {format_times(len(looks))}:"
             yield from look_lines(looks, self._moments)
 
-    def _move_lines(self, move: _Move) -> Iterable[str]:
-        at, before, after = self._moments.said, move.before, move.after
+    def _move_lines(self, move: _PlacementChange) -> Iterable[str]:
+        at, before, after = self._moments.format_time, move.before, move.after
         assert before.left is not None
         yield f"Placement {after.number}:"
-        how = "gave it away" if given_away(move.lost) else "lost it"
-        yield f"  {before.replica} {how} at {at(before.left)}: {said(move.lost)}."
+        how = "gave it away" if was_given_away(move.lost) else "lost it"
+        yield f"  {before.replica} {how} at {at(before.left)}: {describe_event(move.lost)}."
         if move.source:
             yield f"  {move.source}"
         waited_s = (after.dispatched.unix_ns - before.left.unix_ns) / 1e9
@@ -186,7 +193,7 @@ class Moves:
         else:
             yield (
                 f"  {after.replica} got it {waited_s:.3f} s later, at {at(after.dispatched)}, "
-                f"because of {said(move.placed)}."
+                f"because of {describe_event(move.placed)}."
             )
         if after.attempt > before.attempt:
             yield (
@@ -194,20 +201,21 @@ class Moves:
                 f"{move.reason}."
             )
         else:
-            yield f"  It resumed: {move.reason}. {self._tokens(after)}"
+            yield f"  It resumed: {move.reason}. {self._describe_tokens(after)}"
 
-    def _tokens(self, placement: Placement) -> str:
+    def _describe_tokens(self, placement: Placement) -> str:
         if placement.started is None:
             return "It was not opened there."
-        at = self._moments.said(placement.started)
+        at = self._moments.format_time(placement.started)
         if not placement.tokens_resumed:
             return f"The store held no token of it yet: the same attempt began again at {at}."
         return f"It went on from {placement.tokens_resumed} tokens of the store at {at}."
 
-    def _end_lines(self, life: Life) -> Iterable[str]:
+    def _end_lines(self, life: TrajectoryHistory) -> Iterable[str]:
         if life.finished is not None:
             yield (
-                f"It finished on {life.placement.replica} at {self._moments.said(life.finished)} "
+                f"It finished on {life.placement.replica} at "
+                f"{self._moments.format_time(life.finished)} "
                 f"with {life.num_tokens} tokens ({life.finish_reason})."
             )
         if life.ended_by:
@@ -217,10 +225,10 @@ class Moves:
             return
         how = f"{life.end} ({life.end_reason})" if life.end_reason else life.end
         step = f" by step {step_number(life.end_step)}" if life.end == "trained" else ""
-        yield f"It ended as {how}{step} at {self._moments.said(life.ending)}."
+        yield f"It ended as {how}{step} at {self._moments.format_time(life.ending)}."
         if self._again:
             yield f"The evaluation ran its prompt again as {self._again}."
 
 
-def _timer(stamped: Stamped) -> str:
+def _get_timer(stamped: Stamped) -> str:
     return stamped.event.timer if isinstance(stamped.event, ev.TimerFired) else ""

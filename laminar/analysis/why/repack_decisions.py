@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from laminar.analysis.log.trajectory_history import Moment, Moments
-from laminar.analysis.why.wording import times
+from laminar.analysis.log.trajectory_history import EventClock, Moment
+from laminar.analysis.why.wording import format_times
 from laminar.core.repack import packing as repack
 from laminar.core.repack.stragglers import (
-    MOVES_MAX,
+    MIGRATIONS_MAX,
+    find_not_emptied_reason,
+    find_not_migrated_reason,
+    find_not_straggler_reason,
+    find_stragglers,
     released_max,
-    tails,
-    why_not_emptied,
-    why_not_in_tail,
-    why_not_moved,
     within_bound,
 )
 from laminar.core.scheduling.admission import first_share, groups_wanted
@@ -50,7 +50,7 @@ REASONS = {
     "held-out": "it ran held-out answers",
     "waited-for": "a batch had waited for what it ran",
     "seen-deaths": "what it ran had seen a replica die",
-    "moved-often": f"what it ran had moved {MOVES_MAX} times",
+    "moved-often": f"what it ran had moved {MIGRATIONS_MAX} times",
     "bound": "the staleness bound had no room for new groups",
     "data": "the run needed no further group",
     "others-first": "replicas that were empty or loading came first",
@@ -60,7 +60,7 @@ REASONS = {
     "changed": "with the same event others were emptied, or a batch was chosen",
 }
 """Each reason in words, as the end of a sentence."""
-NOT_IN_TAIL = ("admits", "not-heard", "waiting", "full", "loading")
+NOT_STRAGGLING = ("admits", "not-heard", "waiting", "full", "loading")
 
 
 class RepackDecision(NamedTuple):
@@ -73,32 +73,32 @@ class RepackDecision(NamedTuple):
     detail: str  #: with figures; empty: the reason says it all
 
 
-class Looks:
+class RepackDecisions:
     """An observer of a replay, told the moment of each event."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[RepackDecision]] = {}  #: by replica
 
-    def take(
+    def record_event(
         self, now: Moment, stamped: Stamped, commands: list[Command], state: State, names: set[str]
     ) -> None:
         """Enter one event; only the replicas of these names are asked about."""
-        if not names or not _looked(stamped, state):
+        if not names or not _is_decision_time(stamped, state):
             return
         released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
-        found = tails(state)
+        found = find_stragglers(state)
         for name in names & state.replicas.keys():
             replica = state.replicas[name]
             if not replica.running:
                 continue
             mine = next((s for s in found.get(replica.version, ()) if s.name == name), None)
-            reason = EMPTIED if name in released else _reason(state, replica, mine, found)
-            detail = _detail(state, replica, mine, reason)
+            reason = EMPTIED if name in released else _find_reason(state, replica, mine, found)
+            detail = _describe_reason(state, replica, mine, reason)
             look = RepackDecision(now, replica.version, tuple(replica.running), reason, detail)
             self.of.setdefault(name, []).append(look)
 
 
-def _looked(stamped: Stamped, state: State) -> bool:
+def _is_decision_time(stamped: Stamped, state: State) -> bool:
     """The time until the next look began with this event."""
     if not isinstance(stamped.event, ev.TimerFired | ev.WeightsPublished):
         return False
@@ -106,7 +106,7 @@ def _looked(stamped: Stamped, state: State) -> bool:
     return state.timers.get(keys.REPACK) == next_ns
 
 
-def _reason(
+def _find_reason(
     state: State,
     replica: Replica,
     mine: StragglerLoad | None,
@@ -116,9 +116,11 @@ def _reason(
     tail."""
     if replica.given:
         return "given"
-    if replica.loading or not state.actor_alive(replica.name):
+    if replica.loading or not state.is_actor_alive(replica.name):
         return "loading"
-    if reason := why_not_in_tail(state, replica) or why_not_emptied(state, replica):
+    if reason := find_not_straggler_reason(state, replica) or find_not_emptied_reason(
+        state, replica
+    ):
         return reason
     gain = state.settings.repack_policy == "gain"
     if gain and not released_max(state):
@@ -126,7 +128,7 @@ def _reason(
     assert mine is not None, replica
     others = [standing for standing in found[replica.version] if standing is not mine]
     prefill = state.settings.repack_prefill_tokens if gain else 0
-    return repack.why_not(mine, others, prefill) or "changed"
+    return repack.find_not_packed_reason(mine, others, prefill) or "changed"
 
 
 def _no_new_groups(state: State) -> str:
@@ -136,7 +138,9 @@ def _no_new_groups(state: State) -> str:
     return "bound" if within_bound(state) < needed else "others-first"
 
 
-def _detail(state: State, replica: Replica, mine: StragglerLoad | None, reason: str) -> str:
+def _describe_reason(
+    state: State, replica: Replica, mine: StragglerLoad | None, reason: str
+) -> str:
     """The figures behind a reason."""
     packing = replica.packing
     if reason == "no-room" and mine is not None:
@@ -157,23 +161,28 @@ def _detail(state: State, replica: Replica, mine: StragglerLoad | None, reason: 
         room, needed = within_bound(state), first_share(state)
         return f"for {max(room, 0)} of the newest weights, where {needed} are a replica's share"
     found = (state.trajectories[t] for t in replica.running)
-    return next((t.id for t in found if why_not_moved(state, t) == reason), "")
+    return next((t.id for t in found if find_not_migrated_reason(state, t) == reason), "")
 
 
-def one_look(look: RepackDecision, moments: Moments) -> Iterable[str]:
+def one_look(look: RepackDecision, moments: EventClock) -> Iterable[str]:
     """What repack found that time."""
     detail = f" ({look.detail})" if look.detail else ""
     yield (
-        f"At {moments.said(look.at)}, with {len(look.running)} trajectories of v{look.version}, "
+        f"At {moments.format_time(look.at)}, with {len(look.running)} trajectories of "
+        f"v{look.version}, "
         f"repack looked: {REASONS[look.reason]}{detail}."
     )
 
 
-def look_lines(looks: Sequence[RepackDecision], moments: Moments) -> Iterable[str]:
+def look_lines(looks: Sequence[RepackDecision], moments: EventClock) -> Iterable[str]:
     """How often it was left, by reason, and the last time that each was the reason."""
     counts = Counter(look.reason for look in looks)
     for reason, count in counts.most_common():
         last = [look for look in looks if look.reason == reason][-1]
         detail = f" ({last.detail})" if last.detail else ""
-        when = f"at {moments.said(last.at)}" if count == 1 else f"last at {moments.said(last.at)}"
-        yield f"  {times(count)}, {when}: {REASONS[reason]}{detail}"
+        when = (
+            f"at {moments.format_time(last.at)}"
+            if count == 1
+            else f"last at {moments.format_time(last.at)}"
+        )
+        yield f"  {format_times(count)}, {when}: {REASONS[reason]}{detail}"

@@ -13,14 +13,14 @@ from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import (
     DISPATCHED,
     ENDED,
-    Life,
-    Lives,
+    EventClock,
+    HistoryTracker,
     Moment,
-    Moments,
     Placement,
+    TrajectoryHistory,
 )
-from laminar.analysis.why.idle_spells import Idle, Idleness, Spell
-from laminar.analysis.why.wording import WHAT_HAS_AN_ANSWER, said, spell_lines
+from laminar.analysis.why.idle_spells import IdlePeriod, IdleTracker, Spell
+from laminar.analysis.why.wording import QUESTION_HINT, describe_event, spell_lines
 from laminar.config import ConfigError
 from laminar.core.state import keys
 from laminar.core.state.indexes import live_actor
@@ -42,27 +42,29 @@ class StepWait:
     def __init__(self, step: int) -> None:
         """`step` as people count, from 1."""
         self.step = step
-        self._moments, self._lives, self._idleness = Moments(), Lives(), Idleness()
+        self._moments, self._lives, self._idleness = EventClock(), HistoryTracker(), IdleTracker()
         self._spells: list[Spell] = []  #: since the trainer was last training
         self._freed_by: Stamped | None = None
         self._complete: dict[GroupId, Moment] = {}
         self._dispatch: dict[TrajectoryId, Stamped] = {}
-        self._idle: dict[tuple[str, int], Idle] = {}  #: by replica and the event that ended it
+        self._idle: dict[
+            tuple[str, int], IdlePeriod
+        ] = {}  #: by replica and the event that ended it
         self._published: dict[int, Moment] = {}
         self._latest = 0
-        self._batch: list[Life] = []
+        self._batch: list[TrajectoryHistory] = []
         self._chosen: tuple[Moment, Stamped] | None = None
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if self._chosen is not None:
             return
-        now = self._moments.at(stamped)
-        for what, life in self._lives.take(now, stamped.event, commands, state):
+        now = self._moments.locate_event(stamped)
+        for what, life in self._lives.record_event(now, stamped.event, commands, state):
             if what == DISPATCHED:
                 self._dispatch[life.trajectory_id] = stamped
             elif what == ENDED:
                 self._dispatch.pop(life.trajectory_id, None)
-        for idle in self._idleness.take(now, stamped, state):
+        for idle in self._idleness.record_event(now, stamped, state):
             self._idle[idle.replica, now.seq] = idle
         if isinstance(stamped.event, ev.WeightsPublished):
             self._published.setdefault(stamped.event.version, now)
@@ -80,36 +82,36 @@ class StepWait:
                     self._chosen = (now, stamped)
                     self._batch = [self._lives.open[name] for name in command.trajectories]
                     return
-        reason = _trainer_waits_for(state)
+        reason = _trainer_wait_reason(state)
         if not reason:
             self._spells, self._freed_by = [], None
         elif not self._spells or self._spells[-1].reason != reason:
             self._freed_by = self._freed_by or stamped
             self._spells.append(Spell(reason, now, _trainer_detail(state, reason)))
 
-    def lines(self) -> Iterable[str]:
+    def format_lines(self) -> Iterable[str]:
         if self._chosen is None:
             last = f"the last one is step {self._latest}" if self._latest else "none was"
-            raise ConfigError(f"step {self.step} was never ordered, {last}: {WHAT_HAS_AN_ANSWER}")
-        (chosen, cause), at = self._chosen, self._moments.said
+            raise ConfigError(f"step {self.step} was never ordered, {last}: {QUESTION_HINT}")
+        (chosen, cause), at = self._chosen, self._moments.format_time
         if self._freed_by is None:
             yield (
                 f"Step {self.step} did not wait: its batch was complete when the trainer was free, "
-                f"at {at(chosen)} by {said(cause)}."
+                f"at {at(chosen)} by {describe_event(cause)}."
             )
         else:
             free = self._spells[0].since
             waited_s = (chosen.unix_ns - free.unix_ns) / 1e9
             yield (
                 f"Step {self.step} waited {waited_s:.3f} s: the trainer was free at {at(free)}, "
-                f"by {said(self._freed_by)}, and got its batch at {at(chosen)}, "
-                f"by {said(cause)}."
+                f"by {describe_event(self._freed_by)}, and got its batch at {at(chosen)}, "
+                f"by {describe_event(cause)}."
             )
             yield from spell_lines(self._spells, chosen, self._moments)
         yield from self._group_lines(chosen)
 
     def _group_lines(self, chosen: Moment) -> Iterable[str]:
-        groups: dict[GroupId, list[Life]] = {}
+        groups: dict[GroupId, list[TrajectoryHistory]] = {}
         for life in self._batch:
             groups.setdefault(life.group, []).append(life)
         complete = {group: self._complete.get(group, chosen) for group in groups}
@@ -123,17 +125,19 @@ class StepWait:
             yield _share_line(last[0], free, chosen)
         for life in last:
             yield (
-                f"Group {life.group} was complete at {self._moments.said(complete[life.group])}, "
+                f"Group {life.group} was complete at "
+                f"{self._moments.format_time(complete[life.group])}, "
                 f"with {life.trajectory_id} as its last:"
             )
             yield from self._part_lines(life, chosen)
 
-    def _part_lines(self, life: Life, chosen: Moment) -> Iterable[str]:
+    def _part_lines(self, life: TrajectoryHistory, chosen: Moment) -> Iterable[str]:
         """dispatched -> started -> finished -> rewarded -> chosen, each with its length."""
         placement = life.placement
         yield (
-            f"  dispatched at {self._moments.said(placement.dispatched)} to {placement.replica} "
-            f"with v{placement.version}, by {said(self._dispatch[life.trajectory_id])}"
+            f"  dispatched at {self._moments.format_time(placement.dispatched)} to "
+            f"{placement.replica} "
+            f"with v{placement.version}, by {describe_event(self._dispatch[life.trajectory_id])}"
         )
         yield from self._before_lines(placement, self._dispatch[life.trajectory_id])
         tokens = f"{life.num_tokens} tokens, {life.finish_reason}"
@@ -154,19 +158,20 @@ class StepWait:
         """What its replica did before: an idle time, and the weights that ended it."""
         idle = self._idle.get((placement.replica, placement.dispatched.seq))
         if idle is not None:
-            parts = idle.parts(placement.dispatched)
+            parts = idle.sum_by_reason(placement.dispatched)
             listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts.items())
-            begin = self._moments.said(idle.begin)
+            begin = self._moments.format_time(idle.begin)
             yield f"    {placement.replica} had run nothing since {begin}: {listed}"
         elif isinstance(cause.event, ev.TrajectoryFinished) and cause.peer == placement.replica:
             yield f"    {placement.replica} had no room for it before"
         if published := self._published.get(placement.version):
-            yield f"    v{placement.version} was published at {self._moments.said(published)}"
+            at = self._moments.format_time(published)
+            yield f"    v{placement.version} was published at {at}"
         if placement.number > 1:
             yield f"    it was placement {placement.number}: ask why the trajectory moved"
 
 
-def _share_line(life: Life, free: Moment, chosen: Moment) -> str:
+def _share_line(life: TrajectoryHistory, free: Moment, chosen: Moment) -> str:
     """How the trainer's wait divides into the parts of the sibling that came last."""
     parts = (
         ("not dispatched", life.placement.dispatched),
@@ -183,11 +188,11 @@ def _share_line(life: Life, free: Moment, chosen: Moment) -> str:
     return f"While the trainer waited, {life.trajectory_id}, the last, was {', '.join(shares)}."
 
 
-def _rewarded_seq(life: Life) -> int:
+def _rewarded_seq(life: TrajectoryHistory) -> int:
     return life.rewarded.seq if life.rewarded else 0
 
 
-def _trainer_waits_for(state: State) -> str:
+def _trainer_wait_reason(state: State) -> str:
     """What the trainer, being ready and not training, waits for; empty while it trains."""
     trainer = live_actor(state, Role.TRAINER)
     if trainer is None or not trainer.ready or state.batch is not None:

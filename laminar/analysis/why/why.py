@@ -20,39 +20,39 @@ from pathlib import Path
 from typing import Protocol
 
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.why.idle_report import IdleTimes
-from laminar.analysis.why.placement_changes import Moves
+from laminar.analysis.why.idle_report import IdleReport
+from laminar.analysis.why.placement_changes import PlacementChanges
 from laminar.analysis.why.step_wait import StepWait
-from laminar.analysis.why.wording import WHAT_HAS_AN_ANSWER
+from laminar.analysis.why.wording import QUESTION_HINT
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
 from laminar.names.ids import TrajectoryId
 
 
-class Answer(Protocol):
+class Explanation(Protocol):
     """An observer of a replay that has something to say at its end."""
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None: ...
 
-    def lines(self) -> Iterable[str]:
+    def format_lines(self) -> Iterable[str]:
         """Raises ConfigError when the log does not have what was asked about."""
 
 
-def why(run_dir: Path, name: str, at: str = "") -> Iterable[str]:
+def explain_subject(run_dir: Path, name: str, at: str = "") -> Iterable[str]:
     """The answer for one id; `at` is a time for a replica: seconds, or `#` and an event number."""
-    answer = _question(name, at)
+    answer = _parse_question(name, at)
     replay_log(run_dir, answer)
-    return answer.lines()
+    return answer.format_lines()
 
 
-def _question(name: str, at: str) -> Answer:
+def _parse_question(name: str, at: str) -> Explanation:
     if re.fullmatch(r"rollout-\d+(?:\.\d+)?", name):
-        return IdleTimes(name, at)
+        return IdleReport(name, at)
     if at:
         raise ConfigError(f"--at is a time for a replica such as rollout-0, {name!r} is none")
     if re.fullmatch(r"e?\d+\.\d+(?:-\d+)?\.\d+", name):
-        return Moves(TrajectoryId(name))
+        return PlacementChanges(TrajectoryId(name))
     if match := re.fullmatch(r"(?:step-)?(\d+)", name):
         return StepWait(int(match[1]))
-    raise ConfigError(f"{name!r} is nothing that can be asked about: {WHAT_HAS_AN_ANSWER}")
+    raise ConfigError(f"{name!r} is nothing that can be asked about: {QUESTION_HINT}")

@@ -8,41 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from laminar.analysis.log.display import plain
-from laminar.analysis.log.trajectory_history import Moment, Moments
+from laminar.analysis.log.display import display_fields
+from laminar.analysis.log.trajectory_history import EventClock, Moment
 from laminar.analysis.why.idle_spells import Spell
 from laminar.events.base import COORDINATOR, Event, Stamped
 
-WHAT_HAS_AN_ANSWER = (
+QUESTION_HINT = (
     "give a trajectory (0.17.3: why it moved), a replica (rollout-0: why it was idle), "
     "or a step (step-57: what it waited for)"
 )
 
-NAMING = ("trajectory", "actor", "name", "node", "timer", "version", "step", "code", "reason")
+NAMING_FIELDS = (
+    "trajectory",
+    "actor",
+    "name",
+    "node",
+    "timer",
+    "version",
+    "step",
+    "code",
+    "reason",
+)
 """Fields that tell an event from others of its type."""
 
 
-def said(stamped: Stamped) -> str:
+def describe_event(stamped: Stamped) -> str:
     """An event by what it names, with its sender."""
     sender = "" if stamped.peer == COORDINATOR else f" of {stamped.peer}"
-    return f"{brief(stamped.event)}{sender}"
+    return f"{abbreviate_event(stamped.event)}{sender}"
 
 
-def brief(event: Event) -> str:
+def abbreviate_event(event: Event) -> str:
     """An event's tag and what it is about; `laminar log dump` has all of it."""
-    fields = plain(event)
-    named = [f"{key}={fields[key]}" for key in NAMING if fields.get(key) not in (None, "", "ok")]
+    fields = display_fields(event)
+    named = [
+        f"{key}={fields[key]}" for key in NAMING_FIELDS if fields.get(key) not in (None, "", "ok")
+    ]
     return " ".join([str(fields["type"]), *named])
 
 
-def times(count: int) -> str:
+def format_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def spell_lines(spells: list[Spell], end: Moment, moments: Moments) -> Iterable[str]:
+def spell_lines(spells: list[Spell], end: Moment, moments: EventClock) -> Iterable[str]:
     """One line for each part of a wait: when it began, how long it was, and why."""
     following = [spell.since for spell in spells[1:]] + [end]
     for spell, until in zip(spells, following, strict=True):
         seconds = (until.unix_ns - spell.since.unix_ns) / 1e9
         detail = f": {spell.detail}" if spell.detail else ""
-        yield f"  {moments.said(spell.since)}, for {seconds:.3f} s, {spell.reason}{detail}"
+        yield f"  {moments.format_time(spell.since)}, for {seconds:.3f} s, {spell.reason}{detail}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from laminar.core import store_orders
 from laminar.core.context import Context
-from laminar.core.failing import drain, fail
+from laminar.core.failing import drain_run, fail_run
 from laminar.core.members import pausing
 from laminar.core.registry import handles
 from laminar.core.scheduling import groups
@@ -25,11 +25,11 @@ from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
 from laminar.core.state.transitions import move_run
 from laminar.core.steps import batching
-from laminar.core.validation import anything, is_count
+from laminar.core.validation import accept_any, is_count
 from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.reasons import DropReason, End
+from laminar.events.reasons import DropReason, EndKind
 from laminar.names.roles import Role
 
 DATA = "data"
@@ -38,23 +38,23 @@ EXPORT_TIMEOUT_MS = 1_800_000
 """Writing and reading back a large model from a shared file system."""
 
 
-def plan(ctx: Context) -> bool:
+def plan_phase(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; True when it did."""
     if ctx.state.pausing:
         return pausing.plan_pause(ctx)
     return _PLANS[ctx.state.phase](ctx)
 
 
-def end_failed(ctx: Context) -> None:
+def end_failed_run(ctx: Context) -> None:
     """End the run if the event has shown that it failed. A run that pauses, pauses at once instead
     where its processes are lost: they leave for the same reason."""
     if ctx.failure is None:
         return
     (failed, exit_code), ctx.failure = ctx.failure, None
-    if ctx.state.pausing and failed.kind in pausing.LOSSES:
-        return pausing.pause(ctx)
+    if ctx.state.pausing and failed.kind in pausing.LOSS_FAILURES:
+        return pausing.pause_run(ctx)
     ctx.state.failed, ctx.state.exit_code = failed, exit_code
-    _begin_ending(ctx)
+    _start_ending(ctx)
 
 
 def end_flat_data(ctx: Context) -> None:
@@ -73,7 +73,7 @@ def _drain_flat(ctx: Context, limit: str) -> None:
         f"({limit}): give prompts that are neither too easy nor too hard, or set "
         "algorithm.filter_groups.enable = false"
     )
-    drain(ctx, FailureKind.NO_VARIANCE, DATA, what)
+    drain_run(ctx, FailureKind.NO_VARIANCE, DATA, what)
 
 
 def _in_time(state: State, event: ev.DrainRequested) -> bool:
@@ -96,35 +96,35 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     pausing.end_pause(ctx)
     state.draining = True
     if event.at_once and pausing.stays_open(state, drained=repeat):
-        pausing.stop_at_once(ctx, event.reason)
+        pausing.stop_immediately(ctx, event.reason)
     elif event.at_once or (state.phase == Phase.STARTING and not repeat):
         early = state.phase == Phase.STARTING
         kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
-        if not fail(ctx, kind, pausing.RUN, event.reason, exit_code=130) and repeat:
+        if not fail_run(ctx, kind, pausing.RUN, event.reason, exit_code=130) and repeat:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
 
 
-@handles(ev.ModelExported, valid=anything)
+@handles(ev.ModelExported, valid=accept_any)
 def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
-    ordered = ctx.done(keys.EXPORT) if event.version == ctx.state.exported else None
+    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.exported else None
     if ordered is None:
         return ctx.ignore("not-exporting")
     ctx.state.export_path = event.path
     publishing.expect_version(ctx, event.version, ordered.cause)
 
 
-@handles(ev.TrainingWarning, valid=anything)
+@handles(ev.TrainingWarning, valid=accept_any)
 def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
     """Remembered, so that it is given once; nothing depends on it."""
     ctx.state.warnings[event.kind] = event.text
 
 
-def on_start_timeout(ctx: Context) -> None:
+def handle_start_timeout(ctx: Context) -> None:
     """Name what the start is waiting for."""
     state = ctx.state
-    missing = [role for role in (Role.STORE, Role.TRAINER) if not _ready(state, role)]
+    missing = [role for role in (Role.STORE, Role.TRAINER) if not _is_role_ready(state, role)]
     if not state.relays or (
         live_actor(state, Role.TRAINER) is not None and master_relay(state) is None
     ):
@@ -132,15 +132,15 @@ def on_start_timeout(ctx: Context) -> None:
     if not state.replicas:
         missing.append(Role.ROLLOUT)
     waited = ", ".join(missing) or "the first weights to be published"
-    fail(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
+    fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
 
 
-def _ready(state: State, role: Role) -> bool:
+def _is_role_ready(state: State, role: Role) -> bool:
     actor = live_actor(state, role)
     return actor is not None and actor.ready
 
 
-def _starting(ctx: Context) -> bool:
+def _plan_starting(ctx: Context) -> bool:
     state = ctx.state
     if state.newest >= 0:
         if broadcast.can_work(state):
@@ -149,23 +149,25 @@ def _starting(ctx: Context) -> bool:
         ctx.touch_all()
         return True
     trainer = working_trainer(state)
-    all_ready = _ready(state, Role.STORE) and master_relay(state) is not None
+    all_ready = _is_role_ready(state, Role.STORE) and master_relay(state) is not None
     if not all_ready or trainer is None or keys.PUBLISH in state.commands:
         return False
     version, step = state.first_version, state.first_step
     state.next_version = version + 1
-    ctx.command(cmd.PublishWeights(to=trainer.name, version=version, step=step), key=keys.PUBLISH)
+    ctx.issue_command(
+        cmd.PublishWeights(to=trainer.name, version=version, step=step), key=keys.PUBLISH
+    )
     return True
 
 
-def _running(ctx: Context) -> bool:
+def _plan_running(ctx: Context) -> bool:
     """The steps are done, the data has ended, or the user asked to stop."""
     state = ctx.state
     if state.batch is not None:
         return False
     if state.draining:
         _drop_leftovers(ctx)
-    elif not batching.steps_done(state) and not _data_ended(ctx):
+    elif not batching.are_steps_done(state) and not _end_data(ctx):
         return False
     elif state.completed == state.first_step and state.flat_in_row:
         _drain_flat(ctx, "the data has ended, and nothing was trained")
@@ -174,7 +176,7 @@ def _running(ctx: Context) -> bool:
     return True
 
 
-def _data_ended(ctx: Context) -> bool:
+def _end_data(ctx: Context) -> bool:
     """Nothing left to generate and too little for a batch: the rest is dropped."""
     state = ctx.state
     if groups_wanted(state) > 0 or state.settings.total_steps:
@@ -188,9 +190,9 @@ def _data_ended(ctx: Context) -> bool:
     return True
 
 
-def _exporting(ctx: Context) -> bool:
+def _plan_exporting(ctx: Context) -> bool:
     state = ctx.state
-    if state.batch is not None or _publishes(ctx):
+    if state.batch is not None or _ensure_publishing(ctx):
         return False
     if state.exported < 0:
         trainer = working_trainer(state)
@@ -198,7 +200,7 @@ def _exporting(ctx: Context) -> bool:
             return False  # it comes back, or the last step's weights are on their way
         state.exported = state.next_version
         state.next_version += 1
-        ctx.command(
+        ctx.issue_command(
             cmd.ExportModel(to=trainer.name, version=state.exported, step=state.newest_step),
             key=keys.EXPORT,
             timeout_ms=EXPORT_TIMEOUT_MS,
@@ -210,18 +212,18 @@ def _exporting(ctx: Context) -> bool:
         move_run(state, "evaluate")
         ctx.touch_all()
     else:
-        _begin_ending(ctx)
+        _start_ending(ctx)
     return True
 
 
-def _publishes(ctx: Context) -> bool:
+def _ensure_publishing(ctx: Context) -> bool:
     """The trainer is about to hand over weights, perhaps because it is ordered to republish now."""
     state = ctx.state
     if keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return True
-    if not publishing.republish_due(state):
+    if not publishing.is_republish_due(state):
         return False
-    publishing.republish(ctx)
+    publishing.order_republish(ctx)
     return True
 
 
@@ -232,13 +234,13 @@ def _final_evaluation(ctx: Context) -> bool:
         return True
     finished = any(r.final and r.version == state.exported for r in state.evaluations)
     if not finished and not state.draining:
-        _publishes(ctx)  # the machine of the trainer may have lost its copy
+        _ensure_publishing(ctx)  # the machine of the trainer may have lost its copy
         return False
-    _begin_ending(ctx)
+    _start_ending(ctx)
     return True
 
 
-def _begin_ending(ctx: Context) -> None:
+def _start_ending(ctx: Context) -> None:
     state = ctx.state
     if state.failing:
         state.failed, state.exit_code = state.failing, 1
@@ -247,13 +249,13 @@ def _begin_ending(ctx: Context) -> None:
     ctx.clear_timer(keys.BATCH_WAIT)
     ctx.clear_timer(keys.START)
     if state.batch is not None:  # only when the run failed: a lost trainer's batch is not trained
-        ctx.done(keys.TRAIN)
+        ctx.end_command(keys.TRAIN)
         for group_id in state.batch.groups:
-            groups.end_group(ctx, state.groups[group_id], End.DROPPED, DropReason.RUN_ENDED, -1)
+            groups.end_group(ctx, state.groups[group_id], EndKind.DROPPED, DropReason.RUN_ENDED, -1)
         state.batch = None
     _drop_leftovers(ctx)
     state.evaluation, state.evaluation_due = None, -1
-    plan(ctx)
+    plan_phase(ctx)
 
 
 def _drop_leftovers(ctx: Context) -> None:
@@ -263,47 +265,47 @@ def _drop_leftovers(ctx: Context) -> None:
     ctx.state.evaluation = None
 
 
-def _ending(ctx: Context) -> bool:
+def _plan_ending(ctx: Context) -> bool:
     """Wait until the store has written every end; without a store, the ledger stays open.
 
     A store that is started again is waited for.
     """
     state = ctx.state
     writing = ctx.endings or any(
-        isinstance(found.command, cmd.EndTrajectories) and keys.deadline(key) in state.timers
+        isinstance(found.command, cmd.EndTrajectories) and keys.deadline_timer(key) in state.timers
         for key, found in state.commands.items()
     )
     can_write = writing and live_actor(state, Role.STORE) is not None
-    if state.groups and (can_write or store_orders.awaited(state)):
+    if state.groups and (can_write or store_orders.is_store_awaited(state)):
         return False
     move_run(state, "stop")
-    pausing.order_stops(ctx)
+    pausing.stop_all_actors(ctx)
     return True
 
 
-def _stopping(ctx: Context) -> bool:
+def _plan_stopping(ctx: Context) -> bool:
     if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.commands.values()):
         return False
     move_run(ctx.state, "stopped")
     if ctx.state.stopped:
         return True
     for key in list(ctx.state.commands):
-        ctx.done(key)
+        ctx.end_command(key)
     for name in list(ctx.state.timers):
         ctx.clear_timer(name)
     return True
 
 
-def _ended(ctx: Context) -> bool:
+def _plan_ended(ctx: Context) -> bool:
     return False
 
 
 _PLANS = {
-    Phase.STARTING: _starting,
-    Phase.RUNNING: _running,
-    Phase.EXPORTING: _exporting,
+    Phase.STARTING: _plan_starting,
+    Phase.RUNNING: _plan_running,
+    Phase.EXPORTING: _plan_exporting,
     Phase.FINAL_EVALUATION: _final_evaluation,
-    Phase.ENDING: _ending,
-    Phase.STOPPING: _stopping,
-    Phase.ENDED: _ended,
+    Phase.ENDING: _plan_ending,
+    Phase.STOPPING: _plan_stopping,
+    Phase.ENDED: _plan_ended,
 }

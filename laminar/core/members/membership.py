@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from laminar.core import store_orders
 from laminar.core.context import Context
-from laminar.core.failing import fail
+from laminar.core.failing import fail_run
 from laminar.core.members import lifecycle
 from laminar.core.registry import handles
 from laminar.core.scheduling import recovery
@@ -30,13 +30,13 @@ from laminar.core.state.indexes import (
     add_actor,
     clear_timer,
     end_actor,
+    find_trainer,
     indexes_of,
-    trainer,
 )
 from laminar.core.state.state import Actor, State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay
-from laminar.core.validation import anything
+from laminar.core.validation import accept_any
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -50,27 +50,27 @@ SINGLE_ROLES = (Role.STORE, Role.TRAINER)
 """Roles of which a run has one process, and cannot do without it."""
 
 
-@handles(ev.ActorJoined, valid=anything)
+@handles(ev.ActorJoined, valid=accept_any)
 def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     """Give a new process the next incarnation; the process that had its name before is lost."""
     state = ctx.state
     known = state.actors.get(event.name)
     if known is not None and known.boot_id == event.boot_id:
         return ctx.ignore("repeat")
-    refusal = _why_not_joined(ctx, event)
+    refusal = _find_refusal_reason(ctx, event)
     if not refusal and known is not None and known.alive:
         actor_lost(ctx, event.name, "was replaced by a new process")
-        refusal = _why_not_joined(ctx, event)  # the loss may have ended the run
+        refusal = _find_refusal_reason(ctx, event)  # the loss may have ended the run
     if refusal:
-        ctx.command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
+        ctx.issue_command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
         return
-    actor = _new_actor(state, event, known)
+    actor = _create_actor(state, event, known)
     add_actor(state, actor)
-    store_orders.joined(state, actor)
-    ctx.done(keys.restart(event.name))
+    store_orders.handle_store_joined(state, actor)
+    ctx.end_command(keys.restart_key(event.name))
     if event.role not in (Role.RELAY, Role.TRAINER, Role.STORE):  # those are ready later
-        ctx.clear_timer(keys.rejoin(event.name))
-    ctx.command(
+        ctx.clear_timer(keys.rejoin_timer(event.name))
+    ctx.issue_command(
         cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=actor.incarnation)
     )
     if event.role == Role.TRAINER:
@@ -78,12 +78,12 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     elif event.role == Role.ROLLOUT:
         if state.newest >= 0:
             ctx.clear_timer(keys.START)  # it was all that the start still waited for
-        ctx.set_timer(keys.progress(event.name), state.settings.engine_start_ms)
+        ctx.set_timer(keys.progress_timer(event.name), state.settings.engine_start_ms)
     elif event.role == Role.NODE:
         _await_machine(ctx, event.name)
 
 
-def _new_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
+def _create_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
     """The process that has joined; the one `known` by its name was before it."""
     if event.start:
         state.starts[event.name] = event.start
@@ -105,7 +105,7 @@ def _new_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Acto
     )
 
 
-def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
+def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
     """Why this process may not join; empty when it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
@@ -118,11 +118,11 @@ def _why_not_joined(ctx: Context, event: ev.ActorJoined) -> str:
         return f"{event.name!r} is a {known.role} of this run, and no {event.role}"
     if known is not None and known.job == event.job and known.job_restarts > event.job_restarts:
         return f"job {event.job} was started again since, and {event.name!r} is of that start"
-    if broadcast.ending(ctx.state) and not _joins_late(ctx.state, event):
+    if broadcast.is_run_ending(ctx.state) and not _can_join_late(ctx.state, event):
         return "the run is ending"
-    if not _of_its_node(ctx.state, event):
+    if not _is_of_its_node(ctx.state, event):
         return f"{event.node} was lost or replaced since it has started this process"
-    first = trainer(ctx.state) if event.role == Role.TRAINER else None
+    first = find_trainer(ctx.state) if event.role == Role.TRAINER else None
     if first is None or not step_replay.may_be_lost(ctx.state, first.name):
         return ""
     same = (event.name, event.node) == (first.name, first.node)
@@ -137,33 +137,33 @@ def _has_ended(state: State, event: ev.ActorJoined, known: Actor | None) -> bool
     return event.boot_id in state.former.get(event.name, ())
 
 
-def _joins_late(state: State, event: ev.ActorJoined) -> bool:
+def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
     """While the run ends: the store, and a node that starts it again."""
     if event.role != Role.NODE:
         return store_orders.may_join(state, event.role)
     return any(_is_needed(state, actor) for actor in _actors_of(state, event.name))
 
 
-def _of_its_node(state: State, event: ev.ActorJoined) -> bool:
+def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
     """The process that has started it is that of its node; one that names none may be."""
     node = state.actors.get(event.node)
     present = node.boot_id if node is not None and node.alive else ""
     return event.role == Role.NODE or event.node_boot in ("", present)
 
 
-@handles(ev.ActorLeft, valid=anything)
+@handles(ev.ActorLeft, valid=accept_any)
 def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
     """An actor leaves gracefully when the run stops, or when a signal asks it to: nothing that it
     worked on has ended it."""
     name = ctx.stamped.peer
-    ctx.done(keys.stop(name))
+    ctx.end_command(keys.stop_key(name))
     if ctx.state.phase in (Phase.STOPPING, Phase.ENDED):
         end_actor(ctx.state, name)
     else:
         actor_lost(ctx, name, "left the run", blame=False)
 
 
-@handles(ev.ActorFailed, valid=anything)
+@handles(ev.ActorFailed, valid=accept_any)
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """An actor says that it cannot go on."""
     name = ctx.stamped.peer
@@ -172,16 +172,16 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     )
     if event.user_error or alone:
         code = 2 if event.user_error else 1
-        if not fail(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
+        if not fail_run(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
             ctx.ignore("run-ending")
     else:
-        again = event.engine and _fails_at_each_start(ctx.state, name, event.reason)
+        again = event.engine and _is_failing_each_start(ctx.state, name, event.reason)
         actor_lost(ctx, name, event.reason)
         if again:
-            fail(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
+            fail_run(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
 
 
-def _fails_at_each_start(state: State, name: str, reason: str) -> bool:
+def _is_failing_each_start(state: State, name: str, reason: str) -> bool:
     """Whether the process before has failed like this, and no replica has weights: another start
     would change nothing."""
     actor, replica = state.actors[name], state.replicas.get(name)
@@ -190,7 +190,7 @@ def _fails_at_each_start(state: State, name: str, reason: str) -> bool:
     return before == reason and not any(r.version >= 0 for r in state.replicas.values())
 
 
-@handles(ev.ProcessExited, valid=anything)
+@handles(ev.ProcessExited, valid=accept_any)
 def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     """A node saw one of its processes end."""
     state = ctx.state
@@ -203,48 +203,51 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
         # An old one, or one that was started again and never got as far as joining. After that,
         # after an exit without another start there is no process to wait for.
         last = not event.restarting and not actor.alive
-        if not (last and clear_timer(state, keys.rejoin(event.actor))):
+        if not (last and clear_timer(state, keys.rejoin_timer(event.actor))):
             return ctx.ignore("old-process")
-        _gone_for_good(ctx, event.actor, f"{event.actor} was restarted and never joined: {why}")
+        _give_up_process(ctx, event.actor, f"{event.actor} was restarted and never joined: {why}")
         return
     if actor is None:
         never = FailureKind.NEVER_JOINED
-        if event.restarting or not fail(ctx, never, event.actor, why):
+        if event.restarting or not fail_run(ctx, never, event.actor, why):
             ctx.ignore("never-joined")
         return
-    stop, restart = ctx.done(keys.stop(event.actor)), ctx.done(keys.restart(event.actor))
+    stop, restart = (
+        ctx.end_command(keys.stop_key(event.actor)),
+        ctx.end_command(keys.restart_key(event.actor)),
+    )
     news = actor.alive or stop is not None or restart is not None
     if restart is not None and isinstance(restart.command, cmd.RestartActor):
         why = restart.command.reason  # how it ended says nothing to the user
     if actor.alive:
         actor_lost(ctx, event.actor, why)
     if event.restarting:
-        ctx.set_timer(keys.rejoin(event.actor), state.settings.start_timeout_ms)
+        ctx.set_timer(keys.rejoin_timer(event.actor), state.settings.start_timeout_ms)
     else:
-        news = clear_timer(state, keys.rejoin(event.actor)) or news
-        if not _gone_for_good(ctx, event.actor, f"{event.actor}: {why}") and not news:
+        news = clear_timer(state, keys.rejoin_timer(event.actor)) or news
+        if not _give_up_process(ctx, event.actor, f"{event.actor}: {why}") and not news:
             ctx.ignore("repeat")
 
 
-@handles(ev.HeartbeatLost, valid=anything)
+@handles(ev.HeartbeatLost, valid=accept_any)
 def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     """The lease of an actor ran out; its node is ordered to make sure that it is gone."""
     state = ctx.state
     actor = state.actors.get(event.actor)
     if actor is None or not actor.alive or actor.incarnation != event.actor_incarnation:
         return ctx.ignore("old-incarnation")
-    ctx.done(keys.stop(event.actor))
+    ctx.end_command(keys.stop_key(event.actor))
     reason = f"nothing was heard from it for {event.silent_ms} ms"
-    node_alive = actor.role != Role.NODE and state.actor_alive(actor.node)
+    node_alive = actor.role != Role.NODE and state.is_actor_alive(actor.node)
     actor_lost(ctx, event.actor, reason, blame=not event.cut_off)
     if not node_alive:
-        ctx.clear_timer(keys.rejoin(event.actor))
-        _gone_for_good(ctx, event.actor, f"{event.actor}: {reason}")
+        ctx.clear_timer(keys.rejoin_timer(event.actor))
+        _give_up_process(ctx, event.actor, f"{event.actor}: {reason}")
     elif _is_needed(state, actor):
-        ctx.restart(event.actor, reason, again=True, cut_off=event.cut_off)
+        ctx.restart_actor(event.actor, reason, again=True, cut_off=event.cut_off)
 
 
-@handles(ev.NodeSilent, valid=anything)
+@handles(ev.NodeSilent, valid=accept_any)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
     """The processes of a silent node go on, and those that are lost wait for it."""
     node = ctx.state.actors.get(event.node)
@@ -255,7 +258,7 @@ def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
     node.silent = True
 
 
-@handles(ev.NodeHeard, valid=anything)
+@handles(ev.NodeHeard, valid=accept_any)
 def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
     """A node that is heard again restarts the processes that it was told to, or sees end."""
     node = ctx.state.actors.get(event.node)
@@ -268,19 +271,19 @@ def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
 
 def _is_needed(state: State, actor: Actor) -> bool:
     """Whether the run needs an actor back when it is lost."""
-    return not broadcast.ending(state) or store_orders.may_join(state, actor.role)
+    return not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
 
 
 def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
     """A node has not killed its process: that is fenced, and ends itself as soon as it hears of
     it."""
     name = order.actor
-    ctx.done(keys.restart(name))
-    if ctx.state.actor_alive(name):  # who is lost already has a time to come back
+    ctx.end_command(keys.restart_key(name))
+    if ctx.state.is_actor_alive(name):  # who is lost already has a time to come back
         actor_lost(ctx, name, f"{order.reason}; {order.to} did not restart it")
 
 
-def on_rejoin_expired(ctx: Context, name: str) -> None:
+def handle_rejoin_timeout(ctx: Context, name: str) -> None:
     """A restarted process did not come back, or its node did not."""
     actor = ctx.state.actors.get(name)
     node = ctx.state.actors.get(actor.node) if actor is not None else None
@@ -290,25 +293,25 @@ def on_rejoin_expired(ctx: Context, name: str) -> None:
         why = f"{name} was restarted and never joined"
     else:
         why = f"{name} is lost with its machine {node.name}, and no other node has its place"
-    _gone_for_good(ctx, name, why)
+    _give_up_process(ctx, name, why)
 
 
-def _gone_for_good(ctx: Context, name: str, why: str) -> bool:
+def _give_up_process(ctx: Context, name: str, why: str) -> bool:
     """A process is not started again. True if the run cannot go on without it, and ends. A node may
     be replaced yet: its processes have a time to come back."""
     actor = ctx.state.actors.get(name)
     if actor is not None and actor.role == Role.NODE:
         return False
     if actor is not None and actor.role == Role.STORE:
-        ctx.clear_timer(keys.rejoin(name))
-        return fail(ctx, FailureKind.STORE_LOST, name, why)
-    if step_replay.may_be_lost(ctx.state, name) and not broadcast.ending(ctx.state):
-        return fail(ctx, FailureKind.TRAINER_LOST, name, why)
-    if broadcast.indispensable(ctx.state, name):
-        return fail(ctx, FailureKind.RELAY_LOST, name, why)
+        ctx.clear_timer(keys.rejoin_timer(name))
+        return fail_run(ctx, FailureKind.STORE_LOST, name, why)
+    if step_replay.may_be_lost(ctx.state, name) and not broadcast.is_run_ending(ctx.state):
+        return fail_run(ctx, FailureKind.TRAINER_LOST, name, why)
+    if broadcast.is_trainer_relay(ctx.state, name):
+        return fail_run(ctx, FailureKind.RELAY_LOST, name, why)
     if broadcast.can_work(ctx.state):
         return False
-    return fail(ctx, FailureKind.REPLICAS_LOST, name, why)
+    return fail_run(ctx, FailureKind.REPLICAS_LOST, name, why)
 
 
 def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> None:
@@ -324,23 +327,23 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
         return
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name, blame=blame)
-        if not broadcast.ending(state):
-            ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+        if not broadcast.is_run_ending(state):
+            ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
     elif step_replay.may_be_lost(state, name):
         step_replay.trainer_lost(ctx, name, reason, blame=blame)
-        lifecycle.end_failed(ctx)  # before anything else is lost, or joins
+        lifecycle.end_failed_run(ctx)  # before anything else is lost, or joins
     elif actor.role == Role.RELAY:
-        broadcast.leave(ctx, name)
+        broadcast.handle_relay_lost(ctx, name)
     elif actor.role == Role.STORE:
-        store_orders.lost(ctx, name)
+        store_orders.handle_store_lost(ctx, name)
     for key in list(indexes_of(state).commands.get(name, ())):
-        if not store_orders.waits(state, state.commands[key].command):
-            ctx.done(key)
+        if not store_orders.can_survive_restart(state, state.commands[key].command):
+            ctx.end_command(key)
     if state.phase in (Phase.STOPPING, Phase.ENDED):
         return
     if actor.role == Role.TRAINER and not step_replay.may_be_lost(state, name):
-        fail(ctx, FailureKind.PROCESS_LOST, name, reason)
-        lifecycle.end_failed(ctx)
+        fail_run(ctx, FailureKind.PROCESS_LOST, name, reason)
+        lifecycle.end_failed_run(ctx)
     elif actor.role == Role.NODE:
         _machine_lost(ctx, name, reason)
 
@@ -350,7 +353,7 @@ def _machine_lost(ctx: Context, node: str, reason: str) -> None:
     for actor in _actors_of(ctx.state, node):
         if actor.alive:
             actor_lost(ctx, actor.name, f"its machine {node} is lost: {reason}", blame=False)
-        ctx.clear_timer(keys.rejoin(actor.name))
+        ctx.clear_timer(keys.rejoin_timer(actor.name))
     _await_machine(ctx, node)
 
 
@@ -359,7 +362,7 @@ def _await_machine(ctx: Context, node: str) -> None:
     for actor in _actors_of(ctx.state, node):
         ctx.state.starts.pop(actor.name, None)  # it counts anew
         if not actor.alive and _is_needed(ctx.state, actor):
-            ctx.set_timer(keys.rejoin(actor.name), ctx.state.settings.start_timeout_ms)
+            ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 
 def _actors_of(state: State, node: str) -> list[Actor]:

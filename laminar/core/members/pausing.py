@@ -27,13 +27,13 @@ from laminar.names import exit_codes
 
 RUN = "run"
 """The subject of what the user has asked for."""
-STAYS_OPEN = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
+RESUMABLE_PHASES = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
 """Phases in which every run that can be resumed can be stopped at once before that."""
 STOP_TIMEOUT_MS = 20_000
 """A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
 SAVE_TIMEOUT_MS = 1_800_000
 """Writing a large model with its optimizer to a shared file system, as for an export."""
-LOSSES = (
+LOSS_FAILURES = (
     FailureKind.NOT_STARTED, FailureKind.NEVER_JOINED, FailureKind.PROCESS_LOST,
     FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
     FailureKind.REPLICAS_LOST,
@@ -46,34 +46,34 @@ def stays_open(state: State, *, drained: bool) -> bool:
     if not state.settings.keeps_checkpoints:
         return False
     if state.phase != Phase.ENDING:
-        return state.phase in STAYS_OPEN
-    return drained and not (state.failed or batching.steps_done(state))
+        return state.phase in RESUMABLE_PHASES
+    return drained and not (state.failed or batching.are_steps_done(state))
 
 
-def stop_at_once(ctx: Context, reason: str) -> None:
+def stop_immediately(ctx: Context, reason: str) -> None:
     """All processes end, and the books stay open."""
     state = ctx.state
     state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
-    _stop(ctx, exit_codes.STOPPED_EARLY)
+    _stop_run(ctx, exit_codes.STOPPED_EARLY)
 
 
-def _stop(ctx: Context, exit_code: int) -> None:
+def _stop_run(ctx: Context, exit_code: int) -> None:
     state = ctx.state
     end_pause(ctx)
     state.stopped, state.exit_code = True, exit_code
     move_run(state, "stop at once")
-    order_stops(ctx)
+    stop_all_actors(ctx)
 
 
-def order_stops(ctx: Context) -> None:
+def stop_all_actors(ctx: Context) -> None:
     """Every process is ordered to end."""
     state = ctx.state
     reason = "the run is paused" if state.paused else state.failure or "the run is complete"
     for actor in state.actors.values():
         if actor.alive:
-            ctx.command(
+            ctx.issue_command(
                 cmd.StopActor(to=actor.name, reason=reason, paused=state.paused),
-                key=keys.stop(actor.name),
+                key=keys.stop_key(actor.name),
                 timeout_ms=STOP_TIMEOUT_MS,
             )
 
@@ -81,7 +81,7 @@ def order_stops(ctx: Context) -> None:
 def begin_pause(ctx: Context, answers_ms: int) -> bool:
     """Give out no new work from now on; False for a run that ends already, or pauses."""
     state = ctx.state
-    if state.draining or broadcast.ending(state):
+    if state.draining or broadcast.is_run_ending(state):
         return False
     state.draining = state.pausing = True
     if answers_ms:
@@ -95,9 +95,9 @@ def end_pause(ctx: Context) -> None:
     ctx.clear_timer(keys.PAUSE)
 
 
-def pause(ctx: Context) -> None:
+def pause_run(ctx: Context) -> None:
     """All processes end; what they had is taken up again by those that come after them."""
-    _stop(ctx, exit_codes.PAUSED)
+    _stop_run(ctx, exit_codes.PAUSED)
 
 
 def plan_pause(ctx: Context) -> bool:
@@ -106,13 +106,13 @@ def plan_pause(ctx: Context) -> bool:
     trainer = working_trainer(state)
     if trainer is not None and (state.batch is not None or keys.SAVE in state.commands):
         return False
-    version = _unsaved(state)
+    version = _find_unsaved_version(state)
     if trainer is None or version < 0:
-        if trainer is not None and keys.PAUSE in state.timers and _answers_would_be_lost(state):
+        if trainer is not None and keys.PAUSE in state.timers and _would_lose_responses(state):
             return False
-        pause(ctx)
+        pause_run(ctx)
         return True
-    ctx.command(
+    ctx.issue_command(
         cmd.SaveCheckpoint(to=trainer.name, version=version, step=state.completed),
         key=keys.SAVE,
         timeout_ms=SAVE_TIMEOUT_MS,
@@ -120,15 +120,17 @@ def plan_pause(ctx: Context) -> bool:
     return False
 
 
-def _answers_would_be_lost(state: State) -> bool:
+def _would_lose_responses(state: State) -> bool:
     """Whether a replica answers with weights that cannot be had later. Those that the run began
     with are published again as long as no step has made others."""
     if not state.trained:
         return False
-    return any(version not in state.saved for version in indexes_of(state).replicas.busy())
+    return any(
+        version not in state.saved for version in indexes_of(state).replicas.list_busy_versions()
+    )
 
 
-def _unsaved(state: State) -> int:
+def _find_unsaved_version(state: State) -> int:
     """The version of the last step, if no checkpoint has it and the trainer has it still; else -1.
 
     A trainer that has come to other weights when it did the step again has them under another

@@ -14,20 +14,20 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.state import forks, keys
 from laminar.core.state.indexes import add_replica, master_relay
-from laminar.core.state.state import Packing, Replica, State
-from laminar.core.validation import COUNT_MAX, ROWS_MAX, anything
+from laminar.core.state.state import RepackState, Replica, State
+from laminar.core.validation import COUNT_MAX, ROWS_MAX, accept_any
 from laminar.core.versions import broadcast, publishing
 from laminar.events import events as ev
 
 
-def _holds_a_group(state: State, event: ev.ReplicaReady) -> bool:
+def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
     """Whether a replica holds a group; else it would wait for work that never fits."""
     return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
 
 
 @handles(
     ev.ReplicaReady,
-    valid=_holds_a_group,
+    valid=_can_hold_group,
 )
 def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     """An engine can take work once it has weights."""
@@ -43,25 +43,27 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
         progress_ns=ctx.stamped.time_ns,
     )
     if state.settings.repack_policy:
-        replica.packing = Packing(max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens)
+        replica.packing = RepackState(
+            max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
+        )
     add_replica(state, replica)
-    if replica.relay not in state.relays and keys.rejoin(replica.relay) not in state.timers:
-        ctx.set_timer(keys.rejoin(replica.relay), state.settings.start_timeout_ms)
-    ctx.set_timer(keys.progress(name), state.settings.stall_ms)
-    ctx.touch(name)
+    if replica.relay not in state.relays and keys.rejoin_timer(replica.relay) not in state.timers:
+        ctx.set_timer(keys.rejoin_timer(replica.relay), state.settings.start_timeout_ms)
+    ctx.set_timer(keys.progress_timer(name), state.settings.stall_ms)
+    ctx.touch_replica(name)
 
 
-@handles(ev.RelayReady, valid=anything)
+@handles(ev.RelayReady, valid=accept_any)
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
     """A relay takes its place in the chain; that of the trainer's machine needs what the trainer
     has."""
-    if _ready(ctx):
-        relay = broadcast.join(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
+    if _mark_ready(ctx):
+        relay = broadcast.add_relay(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
         if relay is master_relay(ctx.state):
             publishing.owe_republish(ctx)
 
 
-def _ready(ctx: Context) -> bool:
+def _mark_ready(ctx: Context) -> bool:
     """The sender can do its work; False if that was known."""
     actor = ctx.state.actors[ctx.stamped.peer]
     if actor.ready:
@@ -85,8 +87,8 @@ def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
     """The store has the prompts; now their number is known, and stays what it is: a store that is
     started again refuses other data."""
     state = ctx.state
-    if _ready(ctx):
-        store_orders.ready(ctx, ctx.stamped.peer)
+    if _mark_ready(ctx):
+        store_orders.handle_store_ready(ctx, ctx.stamped.peer)
     if state.num_train < 0:
         state.num_train, state.num_eval = event.num_train, event.num_eval
         forks.data_loaded(state, event)

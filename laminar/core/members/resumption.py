@@ -40,7 +40,7 @@ _STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
 _ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
-def is_over(state: State) -> bool:
+def is_run_over(state: State) -> bool:
     """Whether the run has ended, and was neither stopped by the user before its time nor paused."""
     return state.phase == Phase.ENDED and not _was_stopped(state)
 
@@ -48,10 +48,10 @@ def is_over(state: State) -> bool:
 def _was_stopped(state: State) -> bool:
     """Whether the user stopped the run, or has asked for it to end and it is about to."""
     drains = state.draining and not (state.failure or state.drained_for)
-    return state.stopped or (drains and not batching.steps_done(state))
+    return state.stopped or (drains and not batching.are_steps_done(state))
 
 
-def news(
+def make_resume_event(
     state: State, settings: Settings, living: Collection[tuple[str, int]], *, asked: bool
 ) -> ev.RunResumed | None:
     """RunResumed, if none of the processes that the log has is left, or the user asked for it.
@@ -66,15 +66,15 @@ def news(
     return ev.RunResumed(asked=asked, **changed)
 
 
-def _possible(state: State, event: ev.RunResumed) -> bool:
+def _has_valid_settings(state: State, event: ev.RunResumed) -> bool:
     return all(is_count(getattr(event, name)) for name in CHANGEABLE) and event.save_freq > 0
 
 
-@handles(ev.RunResumed, valid=_possible)
+@handles(ev.RunResumed, valid=_has_valid_settings)
 def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     """Every process is lost, and has the time of a start to come back."""
     state = ctx.state
-    over = is_over(state) if event.asked else state.phase == Phase.ENDED
+    over = is_run_over(state) if event.asked else state.phase == Phase.ENDED
     if not state.settings.keeps_checkpoints or over:
         return ctx.ignore("not-resumable")
     changed = {name: getattr(event, name) for name in CHANGEABLE}
@@ -88,11 +88,11 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
         state.failed, state.exit_code = None, 0
         if state.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)
-    elif more_steps and state.phase in _STEPS_DONE and not batching.steps_done(state):
+    elif more_steps and state.phase in _STEPS_DONE and not batching.are_steps_done(state):
         _train_on(ctx)
     for name in _in_order(state, lost):
-        _lose(ctx, name)
-    _time_to_come_back(ctx)
+        _lose_actor(ctx, name)
+    _set_rejoin_timers(ctx)
     ctx.touch_all()
 
 
@@ -110,17 +110,17 @@ def _in_order(state: State, lost: list[Actor]) -> list[str]:
     return [actor.name for actor in lost]
 
 
-def _lose(ctx: Context, name: str) -> None:
+def _lose_actor(ctx: Context, name: str) -> None:
     actor = ctx.state.actors[name]
     if actor.role != Role.NODE:
         return membership.actor_lost(ctx, name, REASON, blame=False)
     end_actor(ctx.state, name)
     actor.ready = False
     for key in list(indexes_of(ctx.state).commands.get(name, ())):
-        ctx.done(key)
+        ctx.end_command(key)
 
 
-def _time_to_come_back(ctx: Context) -> None:
+def _set_rejoin_timers(ctx: Context) -> None:
     """A start for all: also for those that were awaited when the run was cut off.
 
     Lost work waits as long for its version, where a checkpoint has it.
@@ -129,11 +129,11 @@ def _time_to_come_back(ctx: Context) -> None:
     if state.phase == Phase.STARTING or keys.START in state.timers:
         ctx.set_timer(keys.START, start_ms)
     for actor in state.actors.values():
-        needed = not broadcast.ending(state) or store_orders.may_join(state, actor.role)
+        needed = not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
         if actor.role != Role.NODE and needed:
-            ctx.set_timer(keys.rejoin(actor.name), start_ms)
+            ctx.set_timer(keys.rejoin_timer(actor.name), start_ms)
         else:
-            ctx.clear_timer(keys.rejoin(actor.name))
+            ctx.clear_timer(keys.rejoin_timer(actor.name))
     for name in list(state.timers):
         if keys.parse_timer(name).kind == TimerKind.RESUME:
             ctx.set_timer(name, start_ms + state.settings.resume_wait_ms)

@@ -14,15 +14,15 @@ from __future__ import annotations
 from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.repack import packing
-from laminar.core.repack.packing import Move
-from laminar.core.repack.stragglers import released_max, tails
-from laminar.core.scheduling.dispatch import lose, place_released
+from laminar.core.repack.packing import PlannedMigration
+from laminar.core.repack.stragglers import find_stragglers, released_max
+from laminar.core.scheduling.dispatch import lose_trajectory, place_migrated
 from laminar.core.state import keys
-from laminar.core.state.indexes import load_changed, replica_changed
+from laminar.core.state.indexes import load_changed, update_replica
 from laminar.core.state.state import Trajectory
 from laminar.core.state.statuses import Phase, TrajectoryStatus
-from laminar.core.state.transitions import move
-from laminar.core.validation import anything
+from laminar.core.state.transitions import transition
+from laminar.core.validation import accept_any
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 
@@ -31,7 +31,7 @@ EMPTIED_MAX = 500
 once in minutes, so few of 10,000 come into it between two looks, unless all began at once."""
 
 
-def look(ctx: Context) -> None:
+def schedule_repack(ctx: Context) -> None:
     """Newer weights are out, or the interval is over: plan now, and again after an interval."""
     state = ctx.state
     if not state.settings.repack_policy or state.phase != Phase.RUNNING or state.draining:
@@ -40,7 +40,7 @@ def look(ctx: Context) -> None:
     ctx.repack_due = True
 
 
-def plan(ctx: Context) -> None:
+def plan_migrations(ctx: Context) -> None:
     """Empty the replicas for which that pays; the oldest versions first."""
     state = ctx.state
     ctx.repack_due = False
@@ -48,61 +48,61 @@ def plan(ctx: Context) -> None:
     left = min(released_max(state) if gain else len(state.replicas), EMPTIED_MAX)
     if not left:
         return
-    found = tails(state)
+    found = find_stragglers(state)
     for version in sorted(found):
         prefill_tokens = state.settings.repack_prefill_tokens if gain else 0
-        moves = packing.plan(found[version], left, prefill_tokens)
+        moves = packing.plan_packing(found[version], left, prefill_tokens)
         left -= len(moves)
         for planned in moves:
-            _release(ctx, planned)
+            _order_release(ctx, planned)
 
 
-def _release(ctx: Context, planned: Move) -> None:
+def _order_release(ctx: Context, planned: PlannedMigration) -> None:
     """Order the source to let go of all that it runs, and keep room for it."""
     state = ctx.state
     source, destination = state.replicas[planned.source], state.replicas[planned.destination]
     items = []
     for trajectory_id, placement in source.running.items():
         trajectory = state.trajectories[trajectory_id]
-        moved = move(trajectory, "release")
+        moved = transition(trajectory, "release")
         assert moved, trajectory
         progress = state.progress[trajectory_id]
         progress.source, progress.destination = source.name, destination.name
         progress.moves += 1
         source.given[trajectory_id] = None
         destination.incoming[trajectory_id] = None
-        items.append(cmd.Placed(trajectory_id=trajectory_id, placement=placement))
-    ctx.command(
+        items.append(cmd.PlacedTrajectory(trajectory_id=trajectory_id, placement=placement))
+    ctx.issue_command(
         cmd.ReleaseTrajectories(to=source.name, items=tuple(items)),
-        key=keys.release(source.name),
+        key=keys.release_key(source.name),
         timeout_ms=state.settings.repack_release_ms,
     )
-    replica_changed(state, source)
+    update_replica(state, source)
     load_changed(state, destination)
 
 
 @handles(
     ev.TrajectoriesReleased,
-    valid=anything,
+    valid=accept_any,
 )
 def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
     """The store has every token: all of it goes on at its destination."""
-    key = keys.release(ctx.stamped.peer)
+    key = keys.release_key(ctx.stamped.peer)
     outstanding = ctx.state.commands.get(key)
     if outstanding is None or outstanding.command_id != event.command_id:
         return ctx.ignore("late")
-    ctx.done(key)
-    _hand_over(ctx, outstanding.command)
+    ctx.end_command(key)
+    _migrate_released(ctx, outstanding.command)
 
 
 def release_expired(ctx: Context, command: cmd.ReleaseTrajectories) -> None:
     """What the source has not handed over by now is sampled again."""
-    ctx.done(keys.release(command.to))
-    _hand_over(ctx, command)
-    ctx.command(cmd.AbortTrajectories(to=command.to, items=command.items))
+    ctx.end_command(keys.release_key(command.to))
+    _migrate_released(ctx, command)
+    ctx.issue_command(cmd.AbortTrajectories(to=command.to, items=command.items))
 
 
-def _hand_over(ctx: Context, command: cmd.AnyCommand) -> None:
+def _migrate_released(ctx: Context, command: cmd.AnyCommand) -> None:
     """What has ended meanwhile stays where it ended; whose destination is gone is lost work."""
     assert isinstance(command, cmd.ReleaseTrajectories)
     for item in command.items:
@@ -116,5 +116,5 @@ def _hand_over(ctx: Context, command: cmd.AnyCommand) -> None:
 def _goes_on(ctx: Context, trajectory: Trajectory) -> None:
     destination = ctx.state.replicas.get(ctx.state.progress[trajectory.id].destination)
     if destination is None or trajectory.id not in destination.incoming:
-        return lose(ctx, trajectory.id)
-    place_released(ctx, trajectory, destination)
+        return lose_trajectory(ctx, trajectory.id)
+    place_migrated(ctx, trajectory, destination)

@@ -19,18 +19,18 @@ from typing import NamedTuple
 
 from laminar.core.state.straggler_load import StragglerLoad
 
-LOOKED_AT = 4
+CANDIDATES_MAX = 4
 """Destinations of each class for one source: planning for 10,000 replicas takes no seconds."""
 
 
-class Move(NamedTuple):
+class PlannedMigration(NamedTuple):
     """Everything that `source` runs goes to `destination`."""
 
     source: str
     destination: str
 
 
-class _Load:
+class _PlannedLoad:
     """A replica with what is planned for it."""
 
     __slots__ = ("need", "pinned", "running", "spare", "standing")
@@ -41,12 +41,12 @@ class _Load:
         self.spare = min(standing.max_batch - standing.running, standing.room)  #: trajectories
         self.pinned = False
 
-    def fits(self, source: _Load) -> bool:
+    def can_fit(self, source: _PlannedLoad) -> bool:
         return source.running <= self.spare and (
             self.need + source.need <= self.standing.kv_capacity
         )
 
-    def take(self, source: _Load) -> None:
+    def add_work(self, source: _PlannedLoad) -> None:
         self.need += source.need
         self.running += source.running
         self.spare -= source.running
@@ -59,7 +59,7 @@ class _Destinations:
 
     An entry of a class is need * number of all + number: it sorts by both, and fast."""
 
-    def __init__(self, loads: list[_Load]) -> None:
+    def __init__(self, loads: list[_PlannedLoad]) -> None:
         self._loads = loads
         self._need_max = max((load.standing.kv_capacity for load in loads), default=0)
         sizes = max((load.spare.bit_length() for load in loads), default=0) + 1
@@ -73,36 +73,38 @@ class _Destinations:
         load = self._loads[number]
         insort(self._classes[load.spare.bit_length()], load.need * len(self._loads) + number)
 
-    def take_out(self, number: int) -> None:
+    def remove_load(self, number: int) -> None:
         load = self._loads[number]
         ranked = self._classes[load.spare.bit_length()]
         del ranked[bisect_left(ranked, load.need * len(self._loads) + number)]
 
-    def best(self, source: _Load, prefill_tokens: int) -> int:
+    def find_best(self, source: _PlannedLoad, prefill_tokens: int) -> int:
         """The fullest replica on which the work fits and for which it pays; -1: none."""
         loads, found = self._loads, -1
         over = (self._need_max - source.need + 1) * len(loads)
         for ranked in self._classes[source.running.bit_length() :]:
             end = bisect_left(ranked, over)
-            for entry in reversed(ranked[max(end - LOOKED_AT, 0) : end]):
+            for entry in reversed(ranked[max(end - CANDIDATES_MAX, 0) : end]):
                 if entry <= found:
                     break
                 load = loads[entry % len(loads)]
-                if load.fits(source) and _pays(source.standing, load, prefill_tokens):
+                if load.can_fit(source) and _is_profitable(source.standing, load, prefill_tokens):
                     found = entry
                     break
         return found % len(loads) if found >= 0 else -1
 
 
-def plan(tail: Sequence[StragglerLoad], released_max: int, prefill_tokens: int) -> list[Move]:
+def plan_packing(
+    tail: Sequence[StragglerLoad], released_max: int, prefill_tokens: int
+) -> list[PlannedMigration]:
     """Plan at most so many moves; sources ascending by their cache, each to the fullest that has
     room.
 
     `prefill_tokens` are prefilled in the time of a decode step; 0: what it costs is not asked.
     """
-    loads = [_Load(standing) for standing in tail]
+    loads = [_PlannedLoad(standing) for standing in tail]
     destinations = _Destinations(loads)
-    moves: list[Move] = []
+    moves: list[PlannedMigration] = []
     cached = [standing.kv_tokens for standing in tail]
     for number in sorted(range(len(tail)), key=cached.__getitem__):
         source = loads[number]
@@ -110,33 +112,37 @@ def plan(tail: Sequence[StragglerLoad], released_max: int, prefill_tokens: int) 
             break
         if source.pinned or not source.standing.movable:
             continue
-        destinations.take_out(number)
-        other = destinations.best(source, prefill_tokens)
+        destinations.remove_load(number)
+        other = destinations.find_best(source, prefill_tokens)
         if other < 0:
             destinations.put_in(number)
             continue
-        destinations.take_out(other)
-        loads[other].take(source)
+        destinations.remove_load(other)
+        loads[other].add_work(source)
         destinations.put_in(other)
-        moves.append(Move(source.standing.name, tail[other].name))
+        moves.append(PlannedMigration(source.standing.name, tail[other].name))
     return moves
 
 
-def why_not(source: StragglerLoad, others: Sequence[StragglerLoad], prefill_tokens: int) -> str:
+def find_not_packed_reason(
+    source: StragglerLoad, others: Sequence[StragglerLoad], prefill_tokens: int
+) -> str:
     """Why a plan leaves this one where it is, though it may be emptied; empty: it need not.
 
     `others`: of its version in their tail. `prefill_tokens`: as for a plan.
     """
     if not others:
         return "alone"
-    own = _Load(source)
-    fitting = [load for load in map(_Load, others) if load.fits(own)]
+    own = _PlannedLoad(source)
+    fitting = [load for load in map(_PlannedLoad, others) if load.can_fit(own)]
     if not fitting:
         return "no-room"
-    return "" if any(_pays(source, load, prefill_tokens) for load in fitting) else "no-gain"
+    return (
+        "" if any(_is_profitable(source, load, prefill_tokens) for load in fitting) else "no-gain"
+    )
 
 
-def _pays(source: StragglerLoad, load: _Load, prefill_tokens: int) -> bool:
+def _is_profitable(source: StragglerLoad, load: _PlannedLoad, prefill_tokens: int) -> bool:
     """Steps of sequences that the emptied replica gains, against those that are lost elsewhere.
 
     A decode step is taken to be twice as long with max_batch sequences as with none.

@@ -12,17 +12,22 @@ time; nothing is latched.
 
 from __future__ import annotations
 
-from laminar.core.scheduling.admission import first_share, groups_wanted, room, why_not_admitted
-from laminar.core.state.indexes import indexes_of, streams
+from laminar.core.scheduling.admission import (
+    count_free_slots,
+    find_not_admitted_reason,
+    first_share,
+    groups_wanted,
+)
+from laminar.core.state.indexes import indexes_of, is_streaming
 from laminar.core.state.state import Replica, State, Trajectory
 from laminar.core.state.straggler_load import StragglerLoad
 from laminar.names.ids import Purpose
 
-MOVES_MAX = 3
+MIGRATIONS_MAX = 3
 """Moves of one trajectory. In a trial none gained by more."""
 
 
-def tails(state: State) -> dict[int, list[StragglerLoad]]:
+def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
     """The replicas in their tail by version, in the order of state.replicas.
 
     Whether they admit is asked once for each kind of them, and what they hold is counted only where
@@ -30,51 +35,53 @@ def tails(state: State) -> dict[int, list[StragglerLoad]]:
     """
     indexes = indexes_of(state)
     index, kept = indexes.replicas, indexes.standings
-    kinds = index.of(lambda kind: kind.serving)
+    kinds = index.filter_kinds(lambda kind: kind.serving)
     refusing = [
-        k for k in kinds if why_not_admitted(state, index.replicas[next(index.numbers_of([k]))])
+        k
+        for k in kinds
+        if find_not_admitted_reason(state, index.replicas[next(index.iter_numbers([k]))])
     ]
     staying: dict[tuple[int, str], bool] = {}  #: by version and relay
     found: dict[int, list[StragglerLoad]] = {}
-    for number in sorted(index.numbers_of(refusing)):
+    for number in sorted(index.iter_numbers(refusing)):
         replica = index.replicas[number]
         standing = kept.get(replica.name)
         if standing is None:
-            if why_engine_not_in_tail(state, replica):
+            if find_engine_reason(state, replica):
                 continue
-            standing = _counted(state, replica)
+            standing = _get_straggler_load(state, replica)
         place = replica.version, replica.relay
         stay = staying.get(place)
         if stay is None:
-            stay = staying[place] = bool(_why_nothing_newer(state, replica))
+            stay = staying[place] = bool(_find_not_newer_reason(state, replica))
         if stay and standing.movable:
             standing = standing._replace(movable=False)
         found.setdefault(replica.version, []).append(standing)
     return found
 
 
-def why_not_in_tail(state: State, replica: Replica) -> str:
+def find_not_straggler_reason(state: State, replica: Replica) -> str:
     """Why a replica that serves is not in its tail; empty: it is."""
-    return why_engine_not_in_tail(state, replica) or (
-        "" if why_not_admitted(state, replica) else "admits"
+    return find_engine_reason(state, replica) or (
+        "" if find_not_admitted_reason(state, replica) else "admits"
     )
 
 
-def why_engine_not_in_tail(state: State, replica: Replica) -> str:
+def find_engine_reason(state: State, replica: Replica) -> str:
     """Why its engine keeps a replica out of its tail; empty: it does not."""
     packing = replica.packing
     if packing is None or packing.as_of < packing.asked:
         return "not-heard"
     if packing.waiting:
         return "waiting"
-    if streams(state, replica.name):
+    if is_streaming(state, replica.name):
         return "streams"
     if not replica.load:
         return "empty"
     return "full" if replica.load >= packing.max_batch else ""
 
 
-def _counted(state: State, replica: Replica) -> StragglerLoad:
+def _get_straggler_load(state: State, replica: Replica) -> StragglerLoad:
     """What it holds, and whether that may move; kept until something of it changes."""
     standing, lasts = standing_of(state, replica)
     if lasts:
@@ -95,19 +102,21 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
     for name in there:
         trajectory, known = trajectories[name], progress[name]
         siblings = lengths.get(trajectory.group)  # else all that have finished are asked
-        left = _left(siblings or (state.finished, state.finished_tokens), known.sampled)
+        left = _estimate_tokens_left(
+            siblings or (state.finished, state.finished_tokens), known.sampled
+        )
         held += known.prompt_tokens + known.sampled
         growth += left
         longest = max(longest, left)
         lasts = lasts and siblings is not None
-        movable = movable and not why_not_moved(state, trajectory)
+        movable = movable and not find_not_migrated_reason(state, trajectory)
     standing = StragglerLoad(
         name=replica.name,
         kv_tokens=held,
         need=held + growth // 8,
         longest=longest,
         running=len(there),
-        room=room(replica),
+        room=count_free_slots(replica),
         kv_capacity=packing.kv_capacity,
         max_batch=packing.max_batch,
         movable=movable,
@@ -115,24 +124,24 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
     return standing, lasts
 
 
-def _left(finished: tuple[int, int], sampled: int) -> int:
+def _estimate_tokens_left(finished: tuple[int, int], sampled: int) -> int:
     """Tokens that it is expected to sample yet: as many as those that have finished (how many, and
     their tokens) had on average; what is longer than that already, half as much again."""
     count, tokens = finished
     return max(tokens // max(count, 1) - sampled, sampled // 2, 1)
 
 
-def why_not_emptied(state: State, replica: Replica) -> str:
+def find_not_emptied_reason(state: State, replica: Replica) -> str:
     """Why a replica in its tail is not emptied, whatever room there is elsewhere; empty: it may be.
 
     It must be able to take new work, and nothing that it runs may be of the kinds that stay.
     """
     if replica.incoming:
         return "receives"
-    return _why_nothing_newer(state, replica) or _why_work_not_moved(state, replica)
+    return _find_not_newer_reason(state, replica) or _find_work_stays_reason(state, replica)
 
 
-def _why_nothing_newer(state: State, replica: Replica) -> str:
+def _find_not_newer_reason(state: State, replica: Replica) -> str:
     """Why it could not begin with newer weights: the same for all of a version behind a relay."""
     if state.newest <= replica.version:
         return "no-newer-weights"
@@ -144,12 +153,12 @@ def _why_nothing_newer(state: State, replica: Replica) -> str:
     return ""
 
 
-def _why_work_not_moved(state: State, replica: Replica) -> str:
-    found = (why_not_moved(state, state.trajectories[t]) for t in replica.running)
+def _find_work_stays_reason(state: State, replica: Replica) -> str:
+    found = (find_not_migrated_reason(state, state.trajectories[t]) for t in replica.running)
     return next(filter(None, found), "")
 
 
-def why_not_moved(state: State, trajectory: Trajectory) -> str:
+def find_not_migrated_reason(state: State, trajectory: Trajectory) -> str:
     """Why this one is not moved; empty: it may be."""
     if state.groups[trajectory.group].purpose != Purpose.TRAIN:
         return "held-out"
@@ -160,7 +169,7 @@ def why_not_moved(state: State, trajectory: Trajectory) -> str:
     progress = state.progress[trajectory.id]
     if progress.source:
         return "receives"
-    return "moved-often" if progress.moves >= MOVES_MAX else ""
+    return "moved-often" if progress.moves >= MIGRATIONS_MAX else ""
 
 
 def released_max(state: State) -> int:
@@ -170,8 +179,8 @@ def released_max(state: State) -> int:
     """
     admitted = min(groups_wanted(state), within_bound(state))
     index = indexes_of(state).replicas
-    busy = dict.fromkeys(index.empty(list(index.kinds)))
-    busy |= dict.fromkeys(index.numbers_of(index.of(lambda kind: kind.loading)))
+    busy = dict.fromkeys(index.iter_empty(list(index.kinds)))
+    busy |= dict.fromkeys(index.iter_numbers(index.filter_kinds(lambda kind: kind.loading)))
     return max(admitted // first_share(state) - len(busy), 0)
 
 

@@ -48,18 +48,18 @@ def groups_wanted(state: State) -> int:
     return settings.total_epochs * state.num_train - state.cursor + len(state.again)
 
 
-def serving(state: State, replica: Replica) -> bool:
+def is_serving(state: State, replica: Replica) -> bool:
     """Alive, with weights, not loading others, not being emptied."""
     busy = replica.loading or replica.given
-    return replica.version >= 0 and not busy and state.actor_alive(replica.name)
+    return replica.version >= 0 and not busy and state.is_actor_alive(replica.name)
 
 
-def room(replica: Replica) -> int:
+def count_free_slots(replica: Replica) -> int:
     """How many more trajectories a replica has room for; what is kept for others is taken."""
     return replica.capacity - replica.load
 
 
-def share(state: State) -> int:
+def get_replica_share(state: State) -> int:
     """Trajectories of new groups that a replica runs at a time at most; 0: it may run what it can.
 
     With the policy gain each live one has the same part of what the staleness bound admits, or
@@ -75,16 +75,16 @@ def share(state: State) -> int:
 def first_share(state: State) -> int:
     """New groups that a replica takes at once when it has loaded."""
     settings = state.settings
-    at_a_time = share(state) // settings.group_size or settings.groups_per_version
+    at_a_time = get_replica_share(state) // settings.group_size or settings.groups_per_version
     return min(settings.groups_per_version, at_a_time)
 
 
 def has_room_for_group(state: State, replica: Replica) -> bool:
     """Whether there is room for all siblings of a group, within the replica's share, and its
     environment's sessions."""
-    size, most = state.settings.group_size, share(state)
+    size, most = state.settings.group_size, get_replica_share(state)
     within = not most or replica.load + size <= most
-    return within and room(replica) >= size and has_sessions(state, replica, size)
+    return within and count_free_slots(replica) >= size and has_sessions(state, replica, size)
 
 
 def has_sessions(state: State, replica: Replica, count: int) -> bool:
@@ -98,7 +98,7 @@ def has_sessions(state: State, replica: Replica, count: int) -> bool:
     return used + count <= most
 
 
-def why_not_admitted(state: State, replica: Replica) -> str:
+def find_not_admitted_reason(state: State, replica: Replica) -> str:
     """Why this replica takes no new group now; empty when it does.
 
     Asked afresh each time, never latched: a replica that took its share goes on with its version
@@ -108,7 +108,7 @@ def why_not_admitted(state: State, replica: Replica) -> str:
         return "run-ending"
     if replica.given:
         return "repacked"
-    if not serving(state, replica):
+    if not is_serving(state, replica):
         return "not-serving"
     if groups_wanted(state) <= 0:
         return "no-data"
@@ -120,15 +120,15 @@ def why_not_admitted(state: State, replica: Replica) -> str:
     return ""
 
 
-def admits(state: State, replica: Replica) -> bool:
+def is_admitting(state: State, replica: Replica) -> bool:
     """No refusal, apart from room: a full replica still admits, once it has room."""
-    return not why_not_admitted(state, replica)
+    return not find_not_admitted_reason(state, replica)
 
 
 def full_of(state: State, replica: Replica) -> str:
     """What a replica that is not refused has too little of for another group: "slots" of its
     engine, or "sessions" of its environment; empty when it has both."""
     size = state.settings.group_size
-    if room(replica) < size:
+    if count_free_slots(replica) < size:
         return "slots"
     return "" if has_sessions(state, replica, size) else "sessions"

@@ -16,16 +16,16 @@ from laminar.core.context import Context
 from laminar.core.state import forks, keys
 from laminar.core.state.indexes import (
     add_lost,
-    assign,
+    assign_replica,
+    get_pull_order,
+    invalidate_straggler,
     load_changed,
-    ordered_pull,
     remove_lost,
-    replica_changed,
-    straggler_changed,
+    update_replica,
 )
 from laminar.core.state.lost_work import goes_anywhere
-from laminar.core.state.state import Group, Progress, Replica, State, Trajectory
-from laminar.core.state.transitions import move
+from laminar.core.state.state import Group, MigrationProgress, Replica, State, Trajectory
+from laminar.core.state.transitions import transition
 from laminar.events import commands as cmd
 from laminar.events.reasons import PullPurpose
 from laminar.names import ids
@@ -33,7 +33,7 @@ from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
 
 @lru_cache(maxsize=2)
-def permutation(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
+def permute_rows(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
     """Row indices of one pass over the data (Fisher-Yates, each swap drawn from the hash)."""
     order = list(range(count))
     for i in range(count - 1, 0, -1):
@@ -50,7 +50,7 @@ def next_row(state: State) -> tuple[GroupId, int]:
     pass_index, position = divmod(state.cursor, state.num_train)
     state.cursor += 1
     seed, shuffle = forks.order_of(state, pass_index)
-    row = permutation(seed, pass_index, state.num_train)[position] if shuffle else position
+    row = permute_rows(seed, pass_index, state.num_train)[position] if shuffle else position
     return ids.train_group(pass_index, position), row
 
 
@@ -60,11 +60,11 @@ def new_group(ctx: Context, replica: Replica) -> None:
     group_id, row = next_row(state)
     deadline = replica.step + state.settings.max_staleness
     replica.took += 1
-    open_group(ctx, replica, group_id, row, Purpose.TRAIN, deadline, state.settings.group_size)
+    create_group(ctx, replica, group_id, row, Purpose.TRAIN, deadline, state.settings.group_size)
     state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
 
 
-def open_group(
+def create_group(
     ctx: Context,
     replica: Replica,
     group_id: GroupId,
@@ -77,7 +77,7 @@ def open_group(
 ) -> None:
     """Create a group and place all its siblings."""
     state = ctx.state
-    members = [ids.trajectory(group_id, sibling) for sibling in range(size)]
+    members = [ids.make_trajectory_id(group_id, sibling) for sibling in range(size)]
     state.groups[group_id] = Group(
         id=group_id,
         purpose=purpose,
@@ -96,25 +96,27 @@ def open_group(
         state.trajectories[trajectory_id] = Trajectory(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
-        _place(ctx, state.trajectories[trajectory_id], replica, begins=True)
-    replica_changed(state, replica)
+        _place_trajectory(ctx, state.trajectories[trajectory_id], replica, begins=True)
+    update_replica(state, replica)
 
 
-def _place(ctx: Context, trajectory: Trajectory, replica: Replica, *, begins: bool = False) -> None:
+def _place_trajectory(
+    ctx: Context, trajectory: Trajectory, replica: Replica, *, begins: bool = False
+) -> None:
     """Send a trajectory to a replica under its present placement number; `begins`: without tokens
     of older weights."""
     state = ctx.state
     group = state.groups[trajectory.group]
-    assign(state, trajectory, replica.name)
+    assign_replica(state, trajectory, replica.name)
     if begins:
         trajectory.step = replica.step
     trajectory.version = replica.version
     replica.running[trajectory.id] = trajectory.placement
     if replica.packing is not None:
         replica.packing.asked = ctx.next_command_id
-        state.progress.setdefault(trajectory.id, Progress())
+        state.progress.setdefault(trajectory.id, MigrationProgress())
     replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
-    ctx.command(
+    ctx.issue_command(
         cmd.GenerateTrajectory(
             to=replica.name,
             trajectory_id=trajectory.id,
@@ -130,30 +132,30 @@ def _place(ctx: Context, trajectory: Trajectory, replica: Replica, *, begins: bo
                 state.settings.seed, group.id, trajectory.sibling, trajectory.attempt
             ),
         ),
-        key=keys.generate(trajectory.id),
+        key=keys.generate_key(trajectory.id),
     )
 
 
-def place_again(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
+def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     """Give lost work a new placement; it goes on from the store's tokens, or starts over."""
     state = ctx.state
     remove_lost(state, trajectory)
-    ctx.clear_timer(keys.resume(trajectory.id))
-    moved = move(trajectory, "dispatch")
+    ctx.clear_timer(keys.resume_timer(trajectory.id))
+    moved = transition(trajectory, "dispatch")
     assert moved, trajectory
     trajectory.placement += 1
-    begins = trajectory.restart or not may_go_on(state, trajectory, replica)
+    begins = trajectory.restart or not can_resume_on(state, trajectory, replica)
     if begins:
         end_session(ctx, trajectory)
         trajectory.attempt += 1
         trajectory.restart = False
         group = state.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
-    _place(ctx, trajectory, replica, begins=begins)
+    _place_trajectory(ctx, trajectory, replica, begins=begins)
     load_changed(state, replica)
 
 
-def may_go_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
+def can_resume_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
     """Whether tokens so far are kept there: of its very version; in flight of any older one."""
     if state.settings.in_flight:
         return replica.version >= trajectory.version
@@ -165,20 +167,20 @@ def end_session(ctx: Context, trajectory: Trajectory) -> None:
     name = ctx.state.home_of(trajectory)
     ctx.state.sessions.pop(trajectory.id, None)
     if name:
-        placed = cmd.Placed(trajectory_id=trajectory.id, placement=trajectory.placement)
-        ctx.command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))
+        placed = cmd.PlacedTrajectory(trajectory_id=trajectory.id, placement=trajectory.placement)
+        ctx.issue_command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))
 
 
-def place_released(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
+def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
     """What a replica has let go of goes on where room is kept for it, under a new placement."""
     state = ctx.state
     _take_out(ctx, trajectory)
-    moved = move(trajectory, "hand over")
+    moved = transition(trajectory, "hand over")
     assert moved, trajectory
     del destination.incoming[trajectory.id]
     state.progress[trajectory.id].destination = ""
     trajectory.placement += 1
-    _place(ctx, trajectory, destination)
+    _place_trajectory(ctx, trajectory, destination)
     load_changed(state, destination)
 
 
@@ -189,18 +191,18 @@ def end_move(ctx: Context, trajectory: Trajectory) -> None:
         return
     name, destination = progress.source, state.replicas.get(progress.destination)
     progress.source = progress.destination = ""
-    straggler_changed(state, trajectory)
+    invalidate_straggler(state, trajectory)
     if destination is not None and trajectory.id in destination.incoming:
         del destination.incoming[trajectory.id]
         load_changed(state, destination)
-        ctx.touch(destination.name)
+        ctx.touch_replica(destination.name)
     source = state.replicas.get(name)
     if source is not None and trajectory.id in source.given:
         del source.given[trajectory.id]
         if not source.given:
-            ctx.done(keys.release(name))
-            replica_changed(state, source)
-            ctx.touch(name)
+            ctx.end_command(keys.release_key(name))
+            update_replica(state, source)
+            ctx.touch_replica(name)
 
 
 def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
@@ -210,28 +212,28 @@ def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
 
 
 def _take_out(ctx: Context, trajectory: Trajectory) -> None:
-    ctx.done(keys.generate(trajectory.id))
+    ctx.end_command(keys.generate_key(trajectory.id))
     replica = ctx.state.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
         del replica.running[trajectory.id]
         load_changed(ctx.state, replica)
-        ctx.touch(replica.name)
+        ctx.touch_replica(replica.name)
 
 
-def lose(ctx: Context, trajectory_id: TrajectoryId) -> None:
+def lose_trajectory(ctx: Context, trajectory_id: TrajectoryId) -> None:
     """Take a trajectory from its replica; it waits for a new placement."""
     state = ctx.state
     trajectory = state.trajectories[trajectory_id]
     trajectory.version = newest_tokens(state, trajectory)
     leave_engine(ctx, trajectory)
-    moved = move(trajectory, "lose")
+    moved = transition(trajectory, "lose")
     assert moved, trajectory
-    if state.actor_alive(trajectory.replica):
-        placed = cmd.Placed(trajectory_id=trajectory_id, placement=trajectory.placement)
-        ctx.command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
+    if state.is_actor_alive(trajectory.replica):
+        placed = cmd.PlacedTrajectory(trajectory_id=trajectory_id, placement=trajectory.placement)
+        ctx.issue_command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):
-        ctx.set_timer(keys.resume(trajectory_id), state.settings.resume_wait_ms)
+        ctx.set_timer(keys.resume_timer(trajectory_id), state.settings.resume_wait_ms)
     ctx.touch_all()
 
 
@@ -243,7 +245,7 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
     replica = state.replicas.get(trajectory.replica)
     if replica is None or trajectory.id not in replica.running:
         return trajectory.version
-    ordered = ordered_pull(state, trajectory.replica)
+    ordered = get_pull_order(state, trajectory.replica)
     if ordered is not None and ordered.purpose == PullPurpose.IN_FLIGHT:
         return ordered.version
     return trajectory.version
@@ -252,9 +254,9 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
 def await_turn(ctx: Context, trajectory: Trajectory) -> None:
     """Its environment has answered: it needs a place for its next turn, as lost work does."""
     state = ctx.state
-    moved = move(trajectory, "continues")
+    moved = transition(trajectory, "continues")
     assert moved, trajectory
     add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):
-        ctx.set_timer(keys.resume(trajectory.id), state.settings.resume_wait_ms)
+        ctx.set_timer(keys.resume_timer(trajectory.id), state.settings.resume_wait_ms)
     ctx.touch_all()

@@ -16,8 +16,8 @@ from itertools import chain
 
 from laminar.core.context import Context
 from laminar.core.scheduling import groups
-from laminar.core.scheduling.admission import has_sessions, room, serving
-from laminar.core.scheduling.dispatch import open_group
+from laminar.core.scheduling.admission import count_free_slots, has_sessions, is_serving
+from laminar.core.scheduling.dispatch import create_group
 from laminar.core.state import evaluation_scores
 from laminar.core.state.evaluation_scores import EvaluationResult
 from laminar.core.state.indexes import indexes_of
@@ -31,7 +31,7 @@ from laminar.names import ids
 from laminar.names.ids import Purpose
 
 
-def version_published(ctx: Context, version: int, step: int, previous_step: int) -> None:
+def schedule_evaluation(ctx: Context, version: int, step: int, previous_step: int) -> None:
     """Decide whether this version (or the next one) is to be evaluated.
 
     `previous_step` is that of the version published before (-1: none). What was due at a step in
@@ -48,13 +48,13 @@ def version_published(ctx: Context, version: int, step: int, previous_step: int)
         state.evaluation_due = version
 
 
-def _begin_if_due(ctx: Context, replica: Replica) -> None:
+def _start_if_due(ctx: Context, replica: Replica) -> None:
     """A due evaluation binds to the version that a serving replica has loaded for it."""
     state = ctx.state
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or replica.version < due:
         return
-    if state.settings.in_flight and not room(replica):
+    if state.settings.in_flight and not count_free_slots(replica):
         return  # without work of it the replica would go on to newer weights
     total = state.num_eval * state.settings.eval_answers
     state.evaluation = Evaluation(
@@ -67,7 +67,7 @@ def _begin_if_due(ctx: Context, replica: Replica) -> None:
     )
     state.next_evaluation += 1
     state.evaluation_due = -1
-    _pin(ctx)
+    _pin_everywhere(ctx)
 
 
 def _may_evaluate(state: State) -> bool:
@@ -75,7 +75,7 @@ def _may_evaluate(state: State) -> bool:
     return not state.draining and state.phase not in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
 
-def waits(state: State) -> bool:
+def is_evaluation_waiting(state: State) -> bool:
     """One is due, or has answers for which no replica was found yet."""
     running = state.evaluation
     return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
@@ -88,11 +88,11 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
     """
     state = ctx.state
     evaluation = state.evaluation
-    if not _may_evaluate(state) or not waits(state):
+    if not _may_evaluate(state) or not is_evaluation_waiting(state):
         return -1
     if evaluation is None:
         due = state.evaluation_due
-        one_pulls = bool(indexes_of(state).replicas.of(lambda kind: kind.loading))
+        one_pulls = bool(indexes_of(state).replicas.filter_kinds(lambda kind: kind.loading))
         return -1 if one_pulls or state.newest_for(replica) < due else due
     if not evaluation.queue:
         return -1
@@ -107,15 +107,19 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
 
 def _is_helped(state: State, evaluation: Evaluation) -> bool:
     """Some live replica has its version."""
-    return bool(indexes_of(state).replicas.of(lambda kind: kind.version == evaluation.version))
+    return bool(
+        indexes_of(state).replicas.filter_kinds(lambda kind: kind.version == evaluation.version)
+    )
 
 
-def may_begin(state: State) -> list[Kind]:
+def find_starting_kinds(state: State) -> list[Kind]:
     """Kinds of replicas of which each would begin the one that is due."""
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or not _may_evaluate(state):
         return []
-    return indexes_of(state).replicas.of(lambda kind: kind.serving and kind.version >= due)
+    return indexes_of(state).replicas.filter_kinds(
+        lambda kind: kind.serving and kind.version >= due
+    )
 
 
 def may_help(state: State) -> Collection[Kind]:
@@ -123,38 +127,40 @@ def may_help(state: State) -> Collection[Kind]:
     evaluation = state.evaluation
     if evaluation is None or not evaluation.queue or not _may_evaluate(state):
         return []
-    return indexes_of(state).replicas.able(evaluation.version)
+    return indexes_of(state).replicas.find_able_kinds(evaluation.version)
 
 
 def may_want(state: State) -> bool:
     """Whether an empty replica may be ordered to load a version for an evaluation."""
-    if not _may_evaluate(state) or not waits(state):
+    if not _may_evaluate(state) or not is_evaluation_waiting(state):
         return False
     evaluation, index = state.evaluation, indexes_of(state).replicas
     if evaluation is None:
-        behind = index.of(lambda kind: kind.behind or kind.version >= state.evaluation_due)
-        return bool(behind) and not index.of(lambda kind: kind.loading)
+        behind = index.filter_kinds(
+            lambda kind: kind.behind or kind.version >= state.evaluation_due
+        )
+        return bool(behind) and not index.filter_kinds(lambda kind: kind.loading)
     if not evaluation.queue:
         return False
     final = evaluation.final and state.phase == Phase.FINAL_EVALUATION
     return final or not _is_helped(state, evaluation)
 
 
-def _in_reach(state: State, version: int) -> bool:
+def _is_in_reach(state: State, version: int) -> bool:
     """Some live replica can load it from its relay, or from a checkpoint."""
     if version in state.saved:
         return bool(indexes_of(state).replicas.kinds)
     relays = indexes_of(state).held.get(version, {})
     return any(
-        map(state.actor_alive, chain.from_iterable(map(indexes_of(state).served_by, relays)))
+        map(state.is_actor_alive, chain.from_iterable(map(indexes_of(state).served_by, relays)))
     )
 
 
 def _is_gone(state: State, replica: Replica, version: int) -> bool:
     """Neither this replica nor another one could load it; the newest comes to every machine."""
-    if version == state.newest or _in_reach(state, version):
+    if version == state.newest or _is_in_reach(state, version):
         return False
-    return load_sources.choose(state, replica, version).source is None
+    return load_sources.choose_source(state, replica, version).source is None
 
 
 def _move_on(ctx: Context) -> None:
@@ -165,7 +171,7 @@ def _move_on(ctx: Context) -> None:
     for group in list(state.groups.values()):
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
             groups.drop_group(ctx, group, DropReason.VERSION_GONE)
-    _pin(ctx)
+    _pin_everywhere(ctx)
     ctx.touch_all()
 
 
@@ -178,7 +184,7 @@ def plan_unserved(ctx: Context) -> None:
     if evaluation.version == state.newest or not _may_evaluate(state):
         return
     index = indexes_of(state).replicas
-    none_is_empty = next(index.empty(index.kinds), None) is None
+    none_is_empty = next(index.iter_empty(index.kinds), None) is None
     busy = none_is_empty and any(kind.serving for kind in index.kinds)
     loads = evaluation.version in indexes_of(state).fetched
     if busy and not loads and not _is_helped(state, evaluation):
@@ -188,15 +194,17 @@ def plan_unserved(ctx: Context) -> None:
 def plan_evaluation(ctx: Context, replica: Replica) -> None:
     """Evaluation work goes first on a replica that serves its version."""
     state = ctx.state
-    if not waits(state):
+    if not is_evaluation_waiting(state):
         return  # asked of every replica after every change: mostly there is none
-    if not serving(state, replica) or not _may_evaluate(state):
+    if not is_serving(state, replica) or not _may_evaluate(state):
         return
-    _begin_if_due(ctx, replica)
+    _start_if_due(ctx, replica)
     evaluation = state.evaluation
     if evaluation is None:
         return
-    while evaluation.queue and room(replica) > 0 and replica.version == evaluation.version:
+    while (
+        evaluation.queue and count_free_slots(replica) > 0 and replica.version == evaluation.version
+    ):
         if not has_sessions(state, replica, 1):
             return
         position = evaluation.queue.pop(0)
@@ -206,32 +214,32 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
         if attempt > 1:  # the store has a row of that name that ended as dropped
             group_id = ids.GroupId(f"{group_id}-{attempt}")
         row, sample = divmod(position, state.settings.eval_answers)
-        open_group(ctx, replica, group_id, row, Purpose.EVAL, -1, 1, attempt, sample)
+        create_group(ctx, replica, group_id, row, Purpose.EVAL, -1, 1, attempt, sample)
 
 
 def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) -> None:
     """One held-out answer is scored."""
-    evaluation = _running(ctx, group)
+    evaluation = _get_running_evaluation(ctx, group)
     evaluation.correct += event.correct
-    evaluation_scores.count(evaluation.held_out, group.row_index, event)
+    evaluation_scores.count_sample(evaluation.held_out, group.row_index, event)
     _one_done(ctx, evaluation)
 
 
 def group_lost(ctx: Context, group: Group) -> None:
     """A lost evaluation answer runs again, whole, on the same version."""
     position = group.row_index * ctx.state.settings.eval_answers + group.sample
-    _running(ctx, group).queue.append(position)
+    _get_running_evaluation(ctx, group).queue.append(position)
     ctx.touch_all()
 
 
 def group_given_up(ctx: Context, group: Group) -> None:
     """A held-out group was lost too often: the evaluation ends without it."""
-    evaluation = _running(ctx, group)
+    evaluation = _get_running_evaluation(ctx, group)
     evaluation.held_out.missing += 1
     _one_done(ctx, evaluation)
 
 
-def _running(ctx: Context, group: Group) -> Evaluation:
+def _get_running_evaluation(ctx: Context, group: Group) -> Evaluation:
     evaluation = ctx.state.evaluation
     assert evaluation is not None, group
     return evaluation
@@ -240,10 +248,10 @@ def _running(ctx: Context, group: Group) -> Evaluation:
 def _one_done(ctx: Context, evaluation: Evaluation) -> None:
     evaluation.done += 1
     if evaluation.done == evaluation.total:
-        _finish(ctx, evaluation)
+        _finish_evaluation(ctx, evaluation)
 
 
-def _finish(ctx: Context, evaluation: Evaluation) -> None:
+def _finish_evaluation(ctx: Context, evaluation: Evaluation) -> None:
     state = ctx.state
     state.evaluations.append(
         EvaluationResult(
@@ -253,15 +261,17 @@ def _finish(ctx: Context, evaluation: Evaluation) -> None:
             final=evaluation.final,
             total=evaluation.total,
             correct=evaluation.correct,
-            figures=evaluation_scores.figures(evaluation.held_out, state.settings.eval_answers),
+            figures=evaluation_scores.compute_statistics(
+                evaluation.held_out, state.settings.eval_answers
+            ),
         )
     )
     state.evaluation = None
-    _pin(ctx)
+    _pin_everywhere(ctx)
     ctx.touch_all()
 
 
-def _pin(ctx: Context) -> None:
+def _pin_everywhere(ctx: Context) -> None:
     """Pin the version at every relay: a lost share may be run again on any machine."""
     for name in ctx.state.relays:
-        pinning.tell_one(ctx, name)
+        pinning.send_pin(ctx, name)

@@ -18,7 +18,7 @@ loses is not lost by chance, and the run ends before much is.
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.failing import drain
+from laminar.core.failing import drain_run
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import RewardErrors
 from laminar.core.state.statuses import Phase
@@ -38,11 +38,11 @@ CALLS, FAILED_CALLS_MAX = 50, 10
 """Of the last calls of environments so many may not fail: a fifth."""
 
 
-def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
+def count_reward(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
     """The reward of one answer is known, or why there is none; too many failures end the run."""
     state = ctx.state
     if state.rewards is None:
-        state.rewards = RewardErrors(window=bytearray(-(-_window(ctx) // 8)))
+        state.rewards = RewardErrors(window=bytearray(-(-_get_window_size(ctx) // 8)))
     found = state.rewards
     if reason != UNSCORED:
         found.answers += 1
@@ -50,11 +50,11 @@ def count(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
         found.errors[reason] = found.errors.get(reason, 0) + 1
         found.first = found.first or detail[:FIRST_CHARS]
     if purpose == Purpose.TRAIN:
-        _keep(found, reason, _window(ctx))
-        _judge(ctx, found)
+        _record_attempt(found, reason, _get_window_size(ctx))
+        _check_reward_failures(ctx, found)
 
 
-def count_call(ctx: Context, failed: str = "") -> None:
+def count_env_call(ctx: Context, failed: str = "") -> None:
     """An environment has answered a turn, or has `failed` in a way that the policy cannot cause."""
     state = ctx.state
     if not state.settings.environment:
@@ -67,20 +67,20 @@ def count_call(ctx: Context, failed: str = "") -> None:
         f"the environment failed on {count} of its last {CALLS} calls, in a way that the model "
         f"cannot cause; the last time: {failed[:FIRST_CHARS]}"
     )
-    drain(ctx, FailureKind.ENV_FAILS, ENVIRONMENT, what)
+    drain_run(ctx, FailureKind.ENV_FAILS, ENVIRONMENT, what)
 
 
-def _window(ctx: Context) -> int:
-    return WINDOW_BATCHES * _least(ctx)
+def _get_window_size(ctx: Context) -> int:
+    return WINDOW_BATCHES * _get_min_attempts(ctx)
 
 
-def _least(ctx: Context) -> int:
+def _get_min_attempts(ctx: Context) -> int:
     """Attempts before which the run is not ended: those of one batch."""
     settings = ctx.state.settings
     return settings.groups_per_step * settings.group_size
 
 
-def _keep(found: RewardErrors, reason: str, size: int) -> None:
+def _record_attempt(found: RewardErrors, reason: str, size: int) -> None:
     """One bit in the ring of the last `size` attempts: whether it failed."""
     if reason == UNSCORED:
         found.unscored_in_row += 1
@@ -96,18 +96,18 @@ def _keep(found: RewardErrors, reason: str, size: int) -> None:
     found.attempts += 1
 
 
-def _judge(ctx: Context, found: RewardErrors) -> None:
+def _check_reward_failures(ctx: Context, found: RewardErrors) -> None:
     state, permille = ctx.state, ctx.state.settings.max_error_permille
     if state.phase != Phase.RUNNING or state.draining:
         return
-    attempts = min(found.attempts, _window(ctx))
+    attempts = min(found.attempts, _get_window_size(ctx))
     share = f"reward.max_error_share = {permille / 1000:g}"
-    if attempts >= _least(ctx) and found.failed * 1000 > permille * attempts:
+    if attempts >= _get_min_attempts(ctx) and found.failed * 1000 > permille * attempts:
         first = found.first or "its reason did not arrive"
         what = f"the reward failed on {found.failed} of the last {attempts} training answers"
         what = f"{what}, more than {share}; the first failure: {first}"
-        drain(ctx, FailureKind.REWARD_FAILS, REWARD, what)
-    elif permille < 1000 and found.unscored_in_row >= _window(ctx):
+        drain_run(ctx, FailureKind.REWARD_FAILS, REWARD, what)
+    elif permille < 1000 and found.unscored_in_row >= _get_window_size(ctx):
         what = f"no score for any of the last {found.unscored_in_row} training answers"
         what = f"{what}: the reward function gave None for each ({share})"
-        drain(ctx, FailureKind.NO_SCORES, REWARD, what)
+        drain_run(ctx, FailureKind.NO_SCORES, REWARD, what)

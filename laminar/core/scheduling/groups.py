@@ -17,9 +17,9 @@ from laminar.core.scheduling.dispatch import leave_engine
 from laminar.core.state import keys
 from laminar.core.state.indexes import (
     add_ready,
-    assign,
+    assign_replica,
     close_trajectory,
-    lengths_changed,
+    invalidate_lengths,
     live_actor,
     remove_lost,
     remove_ready,
@@ -28,12 +28,12 @@ from laminar.core.state.keys import CommandKey
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import Group, State, Trajectory
 from laminar.core.state.statuses import GroupStatus, TrajectoryStatus
-from laminar.core.state.transitions import UNFINISHED, move, move_group
+from laminar.core.state.transitions import UNFINISHED, move_group, transition
 from laminar.core.store_orders import END_TIMEOUT_MS
 from laminar.core.validation import is_count
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.reasons import DropReason, End
+from laminar.events.reasons import DropReason, EndKind
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 from laminar.names.roles import Role
 
@@ -45,16 +45,18 @@ ENDINGS_PER_COMMAND = 2_048
 # --- siblings ---------------------------------------------------------------------------------
 
 
-def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
+def score_siblings(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
     """Ask a replica to reward generated siblings of one group."""
     group = ctx.state.groups[trajectories[0].group]
-    items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in trajectories)
+    items = tuple(
+        cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in trajectories
+    )
     for trajectory in trajectories:
-        assign(ctx.state, trajectory, replica)
+        assign_replica(ctx.state, trajectory, replica)
         if ctx.state.settings.environment:
             ctx.state.sessions[trajectory.id] = replica
         ctx.state.unscored.pop(trajectory.id, None)
-    ctx.command(
+    ctx.issue_command(
         cmd.ScoreTrajectories(
             to=replica,
             group=group.id,
@@ -62,42 +64,42 @@ def score(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
             purpose=group.purpose,
             items=items,
         ),
-        key=score_key(ctx.state, trajectories[0]),
+        key=get_score_key(ctx.state, trajectories[0]),
         timeout_ms=SCORE_TIMEOUT_MS + ctx.state.settings.turn_timeout_ms,
     )
 
 
-def scorer_of(state: State, trajectory: Trajectory, otherwise: str) -> str:
+def choose_scorer(state: State, trajectory: Trajectory, otherwise: str) -> str:
     """The replica that scores it: the one with its environment's session, while that lives."""
     return state.home_of(trajectory) or otherwise
 
 
-def score_key(state: State, trajectory: Trajectory) -> CommandKey:
+def get_score_key(state: State, trajectory: Trajectory) -> CommandKey:
     """Group-scored rewards are one command for the group, the others one for each sibling."""
     grouped = state.settings.reward_scope == "group"
-    return keys.score(trajectory.group if grouped else trajectory.id)
+    return keys.score_key(trajectory.group if grouped else trajectory.id)
 
 
-def scorable(state: State, trajectory: Trajectory) -> list[Trajectory]:
+def find_scorable(state: State, trajectory: Trajectory) -> list[Trajectory]:
     """What can be scored now that this sibling is generated (all of the group, or just it)."""
     if state.settings.reward_scope != "group":
         return [trajectory]
-    waiting = [t for t in members(state, trajectory.group) if t.status in UNFINISHED]
+    waiting = [t for t in list_members(state, trajectory.group) if t.status in UNFINISHED]
     return waiting if all(m.status == TrajectoryStatus.GENERATED for m in waiting) else []
 
 
-def finish_score_command(ctx: Context, trajectory: Trajectory) -> None:
+def end_scoring(ctx: Context, trajectory: Trajectory) -> None:
     """The command ends when no sibling that it names is waiting for its reward."""
     state = ctx.state
-    key = score_key(state, trajectory)
+    key = get_score_key(state, trajectory)
     if state.settings.reward_scope == "group" and any(
-        t.status == TrajectoryStatus.GENERATED for t in members(state, trajectory.group)
+        t.status == TrajectoryStatus.GENERATED for t in list_members(state, trajectory.group)
     ):
         return
-    ctx.done(key)
+    ctx.end_command(key)
 
 
-def sibling_done(ctx: Context, group: Group) -> None:
+def finish_sibling(ctx: Context, group: Group) -> None:
     """One sibling less is unfinished; a complete group is ready, or dropped: too small, or flat."""
     state = ctx.state
     group.unfinished -= 1
@@ -105,7 +107,7 @@ def sibling_done(ctx: Context, group: Group) -> None:
         return
     scored = scored_members(state, group)
     if group.purpose == Purpose.EVAL:
-        end_group(ctx, group, End.EVALUATED, DropReason.NONE, group.step)
+        end_group(ctx, group, EndKind.EVALUATED, DropReason.NONE, group.step)
     elif len(scored) < state.settings.min_scored:
         drop_group(ctx, group, DropReason.TOO_FEW_SCORED)
     elif is_flat(state, scored):
@@ -133,26 +135,28 @@ def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
 def drop_sibling(ctx: Context, trajectory: Trajectory, reason: DropReason) -> None:
     """One unfinished sibling ends as dropped; its group goes on with the others."""
     group = ctx.state.groups[trajectory.group]
-    _end(ctx, group, [trajectory], End.DROPPED, reason, -1)
-    finish_score_command(ctx, trajectory)
-    _score_the_others(ctx, group)
-    sibling_done(ctx, group)
+    _end_trajectories(ctx, group, [trajectory], EndKind.DROPPED, reason, -1)
+    end_scoring(ctx, trajectory)
+    _score_remaining(ctx, group)
+    finish_sibling(ctx, group)
 
 
 def drop_scored(
     ctx: Context, group: Group, members: list[TrajectoryId], reason: DropReason
 ) -> None:
     """Rewarded siblings of a batch end as dropped, before their group ends."""
-    _end(ctx, group, [ctx.state.trajectories[m] for m in members], End.DROPPED, reason, -1)
+    _end_trajectories(
+        ctx, group, [ctx.state.trajectories[m] for m in members], EndKind.DROPPED, reason, -1
+    )
 
 
-def _score_the_others(ctx: Context, group: Group) -> None:
+def _score_remaining(ctx: Context, group: Group) -> None:
     """A group-scored reward that waited for the dropped sibling can begin."""
     state = ctx.state
-    waiting = [t for t in members(state, group.id) if t.status == TrajectoryStatus.GENERATED]
+    waiting = [t for t in list_members(state, group.id) if t.status == TrajectoryStatus.GENERATED]
     grouped = state.settings.reward_scope == "group"
-    if grouped and waiting and score_key(state, waiting[0]) not in state.commands:
-        state.unscored.update((t.id, None) for t in scorable(state, waiting[0]))
+    if grouped and waiting and get_score_key(state, waiting[0]) not in state.commands:
+        state.unscored.update((t.id, None) for t in find_scorable(state, waiting[0]))
 
 
 def drop_group(ctx: Context, group: Group, reason: DropReason) -> None:
@@ -160,22 +164,22 @@ def drop_group(ctx: Context, group: Group, reason: DropReason) -> None:
     if group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY):
         remove_unchosen(ctx.state, group)
         ctx.touch_all()
-    end_group(ctx, group, End.DROPPED, reason, -1)
+    end_group(ctx, group, EndKind.DROPPED, reason, -1)
 
 
-def end_group(ctx: Context, group: Group, end: End, reason: DropReason, step: int) -> None:
+def end_group(ctx: Context, group: Group, end: EndKind, reason: DropReason, step: int) -> None:
     """Decide the end of a group and of its siblings that have not ended by themselves."""
     state = ctx.state
     remove_ready(state, group)
     move_group(group, "end")
     group.end, group.end_reason = end, reason
-    open_members = [t for t in members(state, group.id) if t.status != TrajectoryStatus.ENDING]
-    _end(ctx, group, open_members, end, reason, step)
-    ctx.done(keys.score(group.id))
+    open_members = [t for t in list_members(state, group.id) if t.status != TrajectoryStatus.ENDING]
+    _end_trajectories(ctx, group, open_members, end, reason, step)
+    ctx.end_command(keys.score_key(group.id))
 
 
-def _end(
-    ctx: Context, group: Group, ended: list[Trajectory], end: End, reason: DropReason, step: int
+def _end_trajectories(
+    ctx: Context, group: Group, ended: list[Trajectory], end: EndKind, reason: DropReason, step: int
 ) -> None:
     state = ctx.state
     aborted: dict[str, list[Trajectory]] = {}
@@ -183,12 +187,12 @@ def _end(
         for name in _working_on(state, trajectory):
             aborted.setdefault(name, []).append(trajectory)
         if trajectory.status != TrajectoryStatus.REWARDED:  # no replica works on that one any more
-            _withdraw(ctx, trajectory)
-        moved = move(trajectory, "end")
+            _withdraw_trajectory(ctx, trajectory)
+        moved = transition(trajectory, "end")
         assert moved, (trajectory, end)
         trajectory.placement += 1  # the store refuses a replica that still works on it
         ctx.endings.append(
-            cmd.Ending(
+            cmd.TrajectoryEnding(
                 trajectory_id=trajectory.id,
                 group=group.id,
                 sibling=trajectory.sibling,
@@ -201,9 +205,11 @@ def _end(
             )
         )
     for name, running in aborted.items():
-        items = tuple(cmd.Placed(trajectory_id=t.id, placement=t.placement) for t in running)
+        items = tuple(
+            cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in running
+        )
         sessions = state.settings.environment
-        ctx.command(cmd.AbortTrajectories(to=name, items=items, sessions=sessions))
+        ctx.issue_command(cmd.AbortTrajectories(to=name, items=items, sessions=sessions))
 
 
 def _working_on(state: State, trajectory: Trajectory) -> list[str]:
@@ -218,22 +224,22 @@ def _working_on(state: State, trajectory: Trajectory) -> list[str]:
     return found
 
 
-def _withdraw(ctx: Context, trajectory: Trajectory) -> None:
+def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
     """Withdraw a trajectory: its replica is not waited for any more, and it waits for no place."""
     state = ctx.state
     leave_engine(ctx, trajectory)
     if state.settings.reward_scope != "group":
-        ctx.done(keys.score(trajectory.id))
+        ctx.end_command(keys.score_key(trajectory.id))
     remove_lost(state, trajectory)
     state.unscored.pop(trajectory.id, None)
-    ctx.clear_timer(keys.resume(trajectory.id))
-    weights_let_go(ctx, trajectory)
+    ctx.clear_timer(keys.resume_timer(trajectory.id))
+    release_weights(ctx, trajectory)
 
 
-def weights_let_go(ctx: Context, trajectory: Trajectory) -> None:
+def release_weights(ctx: Context, trajectory: Trajectory) -> None:
     """No next turn of it needs the weights of its replica, which may load newer ones."""
     if ctx.state.settings.environment:
-        ctx.touch(trajectory.replica)
+        ctx.touch_replica(trajectory.replica)
 
 
 def send_endings(ctx: Context) -> None:
@@ -242,13 +248,13 @@ def send_endings(ctx: Context) -> None:
         return
     store = live_actor(ctx.state, Role.STORE)
     timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_wait_ms
-    if store_orders.awaited(ctx.state):  # its time begins when the store is ready
+    if store_orders.is_store_awaited(ctx.state):  # its time begins when the store is ready
         timeout_ms = 0
     for start in range(0, len(ctx.endings), ENDINGS_PER_COMMAND):
         part = tuple(ctx.endings[start : start + ENDINGS_PER_COMMAND])
-        ctx.command(
+        ctx.issue_command(
             cmd.EndTrajectories(to=store.name if store else "store-0", endings=part),
-            key=keys.end(ctx.next_command_id),
+            key=keys.end_key(ctx.next_command_id),
             timeout_ms=timeout_ms,
         )
     ctx.endings.clear()
@@ -261,30 +267,32 @@ def _ended_counts(state: State, event: ev.TrajectoriesEnded) -> bool:
 @handles(ev.TrajectoriesEnded, valid=_ended_counts)
 def on_trajectories_ended(ctx: Context, event: ev.TrajectoriesEnded) -> None:
     """The store has the ends on disk: the ledger is updated."""
-    outstanding = ctx.done(keys.end(event.command_id))
+    outstanding = ctx.end_command(keys.end_key(event.command_id))
     if outstanding is None or not isinstance(outstanding.command, cmd.EndTrajectories):
         return ctx.ignore("repeat")
     rows = {row.trajectory_id: row for row in event.ended}
     for ending in outstanding.command.endings:
         row = rows.get(ending.trajectory_id)
-        _close(ctx, ending, row.num_tokens if row else 0, row.tokens_lost if row else 0)
+        _close_trajectory(ctx, ending, row.num_tokens if row else 0, row.tokens_lost if row else 0)
 
 
-def _close(ctx: Context, ending: cmd.Ending, num_tokens: int, tokens_lost: int) -> None:
+def _close_trajectory(
+    ctx: Context, ending: cmd.TrajectoryEnding, num_tokens: int, tokens_lost: int
+) -> None:
     """The store has the end on disk: the ledger is updated and the trajectory is removed."""
     state = ctx.state
     trajectory = close_trajectory(state, ending.trajectory_id)
     ledger = state.ledger
-    ledger.trajectories.end(ending.end, ending.reason)
+    ledger.trajectories.record_end(ending.end, ending.reason)
     ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost
-    ledger.tokens.end(ending.end, ending.reason, num_tokens)
+    ledger.tokens.record_end(ending.end, ending.reason, num_tokens)
     if tokens_lost:
-        ledger.tokens.end(End.DROPPED, DropReason.RESTARTED, tokens_lost)
+        ledger.tokens.record_end(EndKind.DROPPED, DropReason.RESTARTED, tokens_lost)
     group = state.groups[trajectory.group]
     if group.status != GroupStatus.ENDING:
-        lengths_changed(state, group)
-    elif not members(state, group.id):
-        ledger.groups.end(group.end, group.end_reason)
+        invalidate_lengths(state, group)
+    elif not list_members(state, group.id):
+        ledger.groups.record_end(group.end, group.end_reason)
         del state.groups[group.id]
 
 
@@ -294,7 +302,7 @@ def remove_unchosen(state: State, group: Group) -> None:
         del state.deadlines[group.deadline]
 
 
-def members(state: State, group_id: GroupId) -> list[Trajectory]:
+def list_members(state: State, group_id: GroupId) -> list[Trajectory]:
     """Siblings that have not been closed."""
     ids_ = state.groups[group_id].members
     return [state.trajectories[m] for m in ids_ if m in state.trajectories]
@@ -302,4 +310,4 @@ def members(state: State, group_id: GroupId) -> list[Trajectory]:
 
 def scored_members(state: State, group: Group) -> list[TrajectoryId]:
     """Siblings that ended with a reward; the dropped ones are not in the baseline either."""
-    return [t.id for t in members(state, group.id) if t.status == TrajectoryStatus.REWARDED]
+    return [t.id for t in list_members(state, group.id) if t.status == TrajectoryStatus.REWARDED]

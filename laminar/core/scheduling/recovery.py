@@ -19,15 +19,15 @@ from itertools import islice
 from laminar.core import store_orders
 from laminar.core.context import Context
 from laminar.core.scheduling import admission, evaluation, groups
-from laminar.core.scheduling.dispatch import lose, newest_tokens, place_again
+from laminar.core.scheduling.dispatch import lose_trajectory, newest_tokens, place_lost
 from laminar.core.state import indexes, keys
-from laminar.core.state.indexes import indexes_of, ordered_pull
-from laminar.core.state.lost_work import Entry, goes_anywhere
+from laminar.core.state.indexes import get_pull_order, indexes_of
+from laminar.core.state.lost_work import LostEntry, goes_anywhere
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import Replica, State, Trajectory
 from laminar.core.state.statuses import TrajectoryStatus
 from laminar.core.versions import load_sources
-from laminar.core.versions.broadcast import ending
+from laminar.core.versions.broadcast import is_run_ending
 from laminar.events.reasons import DropReason
 from laminar.names.ids import Purpose, TrajectoryId
 
@@ -46,7 +46,7 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
     """
     state = ctx.state
     replica = state.replicas.get(name)
-    ctx.clear_timer(keys.progress(name))
+    ctx.clear_timer(keys.progress_timer(name))
     if replica is None:
         return
     for trajectory_id in list(replica.running):
@@ -57,20 +57,20 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
         elif blame and trajectory.deaths >= DEATHS_MAX:
             groups.drop_sibling(ctx, trajectory, DropReason.QUARANTINED)
         else:
-            lose(ctx, trajectory_id)
+            lose_trajectory(ctx, trajectory_id)
     for trajectory_id in replica.incoming:
         state.progress[trajectory_id].destination = ""  # its source lets go of it all the same
     indexes.remove_replica(state, replica)
-    for trajectory in _waiting_on(state, name):
+    for trajectory in _list_waiting_on(state, name):
         if trajectory.status == TrajectoryStatus.GENERATED:
-            ctx.done(groups.score_key(state, trajectory))
+            ctx.end_command(groups.get_score_key(state, trajectory))
             state.unscored[trajectory.id] = None
         elif state.groups[trajectory.group].purpose == Purpose.EVAL:
             fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
     ctx.touch_all()
 
 
-def _waiting_on(state: State, name: str) -> list[Trajectory]:
+def _list_waiting_on(state: State, name: str) -> list[Trajectory]:
     """What waits for its reward or its next turn there, in the order of dispatch."""
     there = [state.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
     waiting = (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
@@ -78,7 +78,7 @@ def _waiting_on(state: State, name: str) -> list[Trajectory]:
     return sorted(found, key=lambda t: (state.groups[t.group].order, t.sibling))
 
 
-def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
+def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
     """Lost work has waited for its version long enough. With an environment it waits on for a place
     where its version is served: longer episodes must not be the ones that begin again. A held-out
     answer has no other version: where that is served nowhere, it is asked for again."""
@@ -86,20 +86,20 @@ def resume_wait_over(ctx: Context, trajectory_id: TrajectoryId) -> None:
     trajectory = state.trajectories[trajectory_id]
     held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
     index = indexes_of(state).replicas
-    waits = (held_out or state.settings.environment) and index.of(
+    waits = (held_out or state.settings.environment) and index.filter_kinds(
         lambda kind: kind.version == trajectory.version and kind.serving
     )
     if waits or _is_fetched(state, trajectory.version):
-        return ctx.set_timer(keys.resume(trajectory_id), SERVED_MS)
+        return ctx.set_timer(keys.resume_timer(trajectory_id), SERVED_MS)
     if held_out:
         return fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
-    indexes.end_wait(state, trajectory_id)
+    indexes.end_version_wait(state, trajectory_id)
     ctx.touch_all()
 
 
 def _is_fetched(state: State, version: int) -> bool:
     """It is on its way from another machine, in a time that bytes keep alive."""
-    return any(command.version == version for command in load_sources.fetches(state))
+    return any(command.version == version for command in load_sources.list_fetches(state))
 
 
 def fail_sibling(
@@ -121,7 +121,7 @@ def turn_due(ctx: Context, trajectory: Trajectory) -> None:
     """A held-out answer goes on where its environment's session is: if that replica has other
     weights by now, it runs again whole."""
     state = ctx.state
-    kind = indexes_of(state).replicas.kind_of(state.home_of(trajectory))
+    kind = indexes_of(state).replicas.get_kind(state.home_of(trajectory))
     there = kind is not None and not kind.loading and kind.version == trajectory.version
     if state.groups[trajectory.group].purpose == Purpose.EVAL and not there:
         fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
@@ -131,9 +131,9 @@ def plan_lost(ctx: Context) -> None:
     """Place lost work: same version first; after its wait, anywhere at least as new."""
     state = ctx.state
     while (trajectory := _next_lost(state)) is not None and (
-        replica := _place_for(state, trajectory)
+        replica := _find_replica(state, trajectory)
     ) is not None:
-        place_again(ctx, trajectory, replica)
+        place_lost(ctx, trajectory, replica)
 
 
 def _next_lost(state: State) -> Trajectory | None:
@@ -142,9 +142,9 @@ def _next_lost(state: State) -> Trajectory | None:
         return None  # asked after every event: mostly nothing is lost
     index, lost = indexes_of(state).replicas, indexes_of(state).lost
     newest = index.newest_able()
-    first: list[Entry] = []
-    for version in lost.versions():
-        here, newer = bool(index.able(version)), newest > version
+    first: list[LostEntry] = []
+    for version in lost.list_versions():
+        here, newer = bool(index.find_able_kinds(version)), newest > version
         first += lost.anywhere.get(version, [])[:1] if here or newer else []
         gone = version not in indexes_of(state).held and version not in state.saved
         waiting = lost.waiting.get(version, [])
@@ -155,18 +155,22 @@ def _next_lost(state: State) -> Trajectory | None:
     return state.trajectories[min(first)[3]] if first else None
 
 
-def _place_for(state: State, trajectory: Trajectory) -> Replica | None:
+def _find_replica(state: State, trajectory: Trajectory) -> Replica | None:
     """The replica with its environment's session, if it has its version and room; else the least
     loaded one of its version; where there is none, of the newest one. In flight any that is at
     least as new."""
     index = indexes_of(state).replicas
     able = able_kinds(state, trajectory)
     name = state.home_of(trajectory)
-    if name and index.kind_of(name) in able and admission.room(state.replicas[name]) > 0:
+    if (
+        name
+        and index.get_kind(name) in able
+        and admission.count_free_slots(state.replicas[name]) > 0
+    ):
         return state.replicas[name]
     if not able and state.groups[trajectory.group].purpose == Purpose.TRAIN:
-        able = index.able(index.newest_able())
-    return index.least(able, room=1)
+        able = index.find_able_kinds(index.newest_able())
+    return index.find_least_loaded(able, room=1)
 
 
 def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
@@ -174,7 +178,7 @@ def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
     index = indexes_of(state).replicas
     if goes_anywhere(state, trajectory):
         return index.able_from(newest_tokens(state, trajectory))
-    return index.able(trajectory.version)
+    return index.find_able_kinds(trajectory.version)
 
 
 def plan_unscored(ctx: Context) -> None:
@@ -182,13 +186,13 @@ def plan_unscored(ctx: Context) -> None:
     state = ctx.state
     while state.unscored:
         index = indexes_of(state).replicas
-        scorer = index.least(index.kinds, room=0)
+        scorer = index.find_least_loaded(index.kinds, room=0)
         if scorer is None:
             return
         first = state.trajectories[next(iter(state.unscored))]
-        together = groups.scorable(state, first)
+        together = groups.find_scorable(state, first)
         if together:
-            groups.score(ctx, together, groups.scorer_of(state, first, scorer.name))
+            groups.score_siblings(ctx, together, groups.choose_scorer(state, first, scorer.name))
         else:
             del state.unscored[first.id]
 
@@ -196,20 +200,20 @@ def plan_unscored(ctx: Context) -> None:
 def watch_progress(ctx: Context, name: str) -> None:
     """A replica's progress timer fired: re-arm it, or have the silent engine restarted."""
     state = ctx.state
-    if not state.actor_alive(name):
+    if not state.is_actor_alive(name):
         return  # it has left, since the run stops
     replica = state.replicas.get(name)
     if replica is None:
-        if not ending(state):
+        if not is_run_ending(state):
             limit_s = state.settings.engine_start_ms / 1000
             why = f"its engine was not ready {limit_s:g} s after it had joined"
-            ctx.restart(name, f"{why} (rollout.start_timeout_s)")
+            ctx.restart_actor(name, f"{why} (rollout.start_timeout_s)")
         return
     stall_ms = state.settings.stall_ms
     silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
-    if store_orders.awaited(state):  # who waits for it samples nothing
+    if store_orders.is_store_awaited(state):  # who waits for it samples nothing
         replica.progress_ns = ctx.stamped.time_ns
-    elif replica.running and not ordered_pull(state, name) and silent_ms >= stall_ms:
-        ctx.restart(name, f"sampled nothing for {silent_ms} ms with work to do")
+    elif replica.running and not get_pull_order(state, name) and silent_ms >= stall_ms:
+        ctx.restart_actor(name, f"sampled nothing for {silent_ms} ms with work to do")
         replica.progress_ns = ctx.stamped.time_ns
-    ctx.set_timer(keys.progress(name), stall_ms)
+    ctx.set_timer(keys.progress_timer(name), stall_ms)

@@ -18,11 +18,11 @@ from laminar.core.scheduling import (
     groups,
     recovery,
 )
-from laminar.core.state.indexes import gauges_changed, set_length, straggler_changed
-from laminar.core.state.state import Packing, State, Trajectory
+from laminar.core.state.indexes import invalidate_gauges, invalidate_straggler, set_length
+from laminar.core.state.state import RepackState, State, Trajectory
 from laminar.core.state.statuses import TrajectoryStatus
-from laminar.core.state.transitions import UNFINISHED, move
-from laminar.core.validation import anything, is_count
+from laminar.core.state.transitions import UNFINISHED, transition
+from laminar.core.validation import accept_any, is_count
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, FailureReason
 from laminar.names.ids import Purpose, TrajectoryId
@@ -42,7 +42,7 @@ def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
 )
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
-    if trajectory is None or not move(trajectory, "started"):
+    if trajectory is None or not transition(trajectory, "started"):
         return ctx.ignore("old-placement")
     if ctx.state.settings.environment:
         ctx.state.sessions.setdefault(trajectory.id, ctx.stamped.peer)
@@ -51,10 +51,10 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
         progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
         if progress.source != ctx.stamped.peer:
             dispatch.end_move(ctx, trajectory)
-        straggler_changed(ctx.state, trajectory)
+        invalidate_straggler(ctx.state, trajectory)
 
 
-def _gauge_counts(state: State, event: ev.TokenProgress) -> bool:
+def _has_valid_gauges(state: State, event: ev.TokenProgress) -> bool:
     """An older log, which kept none of these, may have any number of them."""
     told = (event.kv_used_tokens, event.kv_capacity_tokens, event.waiting, event.max_batch)
     return not state.settings.repack_policy or all(
@@ -62,7 +62,7 @@ def _gauge_counts(state: State, event: ev.TokenProgress) -> bool:
     )
 
 
-@handles(ev.TokenProgress, valid=_gauge_counts, planned=False)
+@handles(ev.TokenProgress, valid=_has_valid_gauges, planned=False)
 def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
     """A gauge: the last value wins; more tokens than before is progress."""
     replica = ctx.state.replicas.get(ctx.stamped.peer)
@@ -72,14 +72,14 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
         replica.tokens_total = event.tokens_total
         replica.progress_ns = ctx.stamped.time_ns
     if replica.packing is not None:
-        _keep_gauges(replica.packing, event)
+        _record_gauges(replica.packing, event)
         for trajectory_id, tokens in event.lengths.items():
             if trajectory_id in replica.running:
                 ctx.state.progress[trajectory_id].sampled = tokens
-        gauges_changed(ctx.state, replica)
+        invalidate_gauges(ctx.state, replica)
 
 
-def _keep_gauges(packing: Packing, event: ev.TokenProgress) -> None:
+def _record_gauges(packing: RepackState, event: ev.TokenProgress) -> None:
     """Keep the gauges for repack; nothing is planned because of them."""
     packing.kv_capacity = event.kv_capacity_tokens or packing.kv_capacity
     packing.max_batch = event.max_batch or packing.max_batch
@@ -99,7 +99,7 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     """Every token is durable; the reward comes next."""
     state = ctx.state
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
-    if trajectory is None or not move(trajectory, "finished"):
+    if trajectory is None or not transition(trajectory, "finished"):
         return ctx.ignore("old-placement")
     dispatch.leave_engine(ctx, trajectory)
     state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
@@ -107,29 +107,31 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     if state.settings.repack_policy:
         state.finished += 1
         state.finished_tokens += event.num_tokens
-    together = groups.scorable(state, trajectory)
+    together = groups.find_scorable(state, trajectory)
     if together:
-        groups.score(ctx, together, groups.scorer_of(state, trajectory, ctx.stamped.peer))
+        groups.score_siblings(
+            ctx, together, groups.choose_scorer(state, trajectory, ctx.stamped.peer)
+        )
 
 
 @handles(
     ev.TrajectoryFailed,
-    valid=anything,
+    valid=accept_any,
 )
 def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
-    trajectory = _present(ctx, event.trajectory_id, event.placement)
+    trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status not in UNFINISHED:
         return ctx.ignore("old-placement")
     purpose = ctx.state.groups[trajectory.group].purpose
     recovery.fail_sibling(ctx, trajectory, DropReason(event.reason))
     reason = failure_rate.FAILED_REASONS.get(event.reason)
     if reason is not None:
-        failure_rate.count(ctx, purpose, reason, event.detail)
+        failure_rate.count_reward(ctx, purpose, reason, event.detail)
     if event.reason == FailureReason.ENV_FAILED:
-        failure_rate.count_call(ctx, event.detail or event.reason)
+        failure_rate.count_env_call(ctx, event.detail or event.reason)
 
 
-def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
+def _has_finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
     """The score is a finite float64, and so is every figure beside it."""
     finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
     return finite and is_count(event.num_tokens) and all(map(isfinite, event.extras.values()))
@@ -137,46 +139,46 @@ def _finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
 
 @handles(
     ev.TrajectoryRewarded,
-    valid=_finite_score,
+    valid=_has_finite_score,
 )
 def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     state = ctx.state
-    trajectory = _present(ctx, event.trajectory_id, event.placement)
-    if trajectory is None or not move(trajectory, "rewarded"):
+    trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
+    if trajectory is None or not transition(trajectory, "rewarded"):
         return ctx.ignore("old-placement")
     trajectory.score_bits, trajectory.correct = event.score_bits, event.correct
     state.unscored.pop(trajectory.id, None)
-    groups.finish_score_command(ctx, trajectory)
-    groups.weights_let_go(ctx, trajectory)
+    groups.end_scoring(ctx, trajectory)
+    groups.release_weights(ctx, trajectory)
     group = state.groups[trajectory.group]
-    groups.sibling_done(ctx, group)
+    groups.finish_sibling(ctx, group)
     if group.purpose == Purpose.EVAL:
         evaluation.group_evaluated(ctx, group, event)
-    failure_rate.count(ctx, group.purpose, event.reason, event.detail)
-    failure_rate.count_call(ctx)
+    failure_rate.count_reward(ctx, group.purpose, event.reason, event.detail)
+    failure_rate.count_env_call(ctx)
 
 
-def _turn(state: State, event: ev.TrajectoryContinues) -> bool:
+def _has_valid_turn(state: State, event: ev.TrajectoryContinues) -> bool:
     """Only a run with an environment has turns."""
     return state.settings.environment and is_count(event.turn)
 
 
-@handles(ev.TrajectoryContinues, valid=_turn)
+@handles(ev.TrajectoryContinues, valid=_has_valid_turn)
 def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None:
     """The next turn is generated where its version is served; a held-out answer whose version is
     not served where its environment is, begins again."""
     state = ctx.state
-    trajectory = _present(ctx, event.trajectory_id, event.placement)
+    trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status != TrajectoryStatus.GENERATED:
         return ctx.ignore("old-placement")
     state.unscored.pop(trajectory.id, None)
     dispatch.await_turn(ctx, trajectory)
-    groups.finish_score_command(ctx, trajectory)
+    groups.end_scoring(ctx, trajectory)
     recovery.turn_due(ctx, trajectory)
-    failure_rate.count_call(ctx)
+    failure_rate.count_env_call(ctx)
 
 
-def _present(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
+def _find_placed(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
     """The trajectory, if this is its present placement."""
     trajectory = ctx.state.trajectories.get(trajectory_id)
     if trajectory is None or trajectory.placement != placement:
@@ -186,7 +188,7 @@ def _present(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Traje
 
 def _generated_by(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
     """The same, if the sender is the replica that it was placed on."""
-    trajectory = _present(ctx, trajectory_id, placement)
+    trajectory = _find_placed(ctx, trajectory_id, placement)
     if trajectory is None or trajectory.replica != ctx.stamped.peer:
         return None
     return trajectory

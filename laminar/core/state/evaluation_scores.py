@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.state.scores import added, bits_of, float_of, total
+from laminar.core.state.scores import add_to_bits, bits_of, float_of, sum_in_order
 from laminar.events import events as ev
 
-FACTS = (
+REPORTED_FIELDS = (
     "step", "version", "final",
     "correct", "total", "missing",  # answers
     "share", "share_se",  # of right answers among those that were scored, and its standard error
@@ -30,7 +30,7 @@ EXTRAS_MAX = 32
 """Names of figures beside the score in one evaluation; of more the first ones."""
 
 
-class Prompt(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PromptScores(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The answers to one held-out prompt so far."""
 
     answers: int = 0  #: with a score
@@ -38,24 +38,24 @@ class Prompt(msgspec.Struct, kw_only=True, omit_defaults=True):
     score_bits: int = 0  #: sum of their scores
 
 
-class Sum(msgspec.Struct, kw_only=True, omit_defaults=True):
+class MetricSum(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The sum of one figure over the answers that have it."""
 
     answers: int = 0
     bits: int = 0
 
 
-class HeldOut(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EvaluationCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A running evaluation."""
 
     missing: int = 0  #: answers that were never scored
     truncated: int = 0
     tokens: int = 0
-    prompts: dict[int, Prompt] = {}  #: by row
-    extras: dict[str, Sum] = {}  #: what the reward function gave besides the score, by name
+    prompts: dict[int, PromptScores] = {}  #: by row
+    extras: dict[str, MetricSum] = {}  #: what the reward function gave besides the score, by name
 
 
-class HeldOutFigures(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EvaluationStatistics(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One that is done. An answer without a score is missing: neither right nor wrong."""
 
     answers_per_prompt: int
@@ -80,31 +80,31 @@ class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     final: bool
     total: int  #: answers asked for
     correct: int
-    figures: HeldOutFigures
+    figures: EvaluationStatistics
 
 
-def count(held: HeldOut, row: int, event: ev.TrajectoryRewarded) -> None:
+def count_sample(held: EvaluationCounts, row: int, event: ev.TrajectoryRewarded) -> None:
     """One more answer has its score."""
     score = float_of(event.score_bits)
-    prompt = held.prompts.setdefault(row, Prompt())
+    prompt = held.prompts.setdefault(row, PromptScores())
     prompt.answers += 1
     prompt.right += event.correct
-    prompt.score_bits = added(prompt.score_bits, score)
+    prompt.score_bits = add_to_bits(prompt.score_bits, score)
     held.truncated += event.truncated
     held.tokens += event.num_tokens
     for name, value in event.extras.items():
         if name in held.extras or len(held.extras) < EXTRAS_MAX:
-            found = held.extras.setdefault(name, Sum())
+            found = held.extras.setdefault(name, MetricSum())
             found.answers += 1
-            found.bits = added(found.bits, value)
+            found.bits = add_to_bits(found.bits, value)
 
 
-def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
+def compute_statistics(held: EvaluationCounts, answers_per_prompt: int) -> EvaluationStatistics:
     """The figures of an evaluation that is done."""
     prompts = list(held.prompts.values())
     answered = sum(prompt.answers for prompt in prompts)
     scores = [float_of(prompt.score_bits) for prompt in prompts]
-    return HeldOutFigures(
+    return EvaluationStatistics(
         answers_per_prompt=answers_per_prompt,
         answered=answered,
         prompts=len(prompts),
@@ -113,7 +113,7 @@ def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
         truncated=held.truncated,
         tokens=held.tokens,
         share_se_bits=bits_of(_standard_error([p.right / p.answers for p in prompts])),
-        score_bits=bits_of(total(scores) / answered if answered else 0.0),
+        score_bits=bits_of(sum_in_order(scores) / answered if answered else 0.0),
         score_se_bits=bits_of(
             _standard_error([s / p.answers for s, p in zip(scores, prompts, strict=True)])
         ),
@@ -121,11 +121,11 @@ def figures(held: HeldOut, answers_per_prompt: int) -> HeldOutFigures:
     )
 
 
-def facts(result: EvaluationResult) -> dict[str, Any]:
+def describe_evaluation(result: EvaluationResult) -> dict[str, Any]:
     """An evaluation as it is shown and written to files; None where there is no basis."""
     found = result.figures
     answered = found.answered
-    shown: dict[str, Any] = dict.fromkeys(FACTS)
+    shown: dict[str, Any] = dict.fromkeys(REPORTED_FIELDS)
     shown |= {
         "step": result.step,
         "version": result.version,
@@ -140,18 +140,18 @@ def facts(result: EvaluationResult) -> dict[str, Any]:
     if answered:
         shown |= {
             "passed": found.passed / found.prompts,
-            "score": _finite(found.score_bits),
+            "score": _to_finite_float(found.score_bits),
             "mean_length": found.tokens / answered,
             "truncated_share": found.truncated / answered,
-            "extras": {name: _finite(bits) for name, bits in found.extras.items()},
+            "extras": {name: _to_finite_float(bits) for name, bits in found.extras.items()},
         }
     if found.prompts > 1:
-        shown["share_se"] = _finite(found.share_se_bits)
-        shown["score_se"] = _finite(found.score_se_bits)
+        shown["share_se"] = _to_finite_float(found.share_se_bits)
+        shown["score_se"] = _to_finite_float(found.score_se_bits)
     return shown
 
 
-def _finite(bits: int) -> float | None:
+def _to_finite_float(bits: int) -> float | None:
     """Sums of huge scores may be no number."""
     value = float_of(bits)
     return value if math.isfinite(value) else None
@@ -163,5 +163,5 @@ def _standard_error(values: list[float]) -> float:
     count = len(values)
     if count < 2:
         return 0.0
-    mean = total(values) / count
-    return math.sqrt(total((v - mean) * (v - mean) for v in values) / (count - 1) / count)
+    mean = sum_in_order(values) / count
+    return math.sqrt(sum_in_order((v - mean) * (v - mean) for v in values) / (count - 1) / count)

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import msgspec
 
-from laminar.core.state.state import State, Trained
+from laminar.core.state.state import State, StepRecord
 from laminar.events import events as ev
 
 
-def begin(state: State, origin: ev.Origin) -> None:
+def apply_origin(state: State, origin: ev.ForkOrigin) -> None:
     """Nothing was decided yet."""
     state.origin = origin
     state.completed = state.chosen = origin.step
     state.next_version = origin.version + 1
     if origin.version != origin.step:
         state.numbered[origin.version] = origin.step
-    trained = Trained(
+    trained = StepRecord(
         step_index=origin.step - 1, version=origin.version, rows="", chain=origin.digest
     )
     state.trained.append(trained)

@@ -21,7 +21,15 @@ from laminar.core.state import keys
 from laminar.core.state.keys import CommandKey, TimerName
 from laminar.core.state.lost_work import LostWork
 from laminar.core.state.replica_index import ReplicaIndex
-from laminar.core.state.state import Actor, Group, Outstanding, Relay, Replica, State, Trajectory
+from laminar.core.state.state import (
+    Actor,
+    Group,
+    OutstandingCommand,
+    Relay,
+    Replica,
+    State,
+    Trajectory,
+)
 from laminar.core.state.straggler_load import StragglerLoad
 from laminar.events.commands import PullWeights
 from laminar.events.reasons import PullPurpose
@@ -48,7 +56,7 @@ class Indexes:
         heapify(self.timers)
         #: finished groups in the order in which they must be trained: (deadline, order, id)
         self.ready: list[tuple[int, int, str]] = sorted(
-            (*_rank(state.groups[g]), g) for g in state.ready
+            (*_rank_group(state.groups[g]), g) for g in state.ready
         )
         #: names of replicas by the relay of their machine
         self.served: dict[str, dict[str, None]] = {}
@@ -62,14 +70,14 @@ class Indexes:
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
         #: by group, how many of it have finished and their tokens, where there are any
         self.lengths: dict[GroupId, tuple[int, int]] = {}
-        self._enter(state)
+        self._index_state(state)
         self.lost = LostWork(state)
         self.replicas = ReplicaIndex(state)
         #: by name, of replicas in their tail, as far as core/repack/stragglers.py was asked and it
         #: still holds
         self.standings: dict[str, StragglerLoad] = {}
 
-    def _enter(self, state: State) -> None:
+    def _index_state(self, state: State) -> None:
         for actor in state.actors.values():
             self.roles.setdefault(actor.role, {})[actor.name] = None
             self.num_alive += actor.alive
@@ -89,7 +97,7 @@ class Indexes:
         """Names of the replicas of its machine."""
         return self.served.get(relay, {})
 
-    def count_fetched(self, outstanding: Outstanding, change: int) -> None:
+    def count_fetched(self, outstanding: OutstandingCommand, change: int) -> None:
         command = outstanding.command
         if isinstance(command, PullWeights) and command.exact:
             self.fetched[command.version] = self.fetched.get(command.version, 0) + change
@@ -108,13 +116,13 @@ class Indexes:
             if count:
                 self.lengths[trajectory.group] = count, tokens
 
-    def num_ready(self, deadline: int) -> int:
+    def count_ready(self, deadline: int) -> int:
         """Finished groups with this deadline."""
         first = bisect_left(self.ready, (deadline, -1, ""))
         return bisect_left(self.ready, (deadline + 1, -1, "")) - first
 
 
-def _rank(group: Group) -> tuple[int, int]:
+def _rank_group(group: Group) -> tuple[int, int]:
     return group.deadline, group.order
 
 
@@ -160,7 +168,7 @@ def live_actor(state: State, role: Role) -> Actor | None:
     return None
 
 
-def trainer(state: State) -> Actor | None:
+def find_trainer(state: State) -> Actor | None:
     """The live one; with checkpoints also one that is away, and is waited for."""
     live = live_actor(state, Role.TRAINER)
     if live is None and state.settings.keeps_checkpoints:
@@ -197,7 +205,7 @@ def remove_replica(state: State, replica: Replica) -> None:
     indexes.standings.pop(replica.name, None)
 
 
-def replica_changed(state: State, replica: Replica) -> None:
+def update_replica(state: State, replica: Replica) -> None:
     """What it loads, serves, runs or took is something else now."""
     indexes = indexes_of(state)
     indexes.replicas.update(state, replica)
@@ -211,7 +219,7 @@ def load_changed(state: State, replica: Replica) -> None:
     indexes.standings.pop(replica.name, None)
 
 
-def gauges_changed(state: State, replica: Replica) -> None:
+def invalidate_gauges(state: State, replica: Replica) -> None:
     """A replica's engine, or what it runs, is further."""
     standings = indexes_of(state).standings
     standings.pop(replica.name, None)
@@ -219,7 +227,7 @@ def gauges_changed(state: State, replica: Replica) -> None:
         standings.pop(state.progress[trajectory_id].destination, None)
 
 
-def straggler_changed(state: State, trajectory: Trajectory) -> None:
+def invalidate_straggler(state: State, trajectory: Trajectory) -> None:
     """What is known of it counts where it runs, and where room is kept for it."""
     standings = indexes_of(state).standings
     standings.pop(trajectory.replica, None)
@@ -232,15 +240,15 @@ def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
     indexes.count_length(trajectory, -1)
     trajectory.num_tokens = num_tokens
     indexes.count_length(trajectory, 1)
-    lengths_changed(state, state.groups[trajectory.group])
+    invalidate_lengths(state, state.groups[trajectory.group])
 
 
-def lengths_changed(state: State, group: Group) -> None:
+def invalidate_lengths(state: State, group: Group) -> None:
     """One of the group has finished, or is forgotten."""
     if indexes_of(state).standings:
         for name in group.members:
             if name in state.trajectories:
-                straggler_changed(state, state.trajectories[name])
+                invalidate_straggler(state, state.trajectories[name])
 
 
 # --- relays -------------------------------------------------------------------------------------
@@ -251,7 +259,7 @@ def master_relay(state: State) -> Relay | None:
 
     What a trainer has handed over counts while it is away, too.
     """
-    source = trainer(state)
+    source = find_trainer(state)
     if source is None or not state.chain:
         return None
     head = state.relays[state.chain[0]]
@@ -261,10 +269,10 @@ def master_relay(state: State) -> Relay | None:
 def remove_relay(state: State, relay: Relay) -> None:
     set_held(state, relay, [])
     del state.relays[relay.name]
-    relay_changed(state, relay)
+    update_relay(state, relay)
 
 
-def relay_changed(state: State, relay: Relay) -> None:
+def update_relay(state: State, relay: Relay) -> None:
     """A relay has a newer version, or is gone: the replicas of its machine have another choice."""
     indexes = indexes_of(state)
     for name in indexes.served_by(relay.name):
@@ -289,7 +297,7 @@ def set_held(state: State, relay: Relay, held: list[int]) -> bool:
 # --- commands and timers ----------------------------------------------------------------------
 
 
-def add_command(state: State, key: CommandKey, outstanding: Outstanding) -> None:
+def add_command(state: State, key: CommandKey, outstanding: OutstandingCommand) -> None:
     """One that is outstanding under the same key is replaced, and keeps its place in the order."""
     indexes = indexes_of(state)
     _forget_command(indexes, key, state.commands.get(key))
@@ -298,7 +306,7 @@ def add_command(state: State, key: CommandKey, outstanding: Outstanding) -> None
     indexes.count_fetched(outstanding, 1)
 
 
-def end_command(state: State, key: CommandKey) -> Outstanding | None:
+def end_command(state: State, key: CommandKey) -> OutstandingCommand | None:
     """The command that is no longer outstanding; None if it was not."""
     indexes = indexes_of(state)
     outstanding = state.commands.pop(key, None)
@@ -306,22 +314,24 @@ def end_command(state: State, key: CommandKey) -> Outstanding | None:
     return outstanding
 
 
-def _forget_command(indexes: Indexes, key: CommandKey, outstanding: Outstanding | None) -> None:
+def _forget_command(
+    indexes: Indexes, key: CommandKey, outstanding: OutstandingCommand | None
+) -> None:
     if outstanding is not None:
         del indexes.commands[outstanding.command.to][key]
         indexes.count_fetched(outstanding, -1)
 
 
-def ordered_pull(state: State, replica: str) -> PullWeights | None:
+def get_pull_order(state: State, replica: str) -> PullWeights | None:
     """The load that it is ordered to do; None: none is outstanding."""
-    outstanding = state.commands.get(keys.pull(replica))
+    outstanding = state.commands.get(keys.pull_key(replica))
     command = outstanding.command if outstanding is not None else None
     return command if isinstance(command, PullWeights) else None
 
 
-def streams(state: State, replica: str) -> bool:
+def is_streaming(state: State, replica: str) -> bool:
     """Whether it is to begin with weights that its relay is still getting."""
-    ordered = ordered_pull(state, replica)
+    ordered = get_pull_order(state, replica)
     return ordered is not None and ordered.purpose == PullPurpose.STREAM
 
 
@@ -340,7 +350,7 @@ def clear_timer(state: State, name: TimerName) -> bool:
     return state.timers.pop(name, None) is not None
 
 
-def next_timer_ns(state: State) -> int | None:
+def get_next_timer_ns(state: State) -> int | None:
     """When the earliest timer is due; None when nothing is waited for."""
     timers, heap = state.timers, indexes_of(state).timers
     while heap and timers.get(heap[0][1]) != heap[0][0]:
@@ -354,7 +364,7 @@ def due_timers(state: State, now_ns: int) -> list[TimerName]:
     if not heap or heap[0][0] > now_ns:
         return []  # asked all the time: mostly none is
     due: dict[TimerName, int] = {}
-    while (due_ns := next_timer_ns(state)) is not None and due_ns <= now_ns:
+    while (due_ns := get_next_timer_ns(state)) is not None and due_ns <= now_ns:
         due[heappop(heap)[1]] = due_ns
     for name, due_ns in due.items():
         heappush(heap, (due_ns, name))
@@ -364,7 +374,7 @@ def due_timers(state: State, now_ns: int) -> list[TimerName]:
 # --- trajectories and finished groups ---------------------------------------------------------
 
 
-def assign(state: State, trajectory: Trajectory, replica: str) -> None:
+def assign_replica(state: State, trajectory: Trajectory, replica: str) -> None:
     """This replica generates or scores it from now on."""
     by_replica = indexes_of(state).trajectories
     if trajectory.replica != replica:
@@ -387,7 +397,7 @@ def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
 def add_ready(state: State, group: Group) -> None:
     ready = indexes_of(state).ready
     state.ready[group.id] = None
-    insort(ready, (*_rank(group), group.id))
+    insort(ready, (*_rank_group(group), group.id))
 
 
 def remove_ready(state: State, group: Group) -> None:
@@ -395,7 +405,7 @@ def remove_ready(state: State, group: Group) -> None:
     ready = indexes_of(state).ready
     if group.id in state.ready:
         del state.ready[group.id]
-        del ready[bisect_left(ready, (*_rank(group), group.id))]
+        del ready[bisect_left(ready, (*_rank_group(group), group.id))]
 
 
 def add_lost(state: State, trajectory: Trajectory) -> None:
@@ -412,15 +422,15 @@ def remove_lost(state: State, trajectory: Trajectory) -> None:
         lost.remove(trajectory)
 
 
-def end_wait(state: State, trajectory_id: TrajectoryId) -> None:
+def end_version_wait(state: State, trajectory_id: TrajectoryId) -> None:
     """Lost work waits for its version no longer, and goes to any newer one."""
     lost = indexes_of(state).lost
     if trajectory_id in state.lost:
-        lost.wait_is_over(state.trajectories[trajectory_id])
+        lost.end_version_wait(state.trajectories[trajectory_id])
 
 
-def begin_again(state: State, trajectory: Trajectory) -> None:
+def restart_from_prompt(state: State, trajectory: Trajectory) -> None:
     """Lost work begins again from the prompt."""
     lost = indexes_of(state).lost
     trajectory.restart = True
-    lost.begins_again(trajectory)
+    lost.restart_from_prompt(trajectory)

@@ -29,37 +29,37 @@ REDO = CommandKey("redo")
 # --- commands about one thing -------------------------------------------------------------------
 
 
-def generate(trajectory_id: str) -> CommandKey:
+def generate_key(trajectory_id: str) -> CommandKey:
     return CommandKey(f"generate:{trajectory_id}")
 
 
-def score(scored: str) -> CommandKey:
+def score_key(scored: str) -> CommandKey:
     """The key of scoring a trajectory, or a whole group."""
     return CommandKey(f"score:{scored}")
 
 
-def end(command_id: int) -> CommandKey:
+def end_key(command_id: int) -> CommandKey:
     """The store answers with the number of the command."""
     return CommandKey(f"end:{command_id}")
 
 
-def pull(replica: str) -> CommandKey:
+def pull_key(replica: str) -> CommandKey:
     return CommandKey(f"pull:{replica}")
 
 
-def forward(relay: str) -> CommandKey:
+def forward_key(relay: str) -> CommandKey:
     return CommandKey(f"forward:{relay}")
 
 
-def release(replica: str) -> CommandKey:
+def release_key(replica: str) -> CommandKey:
     return CommandKey(f"release:{replica}")
 
 
-def restart(actor: str) -> CommandKey:
+def restart_key(actor: str) -> CommandKey:
     return CommandKey(f"restart:{actor}")
 
 
-def stop(actor: str) -> CommandKey:
+def stop_key(actor: str) -> CommandKey:
     return CommandKey(f"stop:{actor}")
 
 
@@ -81,14 +81,14 @@ class TimerKind(StrEnum):
     COMMAND = "command"  #: the event that ends an outstanding command
 
 
-class Timer(NamedTuple):
+class ParsedTimer(NamedTuple):
     """A timer's name in its parts."""
 
     kind: TimerKind
     subject: str  #: id, actor name or CommandKey; empty where there is one of the kind
 
 
-def _timer(kind: TimerKind, subject: str) -> TimerName:
+def _make_timer_name(kind: TimerKind, subject: str) -> TimerName:
     return TimerName(kind + ":" + subject)
 
 
@@ -99,28 +99,28 @@ REPACK = TimerName(TimerKind.REPACK)
 PAUSE = TimerName(TimerKind.PAUSE)
 
 
-def resume(trajectory_id: str) -> TimerName:
-    return _timer(TimerKind.RESUME, trajectory_id)
+def resume_timer(trajectory_id: str) -> TimerName:
+    return _make_timer_name(TimerKind.RESUME, trajectory_id)
 
 
-def progress(replica: str) -> TimerName:
-    return _timer(TimerKind.PROGRESS, replica)
+def progress_timer(replica: str) -> TimerName:
+    return _make_timer_name(TimerKind.PROGRESS, replica)
 
 
-def rejoin(actor: str) -> TimerName:
-    return _timer(TimerKind.REJOIN, actor)
+def rejoin_timer(actor: str) -> TimerName:
+    return _make_timer_name(TimerKind.REJOIN, actor)
 
 
-def receive(relay: str) -> TimerName:
-    return _timer(TimerKind.RECEIVE, relay)
+def receive_timer(relay: str) -> TimerName:
+    return _make_timer_name(TimerKind.RECEIVE, relay)
 
 
-def deadline(key: CommandKey) -> TimerName:
+def deadline_timer(key: CommandKey) -> TimerName:
     """The deadline of an outstanding command."""
-    return _timer(TimerKind.COMMAND, key)
+    return _make_timer_name(TimerKind.COMMAND, key)
 
 
-def parse_timer(name: str) -> Timer:
+def parse_timer(name: str) -> ParsedTimer:
     """ValueError for what is no timer's name."""
     kind, _, subject = name.partition(":")
-    return Timer(TimerKind(kind), subject)
+    return ParsedTimer(TimerKind(kind), subject)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from laminar.events.reasons import DropReason, End
+from laminar.events.reasons import DropReason, EndKind
 
 
 class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -24,11 +24,11 @@ class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
     evaluated: int = 0
     dropped: dict[str, int] = {}  #: by reason
 
-    def end(self, end: End, reason: DropReason, count: int = 1) -> None:
+    def record_end(self, end: EndKind, reason: DropReason, count: int = 1) -> None:
         """Move `count` things from live to their end."""
-        if end == End.TRAINED:
+        if end == EndKind.TRAINED:
             self.trained += count
-        elif end == End.EVALUATED:
+        elif end == EndKind.EVALUATED:
             self.evaluated += count
         else:
             self.dropped[reason] = self.dropped.get(reason, 0) + count

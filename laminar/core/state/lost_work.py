@@ -23,7 +23,7 @@ def goes_anywhere(state: State, trajectory: Trajectory) -> bool:
     return state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN
 
 
-Entry = tuple[int, int, int, TrajectoryId]
+LostEntry = tuple[int, int, int, TrajectoryId]
 """Most urgent first: (deadline, order of dispatch, number of the loss, id)."""
 
 
@@ -32,17 +32,17 @@ class LostWork:
 
     def __init__(self, state: State) -> None:
         #: of work that waits for its version
-        self.waiting: dict[int, list[Entry]] = {}
+        self.waiting: dict[int, list[LostEntry]] = {}
         #: of work whose wait is over, that begins again from the prompt, or is in flight
-        self.anywhere: dict[int, list[Entry]] = {}
+        self.anywhere: dict[int, list[LostEntry]] = {}
         #: in the order of the losses, without what begins again
         self.resumable: dict[int, dict[TrajectoryId, None]] = {}
-        self._entries: dict[TrajectoryId, Entry] = {}
+        self._entries: dict[TrajectoryId, LostEntry] = {}
         self._count = count()
         for trajectory_id in state.lost:
             self.add(state, state.trajectories[trajectory_id])
-            if keys.resume(trajectory_id) not in state.timers:
-                self.wait_is_over(state.trajectories[trajectory_id])
+            if keys.resume_timer(trajectory_id) not in state.timers:
+                self.end_version_wait(state.trajectories[trajectory_id])
 
     def add(self, state: State, trajectory: Trajectory) -> None:
         """Add a lost trajectory: it waits for its version, unless any newer one does at once."""
@@ -57,44 +57,44 @@ class LostWork:
 
     def remove(self, trajectory: Trajectory) -> None:
         entry, version = self._entries.pop(trajectory.id), trajectory.version
-        if not _remove(self.waiting, version, entry):
-            _remove(self.anywhere, version, entry)
-        self._not_resumable(trajectory)
+        if not _remove_entry(self.waiting, version, entry):
+            _remove_entry(self.anywhere, version, entry)
+        self._remove_resumable(trajectory)
 
-    def wait_is_over(self, trajectory: Trajectory) -> None:
+    def end_version_wait(self, trajectory: Trajectory) -> None:
         """Any newer version will do from now on."""
         entry = self._entries[trajectory.id]
-        if _remove(self.waiting, trajectory.version, entry):
+        if _remove_entry(self.waiting, trajectory.version, entry):
             insort(self.anywhere.setdefault(trajectory.version, []), entry)
 
-    def begins_again(self, trajectory: Trajectory) -> None:
+    def restart_from_prompt(self, trajectory: Trajectory) -> None:
         """A lost trajectory begins again: its tokens are given up."""
-        self.wait_is_over(trajectory)
-        self._not_resumable(trajectory)
+        self.end_version_wait(trajectory)
+        self._remove_resumable(trajectory)
 
-    def _not_resumable(self, trajectory: Trajectory) -> None:
+    def _remove_resumable(self, trajectory: Trajectory) -> None:
         same = self.resumable.get(trajectory.version, {})
         same.pop(trajectory.id, None)
         if not same:
             self.resumable.pop(trajectory.version, None)
 
-    def versions(self) -> dict[int, None]:
+    def list_versions(self) -> dict[int, None]:
         """The versions of lost work, whatever will do for it."""
         return dict.fromkeys([*self.waiting, *self.anywhere])
 
-    def content(self) -> Any:
+    def to_comparable(self) -> Any:
         """Equal for two that answer equally."""
         queues = (self.waiting, self.anywhere)
         order = [{v: [e[3] for e in queue] for v, queue in kind.items()} for kind in queues]
-        return order, {v: list(same) for v, same in self.resumable.items()}, self.wanted()
+        return order, {v: list(same) for v, same in self.resumable.items()}, self.list_wanted()
 
-    def wanted(self) -> list[int]:
+    def list_wanted(self) -> list[int]:
         """Versions that lost work could resume on, the one that was lost first at the head."""
         first = {v: self._entries[next(iter(same))][2] for v, same in self.resumable.items()}
         return sorted(first, key=first.__getitem__)
 
 
-def _remove(queues: dict[int, list[Entry]], version: int, entry: Entry) -> bool:
+def _remove_entry(queues: dict[int, list[LostEntry]], version: int, entry: LostEntry) -> bool:
     """True if it was there."""
     queue = queues.get(version, [])
     place = bisect_left(queue, entry)

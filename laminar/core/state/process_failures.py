@@ -15,10 +15,10 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes
-from laminar.names.process_end import how_it_ended
+from laminar.names.process_end import describe_exit
 
 
-class Losses:
+class ProcessFailures:
     """Why each process was lost last, in words for people: `why`, by its name.
 
     How a process ended says nothing where it was killed for a reason that is known.
@@ -30,14 +30,14 @@ class Losses:
         self._boots: dict[str, str] = {}  #: that joined last, by name
         self._replaced: set[str] = set()  #: boots whose end is no news any more
 
-    def take(self, stamped: Stamped, commands: Sequence[Command]) -> None:
+    def record_event(self, stamped: Stamped, commands: Sequence[Command]) -> None:
         event = stamped.event
         if isinstance(event, ev.ActorFailed):
-            self._explain(stamped.peer, event.reason)
+            self._record_reason(stamped.peer, event.reason)
         elif isinstance(event, ev.HeartbeatLost):
-            self._explain(event.actor, f"nothing was heard from it for {event.silent_ms} ms")
+            self._record_reason(event.actor, f"nothing was heard from it for {event.silent_ms} ms")
         elif isinstance(event, ev.ProcessExited):
-            self._ended(event)
+            self._record_exit(event)
         elif isinstance(event, ev.ActorJoined):
             self._explained.discard(event.name)
             if (before := self._boots.get(event.name, event.boot_id)) != event.boot_id:
@@ -45,16 +45,16 @@ class Losses:
             self._boots[event.name] = event.boot_id
         for command in commands:
             if isinstance(command, cmd.RestartActor):
-                self._explain(command.actor, command.reason)
+                self._record_reason(command.actor, command.reason)
 
-    def _explain(self, name: str, reason: str) -> None:
+    def _record_reason(self, name: str, reason: str) -> None:
         self.why[name] = reason
         self._explained.add(name)
 
-    def _ended(self, event: ev.ProcessExited) -> None:
+    def _record_exit(self, event: ev.ProcessExited) -> None:
         if event.boot_id in self._replaced:
             self._replaced.remove(event.boot_id)
             return
         if event.actor not in self._explained and event.code != exit_codes.COMPLETE:
-            self.why[event.actor] = event.reason or how_it_ended(event.code)
+            self.why[event.actor] = event.reason or describe_exit(event.code)
         self._explained.discard(event.actor)

@@ -38,7 +38,7 @@ Load = tuple[int, int]  #: trajectories that run there or come, and capacity
 _Loads = dict[Load, list[int]]  #: numbers of replicas, ascending
 
 
-def _load(replica: Replica) -> Load:
+def _get_load(replica: Replica) -> Load:
     return replica.load, replica.capacity
 
 
@@ -65,14 +65,14 @@ class ReplicaIndex:
         self.update(state, replica)
 
     def remove(self, replica: Replica) -> None:
-        self._move(replica.name, None)
+        self._refile_replica(replica.name, None)
         del self.replicas[self.numbers.pop(replica.name)]
 
     def update(self, state: State, replica: Replica) -> None:
         """Anything about it may have changed."""
         actor = state.actors.get(replica.name)
         if actor is None or not actor.alive:
-            return self._move(replica.name, None)
+            return self._refile_replica(replica.name, None)
         relay = state.relays.get(replica.relay)
         kind = Kind(
             replica.version,
@@ -83,21 +83,21 @@ class ReplicaIndex:
             replica.failed_loads,
             bool(replica.given),
         )
-        self._move(replica.name, (kind, _load(replica)))
+        self._refile_replica(replica.name, (kind, _get_load(replica)))
 
     def update_load(self, replica: Replica) -> None:
         """Only what it runs has changed."""
         filed = self.filed.get(replica.name)
         if filed is not None:
-            self._move(replica.name, (filed[0], _load(replica)))
+            self._refile_replica(replica.name, (filed[0], _get_load(replica)))
 
-    def _move(self, name: str, filed: tuple[Kind, Load] | None) -> None:
+    def _refile_replica(self, name: str, filed: tuple[Kind, Load] | None) -> None:
         before = self.filed.get(name)
         if before == filed:
             return
         number = self.numbers[name]
         if before is not None:
-            self._take_out(*before, number)
+            self._remove_entry(*before, number)
             del self.filed[name]
         if filed is not None:
             self.filed[name] = filed
@@ -115,9 +115,9 @@ class ReplicaIndex:
             able = self._able.setdefault(kind.version, {})
             able[kind] = able.get(kind, 0) + 1
 
-    def _take_out(self, kind: Kind, load: Load, number: int) -> None:
+    def _remove_entry(self, kind: Kind, load: Load, number: int) -> None:
         if load[0] < load[1] and kind.serving:
-            self._one_less_able(kind)
+            self._decrement_able(kind)
         loads = self.kinds[kind]
         numbers = loads[load]
         if len(numbers) > 1:
@@ -127,7 +127,7 @@ class ReplicaIndex:
         if not loads:
             del self.kinds[kind]
 
-    def content(self) -> Any:
+    def to_comparable(self) -> Any:
         """Equal for two that answer equally."""
         names = {number: replica.name for number, replica in self.replicas.items()}
         order = [names[number] for number in sorted(names)]
@@ -137,7 +137,7 @@ class ReplicaIndex:
         }
         return order, filed, self._able
 
-    def _one_less_able(self, kind: Kind) -> None:
+    def _decrement_able(self, kind: Kind) -> None:
         able = self._able[kind.version]
         able[kind] -= 1
         if not able[kind]:
@@ -151,16 +151,16 @@ class ReplicaIndex:
     def num_live(self) -> int:
         return len(self.filed)
 
-    def kind_of(self, name: str) -> Kind | None:
+    def get_kind(self, name: str) -> Kind | None:
         """None for one whose process is gone."""
         filed = self.filed.get(name)
         return filed[0] if filed is not None else None
 
-    def of(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
+    def filter_kinds(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
         """The kinds that are wanted, of those that there are."""
         return [kind for kind in self.kinds if wanted(kind)]
 
-    def able(self, version: int) -> Collection[Kind]:
+    def find_able_kinds(self, version: int) -> Collection[Kind]:
         """Kinds that serve this version, of which some replica has room."""
         return self._able.get(version, ())
 
@@ -172,7 +172,7 @@ class ReplicaIndex:
         """The highest version that a replica with room serves; -1: none."""
         return max(self._able, default=-1)
 
-    def least(
+    def find_least_loaded(
         self, kinds: Collection[Kind], room: int, but: Collection[str] = ()
     ) -> Replica | None:
         """The least loaded of these kinds with room for so many more, the first of equals."""
@@ -180,25 +180,25 @@ class ReplicaIndex:
         for kind in kinds:
             for (running, capacity), numbers in self.kinds.get(kind, {}).items():
                 if capacity - running >= room and (best is None or running <= best[0]):
-                    first = self._first(numbers, but)
+                    first = self._find_lowest(numbers, but)
                     if first >= 0 and (best is None or (running, first) < best):
                         best = running, first
         return self.replicas[best[1]] if best is not None else None
 
-    def _first(self, numbers: list[int], but: Collection[str]) -> int:
+    def _find_lowest(self, numbers: list[int], but: Collection[str]) -> int:
         """The lowest of these, -1 for none; `but` names replicas that are not meant."""
         if not but:
             return numbers[0]
         return next((n for n in numbers if self.replicas[n].name not in but), -1)
 
-    def empty(self, kinds: Collection[Kind]) -> Iterator[int]:
+    def iter_empty(self, kinds: Collection[Kind]) -> Iterator[int]:
         """Numbers of the replicas of these kinds that run nothing."""
         for kind in kinds:
             for (running, _), numbers in self.kinds[kind].items():
                 if not running:
                     yield from numbers
 
-    def busy(self) -> set[int]:
+    def list_busy_versions(self) -> set[int]:
         """Versions with which some replica runs something."""
         return {
             kind.version
@@ -206,7 +206,7 @@ class ReplicaIndex:
             if any(running for running, _ in loads)
         }
 
-    def numbers_of(self, kinds: Collection[Kind]) -> Iterator[int]:
+    def iter_numbers(self, kinds: Collection[Kind]) -> Iterator[int]:
         """Numbers of all replicas of these kinds."""
         for kind in kinds:
             for numbers in self.kinds[kind].values():

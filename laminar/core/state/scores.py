@@ -20,12 +20,12 @@ def float_of(bits: int) -> float:
     return score
 
 
-def added(bits: int, value: float) -> int:
+def add_to_bits(bits: int, value: float) -> int:
     """A sum with one more term."""
     return bits_of(float_of(bits) + value)
 
 
-def total(values: Iterable[float]) -> float:
+def sum_in_order(values: Iterable[float]) -> float:
     """The sum in the order given; the built-in one rounds otherwise since Python 3.12."""
     found = 0.0
     for value in values:

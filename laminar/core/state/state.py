@@ -21,20 +21,20 @@ from typing import Any
 import msgspec
 import xxhash
 
-from laminar.core.state.evaluation_scores import EvaluationResult, HeldOut
+from laminar.core.state.evaluation_scores import EvaluationCounts, EvaluationResult
 from laminar.core.state.failures import Failure
 from laminar.core.state.keys import CommandKey, TimerName
 from laminar.core.state.ledger import Ledger
 from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.events.base import Settings
 from laminar.events.commands import AnyCommand
-from laminar.events.of_coordinator import Origin
-from laminar.events.reasons import DropReason, End
+from laminar.events.of_coordinator import ForkOrigin
+from laminar.events.reasons import DropReason, EndKind
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 from laminar.names.roles import Role
 
 
-def _written(value: StrEnum) -> Any:
+def _encode_default(value: StrEnum) -> Any:
     """A default that stays in the encoding, as it did when it was a text like any other."""
     return msgspec.field(default_factory=lambda: value)
 
@@ -58,7 +58,7 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     start_failure: str = ""
 
 
-class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RepackState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What repack knows of one replica: its engine as it was last told, and what is handed over."""
 
     max_batch: int = 0  #: the most sequences of a decode step within its budget; 0: not said
@@ -74,7 +74,7 @@ class Packing(msgspec.Struct, kw_only=True, omit_defaults=True):
     incoming: dict[TrajectoryId, None] = {}
 
 
-class Progress(msgspec.Struct, kw_only=True, omit_defaults=True):
+class MigrationProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What repack knows of one trajectory: how far it is, and between which replicas it moves."""
 
     prompt_tokens: int = 0
@@ -100,7 +100,7 @@ class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens_total: int = 0
     progress_ns: int = 0  #: when it last sampled, loaded or took work
     failed_loads: int = 0
-    packing: Packing | None = None  #: what repack needs to know; None without repack
+    packing: RepackState | None = None  #: what repack needs to know; None without repack
 
     @property
     def given(self) -> dict[TrajectoryId, None]:
@@ -139,7 +139,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     id: TrajectoryId
     group: GroupId
     sibling: int
-    status: TrajectoryStatus = _written(TrajectoryStatus.DISPATCHED)
+    status: TrajectoryStatus = _encode_default(TrajectoryStatus.DISPATCHED)
     replica: str = ""  #: that generates or scores it
     placement: int = 1
     attempt: int = 1
@@ -164,8 +164,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     order: int  #: dispatch order, 0-based over the run
     members: list[TrajectoryId]
     unfinished: int  #: members neither rewarded nor ending
-    status: GroupStatus = _written(GroupStatus.OPEN)
-    end: End = End.NONE  #: once it is ending
+    status: GroupStatus = _encode_default(GroupStatus.OPEN)
+    end: EndKind = EndKind.NONE  #: once it is ending
     end_reason: DropReason = DropReason.NONE
     mixed: bool = False  #: a sibling started over on another version
     sample: int = 0  #: which of the answers to its held-out prompt
@@ -180,7 +180,7 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     deaths: int = 0  #: trainers that it has ended
 
 
-class Trained(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A step that the log has, as a trainer that comes back may have to do it again."""
 
     step_index: int = msgspec.field(name="step")
@@ -202,7 +202,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempts: dict[int, int] = {}  #: of positions that were lost and run again
     done: int = 0
     correct: int = 0
-    held_out: HeldOut = msgspec.field(default_factory=HeldOut)
+    held_out: EvaluationCounts = msgspec.field(default_factory=EvaluationCounts)
 
 
 class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -217,7 +217,7 @@ class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):
     first: str = ""  #: what went wrong the first time
 
 
-class Outstanding(msgspec.Struct, kw_only=True, omit_defaults=True):
+class OutstandingCommand(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A command that waits for its ending event."""
 
     command_id: int
@@ -231,7 +231,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     settings: Settings
     logic: int
-    phase: Phase = _written(Phase.STARTING)
+    phase: Phase = _encode_default(Phase.STARTING)
     time_ns: int = 0
     seq: int = 0
     coordinator_incarnation: int = 0
@@ -252,7 +252,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     num_train: int = -1  #: -1 until the store has loaded the data
     num_eval: int = 0
     cursor: int = 0  #: next (pass * num_train + position) to hand out
-    origin: Origin | None = None  #: of a fork (core/state/forks.py)
+    origin: ForkOrigin | None = None  #: of a fork (core/state/forks.py)
     #: prompts that the run it was forked from had not ended, row index by group: they go first
     again: dict[GroupId, int] = {}
 
@@ -275,7 +275,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     batch: Batch | None = None
     #: completed steps since the oldest checkpoint, and the one that made it; none without
     #: checkpoints
-    trained: list[Trained] = []
+    trained: list[StepRecord] = []
     redone: int = -1  #: completed steps that a trainer that came back has by now; -1: all
     proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy
     proposal_failed: bool = False  #: fall back to the default for this batch
@@ -320,7 +320,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     exit_code: int = 0
 
     #: by key, e.g. "generate:0.17.3"; the order is the order of issue
-    commands: dict[CommandKey, Outstanding] = {}
+    commands: dict[CommandKey, OutstandingCommand] = {}
     timers: dict[TimerName, int] = {}  #: due time in ns by name
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
@@ -331,7 +331,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     flat_right: int = 0  #: those of them whose siblings are all right
     warnings: dict[str, str] = {}  #: of bad learning, text by kind, in the order they came
     #: of open trajectories, with repack only
-    progress: dict[TrajectoryId, Progress] = {}
+    progress: dict[TrajectoryId, MigrationProgress] = {}
     finished: int = 0  #: trajectories generated to their end, and
     finished_tokens: int = 0  #: their tokens; both with repack only
     staleness_sum: int = 0  #: over trained trajectories
@@ -363,31 +363,31 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
         """Completed steps when it begins."""
         return self.origin.step if self.origin is not None else 0
 
-    def actor_alive(self, name: str) -> bool:
+    def is_actor_alive(self, name: str) -> bool:
         actor = self.actors.get(name)
         return actor is not None and actor.alive
 
     def home_of(self, trajectory: Trajectory) -> str:
         """The replica with its environment's session; empty: none, or it is gone."""
         name = self.sessions.get(trajectory.id, "")
-        return name if name in self.replicas and self.actor_alive(name) else ""
+        return name if name in self.replicas and self.is_actor_alive(name) else ""
 
     def live_replicas(self) -> list[Replica]:
-        return [r for r in self.replicas.values() if self.actor_alive(r.name)]
+        return [r for r in self.replicas.values() if self.is_actor_alive(r.name)]
 
     def newest_for(self, replica: Replica) -> int:
         """The newest version that this replica can pull; -1: none."""
         relay = self.relays.get(replica.relay)
         return -1 if relay is None else relay.newest
 
-    def held_for(self, replica: Replica) -> list[int]:
+    def list_held_versions(self, replica: Replica) -> list[int]:
         """All versions that this replica can pull from its relay."""
         relay = self.relays.get(replica.relay)
         return [] if relay is None else relay.held
 
-    def in_reach(self, replica: Replica, version: int) -> bool:
+    def is_in_reach(self, replica: Replica, version: int) -> bool:
         """Whether this replica can load this very version: its relay has it, or the disk."""
-        return version in self.saved or version in self.held_for(replica)
+        return version in self.saved or version in self.list_held_versions(replica)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -404,6 +404,6 @@ def decode(data: bytes | msgspec.Raw) -> State:
     return _decoder.decode(data)
 
 
-def digest(state: State) -> str:
+def hash_state(state: State) -> str:
     """xxh3_128 of the encoding; the order of dicts counts, since decisions walk some of them."""
     return xxhash.xxh3_128_hexdigest(encode(state))

@@ -21,7 +21,7 @@ DISPATCHED, RUNNING, GENERATED, REWARDED, RELEASING, LOST, ENDING = TrajectorySt
 Status = TypeVar("Status", bound=str)
 
 
-class Table(NamedTuple, Generic[Status]):
+class TransitionTable(NamedTuple, Generic[Status]):
     """The statuses of one kind of thing, the first one first, and its moves."""
 
     of: str
@@ -29,7 +29,7 @@ class Table(NamedTuple, Generic[Status]):
     moves: dict[tuple[Status, str], Status]  #: (status, what happens) -> the next status
 
 
-TRAJECTORY_MOVES = {
+TRAJECTORY_TRANSITIONS = {
     (DISPATCHED, "started"): RUNNING,
     (DISPATCHED, "finished"): GENERATED,  # before its replica died
     (RUNNING, "finished"): GENERATED,
@@ -51,7 +51,7 @@ TRAJECTORY_MOVES = {
     (REWARDED, "end"): ENDING,
     (LOST, "end"): ENDING,
 }
-TRAJECTORY = Table(
+TRAJECTORY = TransitionTable(
     "trajectory",
     {
         DISPATCHED: "the command is on its way, nothing is known to be generated",
@@ -62,9 +62,9 @@ TRAJECTORY = Table(
         LOST: "its replica is gone, or its environment has answered; it needs a new placement",
         ENDING: "its end is decided and on its way to the store; once there, it is forgotten",
     },
-    TRAJECTORY_MOVES,
+    TRAJECTORY_TRANSITIONS,
 )
-GROUP = Table(
+GROUP = TransitionTable(
     "group",
     {
         GroupStatus.OPEN: "some of its trajectories are unfinished",
@@ -80,7 +80,7 @@ GROUP = Table(
         (GroupStatus.CHOSEN, "end"): GroupStatus.ENDING,
     },
 )
-RUN = Table(
+RUN = TransitionTable(
     "run",
     {
         Phase.STARTING: "waits for its processes and the first weights",
@@ -117,7 +117,7 @@ RUN = Table(
         (Phase.STOPPING, "stopped"): Phase.ENDED,
     },
 )
-ACTOR = Table(
+ACTOR = TransitionTable(
     "actor",
     {
         "unknown": "no process of this name has joined",
@@ -137,7 +137,7 @@ ACTOR = Table(
         ("lost", "join"): "joined",  # with the next incarnation
     },
 )
-VERSION = Table(
+VERSION = TransitionTable(
     "version",
     {
         "unused": "its number is free",
@@ -169,15 +169,15 @@ VERSION = Table(
         ("gone", "return"): "older",  # a relay reports it late, or its checkpoint is saved
     },
 )
-TABLES: tuple[Table[Any], ...] = (TRAJECTORY, GROUP, RUN, ACTOR, VERSION)
+TABLES: tuple[TransitionTable[Any], ...] = (TRAJECTORY, GROUP, RUN, ACTOR, VERSION)
 
 IN_ENGINE = (DISPATCHED, RUNNING, RELEASING)
 UNFINISHED = (DISPATCHED, RUNNING, GENERATED, RELEASING, LOST)
 
 
-def move(trajectory: Trajectory, trigger: str) -> bool:
+def transition(trajectory: Trajectory, trigger: str) -> bool:
     """Make the move if the table has it; False (and no change) otherwise."""
-    target = TRAJECTORY_MOVES.get((trajectory.status, trigger))
+    target = TRAJECTORY_TRANSITIONS.get((trajectory.status, trigger))
     if target is None:
         return False
     trajectory.status = target

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laminar.core.state.state import Batch, State, Trained
+from laminar.core.state.state import Batch, State, StepRecord
 from laminar.names import ids
 
 
@@ -41,11 +41,11 @@ def step_trained(state: State, batch: Batch, rows: Sequence[str]) -> None:
     if not state.settings.keeps_checkpoints:
         return
     before = state.trained[-1].chain if state.trained else ""
-    trained = Trained(
+    trained = StepRecord(
         step_index=batch.step_index,
         version=batch.version,
         rows=" ".join(rows),
-        chain=ids.chained(before, rows),
+        chain=ids.extend_chain_digest(before, rows),
         digest=state.newest_digest if state.newest == batch.version else "",
     )
     state.trained.append(trained)
@@ -58,7 +58,7 @@ def version_published(state: State, version: int, digest: str) -> None:
             trained.digest = digest
 
 
-def checkpoints_kept(state: State) -> None:
+def trim_trained_steps(state: State) -> None:
     """What the oldest of them has, no trainer has to do again.
 
     The record of the step that made it stays: it says what that checkpoint must have.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from laminar.core import store_orders
 from laminar.core.context import Context
 from laminar.core.scheduling import groups, recovery
-from laminar.core.scheduling.dispatch import lose, place_again
+from laminar.core.scheduling.dispatch import lose_trajectory, place_lost
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import Group, Trajectory
@@ -23,39 +23,41 @@ WAITS_MAX = 3
 """Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
 
 
-def batch_wait_expired(ctx: Context) -> None:
+def handle_batch_timeout(ctx: Context) -> None:
     """The trainer has idled for batch_wait_s: act on the group that it waits for."""
     state = ctx.state
-    group = batching.awaited(state)
-    if group is None or not batching.trainer_idle(state):
+    group = batching.find_awaited_group(state)
+    if group is None or not batching.is_trainer_idle(state):
         return ctx.ignore("nothing-awaited")
     ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
-    if store_orders.awaited(state):
+    if store_orders.is_store_awaited(state):
         return
-    late = [t for t in groups.members(state, group.id) if t.status in UNFINISHED]
+    late = [t for t in groups.list_members(state, group.id) if t.status in UNFINISHED]
     for trajectory in late:
         trajectory.waits += 1
     if any(t.waits >= WAITS_MAX for t in late):
         return groups.drop_group(ctx, group, DropReason.BATCH_WAIT)
     for trajectory in late:
-        _unstick(ctx, group, trajectory)
+        _unblock_trajectory(ctx, group, trajectory)
 
 
-def _unstick(ctx: Context, group: Group, trajectory: Trajectory) -> None:
+def _unblock_trajectory(ctx: Context, group: Group, trajectory: Trajectory) -> None:
     """Elsewhere on its version; else without it, if enough siblings are rewarded; else anew."""
     state = ctx.state
     if trajectory.status == TrajectoryStatus.GENERATED:
-        ctx.done(groups.score_key(state, trajectory))
+        ctx.end_command(groups.get_score_key(state, trajectory))
         state.unscored[trajectory.id] = None
         return
     index = indexes_of(state).replicas
-    elsewhere = index.least(recovery.able_kinds(state, trajectory), 1, but=(trajectory.replica,))
+    elsewhere = index.find_least_loaded(
+        recovery.able_kinds(state, trajectory), 1, but=(trajectory.replica,)
+    )
     if trajectory.status in IN_ENGINE and elsewhere is not None:
-        lose(ctx, trajectory.id)
-        place_again(ctx, trajectory, elsewhere)
+        lose_trajectory(ctx, trajectory.id)
+        place_lost(ctx, trajectory, elsewhere)
     elif len(groups.scored_members(state, group)) >= state.settings.min_scored:
         groups.drop_sibling(ctx, trajectory, DropReason.BATCH_WAIT)
     else:
         if trajectory.status in IN_ENGINE:
-            lose(ctx, trajectory.id)
-        indexes.begin_again(state, trajectory)
+            lose_trajectory(ctx, trajectory.id)
+        indexes.restart_from_prompt(state, trajectory)

@@ -21,12 +21,12 @@ from laminar.core.state.scores import float_of
 from laminar.core.state.state import Batch, Group, State
 from laminar.core.state.statuses import GroupStatus, Phase
 from laminar.core.state.transitions import move_group
-from laminar.core.validation import anything, is_allocated
+from laminar.core.validation import accept_any, is_allocated
 from laminar.core.versions import publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import STRATEGY
-from laminar.events.reasons import DropReason, End
+from laminar.events.reasons import DropReason, EndKind
 from laminar.names import ids
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
@@ -38,7 +38,7 @@ TRAIN_TIMEOUT_MS = 7_200_000
 # --- batches ----------------------------------------------------------------------------------
 
 
-def trainer_idle(state: State) -> bool:
+def is_trainer_idle(state: State) -> bool:
     """No command to the trainer is outstanding."""
     if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return False
@@ -51,20 +51,20 @@ def choose_batch(ctx: Context) -> bool:
     if (
         state.phase != Phase.RUNNING
         or state.draining
-        or not trainer_idle(state)
-        or steps_done(state)
+        or not is_trainer_idle(state)
+        or are_steps_done(state)
     ):
         return False
     count = batch_size(state)
-    chosen = _select(ctx, count) if count else None
+    chosen = _select_batch(ctx, count) if count else None
     if chosen is None:
         _wait_for_batch(ctx)
         return False
-    _train(ctx, chosen)
+    _train_groups(ctx, chosen)
     return True
 
 
-def steps_done(state: State) -> bool:
+def are_steps_done(state: State) -> bool:
     total = state.settings.total_steps
     return bool(total) and state.chosen >= total
 
@@ -99,7 +99,7 @@ def by_priority(state: State) -> list[Group]:
 STRATEGIES = {"deadline": by_deadline, "priority": by_priority}
 
 
-def _select(ctx: Context, count: int) -> list[Group] | None:
+def _select_batch(ctx: Context, count: int) -> list[Group] | None:
     """The strategy's batch if it preserves the bound, else the earliest deadlines, else None."""
     state = ctx.state
     name = state.settings.batch_strategy
@@ -132,7 +132,7 @@ def _earliest_preserve_bound(state: State, count: int) -> bool:
     """
     rest = dict(state.deadlines)
     for deadline in sorted(rest):
-        taken = min(count, indexes_of(state).num_ready(deadline))
+        taken = min(count, indexes_of(state).count_ready(deadline))
         rest[deadline] -= taken
         count -= taken
     return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
@@ -141,8 +141,8 @@ def _earliest_preserve_bound(state: State, count: int) -> bool:
 def _ask_strategy(ctx: Context, count: int) -> None:
     if keys.PROPOSE in ctx.state.commands:
         return
-    candidates = tuple(_candidate(ctx.state, group) for group in by_deadline(ctx.state))
-    ctx.command(
+    candidates = tuple(_make_candidate(ctx.state, group) for group in by_deadline(ctx.state))
+    ctx.issue_command(
         cmd.ProposeBatch(
             to=STRATEGY, step_index=ctx.state.chosen, count=count, candidates=candidates
         ),
@@ -151,9 +151,9 @@ def _ask_strategy(ctx: Context, count: int) -> None:
     )
 
 
-def _candidate(state: State, group: Group) -> cmd.Candidate:
+def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
     scored = [state.trajectories[m] for m in scored_members(state, group)]
-    return cmd.Candidate(
+    return cmd.BatchCandidate(
         group=group.id,
         row_index=group.row_index,
         deadline=group.deadline,
@@ -164,11 +164,11 @@ def _candidate(state: State, group: Group) -> cmd.Candidate:
     )
 
 
-@handles(ev.BatchProposed, valid=anything)
+@handles(ev.BatchProposed, valid=accept_any)
 def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
     """Keep a usable answer; anything else falls back to the default and is counted."""
     state, groups = ctx.state, event.groups
-    if event.step_index != state.chosen or ctx.done(keys.PROPOSE) is None:
+    if event.step_index != state.chosen or ctx.end_command(keys.PROPOSE) is None:
         return ctx.ignore("late")
     distinct = list(dict.fromkeys(groups))
     if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
@@ -178,7 +178,7 @@ def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
         ctx.ignore("unusable-proposal")
 
 
-def _train(ctx: Context, groups: list[Group]) -> None:
+def _train_groups(ctx: Context, groups: list[Group]) -> None:
     state = ctx.state
     step = state.chosen
     shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
@@ -204,7 +204,7 @@ def order_batch(ctx: Context, batch: Batch) -> None:
     """Have the trainer consume it."""
     trainer = working_trainer(ctx.state)
     assert trainer is not None
-    ctx.command(
+    ctx.issue_command(
         cmd.TrainStep(
             to=trainer.name,
             step_index=batch.step_index,
@@ -216,20 +216,20 @@ def order_batch(ctx: Context, batch: Batch) -> None:
     )
 
 
-def _made_by_its_step(state: State, event: ev.StepCompleted) -> bool:
+def _has_version_of_step(state: State, event: ev.StepCompleted) -> bool:
     return is_allocated(state, event.version, event.step_index + 1)
 
 
 @handles(
     ev.StepCompleted,
-    valid=_made_by_its_step,
+    valid=_has_version_of_step,
 )
 def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     """The trainer's own book has the step; the batch ends as trained."""
     state = ctx.state
     if state.batch is None or state.batch.step_index != event.step_index:
         return ctx.ignore("repeat")
-    ordered = ctx.done(keys.TRAIN)
+    ordered = ctx.end_command(keys.TRAIN)
     if ordered is None:  # a trainer that came back has not been given it yet
         return ctx.ignore("not-ordered")
     versions.step_trained(state, state.batch, rows_of(state, state.batch))
@@ -238,7 +238,7 @@ def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     ctx.touch_all()
 
 
-def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.LeftOut, ...]) -> None:
+def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]) -> None:
     """The batch is trained, but for what was left out: its groups end, staleness is counted."""
     state = ctx.state
     untrained = {member for part in left_out for member in part.trajectories}
@@ -251,10 +251,10 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.LeftOut, ...]) -> 
             state.staleness_sum += staleness
             state.staleness_max = max(state.staleness_max, staleness)
         if not trained:
-            end_group(ctx, group, End.DROPPED, DropReason.MISMATCH, -1)
+            end_group(ctx, group, EndKind.DROPPED, DropReason.MISMATCH, -1)
             continue
         drop_scored(ctx, group, [m for m in scored if m in untrained], DropReason.MISMATCH)
-        end_group(ctx, group, End.TRAINED, DropReason.NONE, batch.step_index)
+        end_group(ctx, group, EndKind.TRAINED, DropReason.NONE, batch.step_index)
     state.batch = None
     state.completed += 1
 
@@ -262,7 +262,7 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.LeftOut, ...]) -> 
 # --- waiting ----------------------------------------------------------------------------------
 
 
-def awaited(state: State) -> Group | None:
+def find_awaited_group(state: State) -> Group | None:
     """The unfinished group that the next batch needs most."""
     training = [g for g in state.groups.values() if g.purpose == Purpose.TRAIN]
     unfinished = [g for g in training if g.status == GroupStatus.OPEN]
@@ -272,7 +272,7 @@ def awaited(state: State) -> Group | None:
 def _wait_for_batch(ctx: Context) -> None:
     """The trainer is idle: publish what is owed, and start the clock on the group it waits for."""
     state = ctx.state
-    if publishing.republish_due(state):
-        return publishing.republish(ctx)
+    if publishing.is_republish_due(state):
+        return publishing.order_republish(ctx)
     if keys.BATCH_WAIT not in state.timers:
         ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)

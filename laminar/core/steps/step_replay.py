@@ -17,14 +17,14 @@ Without checkpoints the loss of the trainer ends the run, unless the run ends an
 from __future__ import annotations
 
 from laminar.core.context import Context
-from laminar.core.failing import fail
+from laminar.core.failing import fail_run
 from laminar.core.registry import handles
 from laminar.core.state import keys, versions
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import live_actor
-from laminar.core.state.state import Batch, State, Trained
+from laminar.core.state.state import Batch, State, StepRecord
 from laminar.core.steps import batching
-from laminar.core.validation import anything
+from laminar.core.validation import accept_any
 from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -48,7 +48,7 @@ def may_be_lost(state: State, name: str) -> bool:
     actor = state.actors.get(name)
     if actor is None or actor.role != Role.TRAINER:
         return False
-    return broadcast.ending(state) or state.settings.keeps_checkpoints
+    return broadcast.is_run_ending(state) or state.settings.keeps_checkpoints
 
 
 def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
@@ -58,24 +58,24 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
     `blame`: its batch may have ended it.
     """
     state = ctx.state
-    if broadcast.ending(state):
+    if broadcast.is_run_ending(state):
         return  # all that it was needed for is done
     state.redone = -1
     ctx.clear_timer(keys.WEIGHTS)
     ctx.clear_timer(keys.BATCH_WAIT)
     if keys.EXPORT in state.commands:  # it is made again, under another number
-        publishing.export_again(ctx)
+        publishing.repeat_export(ctx)
     batch = state.batch
     if blame and batch is not None and keys.TRAIN in state.commands:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
-            deadly = _deadly(batch, name, reason)
-            fail(ctx, FailureKind.BATCH_DEADLY, name, deadly)
+            deadly = _describe_fatal_batch(batch, name, reason)
+            fail_run(ctx, FailureKind.BATCH_DEADLY, name, deadly)
             return
-    ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+    ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
 
-def _deadly(batch: Batch, name: str, reason: str) -> str:
+def _describe_fatal_batch(batch: Batch, name: str, reason: str) -> str:
     """Which batch it is, how it ended its trainer, and where to look."""
     step, more = batch.step_index + 1, len(batch.groups) - NAMED_MAX
     groups = ", ".join(batch.groups[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
@@ -87,7 +87,7 @@ def _deadly(batch: Batch, name: str, reason: str) -> str:
 
 @handles(
     ev.TrainerReady,
-    valid=anything,
+    valid=accept_any,
 )
 def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     """A trainer has the model of the configuration; one that comes back is told how to go on, and
@@ -97,7 +97,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     if actor.ready:
         return ctx.ignore("repeat")
     actor.ready = True
-    ctx.clear_timer(keys.rejoin(name))
+    ctx.clear_timer(keys.rejoin_timer(name))
     begins, functions = state.newest < 0, {f.setting: f.digest for f in event.functions}
     if begins:
         state.functions = functions
@@ -105,21 +105,21 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     if live_actor(state, Role.TRAINER) is not actor or not told:
         return
     other = other_function(state.functions, functions)
-    if other and not broadcast.ending(state):
-        fail(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
+    if other and not broadcast.is_run_ending(state):
+        fail_run(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     known, state.saved = state.saved, {c.version: c.path for c in confirmed}
     if state.saved.keys() - known.keys():  # whose lost work can be loaded for now
         ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
-    if newest is None and not _can_begin_anew(state):
-        fail(ctx, FailureKind.NO_CHECKPOINT, name)
+    if newest is None and not _can_start_over(state):
+        fail_run(ctx, FailureKind.NO_CHECKPOINT, name)
         return
     state.redone = newest.step if newest is not None else 0
-    versions.checkpoints_kept(state)
+    versions.trim_trained_steps(state)
     if newest is not None:
-        ctx.command(
+        ctx.issue_command(
             cmd.LoadCheckpoint(
                 to=name,
                 version=newest.version,
@@ -147,7 +147,7 @@ def other_function(then: dict[str, str], now: dict[str, str]) -> str:
     return ""
 
 
-def _can_begin_anew(state: State) -> bool:
+def _can_start_over(state: State) -> bool:
     """Whether training can begin again with the model of the configuration: every step can be
     redone."""
     return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
@@ -162,48 +162,48 @@ def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
     )
 
 
-@handles(ev.CheckpointLoaded, valid=anything)
+@handles(ev.CheckpointLoaded, valid=accept_any)
 def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
     outstanding = ctx.state.commands.get(keys.LOAD)
     command = outstanding.command if outstanding is not None else None
     if not isinstance(command, cmd.LoadCheckpoint) or command.version != event.version:
         return ctx.ignore("not-loading")
-    ctx.done(keys.LOAD)
+    ctx.end_command(keys.LOAD)
 
 
-@handles(ev.StepRedone, valid=anything)
+@handles(ev.StepRedone, valid=accept_any)
 def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
     """One more; where rounding has made other weights of it, those are what training goes on
     from."""
     state = ctx.state
     if keys.REDO not in state.commands or event.step_index != state.redone:
         return ctx.ignore("not-redoing")
-    ctx.done(keys.REDO)
-    trained = _trained(state, state.redone)
+    ctx.end_command(keys.REDO)
+    trained = _get_trained_step(state, state.redone)
     state.redone += 1
     if trained.digest:
         trained.digest = event.digest
 
 
-def _trained(state: State, step_index: int) -> Trained:
+def _get_trained_step(state: State, step_index: int) -> StepRecord:
     return state.trained[step_index - state.trained[0].step_index]
 
 
 # --- what it is told ----------------------------------------------------------------------------
 
 
-def plan(ctx: Context) -> bool:
+def plan_step_repeat(ctx: Context) -> bool:
     """Lead a trainer that came back to where the log is; True when the state changed."""
     state = ctx.state
     if state.redone < 0 or keys.LOAD in state.commands or keys.REDO in state.commands:
         return False
-    if broadcast.ending(state):
+    if broadcast.is_run_ending(state):
         return False
     trainer = live_actor(state, Role.TRAINER)
     assert trainer is not None, "what a lost trainer has done again is forgotten with it"
     if state.redone < state.completed:
-        trained = _trained(state, state.redone)
-        ctx.command(
+        trained = _get_trained_step(state, state.redone)
+        ctx.issue_command(
             cmd.RedoStep(
                 to=trainer.name,
                 step_index=trained.step_index,
@@ -215,11 +215,11 @@ def plan(ctx: Context) -> bool:
             timeout_ms=batching.TRAIN_TIMEOUT_MS,
         )
     else:
-        _go_on(ctx)
+        _resume_training(ctx)
     return True
 
 
-def _go_on(ctx: Context) -> None:
+def _resume_training(ctx: Context) -> None:
     """The trainer has all that the log has: it goes on."""
     state = ctx.state
     state.redone = -1

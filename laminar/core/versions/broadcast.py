@@ -22,7 +22,7 @@ from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of, master_relay
 from laminar.core.state.state import Actor, Relay, State
 from laminar.core.state.statuses import Phase
-from laminar.core.validation import anything, are_allocated, is_count, of_a_version
+from laminar.core.validation import accept_any, are_allocated, is_count, of_a_version
 from laminar.core.versions import load_sources, pinning
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -49,7 +49,7 @@ LAGS_MAX = 3
 # --- the chain --------------------------------------------------------------------------------
 
 
-def join(ctx: Context, actor: Actor, bulk: str) -> Relay:
+def add_relay(ctx: Context, actor: Actor, bulk: str) -> Relay:
     """A relay is ready: it takes its place and is fed."""
     state = ctx.state
     relay = Relay(
@@ -62,32 +62,32 @@ def join(ctx: Context, actor: Actor, bulk: str) -> Relay:
     state.relays[relay.name] = relay
     _heard_of(ctx, relay)
     state.chain.append(relay.name)
-    ctx.clear_timer(keys.rejoin(relay.name))
+    ctx.clear_timer(keys.rejoin_timer(relay.name))
     set_head(ctx)
     await_newest(ctx, relay)
     if state.evaluation is not None or state.unfinished:
-        pinning.tell_one(ctx, relay.name)
+        pinning.send_pin(ctx, relay.name)
     return relay
 
 
-def leave(ctx: Context, name: str) -> None:
+def handle_relay_lost(ctx: Context, name: str) -> None:
     """A relay is lost: the one before it feeds the one behind it; it has a time to come back."""
     state = ctx.state
     relay = state.relays.get(name)
     if relay is not None:
         if relay is master_relay(state):  # what was on its way through it never arrives
-            ctx.done(keys.PUBLISH)
+            ctx.end_command(keys.PUBLISH)
             ctx.clear_timer(keys.WEIGHTS)
         indexes.remove_relay(state, relay)
         state.chain.remove(name)
-        ctx.clear_timer(keys.receive(name))
-        relink(ctx)
+        ctx.clear_timer(keys.receive_timer(name))
+        relink_chain(ctx)
         touch_replicas(ctx, relay)  # nothing newer waits for them now: they may admit again
-    if not ending(state):
-        ctx.set_timer(keys.rejoin(name), state.settings.start_timeout_ms)
+    if not is_run_ending(state):
+        ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
 
-def ending(state: State) -> bool:
+def is_run_ending(state: State) -> bool:
     """The run ends: no process waits for weights any more."""
     return state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
@@ -95,48 +95,48 @@ def ending(state: State) -> bool:
 def set_head(ctx: Context) -> None:
     """The relay of the trainer's machine comes first, whenever the two became ready."""
     state = ctx.state
-    trainer = indexes.trainer(state)
+    trainer = indexes.find_trainer(state)
     if trainer is not None:
         state.chain.sort(key=lambda name: state.relays[name].node != trainer.node)
-    relink(ctx)
+    relink_chain(ctx)
 
 
-def relink(ctx: Context) -> None:
+def relink_chain(ctx: Context) -> None:
     """Send an order to every relay whose successor is another one now."""
     state = ctx.state
-    if ending(state):
+    if is_run_ending(state):
         return
     for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
         relay = state.relays[name]
         if relay.successor != following:
             relay.successor = following
             successor = state.relays.get(following)
-            _forward(ctx, relay, successor)
+            _order_forward(ctx, relay, successor)
             if successor is not None:
                 successor.lags = 0  # another hop, perhaps a quick one
 
 
-def _forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
-    ctx.command(
+def _order_forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
+    ctx.issue_command(
         cmd.ForwardWeights(
             to=relay.name,
             successor=successor.name if successor else "",
             address=successor.bulk if successor else "",
             incarnation=successor.incarnation if successor else 0,
         ),
-        key=keys.forward(relay.name),
+        key=keys.forward_key(relay.name),
         timeout_ms=LINK_TIMEOUT_MS,
     )
 
 
-@handles(ev.RelayLinked, valid=anything)
+@handles(ev.RelayLinked, valid=accept_any)
 def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
     """The connection stands; an answer to an earlier order is late."""
-    key = keys.forward(ctx.stamped.peer)
+    key = keys.forward_key(ctx.stamped.peer)
     outstanding = ctx.state.commands.get(key)
     if outstanding is None or outstanding.command_id != event.command_id:
         return ctx.ignore("repeat")
-    ctx.done(key)
+    ctx.end_command(key)
     ctx.state.relays[ctx.stamped.peer].unlinked = 0
 
 
@@ -146,23 +146,23 @@ def link_expired(ctx: Context, name: str, successor: str) -> None:
     A relay that fails with one successor after the other is restarted itself.
     """
     relay = ctx.state.relays[name]
-    ctx.done(keys.forward(name))
+    ctx.end_command(keys.forward_key(name))
     relay.unlinked += 1
     at_fault = successor if successor and relay.unlinked < UNLINKED_MAX else name
-    ctx.restart(at_fault, f"{name} could not be connected to {successor or 'nobody'} in time")
+    ctx.restart_actor(at_fault, f"{name} could not be connected to {successor or 'nobody'} in time")
 
 
 # --- what they hold ---------------------------------------------------------------------------
 
 
-def _received(state: State, event: ev.WeightsReceived) -> bool:
+def _has_valid_receipt(state: State, event: ev.WeightsReceived) -> bool:
     counted = is_count(event.num_bytes) and is_count(event.duration_ms)
     return counted and of_a_version(state, event) and are_allocated(state, event.held)
 
 
 @handles(
     ev.WeightsReceived,
-    valid=_received,
+    valid=_has_valid_receipt,
 )
 def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
     """A relay has a version from its predecessor, and the replicas of its machine can pull it.
@@ -175,17 +175,19 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
         return ctx.ignore("not-ready")
     news = event.version > relay.newest
     if event.kind == "full":
-        load_sources.note_hop(state, relay.name, event.num_bytes, event.duration_ms)
-    if not hold(ctx, relay, event.version, event.digest, event.held):
+        load_sources.record_hop(state, relay.name, event.num_bytes, event.duration_ms)
+    if not record_held_versions(ctx, relay, event.version, event.digest, event.held):
         return ctx.ignore("repeat")
     if relay.newest == event.version and news:
         _judge_speed(ctx, relay, event)
-        ctx.clear_timer(keys.receive(relay.name))
+        ctx.clear_timer(keys.receive_timer(relay.name))
         await_newest(ctx, relay)
     _move_slow(ctx)
 
 
-def hold(ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int, ...]) -> bool:
+def record_held_versions(
+    ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int, ...]
+) -> bool:
     """Enter what a relay says that it has; False if all of it was known.
 
     Other bytes under the number of the newest version are nothing to pull: it starts afresh.
@@ -199,7 +201,7 @@ def hold(ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int,
         changed = True
         relay.newest, relay.newest_digest = version, digest
         relay.arrived[version] = ctx.stamped.time_ns
-        indexes.relay_changed(state, relay)
+        indexes.update_relay(state, relay)
         touch_replicas(ctx, relay)
     relay.arrived = {v: at for v, at in relay.arrived.items() if v in held}
     return changed
@@ -217,18 +219,18 @@ def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:
     """False if that was decided before."""
     newest, published = ctx.state.newest, ctx.state.newest_digest
     reason = f"its version {newest} has digest {digest}, but {published} was published"
-    return ctx.restart(relay.name, reason)
+    return ctx.restart_actor(relay.name, reason)
 
 
 def touch_replicas(ctx: Context, relay: Relay) -> None:
     """The replicas that pull from this relay have another choice now."""
     for name in indexes_of(ctx.state).served_by(relay.name):
-        ctx.touch(name)
+        ctx.touch_replica(name)
 
 
 def await_newest(ctx: Context, relay: Relay) -> None:
     """What a relay lacks of the published versions it must have within a time."""
-    state, timer = ctx.state, keys.receive(relay.name)
+    state, timer = ctx.state, keys.receive_timer(relay.name)
     if (
         relay.newest < state.newest
         and relay is not master_relay(state)
@@ -248,23 +250,23 @@ def receive_expired(ctx: Context, name: str) -> None:
     position = state.chain.index(name)
     before = state.relays[state.chain[position - 1]] if position else None
     if before is not None and before.newest >= state.newest:
-        ctx.restart(name, f"version {state.newest} has not come from {before.name} in time")
+        ctx.restart_actor(name, f"version {state.newest} has not come from {before.name} in time")
     await_newest(ctx, relay)
 
 
-def _measured(state: State, event: ev.TransferTrouble) -> bool:
+def _has_valid_measurements(state: State, event: ev.TransferTrouble) -> bool:
     return all(map(is_count, (event.num_bytes, event.duration_ms, event.left_bytes)))
 
 
-@handles(ev.TransferTrouble, valid=_measured)
+@handles(ev.TransferTrouble, valid=_has_valid_measurements)
 def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
     """Dealt with already by the relays: the log has it for those who look at these machines. A
     version has its time from the last word that bytes of it came."""
     name = ctx.stamped.peer
-    timer = keys.receive(name)
+    timer = keys.receive_timer(name)
     if name not in ctx.state.relays:
         return ctx.ignore("not-ready")
-    publish = keys.deadline(keys.PUBLISH)
+    publish = keys.deadline_timer(keys.PUBLISH)
     if event.num_bytes and publish in ctx.state.timers:  # what comes may hold its slot
         ctx.set_timer(publish, SLOT_TIMEOUT_MS)
     if 0 <= event.version < ctx.state.relays[name].newest:
@@ -272,16 +274,16 @@ def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
     elif event.num_bytes and timer in ctx.state.timers:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
         for replica in indexes_of(ctx.state).served_by(name):
-            if indexes.streams(ctx.state, replica):
-                ctx.set_timer(keys.deadline(keys.pull(replica)), RECEIVE_TIMEOUT_MS)
+            if indexes.is_streaming(ctx.state, replica):
+                ctx.set_timer(keys.deadline_timer(keys.pull_key(replica)), RECEIVE_TIMEOUT_MS)
 
 
 def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
     """What is fetched has its time from the last word that bytes of it came, too."""
-    for command in load_sources.fetches(ctx.state) if event.num_bytes else ():
+    for command in load_sources.list_fetches(ctx.state) if event.num_bytes else ():
         here = ctx.state.replicas[command.to].relay == ctx.stamped.peer
         if here and command.version == event.version:
-            ctx.set_timer(keys.deadline(keys.pull(command.to)), RECEIVE_TIMEOUT_MS)
+            ctx.set_timer(keys.deadline_timer(keys.pull_key(command.to)), RECEIVE_TIMEOUT_MS)
 
 
 # --- slow ones --------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ def _move_slow(ctx: Context) -> None:
     if slow is not None:
         state.chain.remove(slow.name)
         state.chain.append(slow.name)
-        relink(ctx)
+        relink_chain(ctx)
 
 
 # --- machines ---------------------------------------------------------------------------------
@@ -342,20 +344,20 @@ def name_of(node: str) -> str:
 def can_work(state: State) -> bool:
     """Some replica lives whose machine has a relay or may get it back, or may itself come back."""
     if state.phase == Phase.STARTING and any(
-        map(state.actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
+        map(state.is_actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
     ):
         return True
     if any(
-        replica.relay in state.relays or keys.rejoin(replica.relay) in state.timers
+        replica.relay in state.relays or keys.rejoin_timer(replica.relay) in state.timers
         for replica in state.replicas.values()
-        if state.actor_alive(replica.name)
+        if state.is_actor_alive(replica.name)
     ):
         return True
     replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
-    return any(keys.rejoin(name) in state.timers for name in replicas)
+    return any(keys.rejoin_timer(name) in state.timers for name in replicas)
 
 
-def indispensable(state: State, name: str) -> bool:
+def is_trainer_relay(state: State, name: str) -> bool:
     """The relay of the trainer's machine: without it no replica gets new weights."""
-    trainer = indexes.trainer(state)
+    trainer = indexes.find_trainer(state)
     return trainer is not None and name == ids.actor_name(Role.RELAY, trainer.node, 0)

@@ -39,7 +39,7 @@ LOAD, DISK = "load", "disk"
 """Among the paces: of loads from the own relay, and from a checkpoint."""
 
 
-class Tier(IntEnum):
+class SourceTier(IntEnum):
     """Kinds of sources, the nearest first."""
 
     OWN = 1  #: the relay of the replica's machine
@@ -47,41 +47,45 @@ class Tier(IntEnum):
     DISK = 3  #: a checkpoint
 
 
-class Source(NamedTuple):
+class LoadSource(NamedTuple):
     """One copy of the version."""
 
-    tier: Tier
+    tier: SourceTier
     name: str  #: of the relay, or directory of the checkpoint
     ps_per_byte: int = UNKNOWN
     waiting_bytes: int = 0  #: that it has to move before
 
 
-class Choice(NamedTuple):
+class SourceChoice(NamedTuple):
     """The source that is taken."""
 
-    source: Source | None  #: None: there is none
+    source: LoadSource | None  #: None: there is none
     ms: int  #: until the version is there; UNKNOWN without a measured rate
 
 
-def estimate_ms(source: Source, num_bytes: int) -> int:
+def estimate_ms(source: LoadSource, num_bytes: int) -> int:
     """Until the version is loaded from there; UNKNOWN without a measured rate."""
     if source.ps_per_byte < 0:
         return UNKNOWN
     return (num_bytes + source.waiting_bytes) * source.ps_per_byte // PS_PER_MS
 
 
-def nearest(sources: Iterable[Source], num_bytes: int, failed: Collection[str] = ()) -> Choice:
+def choose_nearest(
+    sources: Iterable[LoadSource], num_bytes: int, failed: Collection[str] = ()
+) -> SourceChoice:
     """The source that is there soonest.
 
     `failed`: names of sources that have failed and were not heard of since; they are left out.
     """
     able = [source for source in sources if source.name not in failed]
     times = {source: estimate_ms(source, num_bytes) for source in able}
-    best = min(able, key=lambda source: (_guess(source, times), source), default=None)
-    return Choice(best, UNKNOWN if best is None else times[best])
+    best = min(
+        able, key=lambda source: (_estimate_or_guess_ms(source, times), source), default=None
+    )
+    return SourceChoice(best, UNKNOWN if best is None else times[best])
 
 
-def _guess(source: Source, times: dict[Source, int]) -> int:
+def _estimate_or_guess_ms(source: LoadSource, times: dict[LoadSource, int]) -> int:
     """Its time; where that is unknown, the least one of its tier, else 0."""
     if times[source] >= 0:
         return times[source]
@@ -91,12 +95,14 @@ def _guess(source: Source, times: dict[Source, int]) -> int:
 # --- what a run has measured, and may choose from ---------------------------------------------
 
 
-def choose(state: State, replica: Replica, version: int) -> Choice:
+def choose_source(state: State, replica: Replica, version: int) -> SourceChoice:
     """Where this replica gets this very version from."""
-    return nearest(offers(state, replica, version), state.version_bytes, state.failed_sources)
+    return choose_nearest(
+        list_sources(state, replica, version), state.version_bytes, state.failed_sources
+    )
 
 
-def offers(state: State, replica: Replica, version: int) -> list[Source]:
+def list_sources(state: State, replica: Replica, version: int) -> list[LoadSource]:
     """The copies that this replica can take, also of relays that have failed.
 
     Another machine's relay is asked only where the size of a version is known and the own relay
@@ -104,17 +110,20 @@ def offers(state: State, replica: Replica, version: int) -> list[Source]:
     """
     relay, load = state.relays.get(replica.relay), state.paces.get(LOAD, UNKNOWN)
     if relay is not None and version in relay.held:
-        return [Source(Tier.OWN, relay.name, load)]
+        return [LoadSource(SourceTier.OWN, relay.name, load)]
     found = []
     if relay is not None and state.version_bytes and relay.newest > version:
-        waiting = _waiting_bytes(state, replica)
+        waiting = _count_waiting_bytes(state, replica)
         hop = state.paces.get(relay.name, UNKNOWN)
         pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN  # over a hop, then into the engine
         found = [
-            Source(Tier.PEER, name, pace, waiting.get(name, 0)) for name in holders(state, version)
+            LoadSource(SourceTier.PEER, name, pace, waiting.get(name, 0))
+            for name in holders(state, version)
         ]
     if version in state.saved:
-        found.append(Source(Tier.DISK, state.saved[version], state.paces.get(DISK, UNKNOWN)))
+        found.append(
+            LoadSource(SourceTier.DISK, state.saved[version], state.paces.get(DISK, UNKNOWN))
+        )
     return found
 
 
@@ -124,37 +133,37 @@ def holders(state: State, version: int) -> list[str]:
     return list(islice(indexes_of(state).held.get(version, {}), HOLDERS_MAX))
 
 
-def _waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
+def _count_waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
     """Bytes that holders were ordered to give to others before, by their names."""
-    own = state.commands.get(keys.pull(replica.name))  # of who asks once more what was chosen
+    own = state.commands.get(keys.pull_key(replica.name))  # of who asks once more what was chosen
     waiting: dict[str, int] = {}
-    for order in fetches(state):
-        number = state.commands[keys.pull(order.to)].command_id
+    for order in list_fetches(state):
+        number = state.commands[keys.pull_key(order.to)].command_id
         if own is None or number < own.command_id:
             waiting[order.holder] = waiting.get(order.holder, 0) + state.version_bytes
     return waiting
 
 
-def fetches(state: State) -> list[cmd.PullWeights]:
+def list_fetches(state: State) -> list[cmd.PullWeights]:
     """Outstanding loads of a version that comes from another machine."""
     orders = indexes_of(state).from_afar
     return [orders[name] for name in sorted(orders)]
 
 
-def is_load_alone(command: cmd.PullWeights) -> bool:
+def is_plain_load(command: cmd.PullWeights) -> bool:
     """Whether the time of this load is that of a whole version which was here when it began."""
     return not command.holder and command.purpose != PullPurpose.STREAM
 
 
-def note_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
+def record_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
     """A whole version of so many bytes was loaded as ordered."""
-    if not is_load_alone(command) or num_bytes <= 0:
+    if not is_plain_load(command) or num_bytes <= 0:
         return
     state.version_bytes = num_bytes
     state.paces[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes
 
 
-def note_hop(state: State, relay: str, num_bytes: int, took_ms: int) -> None:
+def record_hop(state: State, relay: str, num_bytes: int, took_ms: int) -> None:
     """A relay has got so many bytes of a full version."""
     if state.version_bytes and num_bytes > 0:
         state.paces[relay] = took_ms * PS_PER_MS // num_bytes

@@ -17,24 +17,27 @@ from laminar.core.state.state import State
 from laminar.events import commands as cmd
 
 
-def tell(ctx: Context) -> None:
+def send_pins(ctx: Context) -> None:
     """Tell every relay if other versions have unfinished work now. The newest is kept anyway."""
     state = ctx.state
-    unfinished = sorted(v for v in _unfinished(state) if v < state.newest)
+    unfinished = sorted(v for v in _find_unfinished_versions(state) if v < state.newest)
     if unfinished != state.unfinished:
         state.unfinished = unfinished
         for name in state.relays:
-            tell_one(ctx, name)
+            send_pin(ctx, name)
 
 
-def tell_one(ctx: Context, relay: str) -> None:
+def send_pin(ctx: Context, relay: str) -> None:
     """What this relay is to keep."""
     state = ctx.state
     pinned = state.evaluation.version if state.evaluation is not None else -1
-    ctx.command(cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished)))
+    ctx.issue_command(cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished)))
 
 
-def _unfinished(state: State) -> set[int]:
+def _find_unfinished_versions(state: State) -> set[int]:
     if state.settings.in_flight:  # it goes on with any newer one
         return set()
-    return {*indexes_of(state).replicas.busy(), *indexes_of(state).lost.versions()}
+    return {
+        *indexes_of(state).replicas.list_busy_versions(),
+        *indexes_of(state).lost.list_versions(),
+    }

@@ -49,7 +49,7 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
     They may have been handed to a process of the relay that is gone; then they are owed.
     """
     state = ctx.state
-    if state.owed >= version or _at_hand(state, version):
+    if state.owed >= version or _is_at_relay(state, version):
         return
     master = master_relay(state)
     if master is None or master.ready_seq > ordered_seq:
@@ -61,17 +61,17 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 def owe_republish(ctx: Context) -> None:
     """The relay of the trainer's machine lacks what the trainer has: it is published again."""
     state, made = ctx.state, last_made(ctx.state)
-    if state.newest < 0 or _at_hand(state, made):
+    if state.newest < 0 or _is_at_relay(state, made):
         return
     if made == state.exported and working_trainer(state) is not None and has_other_bytes(state):
-        export_again(ctx)
+        repeat_export(ctx)
         made = new_version(state, state.completed)
     state.owed, state.owed_step = made, state.completed
-    ctx.done(keys.PUBLISH)
+    ctx.end_command(keys.PUBLISH)
     ctx.clear_timer(keys.WEIGHTS)
 
 
-def _at_hand(state: State, version: int) -> bool:
+def _is_at_relay(state: State, version: int) -> bool:
     """It was published, and the relay of the trainer's machine has it.
 
     A relay that says it received what was never published does not end the wait for it.
@@ -87,7 +87,7 @@ def has_other_bytes(state: State) -> bool:
     return state.trained[-1].digest not in ("", state.newest_digest)
 
 
-def export_again(ctx: Context) -> None:
+def repeat_export(ctx: Context) -> None:
     """Once what training has come to is published; what was due on the old export is not."""
     if ctx.state.evaluation_due == ctx.state.exported:
         ctx.state.evaluation_due = -1
@@ -98,7 +98,7 @@ def forget_export(ctx: Context) -> None:
     """What was exported, or was to be, is a version like others."""
     state = ctx.state
     if state.exported >= 0:
-        ctx.done(keys.EXPORT)
+        ctx.end_command(keys.EXPORT)
         state.numbered[state.exported] = state.completed
         state.exported = -1
     if state.evaluation is not None:
@@ -121,10 +121,10 @@ def end_republish(ctx: Context, version: int) -> bool:
     settled = 0 <= state.owed <= version
     if settled:
         state.owed = state.owed_step = -1
-    return (state.owed < 0 and ctx.done(keys.PUBLISH) is not None) or settled
+    return (state.owed < 0 and ctx.end_command(keys.PUBLISH) is not None) or settled
 
 
-def republish_due(state: State) -> bool:
+def is_republish_due(state: State) -> bool:
     """A version must be published again: no later one is on its way, there is a relay, and a
     trainer that has it."""
     if state.owed < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
@@ -132,10 +132,10 @@ def republish_due(state: State) -> bool:
     return master_relay(state) is not None
 
 
-def republish(ctx: Context) -> None:
+def order_republish(ctx: Context) -> None:
     trainer = working_trainer(ctx.state)
     assert trainer is not None
-    ctx.command(
+    ctx.issue_command(
         cmd.PublishWeights(to=trainer.name, version=ctx.state.owed, step=ctx.state.owed_step),
         key=keys.PUBLISH,
         timeout_ms=PUBLISH_TIMEOUT_MS,

@@ -26,12 +26,12 @@ class Timer(Protocol):
 
     def now_ns(self) -> int: ...
 
-    def after(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
+    def call_later(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
         """Call it then, from no other call of the engine."""
 
 
 @dataclass(slots=True)
-class Sequence:
+class ClockSequence:
     """One response."""
 
     id: str
@@ -49,9 +49,9 @@ class BatchClock:
         timer: Timer,
         timing: EngineTiming,
         slots: int,
-        on_finished: Callable[[list[Sequence]], None],
+        on_finished: Callable[[list[ClockSequence]], None],
     ) -> None:
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, ClockSequence] = {}
         self.batch = TimedBatch(timing, slots)
         self._timer = timer
         self._on_finished = on_finished
@@ -78,92 +78,96 @@ class BatchClock:
     def preempted(self) -> int:
         return self.batch.preempted
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: ClockSequence) -> None:
         """A response that hangs takes nothing from the others."""
-        self._look()
+        self._update_clock()
         self.sequences[sequence.id] = sequence
         if sequence.hangs:
             self._hanging += 1
         else:
             self.batch.add(sequence.id, sequence.prompt, sequence.done, sequence.total, self._clock)
-        self._changed()
+        self._schedule_replan()
 
-    def abort(self, sequence_id: str) -> None:
+    def abort_sequence(self, sequence_id: str) -> None:
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return
-        self.advance()
+        self.advance_to_now()
         if sequence.hangs:
             self._hanging -= 1
-        elif self.batch.has(sequence_id):
+        elif self.batch.has_sequence(sequence_id):
             self.batch.remove(sequence_id, self._clock)
-        self._changed()
+        self._schedule_replan()
 
-    def tokens(self, sequence: Sequence) -> int:
+    def count_tokens(self, sequence: ClockSequence) -> int:
         """Tokens of the response so far, as of the last `advance`."""
         if sequence.hangs:
             return sequence.done
-        return self.batch.tokens(sequence.id) if self.batch.has(sequence.id) else sequence.total
+        return (
+            self.batch.count_tokens(sequence.id)
+            if self.batch.has_sequence(sequence.id)
+            else sequence.total
+        )
 
-    def advance(self) -> None:
+    def advance_to_now(self) -> None:
         """Bring the batch to the present; who is finished is told when this instant is over."""
-        self._look()
-        self.batch.advance(self._clock)
+        self._update_clock()
+        self.batch.advance_to(self._clock)
         if self.batch.finished:
-            self._changed()
+            self._schedule_replan()
 
-    def hold(self) -> None:
+    def pause_sampling(self) -> None:
         """Stop sampling until `go_on`, while the process goes on."""
-        self.advance()
+        self.advance_to_now()
         self.held = True
 
-    def go_on(self, *, prefills: bool) -> None:
+    def resume_sampling(self, *, prefills: bool) -> None:
         """Sample again; `prefills`: all that runs is prefilled first."""
-        self._look()
+        self._update_clock()
         self.held = False
         if prefills:
             self.batch.prefill_again(self._clock)
-        self._changed()
+        self._schedule_replan()
 
-    def take_finished(self) -> list[Sequence]:
+    def take_finished(self) -> list[ClockSequence]:
         """Who is finished as of the last `advance`, and was not told yet."""
         finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
         self.batch.finished.clear()
         return finished
 
-    def freeze(self) -> None:
+    def freeze_time(self) -> None:
         """The process stands still."""
-        self.advance()
+        self.advance_to_now()
 
-    def thaw(self) -> None:
+    def resume_time(self) -> None:
         """Go on, or at another speed."""
         self._looked_ns = self._timer.now_ns()
-        self._changed()
+        self._schedule_replan()
 
-    def _look(self) -> None:
+    def _update_clock(self) -> None:
         now = self._timer.now_ns()
         if not self.held:
             self._clock += (now - self._looked_ns) / self._timer.slow
         self._looked_ns = now
 
-    def _changed(self) -> None:
+    def _schedule_replan(self) -> None:
         """Plan anew once everything that happens at this instant has happened."""
         if not self._plan_due:
             self._plan_due = True
-            self._timer.after(0, self._replan)
+            self._timer.call_later(0, self._replan_now)
 
-    def _wake(self, plan: int) -> None:
+    def _replan_if_current(self, plan: int) -> None:
         if plan == self._plan:
-            self._replan()
+            self._replan_now()
 
-    def _replan(self) -> None:
+    def _replan_now(self) -> None:
         self._plan_due = False
-        self._look()
-        self.batch.advance(self._clock)
+        self._update_clock()
+        self.batch.advance_to(self._clock)
         finished = self.take_finished()
         self._plan += 1
         if self.batch.next_ns < math.inf and not self.held:
             left = (self.batch.next_ns - self._clock) * self._timer.slow
-            self._timer.after(math.ceil(left), self._wake, self._plan)
+            self._timer.call_later(math.ceil(left), self._replan_if_current, self._plan)
         if finished:
             self._on_finished(finished)

@@ -14,8 +14,8 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
-from laminar.engines.emulated.batch_clock import BatchClock, Sequence, Timer
-from laminar.engines.emulated.fake_tokens import logprobs_of, tokens_of
+from laminar.engines.emulated.batch_clock import BatchClock, ClockSequence, Timer
+from laminar.engines.emulated.fake_tokens import make_logprobs, make_tokens
 from laminar.engines.emulated.timing import EngineTiming
 from laminar.engines.protocol import (
     LENGTH,
@@ -31,7 +31,7 @@ from laminar.engines.protocol import (
 OnDeltas = Callable[[list[TokenDelta]], None]
 
 
-class Response(Sequence):
+class EmulatedResponse(ClockSequence):
     """A sequence of the clock, and what it is of."""
 
     __slots__ = ("limit", "seed", "sent", "spoiled")
@@ -65,7 +65,7 @@ class ClockEngine:
         self._loads = 0
         self.clock = BatchClock(timer, timing, slots, self._on_finished)
 
-    def _done(self, error: Exception | None = None) -> asyncio.Future[None]:
+    def _make_done_future(self, error: Exception | None = None) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
         if error is None:
             done.set_result(None)
@@ -75,41 +75,41 @@ class ClockEngine:
 
     def _begin_load(self, on_update: KvOnUpdate | None) -> EngineError | None:
         """Nothing is sampled from here on, until `_end_load`; EngineError: no load may begin."""
-        self._hand_over()
+        self._deliver_tokens()
         if finished := self.clock.take_finished():
-            self._on_deltas(self._ends(finished))
+            self._on_deltas(self._build_final_deltas(finished))
         self._loads += 1
         if on_update is None and self.clock.sequences:
             return EngineError("weights cannot be loaded while a sequence runs")
-        self.clock.hold()
+        self.clock.pause_sampling()
         return None
 
-    def _forget_all(self) -> None:
+    def _abort_all(self) -> None:
         """A load has failed: nothing can go on."""
         for request_id in list(self.clock.sequences):
-            self.clock.abort(request_id)
+            self.clock.abort_sequence(request_id)
 
     def _end_load(self, on_update: KvOnUpdate | None) -> None:
-        self.clock.go_on(prefills=on_update == "recompute")
+        self.clock.resume_sampling(prefills=on_update == "recompute")
 
     def expect_weights(self) -> asyncio.Future[None]:
-        return self._done(self._begin_load(None))
+        return self._make_done_future(self._begin_load(None))
 
-    def go_on(self) -> asyncio.Future[None]:
+    def resume_sampling(self) -> asyncio.Future[None]:
         self._end_load(None)
-        return self._done()
+        return self._make_done_future()
 
-    def abort(self, request_id: str) -> asyncio.Future[bool]:
+    def abort_request(self, request_id: str) -> asyncio.Future[bool]:
         """What was sampled so far is handed over before."""
-        self._hand_over()
+        self._deliver_tokens()
         found: asyncio.Future[bool] = self._loop.create_future()
         found.set_result(request_id in self.clock.sequences)
-        self.clock.abort(request_id)
+        self.clock.abort_sequence(request_id)
         return found
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         """What was sampled so far is handed over with it."""
-        self._hand_over()
+        self._deliver_tokens()
         clock = self.clock
         return EngineStats(
             clock.cached, self._capacity, clock.running, clock.waiting, clock.preempted
@@ -122,33 +122,35 @@ class ClockEngine:
         if not self.failed.done():
             self.failed.set_result(None)
 
-    def _hand_over(self) -> int:
+    def _deliver_tokens(self) -> int:
         """The number of tokens that were."""
-        self.clock.advance()
+        self.clock.advance_to_now()
         deltas = []
         for response in self.clock.sequences.values():
-            assert isinstance(response, Response)
-            tokens = min(self.clock.tokens(response), response.total - 1)  # the last one ends it
+            assert isinstance(response, EmulatedResponse)
+            tokens = min(
+                self.clock.count_tokens(response), response.total - 1
+            )  # the last one ends it
             if tokens > response.sent:
-                deltas.append(self._delta(response, tokens, None))
+                deltas.append(self._build_delta(response, tokens, None))
         if deltas:
             self._on_deltas(deltas)
         return sum(len(delta.token_ids) for delta in deltas)
 
-    def _on_finished(self, finished: list[Sequence]) -> None:
-        self._on_ends(self._ends(finished))
+    def _on_finished(self, finished: list[ClockSequence]) -> None:
+        self._on_ends(self._build_final_deltas(finished))
 
-    def _ends(self, finished: list[Sequence]) -> list[TokenDelta]:
+    def _build_final_deltas(self, finished: list[ClockSequence]) -> list[TokenDelta]:
         deltas = []
         for response in finished:
-            assert isinstance(response, Response)
+            assert isinstance(response, EmulatedResponse)
             reason = LENGTH if response.total >= response.limit else STOP
-            deltas.append(self._delta(response, response.total, reason))
+            deltas.append(self._build_delta(response, response.total, reason))
         return deltas
 
-    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+    def _build_delta(self, response: EmulatedResponse, end: int, reason: str | None) -> TokenDelta:
         start, response.sent = response.sent, end
         tokens, logprobs = array("i"), array("f")
-        tokens.frombytes(tokens_of(response.seed, start, end, ends=reason == STOP))
-        logprobs.frombytes(logprobs_of(response.seed, start, end, spoiled=response.spoiled))
+        tokens.frombytes(make_tokens(response.seed, start, end, ends=reason == STOP))
+        logprobs.frombytes(make_logprobs(response.seed, start, end, spoiled=response.spoiled))
         return TokenDelta(response.id, tokens, logprobs, reason, self._loads)

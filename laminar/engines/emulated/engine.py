@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from laminar.config import Config
-from laminar.engines.emulated.clock_engine import ClockEngine, OnDeltas, Response
+from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse, OnDeltas
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.engines.mapped_file import FileBytes, MappedFile
 from laminar.engines.protocol import (
@@ -31,7 +31,7 @@ from laminar.engines.protocol import (
 )
 from laminar.names.ids import hash64
 
-SCORES = 4096  #: different log-probs that are made up
+NUM_FAKE_LOGPROBS = 4096  #: different log-probs that are made up
 
 
 class RealTimer:
@@ -45,7 +45,7 @@ class RealTimer:
     def now_ns(self) -> int:
         return time.monotonic_ns()
 
-    def after(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
+    def call_later(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
         self._loop.call_later(delay_ns / 1e9, action, *args)
 
 
@@ -71,32 +71,32 @@ class EmulatedEngine(ClockEngine):
             self._timing,
             slots=config.rollout.max_num_seqs,
             kv_capacity=emulation.kv_capacity_tokens,
-            on_deltas=self._counted,
-            on_ends=self._counted,
+            on_deltas=self._deliver_deltas,
+            on_ends=self._deliver_deltas,
         )
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
         if not self._fingerprint and not self.clock.held:
-            return self._done(EngineError("the engine has no weights"))
+            return self._make_done_future(EngineError("the engine has no weights"))
         if not self.clock.sequences:
             self._from_ns = time.monotonic_ns()
-        total = max(self._lengths.of(request.seed), len(request.done_ids) + 1)
-        self.clock.add(Response(request, total))
-        return self._done()
+        total = max(self._lengths.draw_length(request.seed), len(request.done_ids) + 1)
+        self.clock.add(EmulatedResponse(request, total))
+        return self._make_done_future()
 
     def load(
         self, source: WeightSource, on_update: KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
         refused, self._fingerprint = self._begin_load(on_update), ""
         if refused is not None:
-            return self._done(refused)
+            return self._make_done_future(refused)
         return asyncio.ensure_future(self._load(source, on_update))
 
     async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
         try:
             self._fingerprint = await asyncio.to_thread(self._read, source)
         except EngineError:
-            self._forget_all()
+            self._abort_all()
             raise
         finally:
             self._end_load(on_update)
@@ -105,35 +105,39 @@ class EmulatedEngine(ClockEngine):
         self._fingerprint = ""
         return super().expect_weights()
 
-    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         whole = num_bytes == source.nbytes
-        return asyncio.ensure_future(self._copy(source)) if whole else self._done()
+        return asyncio.ensure_future(self._copy(source)) if whole else self._make_done_future()
 
     async def _copy(self, source: WeightSource) -> None:
         self._fingerprint = await asyncio.to_thread(self._read, source)
 
     def _read(self, source: WeightSource) -> str:
-        return fingerprint(self._file.view(source)[source.offset : source.offset + source.nbytes])
+        return fingerprint_weights(
+            self._file.map_source(source)[source.offset : source.offset + source.nbytes]
+        )
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> asyncio.Future[list[list[float]]]:
         scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
-        scores.set_result(made_up_scores(self._fingerprint, sequences))
+        scores.set_result(make_fake_logprobs(self._fingerprint, sequences))
         return scores
 
     def drain_steps(self) -> list[StepRecord]:
         """Records of the steps: of each time between two reports one step as it was, and all others
         as one."""
-        self._keep_steps()
+        self._record_steps()
         steps, self._steps = self._steps, []
         return steps
 
-    def _counted(self, deltas: list[TokenDelta]) -> None:
+    def _deliver_deltas(self, deltas: list[TokenDelta]) -> None:
         self._tokens += sum(len(delta.token_ids) for delta in deltas)
         if not self.clock.sequences:  # nothing runs from here on
-            self._keep_steps()
+            self._record_steps()
         self._replica_on_deltas(deltas)
 
-    def _keep_steps(self) -> None:
+    def _record_steps(self) -> None:
         now, tokens, running = time.monotonic_ns(), self._tokens, self.clock.running
         begun, self._from_ns, self._tokens = self._from_ns, now, 0
         if running and tokens > running:
@@ -145,14 +149,17 @@ class EmulatedEngine(ClockEngine):
             self._steps.append(StepRecord(begun, now, 0, tokens))
 
 
-def fingerprint(weights: FileBytes) -> str:
+def fingerprint_weights(weights: FileBytes) -> str:
     """The digest of all bytes of a version."""
     return xxhash.xxh3_128_hexdigest(weights.data)
 
 
-def made_up_scores(weights: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+def make_fake_logprobs(weights: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
     """Log-probs of tokens 1..L-1 of each sequence, which belong to the weights of a fingerprint."""
     return [
-        [-(1 + hash64(weights, token) % SCORES) / SCORES for token in sequence[1:]]
+        [
+            -(1 + hash64(weights, token) % NUM_FAKE_LOGPROBS) / NUM_FAKE_LOGPROBS
+            for token in sequence[1:]
+        ]
         for sequence in sequences
     ]

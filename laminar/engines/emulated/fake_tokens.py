@@ -20,19 +20,19 @@ _END_BYTES = np.array([END_ID], "<i4").tobytes()
 _NAN_BYTES = np.array([np.nan], "<f4").tobytes()
 
 
-def prompt_of(purpose: str, row_index: int) -> tuple[int, ...]:
+def make_prompt(purpose: str, row_index: int) -> tuple[int, ...]:
     """No other prompt has these."""
     return (int(purpose == Purpose.EVAL), row_index)
 
 
-def tokens_of(seed: int, start: int, end: int, *, ends: bool = False) -> bytes:
+def make_tokens(seed: int, start: int, end: int, *, ends: bool = False) -> bytes:
     """Tokens [start, end), int32; `ends`: the last of them is where the response stops."""
     offset = seed % _STREAM
     tokens = _TOKEN_BYTES[4 * (offset + start) : 4 * (offset + end)]
     return tokens[:-4] + _END_BYTES if ends and tokens else tokens
 
 
-def logprobs_of(seed: int, start: int, end: int, *, spoiled: bool = False) -> bytes:
+def make_logprobs(seed: int, start: int, end: int, *, spoiled: bool = False) -> bytes:
     """Log-probs of tokens [start, end), float32; `spoiled`: one of them is not a number."""
     offset = seed % _STREAM
     logprobs = _LOGPROB_BYTES[4 * (offset + start) : 4 * (offset + end)]

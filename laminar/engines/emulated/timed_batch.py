@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 
 from laminar.engines.emulated.timing import EngineTiming
 
-SPARE = 0.01
+SPARE_SHARE = 0.01
 """The share of the cache that admission leaves free: else the next steps would preempt again."""
 
 NO_LIMIT = 1 << 62
@@ -98,13 +98,13 @@ class TimedBatch:
     @property
     def next_ns(self) -> float:
         """When the batch changes of itself; infinity: never."""
-        return self._start + self._duration(self._length) if self._length else math.inf
+        return self._start + self._compute_duration(self._length) if self._length else math.inf
 
-    def has(self, sequence_id: str) -> bool:
+    def has_sequence(self, sequence_id: str) -> bool:
         """Whether the sequence runs or waits."""
         return sequence_id in self._sequences
 
-    def tokens(self, sequence_id: str) -> int:
+    def count_tokens(self, sequence_id: str) -> int:
         """How many tokens this response has, as of the last `advance`."""
         found = self._sequences[sequence_id]
         if not found.runs:
@@ -117,48 +117,48 @@ class TimedBatch:
         """A response of `total` tokens, of which `done` are there. What comes at the same time
         begins together."""
         if self._length or now > self._start:
-            self.advance(now)
+            self.advance_to(now)
         self._end_stretch()
         added = self._sequences[sequence_id] = _Sequence(sequence_id, prompt, done, total)
         self._waiting.append(added)
 
     def remove(self, sequence_id: str, now: float) -> None:
         """Forget a sequence that is not wanted any more."""
-        self.advance(now)
+        self.advance_to(now)
         self._end_stretch()
         removed = self._sequences.pop(sequence_id)
         removed.wanted = False
         if removed.runs:
-            self._leave(removed)
+            self._remove_running(removed)
             if not self._running:
                 self._start, self._length = now, 0
 
     def prefill_again(self, now: float) -> None:
         """Give up the cache of all that runs: it is admitted again first, in the same order."""
-        self.advance(now)
+        self.advance_to(now)
         self._end_stretch()
         for sequence in reversed(list(self._running.values())):
-            self._leave(sequence)
+            self._remove_running(sequence)
             self._waiting.appendleft(sequence)
         self._start, self._length = now, 0
 
-    def advance(self, now: float) -> None:
+    def advance_to(self, now: float) -> None:
         """Bring the batch to the present."""
         while True:
             if not self._length and not self._begin_stretch():
                 self._start = max(self._start, now)
                 return
-            end = self._start + self._duration(self._length)
+            end = self._start + self._compute_duration(self._length)
             if end > now:
                 self._made = self._made_by(now)
                 return
-            self._make(self._length)
+            self._apply_steps(self._length)
             self._start, self._length = end, 0
-            self._finish()
+            self._remove_finished()
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _duration(self, steps: int) -> float:
+    def _compute_duration(self, steps: int) -> float:
         """How long the first so many steps of the stretch take."""
         if steps <= 1:
             return self._first_ns * steps
@@ -179,13 +179,13 @@ class TimedBatch:
         linear = second - growth / 2
         after = int(2 * left / (linear + math.sqrt(linear * linear + 2 * growth * left)))
         steps = min(1 + after, self._length - 1)
-        while self._start + self._duration(steps) > now:
+        while self._start + self._compute_duration(steps) > now:
             steps -= 1
-        while steps + 1 < self._length and self._start + self._duration(steps + 1) <= now:
+        while steps + 1 < self._length and self._start + self._compute_duration(steps + 1) <= now:
             steps += 1
         return steps
 
-    def _make(self, steps: int) -> None:
+    def _apply_steps(self, steps: int) -> None:
         number = len(self._running)
         self._steps += steps
         self._cached += steps * number
@@ -197,18 +197,18 @@ class TimedBatch:
         if self._length <= 1:
             return
         made = self._made
-        step_ns = self._duration(made + 1) - self._duration(made)
-        self._start += self._duration(made)
-        self._make(made)
+        step_ns = self._compute_duration(made + 1) - self._compute_duration(made)
+        self._start += self._compute_duration(made)
+        self._apply_steps(made)
         self._first_ns, self._length = step_ns, 1
 
     def _begin_stretch(self) -> bool:
         """The next steps with the same sequences; False when there are none."""
         preempted = False
         while len(self._running) > 1 and self._cached + len(self._running) > self._capacity:
-            self._preempt()
+            self._preempt_last()
             preempted = True
-        prefill = 0 if preempted else self._admit()
+        prefill = 0 if preempted else self._admit_waiting()
         number = len(self._running)
         if not number:
             return False
@@ -224,16 +224,16 @@ class TimedBatch:
 
     # --- sequences ----------------------------------------------------------------------------
 
-    def _preempt(self) -> None:
+    def _preempt_last(self) -> None:
         """Preempt the sequence that was admitted last: it is the first of those that wait."""
         last = next(reversed(self._running.values()))
-        self._leave(last)
+        self._remove_running(last)
         self._waiting.appendleft(last)
         self.preempted += 1
 
-    def _admit(self) -> int:
+    def _admit_waiting(self) -> int:
         """Admit the sequences that wait and have room; gives the tokens that this prefills."""
-        prefill, limit = 0, self._capacity - int(SPARE * self._capacity)
+        prefill, limit = 0, self._capacity - int(SPARE_SHARE * self._capacity)
         while self._waiting and len(self._running) < self._slots:
             first = self._waiting[0]
             if not first.wanted:
@@ -244,11 +244,11 @@ class TimedBatch:
                 break
             self._waiting.popleft()
             prefill += first.cached
-            self._enter(first)
+            self._add_running(first)
         self.prefilled += prefill
         return prefill
 
-    def _enter(self, sequence: _Sequence) -> None:
+    def _add_running(self, sequence: _Sequence) -> None:
         sequence.runs, sequence.since = True, self._steps
         sequence.end = self._steps + sequence.total - sequence.tokens
         self._running[sequence.id] = sequence
@@ -256,17 +256,17 @@ class TimedBatch:
         self._order += 1
         heappush(self._ends, (sequence.end, self._order, sequence))
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _remove_running(self, sequence: _Sequence) -> None:
         """Out of the running batch, with the tokens that it has."""
         sequence.tokens += self._steps - sequence.since
         sequence.runs = False
         del self._running[sequence.id]
         self._cached -= sequence.cached
 
-    def _finish(self) -> None:
+    def _remove_finished(self) -> None:
         while self._ends and self._ends[0][0] <= self._steps:
             end, _, sequence = heappop(self._ends)
             if sequence.runs and sequence.end == end:
-                self._leave(sequence)
+                self._remove_running(sequence)
                 del self._sequences[sequence.id]
                 self.finished.append(sequence.id)

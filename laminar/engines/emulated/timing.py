@@ -19,7 +19,7 @@ from laminar.names.ids import hash64
 
 P99_TO_MEDIAN = 10.0
 _NORMAL = NormalDist()
-P99 = _NORMAL.inv_cdf(0.99)
+P99_QUANTILE = _NORMAL.inv_cdf(0.99)
 _HASHES = float(2**64)
 
 
@@ -48,9 +48,9 @@ class ResponseLengths(msgspec.Struct, frozen=True):
     limit: int = 2_000  #: tokens
     p99_to_median: float = P99_TO_MEDIAN
 
-    def of(self, seed: int) -> int:
+    def draw_length(self, seed: int) -> int:
         """Tokens of the response that belongs to a trajectory's seed, 1..limit."""
         uniform = (hash64(seed, "length") + 0.5) / _HASHES
-        sigma = math.log(self.p99_to_median) / P99
+        sigma = math.log(self.p99_to_median) / P99_QUANTILE
         drawn = self.median * math.exp(sigma * _NORMAL.inv_cdf(uniform))
         return max(1, min(self.limit, round(drawn)))

@@ -38,10 +38,10 @@ from laminar.engines.protocol import (
     TokenDelta,
 )
 from laminar.engines.requests import check_request, check_sequence
-from laminar.engines.spans import Lengths, Span, Spans, round_up
+from laminar.engines.spans import Lengths, Span, SpanPlanner, round_up
 from laminar.engines.torch.model import DecoderModel
-from laminar.engines.torch.sampling import uniforms
-from laminar.engines.torch.streaming import Streamed
+from laminar.engines.torch.sampling import draw_uniforms
+from laminar.engines.torch.streaming import StreamedLoad
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
@@ -90,11 +90,11 @@ class TorchEngine:
             dtype=dtype,
             device=torch.device(device),
         )
-        self._spans = Spans(self._model.call_cost)
+        self._spans = SpanPlanner(self._model.call_cost)
         self._loaded = False
         self._loads = 0  #: that have begun
         #: the last load, if it was a stream, until something is sampled by it
-        self._streamed: Streamed | None = None
+        self._streamed: StreamedLoad | None = None
         self._active: list[_Sequence] = []  # index = slot
         self._waiting: deque[GenerateRequest] = deque()
 
@@ -106,12 +106,12 @@ class TorchEngine:
         check_request(request, self._max_len, self._model.vocab_limit)
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> bool:
+    def abort_request(self, request_id: str) -> bool:
         if self._streamed is not None and not self._loaded:
-            self._unseat(self._streamed)
+            self._requeue_active(self._streamed)
         for slot, sequence in enumerate(self._active):
             if sequence.request.request_id == request_id:
-                self._release(slot)
+                self._release_slot(slot)
                 return True
         for request in self._waiting:
             if request.request_id == request_id:
@@ -123,12 +123,12 @@ class TorchEngine:
     def step(self) -> list[TokenDelta]:
         if not self._active and not self._waiting:
             return []
-        self._need_weights()
+        self._require_weights()
         self._streamed = None
-        self._admit(self._model)
-        lengths = self._in_order()
-        spans = self._spans.of(lengths)
-        return self._emit(*_decode(self._model, self._active, lengths, spans))
+        self._admit_waiting(self._model)
+        lengths = self._reorder_rows()
+        spans = self._spans.compute_spans(lengths)
+        return self._emit_deltas(*_decode_step(self._model, self._active, lengths, spans))
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], on_update: KvOnUpdate | None = None
@@ -145,26 +145,26 @@ class TorchEngine:
 
     def expect_weights(self) -> None:
         self._begin_load()
-        self._streamed = Streamed(self._model)
+        self._streamed = StreamedLoad(self._model)
 
     @torch.inference_mode()
-    def arrived(self, tensors: Iterable[tuple[str, Tensor]], last: bool) -> None:
+    def load_partial(self, tensors: Iterable[tuple[str, Tensor]], last: bool) -> None:
         if self._streamed is None or self._loaded:
             raise EngineError("no weights are expected; call expect_weights first")
         try:
             self._streamed.copy(tensors)
-            self._admit(self._streamed)
-            self._streamed.advance()
+            self._admit_waiting(self._streamed)
+            self._streamed.advance_layers()
             if last:
-                self._streamed.end()
+                self._streamed.finish_load()
         except EngineError:
             self.close()
             raise
         self._loaded = last
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._need_weights()
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._require_weights()
         for index, sequence in enumerate(sequences):
             name = f"sequence {index}"
             check_sequence(name, sequence, self._max_len, self._model.vocab_limit)
@@ -174,14 +174,14 @@ class TorchEngine:
             longest = round_up(len(sequences[order[0]]))
             count = max(1, SCORE_CACHE // longest)
             batch, order = order[:count], order[count:]
-            with self._model.cache_of_its_own(len(batch), longest):
-                rows = self._model.logprobs([sequences[i] for i in batch], SCORE_CHUNK)
-            self._need_finite([score for row in rows for score in row])
+            with self._model.use_temporary_cache(len(batch), longest):
+                rows = self._model.compute_logprobs([sequences[i] for i in batch], SCORE_CHUNK)
+            self._require_finite([score for row in rows for score in row])
             for index, row in zip(batch, rows, strict=True):
                 scores[index] = row
         return scores
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         return EngineStats(
             kv_used_tokens=sum(len(sequence.ids) for sequence in self._active),
             kv_capacity_tokens=self._slots * self._max_len,
@@ -193,13 +193,13 @@ class TorchEngine:
         self._active.clear()
         self._waiting.clear()
 
-    def _unseat(self, streamed: Streamed) -> None:
+    def _requeue_active(self, streamed: StreamedLoad) -> None:
         """What was given a slot while weights arrive waits again, as if it had come now."""
         streamed.forget_rows()
         self._waiting.extendleft(s.request for s in reversed(self._active))
         self._active.clear()
 
-    def _need_weights(self) -> None:
+    def _require_weights(self) -> None:
         if not self._loaded:
             raise EngineError("the engine has no weights; call load_weights first")
 
@@ -214,7 +214,7 @@ class TorchEngine:
             self._model.cache.clear()
         self._loaded, self._streamed = False, None
 
-    def _need_finite(self, logprobs: list[float]) -> None:
+    def _require_finite(self, logprobs: list[float]) -> None:
         """Refuse a broken model's output, and leave nothing of it in the cache.
 
         A NaN there would outlive its weights: masked positions are multiplied by 0, and 0 * NaN
@@ -229,7 +229,7 @@ class TorchEngine:
             "all sequences were dropped, load other weights"
         )
 
-    def _admit(self, cached: DecoderModel | Streamed) -> None:
+    def _admit_waiting(self, cached: DecoderModel | StreamedLoad) -> None:
         """Move waiting requests into the free slots and fill their cache, now or behind weights.
 
         The first request of each distinct token sequence is prefilled, all of them together;
@@ -242,7 +242,7 @@ class TorchEngine:
             siblings.setdefault(request.prompt_ids + request.done_ids, []).append(request)
         if not siblings:
             return
-        self._spans.rows_changed()
+        self._spans.discard_plan()
         sources = {
             s.request.prompt_ids: slot
             for slot, s in enumerate(self._active)
@@ -254,7 +254,7 @@ class TorchEngine:
             self._active.append(_Sequence(siblings[ids].pop(0), list(ids), self._loads))
             sources[ids] = slot
         if fresh:
-            cached.fill([ids[:-1] for ids in fresh], first, PREFILL_CHUNK)
+            cached.fill_cache([ids[:-1] for ids in fresh], first, PREFILL_CHUNK)
         for ids, requests in siblings.items():
             copies = [_Sequence(request, list(ids), self._loads) for request in requests]
             cached.copy_rows(sources[ids], len(self._active), len(copies), len(ids) - 1)
@@ -264,24 +264,26 @@ class TorchEngine:
     def _prefill_again(self) -> None:
         """Make the cache of all that runs with the present weights."""
         self._active.sort(key=lambda sequence: -len(sequence.ids))
-        self._spans.rows_changed()
+        self._spans.discard_plan()
         if self._active:
-            self._model.fill([sequence.ids[:-1] for sequence in self._active], 0, PREFILL_CHUNK)
+            self._model.fill_cache(
+                [sequence.ids[:-1] for sequence in self._active], 0, PREFILL_CHUNK
+            )
         for sequence in self._active:
             sequence.load = self._loads
 
-    def _in_order(self) -> Lengths:
+    def _reorder_rows(self) -> Lengths:
         """The lengths of the running rows, which are moved before where that saves time."""
         lengths = np.fromiter((len(s.ids) for s in self._active), np.int64, len(self._active))
-        order = self._spans.order(lengths)
+        order = self._spans.choose_order(lengths)
         if order is None:
             return lengths
-        self._model.cache.reorder(order, (lengths - 1).tolist())
+        self._model.cache.reorder_slots(order, (lengths - 1).tolist())
         self._active = [self._active[slot] for slot in order]
         return lengths[order]
 
-    def _emit(self, tokens: list[int], logprobs: list[float]) -> list[TokenDelta]:
-        self._need_finite(logprobs)
+    def _emit_deltas(self, tokens: list[int], logprobs: list[float]) -> list[TokenDelta]:
+        self._require_finite(logprobs)
         deltas, finished = [], []
         for slot, sequence in enumerate(self._active):
             request, token, logprob = sequence.request, tokens[slot], logprobs[slot]
@@ -295,19 +297,19 @@ class TorchEngine:
                 finished.append(slot)
             deltas.append(TokenDelta(request.request_id, [token], [logprob], reason, self._loads))
         for slot in reversed(finished):  # from the end: what moves down is never finished itself
-            self._release(slot)
+            self._release_slot(slot)
         return deltas
 
-    def _release(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         """Free a slot; the last running sequence moves into it."""
-        self._spans.rows_changed()
+        self._spans.discard_plan()
         last = self._active.pop()
         if slot < len(self._active):
             self._model.cache.copy(len(self._active), slot, 1, len(last.ids) - 1)
             self._active[slot] = last
 
 
-def _decode(
+def _decode_step(
     model: DecoderModel, sequences: Sequence[_Sequence], lengths: Lengths, spans: Sequence[Span]
 ) -> tuple[list[int], list[float]]:
     """One forward pass over all that run; the sampled ids and their log-probs."""
@@ -316,13 +318,15 @@ def _decode(
     seeds = np.fromiter((s.request.seed for s in sequences), np.uint64, n)
     temperatures = np.fromiter((s.request.temperature for s in sequences), np.float64, n)
     integers = torch.from_numpy(np.stack((last_ids, lengths - 1))).to(model.device)
-    reals = torch.from_numpy(np.stack((temperatures, uniforms(seeds, lengths)))).to(model.device)
+    reals = torch.from_numpy(np.stack((temperatures, draw_uniforms(seeds, lengths)))).to(
+        model.device
+    )
     hidden = model.forward(integers[0, :, None], integers[1, :, None], spans)
-    tokens, logprobs = choose(model.logits(hidden[:, 0]), reals[0], reals[1])
+    tokens, logprobs = sample_tokens(model.compute_logits(hidden[:, 0]), reals[0], reals[1])
     return tokens.tolist(), logprobs.tolist()
 
 
-def choose(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one id per row of float32 `logits` [n, V] by inverse CDF.
 
     `temperatures` and `uniform` are float64 [n]; temperature 0 takes the largest logit. Gives

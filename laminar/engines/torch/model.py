@@ -34,7 +34,7 @@ CALL_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerWeights:
     """Weights of one layer; H hidden, I intermediate, D head size, h query and k key heads."""
 
     input_norm: Tensor  #: [H]
@@ -47,7 +47,7 @@ class Layer:
     down: Tensor  #: [H, I]
 
 
-class Weights:
+class DecoderWeights:
     """All parameters, allocated once; `targets` are views of them by Hugging Face name."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Weights:
         self.norm = empty(hidden)
         self.head = self.embed if spec.tied else empty(spec.vocab_size, hidden)
         self.layers = [
-            Layer(
+            LayerWeights(
                 input_norm=empty(hidden),
                 qkv=empty(rows, hidden),
                 qkv_bias=empty(rows) if spec.qkv_bias else None,
@@ -72,15 +72,15 @@ class Weights:
             )
             for _ in range(spec.num_layers)
         ]
-        self.targets = dict(self._named(spec))
+        self.targets = dict(self._iter_named_tensors(spec))
 
-    def _named(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    def _iter_named_tensors(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         yield "model.embed_tokens.weight", self.embed
         yield "model.norm.weight", self.norm
         if not spec.tied:
             yield "lm_head.weight", self.head
         for index, layer in enumerate(self.layers):
-            for name, tensor in _named_in_layer(layer, spec):
+            for name, tensor in _iter_layer_tensors(layer, spec):
                 yield f"model.layers.{index}.{name}", tensor
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -122,7 +122,7 @@ def need_all(missing: set[str]) -> None:
         )
 
 
-def _named_in_layer(layer: Layer, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _iter_layer_tensors(layer: LayerWeights, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     sizes = [heads * spec.head_dim for heads in (spec.num_heads, *[spec.num_kv_heads] * 2)]
     for part, tensor in zip("qkv", torch.split(layer.qkv, sizes), strict=True):
         yield f"self_attn.{part}_proj.weight", tensor
@@ -161,7 +161,7 @@ class KVCache:
         for cache in (self.k, self.v):
             cache[:, first : first + count, :, :length] = cache[:, source, None, :, :length]
 
-    def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
+    def reorder_slots(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """Give each slot what slot order[slot] holds, `lengths` of these positions by old slot."""
         sources = {slot: source for slot, source in enumerate(order) if slot != source}
         while sources:
@@ -199,8 +199,8 @@ class DecoderModel:
         self.spec, self.device, self.dtype = spec, device, dtype
         self.vocab_limit = vocab_limit
         positions = round_up(max_len)
-        self.weights = Weights(spec, dtype, device)
-        self.cache = self._cache(slots, positions)
+        self.weights = DecoderWeights(spec, dtype, device)
+        self.cache = self._make_cache(slots, positions)
         self.cos, self.sin = (table.to(device, dtype) for table in _rope_tables(spec, positions))
         self._steps = torch.arange(positions, device=device)
         position_bytes = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
@@ -209,13 +209,13 @@ class DecoderModel:
         kinds = [0] * spec.num_heads + [1] * spec.num_kv_heads
         self._head_kind = torch.tensor(kinds, device=device)
 
-    def _cache(self, slots: int, positions: int) -> KVCache:
+    def _make_cache(self, slots: int, positions: int) -> KVCache:
         return KVCache(self.spec, slots, positions, self.dtype, self.device)
 
     @contextmanager
-    def cache_of_its_own(self, slots: int, positions: int) -> Iterator[None]:
+    def use_temporary_cache(self, slots: int, positions: int) -> Iterator[None]:
         """Within it another cache, of this size, is read and written; it is gone afterwards."""
-        kept, self.cache = self.cache, self._cache(slots, positions)
+        kept, self.cache = self.cache, self._make_cache(slots, positions)
         try:
             yield
         finally:
@@ -229,62 +229,64 @@ class DecoderModel:
         is above every position of its rows. Gives the normalised hidden states [n, L, H].
         """
         x = F.embedding(ids, self.weights.embed)
-        x = self.through(x, positions, spans, 0, len(self.weights.layers))
-        return self._norm(x, self.weights.norm)
+        x = self.run_layers(x, positions, spans, 0, len(self.weights.layers))
+        return self._apply_norm(x, self.weights.norm)
 
-    def through(
+    def run_layers(
         self, x: Tensor, positions: Tensor, spans: Sequence[Span], begin: int, end: int
     ) -> Tensor:
         """Run hidden states [n, L, H] through the layers from `begin` to before `end`, as `forward`
         does."""
         rows = self._steps[spans[0].first : spans[-1].stop, None]
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-        parts = zip(_parts(positions, spans), spans, strict=True)
-        masks = [self._mask(part, span.kv_len) for part, span in parts]
+        parts = zip(_split_by_span(positions, spans), spans, strict=True)
+        masks = [self._make_mask(part, span.kv_len) for part, span in parts]
         for index in range(begin, end):
             layer = self.weights.layers[index]
-            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
+            q, k, v = self._project_qkv(layer, self._apply_norm(x, layer.input_norm), cos, sin)
             keys, values = self.cache.k[index], self.cache.v[index]
             keys[rows, :, positions] = k
             values[rows, :, positions] = v
-            attended = self._attend(q, keys, values, spans, masks)
+            attended = self._run_attention(q, keys, values, spans, masks)
             x = x + F.linear(attended, layer.o)
-            gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
+            gate, up = F.linear(self._apply_norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [..., vocab_limit]: ids that the tokenizer lacks are left out.
 
         Leaving them out equals masking them with -inf, and saves their share of the product.
         """
         return F.linear(hidden, self.weights.head[: self.vocab_limit]).float()
 
-    def prefill(
+    def prefill_rows(
         self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Run whole rows, longest first, from position 0, in slots first, first + 1, ...
 
         Yields (first position of the chunk, hidden states [rows that reach it, L, H]).
         """
-        for chunk in self.chunks(rows, first, chunk_tokens):
+        for chunk in self.split_chunks(rows, first, chunk_tokens):
             yield chunk.start, self.forward(chunk.ids, chunk.positions, chunk.spans)
 
-    def fill(self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int) -> None:
+    def fill_cache(self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int) -> None:
         """Prefill these rows for their cache alone."""
-        for _ in self.prefill(rows, first, chunk_tokens):
+        for _ in self.prefill_rows(rows, first, chunk_tokens):
             pass
 
     def copy_rows(self, source: int, first: int, count: int, length: int) -> None:
         """Give slots first .. first + count - 1 the first `length` cached positions of `source`."""
         self.cache.copy(source, first, count, length)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], chunk_tokens: int) -> list[list[float]]:
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]], chunk_tokens: int
+    ) -> list[list[float]]:
         """Log-probs of tokens 1..L-1 of sequences, longest first, in slots 0, 1, ..."""
         rows = [sequence[:-1] for sequence in sequences]
         found: list[list[float]] = [[] for _ in rows]
-        for start, hidden in self.prefill(rows, 0, chunk_tokens):
-            logits = self.logits(hidden)
+        for start, hidden in self.prefill_rows(rows, 0, chunk_tokens):
+            logits = self.compute_logits(hidden)
             totals = logits.logsumexp(-1)
             for row, sequence in enumerate(sequences[: len(logits)]):
                 ids = torch.tensor(sequence[start + 1 : start + 1 + logits.shape[1]])
@@ -292,7 +294,7 @@ class DecoderModel:
                 found[row] += (chosen[:, 0] - totals[row, : len(ids)]).tolist()
         return found
 
-    def chunks(
+    def split_chunks(
         self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int
     ) -> Iterator[Batch]:
         """The batches of a prefill, each at most about `chunk_tokens` tokens.
@@ -313,10 +315,10 @@ class DecoderModel:
             yield Batch(start, ids.to(self.device), positions, spans)
             start = end
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _apply_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
 
-    def _mask(self, positions: Tensor, kv_len: int) -> Tensor:
+    def _make_mask(self, positions: Tensor, kv_len: int) -> Tensor:
         """Additive causal mask [rows, 1, group * L, kv_len] (rows 1 when they share it)."""
         rows, length = positions.shape
         group = self.spec.num_heads // self.spec.num_kv_heads
@@ -325,8 +327,8 @@ class DecoderModel:
         mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]
         return mask.expand(-1, -1, group, -1, -1).reshape(rows, 1, group * length, kv_len)
 
-    def _qkv(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor
+    def _project_qkv(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [n, L, h, D] and k [n, L, k, D], and v [n, L, k, D]."""
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
@@ -341,7 +343,7 @@ class DecoderModel:
         q, k = torch.split(qk, [heads, kv_heads], dim=2)
         return q, k, v
 
-    def _attend(
+    def _run_attention(
         self,
         q: Tensor,
         keys: Tensor,
@@ -362,7 +364,7 @@ class DecoderModel:
                 attn_mask=mask,
             )
             for part, (first, stop, kv_len), mask in zip(
-                _parts(q, spans), spans, masks, strict=True
+                _split_by_span(q, spans), spans, masks, strict=True
             )
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -370,7 +372,7 @@ class DecoderModel:
         return out.reshape(n, length, heads * size)
 
 
-def _parts(rows: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+def _split_by_span(rows: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
     """The rows of each span. One span takes no kernel or view more than no spans would."""
     return [rows] if len(spans) == 1 else rows.split([stop - first for first, stop, _ in spans])
 
@@ -381,12 +383,12 @@ def _rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
     A pair of a rotation lies half a head apart. The sine of the first half is negated, so that
     x * cos + roll(x, D / 2) * sin is the rotation.
     """
-    angles = torch.arange(positions).float()[:, None] * _inverse_frequencies(spec)
+    angles = torch.arange(positions).float()[:, None] * _compute_frequencies(spec)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def _inverse_frequencies(spec: ModelSpec) -> Tensor:
+def _compute_frequencies(spec: ModelSpec) -> Tensor:
     """Radians per position [D / 2], scaled as in Llama 3.1 when the spec says so.
 
     Wavelengths above original length / low factor are stretched by `factor`, those below

@@ -29,12 +29,12 @@ def splitmix64(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def uniform(seed: int, position: int) -> float:
+def draw_uniform(seed: int, position: int) -> float:
     """u in [0, 1) for the token at `position` = number of tokens before it, prompt included."""
     return (splitmix64(seed, position) >> 11) * 2.0**-53
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+def draw_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """`uniform` of each pair; both arguments [n], the result [n]."""
     z = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)

@@ -27,7 +27,7 @@ class _Chunk:
         self.hidden: Tensor | None = None  #: [n, L, H] after so many layers
 
 
-class Streamed:
+class StreamedLoad:
     """One version on its way into the model."""
 
     def __init__(self, model: DecoderModel) -> None:
@@ -40,9 +40,9 @@ class Streamed:
         """Take tensors that have come."""
         self._model.weights.copy(tensors, self._missing)
 
-    def fill(self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int) -> None:
+    def fill_cache(self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int) -> None:
         """As `DecoderModel.fill`, when all is here."""
-        self._chunks += map(_Chunk, self._model.chunks(rows, first, chunk_tokens))
+        self._chunks += map(_Chunk, self._model.split_chunks(rows, first, chunk_tokens))
 
     def copy_rows(self, source: int, first: int, count: int, length: int) -> None:
         """As `DecoderModel.copy_rows`, when all is here."""
@@ -53,7 +53,7 @@ class Streamed:
         self._chunks.clear()
         self._copies.clear()
 
-    def advance(self) -> None:
+    def advance_layers(self) -> None:
         """Run what waits through the layers that are here."""
         here = self._model.weights.layers_without(self._missing)
         for chunk in self._chunks:
@@ -63,12 +63,12 @@ class Streamed:
                 if hidden is None:
                     hidden = F.embedding(ids, self._model.weights.embed)
                 layers = chunk.layers, here
-                chunk.hidden = self._model.through(hidden, positions, spans, *layers)
+                chunk.hidden = self._model.run_layers(hidden, positions, spans, *layers)
                 chunk.layers = here
 
-    def end(self) -> None:
+    def finish_load(self) -> None:
         """All of it has come: EngineError if not, else the cache is as after a prefill."""
         need_all(self._missing)
-        self.advance()
+        self.advance_layers()
         for copy in self._copies:
             self._model.copy_rows(*copy)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from laminar.config import ConfigError, load
-from laminar.engines.build import engine_dtype
+from laminar.config import ConfigError, load_config
+from laminar.engines.build import get_engine_dtype
 from laminar.engines.check import TAKEN
 
 STDIN = Path("/dev/stdin")
@@ -21,11 +21,11 @@ STDIN = Path("/dev/stdin")
 def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what vLLM prints is not our answer
-    config = load([], resolved=STDIN)
+    config = load_config([], resolved=STDIN)
     from laminar.engines.vllm.start import engine_config
 
     try:
-        engine_config(config, engine_dtype(config), seed=0)
+        engine_config(config, get_engine_dtype(config), seed=0)
     except ConfigError as error:
         os.write(out, str(error).encode())
     else:

@@ -40,20 +40,20 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.requests import check_request, check_sequence
-from laminar.engines.vllm.output import Output
-from laminar.engines.vllm.requests import NOT_FINITE, Requests
-from laminar.names.process_end import how_it_ended
+from laminar.engines.vllm.output import ProcessOutput
+from laminar.engines.vllm.requests import NOT_FINITE, ActiveRequests
+from laminar.names.process_end import describe_exit
 
 T = TypeVar("T")
 
-RPC_S = 60.0
+RPC_TIMEOUT_S = 60.0
 """A pause, a reset or a resume takes milliseconds, an abort as well."""
-LOAD_S = 600.0
+LOAD_TIMEOUT_S = 600.0
 """Copying and packing a version: a second for each gigabyte, on a slow machine ten."""
-STILL_S = 60.0
+STALL_TIMEOUT_S = 60.0
 """With work to do, a core that ends no step for so long is taken for dead: a prefill is chunked."""
-WATCH_S = 1.0
-STEP_RECORDS_MAX = 65_536  #: kept between two drains; the oldest are dropped first
+WATCH_INTERVAL_S = 1.0
+MAX_STEP_RECORDS = 65_536  #: kept between two drains; the oldest are dropped first
 
 
 class Gauges(StatLoggerBase):
@@ -63,7 +63,7 @@ class Gauges(StatLoggerBase):
         self.kv_used = 0.0  #: share
         self.running = self.waiting = self.preempted = 0
         self.prefix_queries = self.prefix_hits = 0  #: tokens
-        self.steps: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
+        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
         self.last_ns = time.monotonic_ns()  #: of a step's end, or of work for an idle engine
 
     def record(
@@ -100,7 +100,7 @@ class VllmEngine:
         gauges: Gauges,
         thread: Executor,
         on_deltas: Callable[[list[TokenDelta]], None],
-        printed: Output,
+        printed: ProcessOutput,
         *,
         max_model_len: int,
         vocab_limit: int,
@@ -111,7 +111,7 @@ class VllmEngine:
         self._printed, self._loop = printed, asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._loaded = False
-        self._running = Requests(llm, on_deltas, self._given_up)
+        self._running = ActiveRequests(llm, on_deltas, self._given_up)
         self._loads = 0  #: that have begun
         self._proved = True  #: scores have come since the last load, or nothing ran then
         self._broken = False  #: what was sampled or scored since then was not finite
@@ -119,17 +119,17 @@ class VllmEngine:
         cache = llm.vllm_config.cache_config
         self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         self._core = llm.engine_core.resources.engine_manager.processes[0]
-        self._watcher = self._loop.create_task(self._watch())
+        self._watcher = self._loop.create_task(self._watch_core())
 
-    async def begin(self) -> None:
+    async def initialize_workers(self) -> None:
         """Once, before all else; EngineError when the core does not answer."""
         call = self._llm.collective_rpc("laminar_begin", args=(self._vocab_limit,))
-        await self._within(RPC_S, "its first call", call)
+        await self._call_core(RPC_TIMEOUT_S, "its first call", call)
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
         accepted: asyncio.Future[None] = self._loop.create_future()
         try:
-            self._check(request)
+            self._check_request(request)
         except EngineError as error:
             accepted.set_exception(error)
             return accepted
@@ -139,8 +139,8 @@ class VllmEngine:
         accepted.set_result(None)
         return accepted
 
-    def abort(self, request_id: str) -> asyncio.Future[bool]:
-        call = self._within(RPC_S, "an abort", self._running.abort(request_id))
+    def abort_request(self, request_id: str) -> asyncio.Future[bool]:
+        call = self._call_core(RPC_TIMEOUT_S, "an abort", self._running.abort_request(request_id))
         return self._loop.create_task(call)
 
     def load(
@@ -152,16 +152,18 @@ class VllmEngine:
     def expect_weights(self) -> asyncio.Future[None]:
         raise EngineError("vLLM loads whole versions only; give rollout.load = whole")
 
-    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         return self.expect_weights()
 
-    def go_on(self) -> asyncio.Future[None]:
+    def resume_sampling(self) -> asyncio.Future[None]:
         return self.expect_weights()
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
-        return self._loop.create_task(self._score(sequences))
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> asyncio.Future[list[list[float]]]:
+        return self._loop.create_task(self._compute_logprobs(sequences))
 
-    def stats(self) -> EngineStats:
+    def get_stats(self) -> EngineStats:
         gauges = self._gauges
         return EngineStats(
             kv_used_tokens=round(gauges.kv_used * self._kv_capacity),
@@ -180,15 +182,15 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._watcher.cancel()
-        self._running.drop()
+        self._running.drop_all()
         await self._loop.run_in_executor(self._thread, self._llm.shutdown)
         self._thread.shutdown(wait=False)
         if not self.failed.done():
             self.failed.set_result(None)
 
-    def _check(self, request: GenerateRequest) -> None:
-        self._need_life()
-        self._need_weights()
+    def _check_request(self, request: GenerateRequest) -> None:
+        self._require_alive()
+        self._require_weights()
         if request.request_id in self._running:
             raise EngineError(f"request {request.request_id} is already running; abort it first")
         check_request(request, self._max_model_len, self._vocab_limit)
@@ -196,58 +198,62 @@ class VllmEngine:
     # --- weights ------------------------------------------------------------------------------
 
     async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
-        self._need_life()
+        self._require_alive()
         if on_update is None:
-            self._need_idle("load weights")
+            self._require_idle("load weights")
             self._loaded = False
         self._proved = on_update is None
         label = str(self._loads)
-        self._running.hold()
+        self._running.pause_sampling()
         try:
-            failure = await self._replace(source, on_update, label)
+            failure = await self._replace_weights(source, on_update, label)
             if failure:
                 raise EngineError(failure)
             self._loaded = True
         except EngineError:
             self._loaded = False
-            self._running.drop()
+            self._running.drop_all()
             raise
         finally:
             self._gauges.last_ns = time.monotonic_ns()
-            self._running.go_on()
+            self._running.resume_sampling()
 
-    async def _replace(self, source: WeightSource, on_update: KvOnUpdate | None, label: str) -> str:
+    async def _replace_weights(
+        self, source: WeightSource, on_update: KvOnUpdate | None, label: str
+    ) -> str:
         """Between two steps of the core; why that failed, or nothing."""
         llm, keeps = self._llm, on_update == "keep"
         mode: PauseMode = "abort" if on_update is None else "keep"
         pause = llm.pause_generation(mode=mode, clear_cache=not keeps)
-        await self._within(RPC_S, "a pause", pause)
+        await self._call_core(RPC_TIMEOUT_S, "a pause", pause)
         if keeps:
-            await self._within(RPC_S, "an abort", self._running.salt(label))
+            await self._call_core(RPC_TIMEOUT_S, "an abort", self._running.change_salt(label))
         table = [(t.name, t.dtype, list(t.shape), t.offset) for t in source.tensors]
         where = (source.path, source.offset, source.nbytes, table, self._broken)
-        answers = await self._within(
-            LOAD_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
+        answers = await self._call_core(
+            LOAD_TIMEOUT_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
         )
         # Refused while a sequence holds blocks: so it also proves that the pause has cleared them.
-        cleared = keeps or await self._within(RPC_S, "a cache reset", llm.reset_prefix_cache())
+        cleared = keeps or await self._call_core(
+            RPC_TIMEOUT_S, "a cache reset", llm.reset_prefix_cache()
+        )
         self._broken = False
-        await self._within(RPC_S, "a label", llm.update_weight_version(label))
+        await self._call_core(RPC_TIMEOUT_S, "a label", llm.update_weight_version(label))
         failures = [answer for answer in answers if answer]
         if not cleared:
             failures.append("vLLM kept cached keys and values of the weights before")
         if failures:
-            self._running.drop()
-        await self._within(RPC_S, "a resume", llm.resume_generation())
+            self._running.drop_all()
+        await self._call_core(RPC_TIMEOUT_S, "a resume", llm.resume_generation())
         return failures[0] if failures else ""
 
-    async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._need_life()
-        self._need_weights()
+    async def _compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        self._require_alive()
+        self._require_weights()
         for index, ids in enumerate(sequences):
             check_sequence(f"sequence {index}", ids, self._max_model_len - 1, self._vocab_limit)
         rows = asyncio.gather(*(self._score_one(list(ids)) for ids in sequences))
-        scores: list[list[float]] = await self._within(LOAD_S, "a score", rows)
+        scores: list[list[float]] = await self._call_core(LOAD_TIMEOUT_S, "a score", rows)
         self._broken |= not all(math.isfinite(score) for row in scores for score in row)
         if self._broken:
             raise EngineError(f"{NOT_FINITE}; load other weights")
@@ -267,73 +273,73 @@ class VllmEngine:
 
     # --- life ---------------------------------------------------------------------------------
 
-    def _need_life(self) -> None:
+    def _require_alive(self) -> None:
         if self.failed.done():
             cause = self.failed.exception()
             raise EngineError(f"the engine has stopped{f': {cause}' if cause else ''}")
 
-    def _need_weights(self) -> None:
+    def _require_weights(self) -> None:
         if not self._loaded:
             raise EngineError("the engine has no weights; load some first")
 
-    def _need_idle(self, what: str) -> None:
+    def _require_idle(self, what: str) -> None:
         if self._running:
             raise EngineError(
                 f"cannot {what} while {len(self._running)} sequences are running; "
                 "finish or abort them first"
             )
 
-    async def _within(self, seconds: float, what: str, call: Awaitable[T]) -> T:
+    async def _call_core(self, seconds: float, what: str, call: Awaitable[T]) -> T:
         """A call of the core, which may be dead, stand still, or fail at it: EngineError."""
         try:
             return await asyncio.wait_for(_as_coroutine(call), seconds)
         except TimeoutError:
-            self._fail(f"vLLM's engine core has not answered {what} for {seconds:.0f} s")
+            self._fail_engine(f"vLLM's engine core has not answered {what} for {seconds:.0f} s")
         except EngineDeadError:
-            self._fail(self._death())
+            self._fail_engine(self._describe_death())
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM's engine core failed at {what}: {error}") from error
         raise EngineError(str(self.failed.exception()))
 
-    async def _watch(self) -> None:
+    async def _watch_core(self) -> None:
         """Notice a core that dies while nothing is asked of it, and one that stands still."""
         while not self.failed.done():
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
             still_s = (time.monotonic_ns() - self._gauges.last_ns) / 1e9
             if self._llm.errored:
-                self._fail(self._death())
-            elif self._running and not self._running.held and still_s > STILL_S:
-                self._fail(
+                self._fail_engine(self._describe_death())
+            elif self._running and not self._running.is_paused and still_s > STALL_TIMEOUT_S:
+                self._fail_engine(
                     f"vLLM's engine core lives and has ended no step for {still_s:.0f} s with "
                     f"{len(self._running)} requests to work on"
                 )
 
-    def _death(self) -> str:
+    def _describe_death(self) -> str:
         """A sentence; the core's own words, where it had time for them."""
         code = self._core.exitcode
         if code is None or code >= 0:
-            return f"vLLM's engine core has died: {self._printed.failure()}"
+            return f"vLLM's engine core has died: {self._printed.find_failure()}"
         memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
-        return f"vLLM's engine core has died, {how_it_ended(code)}{memory}"
+        return f"vLLM's engine core has died, {describe_exit(code)}{memory}"
 
     def _given_up(self, request_id: str, error: Exception | str) -> None:
         if isinstance(error, EngineDeadError):
-            self._fail(self._death())
+            self._fail_engine(self._describe_death())
         elif error == NOT_FINITE and not self._proved:
             self._broken = True
-            self._running.drop()
+            self._running.drop_all()
         elif isinstance(error, str):
-            self._fail(error)
+            self._fail_engine(error)
         else:
-            self._fail(f"vLLM gave up {request_id}: {type(error).__name__}: {error}")
+            self._fail_engine(f"vLLM gave up {request_id}: {type(error).__name__}: {error}")
 
-    def _fail(self, why: str) -> None:
+    def _fail_engine(self, why: str) -> None:
         """Once: nothing goes on waiting for an answer that cannot come."""
         if not self.failed.done():
             self.failed.set_exception(EngineError(why))
-            self._running.drop()
+            self._running.drop_all()
 
 
 async def _as_coroutine(call: Awaitable[T]) -> T:

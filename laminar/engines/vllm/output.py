@@ -20,33 +20,33 @@ from pathlib import Path
 from laminar.observe.telemetry import output_to
 
 LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
-ENDS = ("EngineCore failed to start", "EngineCore encountered", "WorkerProc failed")
+FATAL_PREFIXES = ("EngineCore failed to start", "EngineCore encountered", "WorkerProc failed")
 """How the messages begin with which a process of vLLM ends; others fail at one call and live."""
-MARK = b"laminar: failed by "
+FAILURE_MARK = b"laminar: failed by "
 
 
-def say_failures() -> None:
+def print_failures() -> None:
     """Have this process, and what it forks, print why it fails in a line with MARK."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
-        if _say not in logger.filters:
-            logger.addFilter(_say)
+        if _print_failure not in logger.filters:
+            logger.addFilter(_print_failure)
 
 
-def _say(record: logging.LogRecord) -> bool:
+def _print_failure(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    if error is not None and str(record.msg).startswith(ENDS):
-        os.write(2, MARK + described(error).encode(errors="replace") + b"\n")
+    if error is not None and str(record.msg).startswith(FATAL_PREFIXES):
+        os.write(2, FAILURE_MARK + describe_error(error).encode(errors="replace") + b"\n")
     return True
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and first line, which is the sentence of an error that may be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return type(error).__name__ + (f": {lines[0][:400]}" if lines else "")
 
 
-class Output:
+class ProcessOutput:
     """The output of one replica's processes, which earlier processes of its name have begun."""
 
     def __init__(self, path: Path | None) -> None:
@@ -56,14 +56,14 @@ class Output:
             output_to(path)
             self._begin = path.stat().st_size
 
-    def failure(self) -> str:
+    def find_failure(self) -> str:
         """Why a process has failed: a worker's own reason comes before that of its core; else where
         to look."""
         if self._path is None:
             return "the reason is in this replica's output"
         with open(self._path, "rb") as file:
             file.seek(self._begin)
-            said = [line for line in file if line.startswith(MARK)]
+            said = [line for line in file if line.startswith(FAILURE_MARK)]
         if not said:
             return f"what it printed is in {self._path}"
-        return said[0].removeprefix(MARK).decode(errors="replace").strip()
+        return said[0].removeprefix(FAILURE_MARK).decode(errors="replace").strip()

@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
 
-REASONS = {"stop": STOP, "length": LENGTH}
+FINISH_REASONS = {"stop": STOP, "length": LENGTH}
 NOT_FINITE = "the model gives log-probs that are not finite: the loaded weights are broken"
 
 
@@ -38,7 +38,7 @@ class _Running:
     taken: int = 0  #: tokens that have come
 
 
-class Requests:
+class ActiveRequests:
     """Those that were added and have not ended."""
 
     def __init__(
@@ -64,20 +64,20 @@ class Requests:
 
     def add(self, request: GenerateRequest) -> None:
         """Begin it, after the load under way."""
-        task = self._loop.create_task(self._generate(request))
+        task = self._loop.create_task(self._generate_response(request))
         self._running[request.request_id] = _Running(request, task)
 
-    async def abort(self, request_id: str) -> bool:
+    async def abort_request(self, request_id: str) -> bool:
         """Forget it; no delta of it follows. False: it is unknown, or has ended."""
         running = self._running.pop(request_id, None)
         if running is None:
             return False
-        self._deliver()
+        self._deliver_deltas()
         running.task.cancel()  # vLLM takes the cancellation of its consumer for an abort
         await asyncio.wait([running.task])
         return True
 
-    def drop(self) -> None:
+    def drop_all(self) -> None:
         """Forget all of them."""
         for running in self._running.values():
             running.task.cancel()
@@ -86,17 +86,17 @@ class Requests:
     # --- loads --------------------------------------------------------------------------------
 
     @property
-    def held(self) -> bool:
+    def is_paused(self) -> bool:
         """A load is under way: nothing begins, and nothing is sampled."""
         return not self._no_load.is_set()
 
-    def hold(self) -> None:
+    def pause_sampling(self) -> None:
         self._no_load.clear()
 
-    def go_on(self) -> None:
+    def resume_sampling(self) -> None:
         self._no_load.set()
 
-    async def salt(self, salt: str) -> None:
+    async def change_salt(self, salt: str) -> None:
         """What has no token yet, and what is added from now on, finds no blocks but its own. Only
         while held, and the core paused."""
         self._salt = salt
@@ -111,7 +111,7 @@ class Requests:
 
     # --- tokens -------------------------------------------------------------------------------
 
-    async def _generate(self, request: GenerateRequest) -> None:
+    async def _generate_response(self, request: GenerateRequest) -> None:
         """One request from its prompt to its end; ends early when it is aborted."""
         await self._no_load.wait()
         params = SamplingParams(
@@ -128,11 +128,11 @@ class Requests:
             prompt["cache_salt"] = self._salt
         try:
             async for output in self._llm.generate(prompt, params, request.request_id):
-                self._take(request.request_id, output.outputs[0])
+                self._take_tokens(request.request_id, output.outputs[0])
         except Exception as error:
             self._on_failure(request.request_id, error)
 
-    def _take(self, request_id: str, completion: Any) -> None:
+    def _take_tokens(self, request_id: str, completion: Any) -> None:
         """New tokens of a request that is still wanted."""
         running = self._running.get(request_id)
         if running is None:
@@ -144,19 +144,19 @@ class Requests:
             return self._on_failure(request_id, NOT_FINITE)
         first = running.taken
         running.taken += len(tokens)
-        parts = parts_of(self._starts(request_id, completion), first, running.taken)
-        reason = REASONS.get(completion.finish_reason)
+        parts = parts_of(self._get_load_starts(request_id, completion), first, running.taken)
+        reason = FINISH_REASONS.get(completion.finish_reason)
         if reason is not None:
             del self._running[request_id]
         if not self._undelivered:
-            self._loop.call_soon(self._deliver)
+            self._loop.call_soon(self._deliver_deltas)
         for load, start, end in parts:
             part = slice(start - first, end - first)
             last = reason if end == running.taken else None
             delta = TokenDelta(request_id, tokens[part], logprobs[part], last, load)
             self._undelivered.append(delta)
 
-    def _starts(self, request_id: str, completion: Any) -> list[tuple[str, int]]:
+    def _get_load_starts(self, request_id: str, completion: Any) -> list[tuple[str, int]]:
         """The labels of a response's tokens so far, each with its first token. vLLM hands them
         over with the last token; before that they are where it notes them."""
         if completion.weight_versions is not None:
@@ -166,7 +166,7 @@ class Requests:
         starts: list[tuple[str, int]] = processor.request_states[internal].weight_version_starts
         return starts
 
-    def _deliver(self) -> None:
+    def _deliver_deltas(self) -> None:
         """All deltas of this turn of the loop, in order."""
         deltas, self._undelivered = self._undelivered, []
         if deltas:

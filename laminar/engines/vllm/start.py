@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from laminar.config import Config, ConfigError
-from laminar.engines.environment import VLLM, vllm_environment
+from laminar.engines.environment import VLLM_ENVIRONMENT, get_vllm_environment
 from laminar.engines.protocol import EngineError, TokenDelta
-from laminar.engines.vllm.output import Output, say_failures
+from laminar.engines.vllm.output import ProcessOutput, print_failures
 from laminar.run.parent_death import die_with_parent
 
-os.environ.update(VLLM | os.environ)  # before CUDA is asked for
-os.environ.update(vllm_environment(torch.cuda.is_available()) | os.environ)
+os.environ.update(VLLM_ENVIRONMENT | os.environ)  # before CUDA is asked for
+os.environ.update(get_vllm_environment(torch.cuda.is_available()) | os.environ)
 
 import dataclasses
 import difflib
@@ -42,7 +42,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from laminar.engines.vllm.engine import Gauges, VllmEngine
 
-say_failures()
+print_failures()
 
 WORKER = "laminar.engines.vllm.worker.LaminarWorker"
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -60,16 +60,18 @@ async def start_vllm(
 ) -> VllmEngine:
     """The engine of one replica. The core's parent is a thread that lives as long as the engine:
     the kernel tells a child of the end of the thread that forked it."""
-    _cores_die_with_us()
+    _tie_cores_to_process()
     thread = ThreadPoolExecutor(1, "vllm")
-    loop, printed = asyncio.get_running_loop(), Output(output)
+    loop, printed = asyncio.get_running_loop(), ProcessOutput(output)
     made: list[Gauges] = []
 
     def gauges(vllm_config: Any, engine_index: int = 0) -> Gauges:
         made.append(Gauges(vllm_config, engine_index))
         return made[-1]
 
-    llm = await loop.run_in_executor(thread, lambda: _start(config, dtype, seed, gauges, printed))
+    llm = await loop.run_in_executor(
+        thread, lambda: _start_llm(config, dtype, seed, gauges, printed)
+    )
     engine = VllmEngine(
         llm,
         made[0],
@@ -79,38 +81,40 @@ async def start_vllm(
         max_model_len=config.max_model_len,
         vocab_limit=vocab_limit,
     )
-    await engine.begin()
+    await engine.initialize_workers()
     return engine
 
 
 @functools.cache
-def _cores_die_with_us() -> None:
+def _tie_cores_to_process() -> None:
     """Once, in the process of the replica: the one that it was forked from has ended already."""
     os.register_at_fork(after_in_child=die_with_parent)
 
 
 def engine_config(config: Config, dtype: str, seed: int) -> Any:
     """Ours as vLLM's own; ConfigError for what it cannot run. Starts nothing."""
-    arguments = _arguments(config, dtype, seed)
+    arguments = _build_arguments(config, dtype, seed)
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except Exception as error:  # vLLM refuses with errors of many types
-        raise ConfigError(_refusal(config, error)) from error
+        raise ConfigError(_describe_refusal(config, error)) from error
     _check_kv(config, vllm_config)
     return vllm_config
 
 
-def _start(config: Config, dtype: str, seed: int, gauges: Any, printed: Output) -> AsyncLLM:
+def _start_llm(
+    config: Config, dtype: str, seed: int, gauges: Any, printed: ProcessOutput
+) -> AsyncLLM:
     vllm_config = engine_config(config, dtype, seed)
     if current_platform.is_cpu():  # create_engine_config has set it to spawn
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     try:
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauges])
     except (RuntimeError, ValueError) as error:
-        raise EngineError(f"vLLM's engine core did not start: {printed.failure()}") from error
+        raise EngineError(f"vLLM's engine core did not start: {printed.find_failure()}") from error
 
 
-def _arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
+def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
     """The arguments of vLLM that our settings come to; `extra` overrides them."""
     rollout, vllm = config.rollout, config.rollout.vllm
     arguments: dict[str, Any] = {
@@ -170,7 +174,7 @@ def _check_kv(config: Config, vllm_config: Any) -> None:
         )
 
 
-def _refusal(config: Config, error: Exception) -> str:
+def _describe_refusal(config: Config, error: Exception) -> str:
     """The sentence for an error of vLLM: it names the keys of `extra` that the error is about; what
     it does not name may be."""
     extra = config.rollout.vllm.extra
@@ -180,14 +184,13 @@ def _refusal(config: Config, error: Exception) -> str:
     )
     if keys := [key for key in extra if key in about]:
         said = " and ".join(f"rollout.vllm.extra.{key} = {extra[key]!r}" for key in keys)
-        return f"vLLM refuses {said}: {_first(error)}"
+        return f"vLLM refuses {said}: {_get_first_sentence(error)}"
     given = f" with rollout.vllm.extra = {extra!r}" if extra else ""
-    return (
-        f"vLLM cannot run model.name = {config.model.name!r} as configured{given}: {_first(error)}"
-    )
+    why = _get_first_sentence(error)
+    return f"vLLM cannot run model.name = {config.model.name!r} as configured{given}: {why}"
 
 
-def _first(error: BaseException) -> str:
+def _get_first_sentence(error: BaseException) -> str:
     """The sentence of an error that may be pages long, and may begin with how many it is about."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
-from laminar.engines.vllm.output import say_failures
+from laminar.engines.vllm.output import print_failures
 from laminar.engines.weight_file import MappedWeights
 from laminar.run.parent_death import die_with_parent
 
 SHARED_MEMORY = Path("/dev/shm")
 
-say_failures()
+print_failures()
 die_with_parent()  # a core without its replica would never free its memory
 
 
@@ -86,7 +86,7 @@ class LaminarWorker:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
             names = {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(self._laminar_mapped.tensors(source))
+            loaded = model.load_weights(self._laminar_mapped.iter_tensors(source))
             finalize_layerwise_reload(model, self.model_config)
             _pack_head_again(model)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):

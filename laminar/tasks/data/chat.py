@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 
-LATER_MAX = 2**17
+LAZY_TOKENS_MAX = 2**17
 """Tokens of a prompt that is encoded later: with its response it fits one message of the store."""
 
 
@@ -48,7 +48,7 @@ def encode_prompt(
     `tools`: the JSON schemas of an environment's tools, which the chat template writes.
     """
     if _has_template(tokenizer, data):
-        found = _with_template(tokenizer, row, data, tools, tokenize=True)
+        found = _apply_template(tokenizer, row, data, tools, tokenize=True)
     else:
         found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
     ids = [int(i) for i in found]
@@ -57,7 +57,7 @@ def encode_prompt(
     return ids
 
 
-def check_all(
+def check_prompts(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[PromptRow],
     data: DataConfig,
@@ -67,9 +67,9 @@ def check_all(
     left out. A prompt whose text shows that is not encoded."""
     kept: list[PromptRow] = []
     kept_ids: list[list[int] | None] = []
-    most, limit = token_bound(tokenizer), min(data.max_prompt_length, LATER_MAX)
+    most, limit = token_bound(tokenizer), min(data.max_prompt_length, LAZY_TOKENS_MAX)
     for row in rows:
-        text = _text(tokenizer, row, data, tools) if most else ""
+        text = _render_text(tokenizer, row, data, tools) if most else ""
         short = most and text and most(text) <= limit
         ids = None if short else encode_prompt(tokenizer, row, data, tools)
         if ids is None or len(ids) <= data.max_prompt_length:
@@ -97,7 +97,7 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
     """
     if not _has_template(tokenizer, data):
         return False
-    before, after = _around(tokenizer, data)
+    before, after = _find_template_affixes(tokenizer, data)
     marks = [mark for mark in tokenizer.all_special_tokens if mark in before + after]
     messages = [{"content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     texts = [m["content"] for m in messages if isinstance(m.get("content"), str)]
@@ -107,7 +107,7 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
     return wrapped and any(text.startswith(before) and text.endswith(after) for text in texts)
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, str]:
+def _find_template_affixes(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, str]:
     """What the template puts before and after what a user says; nothing where it refuses that."""
     said = "0d9c1f"  # found again in what comes out
     try:
@@ -127,16 +127,16 @@ def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
     return bool(data.apply_chat_template and tokenizer.chat_template)
 
 
-def _text(
+def _render_text(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools
 ) -> str:
     """What is encoded of a row."""
     if not _has_template(tokenizer, data):
         return _own_text(row, data)
-    return str(_with_template(tokenizer, row, data, tools, tokenize=False))
+    return str(_apply_template(tokenizer, row, data, tools, tokenize=False))
 
 
-def _with_template(
+def _apply_template(
     tokenizer: PreTrainedTokenizerBase,
     row: PromptRow,
     data: DataConfig,
@@ -147,7 +147,7 @@ def _with_template(
     """The text that the template makes, or its ids."""
     try:
         return tokenizer.apply_chat_template(
-            messages_of(row, data),
+            build_messages(row, data),
             tokenize=tokenize,
             add_generation_prompt=True,
             return_dict=False,
@@ -161,7 +161,7 @@ def _with_template(
         ) from None
 
 
-def messages_of(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
+def build_messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
     """The row as messages; data.system_prompt goes in front unless the row brings its own."""
     if isinstance(row.prompt, str):
         messages = [{"role": "user", "content": row.prompt}]

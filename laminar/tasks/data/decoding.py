@@ -20,13 +20,13 @@ from laminar.tasks.data.tokenizer import load_tokenizer
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def decoder_of(run_dir: Path, config: Config) -> Callable[[list[int]], str]:
+def make_decoder(run_dir: Path, config: Config) -> Callable[[list[int]], str]:
     """Ids to text. The model may have moved since, or be named from another directory."""
     if config.is_emulated:
         return lambda ids: f"{len(ids)} emulated tokens"
     for directory in (Path(config.model.name), *written_models(run_dir)):
         if (directory / TOKENIZER_FILE).is_file():
-            return _quick(directory / TOKENIZER_FILE)
+            return _load_quick_decoder(directory / TOKENIZER_FILE)
     tokenizer = load_tokenizer(config.model.name)
     return lambda ids: str(tokenizer.decode(ids))
 
@@ -36,7 +36,7 @@ def written_models(run_dir: Path) -> list[Path]:
     return [run_dir / EXPORT_DIR, *sorted((run_dir / CHECKPOINTS_DIR).glob("step_*"))]
 
 
-def _quick(file: Path) -> Callable[[list[int]], str]:
+def _load_quick_decoder(file: Path) -> Callable[[list[int]], str]:
     from tokenizers import Tokenizer
 
     try:

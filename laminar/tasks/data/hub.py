@@ -32,7 +32,7 @@ class HubFiles(NamedTuple):
     patterns: list[str]  #: shell patterns of paths in it
 
 
-def localize(config: Config) -> Config:
+def localize_config(config: Config) -> Config:
     """The config with hub names replaced by paths; downloads what the cache lacks."""
     return localize_data(localize_model(config))
 

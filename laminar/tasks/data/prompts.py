@@ -59,7 +59,7 @@ def load_prompts(data: DataConfig) -> PromptSet:
         held_out = list(_file_rows(data.val_files, data))
         taken = 0
     else:
-        held_out = _smallest(rows, digests, data.val_size)
+        held_out = _select_smallest(rows, digests, data.val_size)
         taken = len(held_out)
     keys = {prompt_digest(row.prompt) for row in held_out}
     train = [row for row, key in zip(rows, digests, strict=True) if key not in keys]
@@ -75,11 +75,11 @@ def load_prompts(data: DataConfig) -> PromptSet:
 
 def prompt_digest(prompt: Prompt) -> str:
     """xxh3_64 hexdigest of the prompt text; a list of messages counts as its canonical JSON."""
-    text = prompt if isinstance(prompt, str) else _canonical(prompt)
+    text = prompt if isinstance(prompt, str) else _to_canonical_json(prompt)
     return xxhash.xxh3_64(text.encode()).hexdigest()
 
 
-def _smallest(rows: list[PromptRow], digests: list[str], count: int) -> list[PromptRow]:
+def _select_smallest(rows: list[PromptRow], digests: list[str], count: int) -> list[PromptRow]:
     """The first row of each of the `count` distinct prompts with the smallest digests."""
     first: dict[str, PromptRow] = {}
     for row, digest in zip(rows, digests, strict=True):
@@ -92,11 +92,11 @@ def _digest_of(train: list[PromptRow], held_out: list[PromptRow]) -> str:
     for name, rows in (("train", train), ("held_out", held_out)):
         state.update(f"{name} {len(rows)}\n".encode())
         for row in rows:
-            state.update((_canonical(vars(row)) + "\n").encode())
+            state.update((_to_canonical_json(vars(row)) + "\n").encode())
     return state.hexdigest()
 
 
-def _canonical(value: Any) -> str:
+def _to_canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -144,7 +144,7 @@ def _dataset_rows(data: DataConfig) -> Iterator[PromptRow]:
                 f"{where} could not be made ({_one_line(error)}); change data.dataset_config, "
                 "data.dataset_seed or data.dataset_size"
             ) from None
-        columns = {key: _plain_column(where, key, value) for key, value in item.items()}
+        columns = {key: _to_plain_column(where, key, value) for key, value in item.items()}
         yield PromptRow(
             index=index,
             prompt=columns["question"],
@@ -161,12 +161,12 @@ def _file_rows(files: Iterable[str], data: DataConfig) -> Iterator[PromptRow]:
     index = 0
     for name in files:
         path = Path(name)
-        for where, record in _records(path):
-            yield _row(index, where, record, path.stem, data)
+        for where, record in _read_records(path):
+            yield _make_row(index, where, record, path.stem, data)
             index += 1
 
 
-def _records(path: Path) -> Iterator[Record]:
+def _read_records(path: Path) -> Iterator[Record]:
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -214,27 +214,29 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         yield f"{path} row {number}", record
 
 
-def _row(index: int, where: str, record: dict[str, Any], stem: str, data: DataConfig) -> PromptRow:
+def _make_row(
+    index: int, where: str, record: dict[str, Any], stem: str, data: DataConfig
+) -> PromptRow:
     if data.prompt_key not in record:
         raise ConfigError(
             f"{where} has no column {data.prompt_key!r} (it has {', '.join(record)}); "
             "set data.prompt_key"
         )
     columns = {
-        key: _plain_column(where, key, value)
+        key: _to_plain_column(where, key, value)
         for key, value in record.items()
         if key != data.prompt_key
     }
     return PromptRow(
         index=index,
-        prompt=_checked_prompt(where, data.prompt_key, record[data.prompt_key]),
-        ground_truth=_answer(where, columns, data),
+        prompt=_check_prompt(where, data.prompt_key, record[data.prompt_key]),
+        ground_truth=_find_answer(where, columns, data),
         columns=columns,
         data_source=str(columns.get("data_source") or stem),
     )
 
 
-def _checked_prompt(where: str, key: str, prompt: Any) -> Prompt:
+def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
     """The prompt, with the null fields that parquet adds to messages taken out."""
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
@@ -243,7 +245,7 @@ def _checked_prompt(where: str, key: str, prompt: Any) -> Prompt:
             f"{where} has a prompt of the wrong type ({type(prompt).__name__}); it must be a "
             "string or a list of messages with the strings role and content"
         )
-    checked: Prompt = _plain_column(where, key, prompt)
+    checked: Prompt = _to_plain_column(where, key, prompt)
     return checked
 
 
@@ -253,10 +255,10 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def _answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:
+def _find_answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:
     """The column data.answer_key, else the first usual one that is not null, else None."""
     for key in (data.answer_key,) if data.answer_key else ANSWER_KEYS:
-        value = _lookup(columns, key)
+        value = _lookup_column(columns, key)
         if value is not None:
             return value
     if data.answer_key:
@@ -273,7 +275,7 @@ def columns_of(row: PromptRow) -> str:
     return f"it has {names}" if names else "it has only its prompt"
 
 
-def _lookup(columns: dict[str, Any], key: str) -> Any:
+def _lookup_column(columns: dict[str, Any], key: str) -> Any:
     """A column by its name, or a field below a column by a dotted path; None when absent."""
     if key in columns:
         return columns[key]
@@ -288,7 +290,7 @@ def _lookup(columns: dict[str, Any], key: str) -> Any:
 # --- values that JSON and MessagePack can carry -------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """`value` in None, bool, 64-bit int, float, str, list and str-keyed dict; raises TypeError.
 
     Subclasses of the basic types (NumPy scalars, string enums) become the basic type.
@@ -303,34 +305,34 @@ def plain(value: Any) -> Any:
     if isinstance(value, int):
         return int(value) if -(2**63) <= value < 2**63 else {INTEGER: str(int(value))}
     if isinstance(value, tuple):
-        return {TUPLE: [plain(v) for v in value]}
+        return {TUPLE: [to_plain(v) for v in value]}
     if isinstance(value, list):
-        return [plain(v) for v in value]
+        return [to_plain(v) for v in value]
     if isinstance(value, dict):
         if all(isinstance(k, str) and k not in (TUPLE, PAIRS, INTEGER) for k in value):
-            return {plain(k): plain(v) for k, v in value.items()}
-        return {PAIRS: [[plain(k), plain(v)] for k, v in value.items()]}
+            return {to_plain(k): to_plain(v) for k, v in value.items()}
+        return {PAIRS: [[to_plain(k), to_plain(v)] for k, v in value.items()]}
     raise TypeError(type(value).__name__)
 
 
-def restore(value: Any) -> Any:
+def from_plain(value: Any) -> Any:
     """The value that `plain` was given."""
     if isinstance(value, list):
-        return [restore(v) for v in value]
+        return [from_plain(v) for v in value]
     if not isinstance(value, dict):
         return value
     if TUPLE in value:
-        return tuple(restore(v) for v in value[TUPLE])
+        return tuple(from_plain(v) for v in value[TUPLE])
     if PAIRS in value:
-        return {restore(k): restore(v) for k, v in value[PAIRS]}
+        return {from_plain(k): from_plain(v) for k, v in value[PAIRS]}
     if INTEGER in value:
         return int(value[INTEGER])
-    return {k: restore(v) for k, v in value.items()}
+    return {k: from_plain(v) for k, v in value.items()}
 
 
-def _plain_column(where: str, name: str, value: Any) -> Any:
+def _to_plain_column(where: str, name: str, value: Any) -> Any:
     try:
-        return plain(value)
+        return to_plain(value)
     except UnicodeEncodeError:
         raise ConfigError(
             f"{where}: the column {name!r} has half a surrogate pair, which is not text; "

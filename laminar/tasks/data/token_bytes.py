@@ -28,7 +28,7 @@ def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | No
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.padding is not None or not _is_byte_level_bpe(backend):
         return None
-    if backend.normalizer is not None and _parts(backend.normalizer) != [{"type": "NFC"}]:
+    if backend.normalizer is not None and _list_steps(backend.normalizer) != [{"type": "NFC"}]:
         return None
     growth = 1 if backend.normalizer is None else NFC_GROWTH
     special = tokenizer.num_special_tokens_to_add()
@@ -44,7 +44,7 @@ def _is_byte_level_bpe(backend: Any) -> bool:
 
     if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
         return False
-    *cuts, last = _parts(backend.pre_tokenizer)
+    *cuts, last = _list_steps(backend.pre_tokenizer)
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
     if not all(p["type"] == "Digits" or _keeps_all(p) for p in cuts):
@@ -56,7 +56,7 @@ def _keeps_all(cut: dict[str, object]) -> bool:
     return cut["type"] == "Split" and cut["behavior"] != "Removed"
 
 
-def _parts(component: Any) -> list[dict[str, object]]:
+def _list_steps(component: Any) -> list[dict[str, object]]:
     """The steps of a component, as tokenizer.json has them."""
     state = json.loads(component.__getstate__())
     steps: list[dict[str, object]] = (

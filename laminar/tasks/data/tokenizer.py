@@ -48,7 +48,7 @@ def _check_files(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
+def get_tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id; ids from here on have logits in some models but no text."""
     return max(tokenizer.get_vocab().values()) + 1
 

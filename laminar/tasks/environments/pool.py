@@ -20,34 +20,40 @@ from collections.abc import Awaitable, Callable
 from laminar.config import Config
 from laminar.config.tree import EnvConfig
 from laminar.events.reasons import EndedBy
-from laminar.tasks.environments.renderer import Answer, Renderer
-from laminar.tasks.environments.session_pool import AllDied, SessionDied, SessionPool
-from laminar.tasks.environments.session_pool import Session as Process
-from laminar.tasks.environments.session_process import Rate, Rated, Request, Said, Use
-from laminar.tasks.environments.tool_calls import TEXT_CHARS_MAX, Call, CallParser
+from laminar.tasks.environments.renderer import CallResult, Renderer
+from laminar.tasks.environments.session_pool import AllSessionsDied, SessionDied, SessionPool
+from laminar.tasks.environments.session_pool import SessionProcess as Process
+from laminar.tasks.environments.session_process import (
+    Request,
+    RewardReply,
+    RewardRequest,
+    TextReply,
+    ToolRequest,
+)
+from laminar.tasks.environments.tool_calls import TEXT_CHARS_MAX, CallParser, ToolCall
 from laminar.tasks.environments.turns import (
-    Done,
     Effect,
     EnvironmentFailed,
-    GoesOn,
+    NextTurn,
     Session,
     SessionLost,
+    TrajectoryDone,
     TurnCall,
 )
-from laminar.tasks.rewards.results import RewardResult, scored
+from laminar.tasks.rewards.results import RewardResult, apply_error_score
 
-CUT = "length"  #: the finish reason of a turn that ended at its limit
-ANSWERED_KEPT = 1024
+CUT_OFF = "length"  #: the finish reason of a turn that ended at its limit
+ANSWERED_MAX = 1024
 """Trajectories that are done whose answers are kept, for an order that comes again."""
 
 Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
 
 
-class _Killed(Exception):
+class _CallKilled(Exception):
     """A request ran too long, and its session was ended."""
 
 
-class _Left:
+class _TimeBudget:
     """What the calls of one turn may still take."""
 
     def __init__(self, env: EnvConfig, spent_s: float) -> None:
@@ -65,12 +71,12 @@ class _Left:
             return self._limits[reason], reason
         return self._tool_timeout_s, EndedBy.TOOL_TIMEOUT
 
-    def spend(self, seconds: float) -> None:
+    def spend_seconds(self, seconds: float) -> None:
         for reason in self._limits:
             self._limits[reason] -= seconds
 
 
-class _TimeOver(Exception):
+class _TimeLimitReached(Exception):
     """A call had no more time, or there was none for it."""
 
     def __init__(self, reason: EndedBy) -> None:
@@ -85,7 +91,7 @@ class _Conversation:
         self.busy = asyncio.Lock()  #: one thing at a time; who asks again finds the answer
         self.process: Process | None = None
         self.prompt_ids: tuple[int, ...] | None = None  #: of the prompt with what reset said
-        self.answers: dict[int, GoesOn | Done] = {}  #: by turn
+        self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
         self.killed_after_s = 0.0  #: a call that ran so long; 0: none has
         self.has_room = False  #: it has one of env.max_sessions
         self.forgotten = False
@@ -124,56 +130,56 @@ class Environments:
     async def reset(self, session: Session) -> tuple[int, ...] | None:
         """Open the session of a trajectory: the ids of its whole prompt, where reset said something
         that belongs to it; SessionLost."""
-        conversation = self._of(session)
+        conversation = self._get_conversation(session)
         async with conversation.busy:
             if conversation.process is None and not conversation.answers:
-                await self._take_room(conversation)
+                await self._acquire_slot(conversation)
                 try:
-                    await self._begin(conversation)
+                    await self._begin_session(conversation)
                 except SessionLost:
-                    self._end(conversation)
+                    self._close_session(conversation)
                     raise
             return conversation.prompt_ids
 
-    async def turn(self, call: TurnCall, intend: Intend) -> GoesOn | Done:
+    async def answer_turn(self, call: TurnCall, intend: Intend) -> NextTurn | TrajectoryDone:
         """What follows a turn; the same answer when it is asked again; SessionLost.
 
         `intend` makes calls durable before they are made; it is awaited where none may be repeated.
         """
-        conversation = self._of(call.session)
+        conversation = self._get_conversation(call.session)
         async with conversation.busy:
             if call.turn not in conversation.answers:
                 try:
-                    answer = await self._answer(conversation, call, intend)
+                    answer = await self._answer_turn(conversation, call, intend)
                 except BaseException:
-                    self._end(conversation)
+                    self._close_session(conversation)
                     raise
                 conversation.answers[call.turn] = answer
-                if isinstance(answer, Done):
-                    self._end(conversation)
+                if isinstance(answer, TrajectoryDone):
+                    self._close_session(conversation)
             return conversation.answers[call.turn]
 
-    def forget(self, trajectory_id: str) -> None:
+    def end_session(self, trajectory_id: str) -> None:
         """Nobody asks for this trajectory any more: end its session."""
         if (conversation := self._conversations.pop(trajectory_id, None)) is not None:
             conversation.forgotten = True
-            self._end(conversation)
+            self._close_session(conversation)
 
     # --- sessions -------------------------------------------------------------------------------
 
-    def _of(self, session: Session) -> _Conversation:
+    def _get_conversation(self, session: Session) -> _Conversation:
         """The conversation of this attempt; one of an earlier attempt is over."""
         found = self._conversations.get(session.trajectory_id)
         if found is not None and found.session.attempt == session.attempt:
             return found
-        self.forget(session.trajectory_id)
+        self.end_session(session.trajectory_id)
         found = self._conversations[session.trajectory_id] = _Conversation(session)
         over = [i for i, c in self._conversations.items() if c.process is None and c.answers]
-        for trajectory_id in over[: max(0, len(over) - ANSWERED_KEPT)]:
+        for trajectory_id in over[: max(0, len(over) - ANSWERED_MAX)]:
             del self._conversations[trajectory_id]
         return found
 
-    async def _take_room(self, conversation: _Conversation) -> None:
+    async def _acquire_slot(self, conversation: _Conversation) -> None:
         """Wait for one of env.max_sessions. A session that is made again does not: its trajectory
         is one of those that the coordinator has counted for this replica."""
         limit_s = self._env.tool_timeout_s
@@ -186,7 +192,7 @@ class Environments:
             ) from None
         conversation.has_room = True
 
-    async def _begin(self, conversation: _Conversation) -> None:
+    async def _begin_session(self, conversation: _Conversation) -> None:
         """A session, reset; SessionLost."""
         reason = ""
         for _ in range(1 + self._reward.max_retries):
@@ -198,7 +204,7 @@ class Environments:
             row, seed = conversation.session.row, conversation.session.seed
             said = await process.reset(row, seed, self._env.tool_timeout_s)
             if not said.failed and not conversation.forgotten:
-                return self._begun(conversation, process, said)
+                return self._attach_process(conversation, process, said)
             process.kill()
             if conversation.forgotten:
                 raise SessionLost("its trajectory is wanted no longer")
@@ -206,13 +212,15 @@ class Environments:
             reason = said.text or ""
         raise EnvironmentFailed(f"reset failed, the last time: {reason}")
 
-    def _begun(self, conversation: _Conversation, process: Process, said: Said) -> None:
+    def _attach_process(
+        self, conversation: _Conversation, process: Process, said: TextReply
+    ) -> None:
         conversation.process = process
         if said.text:
-            ids = self._renderer.prompt(conversation.session.row, said.text)
+            ids = self._renderer.render_prompt(conversation.session.row, said.text)
             conversation.prompt_ids = tuple(ids)
 
-    def _end(self, conversation: _Conversation) -> None:
+    def _close_session(self, conversation: _Conversation) -> None:
         process, conversation.process = conversation.process, None
         if process is not None:
             process.kill()
@@ -220,140 +228,148 @@ class Environments:
             conversation.has_room = False
             self._room.release()
 
-    async def _process(self, conversation: _Conversation, call: TurnCall) -> Process:
+    async def _ensure_process(self, conversation: _Conversation, call: TurnCall) -> Process:
         """The session of a turn, made where that repeats nothing or may; SessionLost."""
         if conversation.process is not None and conversation.process.ended.done():
-            self._end(conversation)  # before this turn
+            self._close_session(conversation)  # before this turn
         if conversation.process is None:
             if self._env.effects == "once" and (call.turn or call.stored):
                 raise SessionLost("its session is gone, and what its calls have done with it")
-            await self._begin(conversation)
+            await self._begin_session(conversation)
         assert conversation.process is not None
         return conversation.process
 
-    async def _ask(
+    async def _send_request(
         self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
-    ) -> tuple[Said | Rated, float]:
+    ) -> tuple[TextReply | RewardReply, float]:
         """The reply to a request and the seconds it took; again in a new session where it may be;
         _Killed, SessionLost."""
         attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
         for _ in range(attempts):
-            process = await self._process(conversation, call)
+            process = await self._ensure_process(conversation, call)
             began = asyncio.get_running_loop().time()
             try:
-                reply = await process.ask(request, limit_s)
+                reply = await process.send_request(request, limit_s)
                 return reply, asyncio.get_running_loop().time() - began
             except TimeoutError:
                 self.sessions_killed += 1
                 conversation.killed_after_s = limit_s
-                self._end(conversation)
-                raise _Killed from None
+                self._close_session(conversation)
+                raise _CallKilled from None
             except SessionDied as error:
                 self.sessions_lost += 1
-                self._end(conversation)
+                self._close_session(conversation)
                 died = error
-        lost = SessionLost if isinstance(died, AllDied) else EnvironmentFailed
+        lost = SessionLost if isinstance(died, AllSessionsDied) else EnvironmentFailed
         raise lost(f"the process of its session ended in a call: {died}")
 
     # --- what follows a turn --------------------------------------------------------------------
 
-    async def _answer(
+    async def _answer_turn(
         self, conversation: _Conversation, call: TurnCall, intend: Intend
-    ) -> GoesOn | Done:
+    ) -> NextTurn | TrajectoryDone:
         ids = list(call.parts[-1][1])
         before = [*call.prompt_ids, *(i for _, part in call.parts[:-1] for i in part)]
-        calls = [] if call.finish_reason == CUT else self._parser.calls(ids, before)
+        calls = [] if call.finish_reason == CUT_OFF else self._parser.parse_calls(ids, before)
         text = self._decode(ids)
         if not calls or call.turn + 1 >= self._env.max_turns:
             reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
-            return await self._done(conversation, call, text, reason, [])
+            return await self._finish_trajectory(conversation, call, text, reason, [])
         if self._env.effects == "once":
             if any(effect.status == "intended" for effect in call.stored):
                 raise SessionLost("nobody knows what its last call has done")
-            await self._process(conversation, call)
-            await intend(tuple(_effect(i, c, "intended") for i, c in enumerate(calls) if _runs(c)))
+            await self._ensure_process(conversation, call)
+            await intend(
+                tuple(_make_effect(i, c, "intended") for i, c in enumerate(calls) if _can_run(c))
+            )
         effects: list[Effect] = []
         try:
-            answers = await self._run(conversation, call, calls, effects)
-        except _TimeOver as over:
-            return await self._done(conversation, call, text, over.reason, effects)
-        context = tuple(self._renderer.answers(answers))
+            answers = await self._run_calls(conversation, call, calls, effects)
+        except _TimeLimitReached as over:
+            return await self._finish_trajectory(conversation, call, text, over.reason, effects)
+        context = tuple(self._renderer.render_results(answers))
         if len(context) > call.room:
-            return await self._done(conversation, call, text, EndedBy.CONTEXT_FULL, effects)
-        return GoesOn(context, tuple(effects))
+            return await self._finish_trajectory(
+                conversation, call, text, EndedBy.CONTEXT_FULL, effects
+            )
+        return NextTurn(context, tuple(effects))
 
-    async def _run(
+    async def _run_calls(
         self,
         conversation: _Conversation,
         call: TurnCall,
-        calls: list[Call],
+        calls: list[ToolCall],
         effects: list[Effect],
-    ) -> list[Answer]:
+    ) -> list[CallResult]:
         """The answers to the calls of a turn; `effects` has the end of each that was begun."""
-        answers, left = list[Answer](), _Left(self._env, call.seconds)
+        answers, left = list[CallResult](), _TimeBudget(self._env, call.seconds)
         for i, one in enumerate(calls):
-            if not _runs(one):
+            if not _can_run(one):
                 answers.append((one, f"error: {one.refused}"))
                 continue
             limit_s, over = left.of_a_call()
             if limit_s <= 0:
-                raise _TimeOver(over)
-            use = Use(one.tool, json.dumps(one.arguments))
+                raise _TimeLimitReached(over)
+            use = ToolRequest(one.tool, json.dumps(one.arguments))
             try:
-                said, seconds = await self._ask(conversation, call, use, limit_s)
-            except _Killed:
-                effects.append(_effect(i, one, "timed-out", _late(limit_s), limit_s))
-                raise _TimeOver(over) from None
-            assert isinstance(said, Said)
-            left.spend(seconds)
-            text = _shortened(f"error: {said.text}" if said.failed else said.text or "")
-            effects.append(_effect(i, one, "failed" if said.failed else "done", text, seconds))
+                said, seconds = await self._send_request(conversation, call, use, limit_s)
+            except _CallKilled:
+                effects.append(
+                    _make_effect(i, one, "timed-out", _describe_timeout(limit_s), limit_s)
+                )
+                raise _TimeLimitReached(over) from None
+            assert isinstance(said, TextReply)
+            left.spend_seconds(seconds)
+            text = _shorten_text(f"error: {said.text}" if said.failed else said.text or "")
+            effects.append(_make_effect(i, one, "failed" if said.failed else "done", text, seconds))
             answers.append((one, text))
         return answers
 
-    async def _done(
+    async def _finish_trajectory(
         self,
         conversation: _Conversation,
         call: TurnCall,
         text: str,
         reason: EndedBy,
         effects: list[Effect],
-    ) -> Done:
+    ) -> TrajectoryDone:
         """The end of a trajectory, with the reward of its environment, if that has one."""
         result = None
         if self._pool.has_reward:
-            result = await self._reward_of(conversation, call)
-        return Done(result, text, reason, tuple(effects))
+            result = await self._get_reward(conversation, call)
+        return TrajectoryDone(result, text, reason, tuple(effects))
 
-    async def _reward_of(self, conversation: _Conversation, call: TurnCall) -> RewardResult:
+    async def _get_reward(self, conversation: _Conversation, call: TurnCall) -> RewardResult:
         """What get_reward says. A session that was killed says nothing any more."""
         limit_s = self._env.tool_timeout_s
         if conversation.killed_after_s:
-            return self._unanswered(conversation.killed_after_s)
+            return self._make_timeout_result(conversation.killed_after_s)
         try:
-            rated, _ = await self._ask(conversation, call, Rate(), limit_s)
-        except _Killed:
-            return self._unanswered(limit_s)
-        assert isinstance(rated, Rated)
-        return scored(rated.result, self._reward.error_score)
+            rated, _ = await self._send_request(conversation, call, RewardRequest(), limit_s)
+        except _CallKilled:
+            return self._make_timeout_result(limit_s)
+        assert isinstance(rated, RewardReply)
+        return apply_error_score(rated.result, self._reward.error_score)
 
-    def _unanswered(self, limit_s: float) -> RewardResult:
-        return RewardResult(self._reward.error_score, "timeout", _late(limit_s))
+    def _make_timeout_result(self, limit_s: float) -> RewardResult:
+        return RewardResult(self._reward.error_score, "timeout", _describe_timeout(limit_s))
 
 
-def _late(limit_s: float) -> str:
+def _describe_timeout(limit_s: float) -> str:
     return f"no answer within {limit_s:.3g} s"
 
 
-def _runs(call: Call) -> bool:
+def _can_run(call: ToolCall) -> bool:
     return not call.refused
 
 
-def _effect(index: int, call: Call, status: str, result: str = "", seconds: float = 0.0) -> Effect:
+def _make_effect(
+    index: int, call: ToolCall, status: str, result: str = "", seconds: float = 0.0
+) -> Effect:
     return Effect(index, call.tool, json.dumps(call.arguments), status, result, seconds)
 
 
-def _shortened(text: str) -> str:
+def _shorten_text(text: str) -> str:
     if len(text) <= TEXT_CHARS_MAX:
         return text
     end = f" ... ({len(text)} characters in all)"

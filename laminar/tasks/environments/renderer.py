@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from laminar.config import ConfigError, DataConfig
-from laminar.tasks.data.chat import encode_prompt, messages_of
+from laminar.tasks.data.chat import build_messages, encode_prompt
 from laminar.tasks.data.prompts import PromptRow
-from laminar.tasks.environments.tool_calls import Call, CallParser
+from laminar.tasks.environments.tool_calls import CallParser, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,11 +49,11 @@ _WORDS = (
     "  ",
     "0.5",
 )
-_MADE_UP = Call("made_up", {"a": 1})
+_MADE_UP = ToolCall("made_up", {"a": 1})
 _IDS = "call{:05}"
 """Ids of calls, nine letters and digits, as some templates want them."""
 
-Answer = tuple[Call, str]
+CallResult = tuple[ToolCall, str]
 
 
 class Renderer:
@@ -70,21 +70,24 @@ class Renderer:
         self._tokenizer, self._data, self._tools = tokenizer, data, tools
         self._end_ids = end_ids
 
-    def prompt(self, row: PromptRow, said: str) -> list[int]:
+    def render_prompt(self, row: PromptRow, said: str) -> list[int]:
         """The ids of a prompt whose last message has what `reset` said behind it; ConfigError."""
-        messages = [dict(message) for message in messages_of(row, self._data)]
+        messages = [dict(message) for message in build_messages(row, self._data)]
         messages[-1]["content"] = f"{messages[-1]['content']}{said}"
         return encode_prompt(
             self._tokenizer, replace(row, prompt=messages), self._data, self._tools
         )
 
-    def answers(self, answers: Sequence[Answer]) -> list[int]:
+    def render_results(self, answers: Sequence[CallResult]) -> list[int]:
         """The ids behind a turn that calls: its answers, and the beginning of the next turn."""
-        before = [{"role": "user", "content": "?"}, _turn("?", [call for call, _ in answers])]
-        whole = self._ids([*before, *_told(answers)], begin=True)
-        return whole[len(self._ended(before, whole)) :]
+        before = [
+            {"role": "user", "content": "?"},
+            _make_turn_message("?", [call for call, _ in answers]),
+        ]
+        whole = self._encode_messages([*before, *_make_result_messages(answers)], begin=True)
+        return whole[len(self._encode_ended(before, whole)) :]
 
-    def check(self, parser: CallParser) -> None:
+    def check_template(self, parser: CallParser) -> None:
         """Try the template on random conversations; raises ConfigError."""
         if not self._tokenizer.chat_template:
             raise ConfigError(
@@ -96,24 +99,24 @@ class Renderer:
             self._check_conversation(draws, parser)
 
     def _check_conversation(self, draws: random.Random, parser: CallParser) -> None:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": _text(draws)}]
-        so_far = self._ids(messages, begin=True)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": _draw_text(draws)}]
+        so_far = self._encode_messages(messages, begin=True)
         for _ in range(draws.randint(1, TURNS_MAX)):
-            calls = [self._call(draws) for _ in range(draws.randint(1, CALLS_TRIED))]
-            answers = [(call, _text(draws)) for call in calls]
-            messages.append(_turn(_text(draws), calls))
-            told = [*messages, *_told(answers)]
-            wanted = self._ids(told, begin=True)
-            ended = self._ended(messages, wanted)
-            if ended[: len(so_far)] != so_far or ended + self.answers(answers) != wanted:
+            calls = [self._draw_call(draws) for _ in range(draws.randint(1, CALLS_TRIED))]
+            answers = [(call, _draw_text(draws)) for call in calls]
+            messages.append(_make_turn_message(_draw_text(draws), calls))
+            told = [*messages, *_make_result_messages(answers)]
+            wanted = self._encode_messages(told, begin=True)
+            ended = self._encode_ended(messages, wanted)
+            if ended[: len(so_far)] != so_far or ended + self.render_results(answers) != wanted:
                 raise ConfigError(_NOT_APPENDED)
             self._check_calls(parser, calls, so_far, ended)
             messages, so_far = told, wanted
 
     def _check_calls(
-        self, parser: CallParser, calls: list[Call], before: list[int], ended: list[int]
+        self, parser: CallParser, calls: list[ToolCall], before: list[int], ended: list[int]
     ) -> None:
-        if (found := parser.calls(ended[len(before) :], before)) != calls:
+        if (found := parser.parse_calls(ended[len(before) :], before)) != calls:
             shown = found[0].refused if found and found[0].refused else "it is read as no call"
             form = json.dumps({"name": calls[0].tool, "arguments": calls[0].arguments})
             raise ConfigError(
@@ -122,16 +125,16 @@ class Renderer:
                 "tokenizer has a response_template, or that writes JSON in <tool_call> tags"
             )
 
-    def _call(self, draws: random.Random) -> Call:
+    def _draw_call(self, draws: random.Random) -> ToolCall:
         """A call of one of the tools, with arguments for the parameters that it has to have."""
         function = draws.choice(self._tools)["function"]
         properties = function["parameters"].get("properties", {})
-        values = {name: _value(draws, kind.get("type")) for name, kind in properties.items()}
-        return Call(function["name"], values)
+        values = {name: _draw_value(draws, kind.get("type")) for name, kind in properties.items()}
+        return ToolCall(function["name"], values)
 
-    def _ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
+    def _encode_ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
         """The ids of messages up to the end of the last turn; `whole` begins with them."""
-        ids = self._ids(messages, begin=False)
+        ids = self._encode_messages(messages, begin=False)
         at = next((i for i in reversed(range(len(ids))) if ids[i] in self._end_ids), None)
         if at is None:
             raise ConfigError(
@@ -143,7 +146,7 @@ class Renderer:
             raise ConfigError(_NOT_APPENDED)
         return ids[: at + 1]
 
-    def _ids(self, messages: list[dict[str, Any]], *, begin: bool) -> list[int]:
+    def _encode_messages(self, messages: list[dict[str, Any]], *, begin: bool) -> list[int]:
         """The ids of whole messages; `begin`: with the beginning of the next turn."""
         try:
             found: Any = self._tokenizer.apply_chat_template(
@@ -169,7 +172,7 @@ _NOT_APPENDED = (
 )
 
 
-def _turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+def _make_turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """A turn of the policy. It has thoughts, because templates leave out empty ones."""
     made = [
         {
@@ -182,7 +185,7 @@ def _turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "reasoning_content": "?", "tool_calls": made}
 
 
-def _told(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def _make_result_messages(answers: Sequence[CallResult]) -> list[dict[str, Any]]:
     return [
         {
             "role": "tool",
@@ -194,11 +197,11 @@ def _told(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     ]
 
 
-def _text(draws: random.Random) -> str:
+def _draw_text(draws: random.Random) -> str:
     return " ".join(draws.choices(_WORDS, k=draws.randint(1, WORDS_MAX)))
 
 
-def _value(draws: random.Random, kind: Any) -> Any:
+def _draw_value(draws: random.Random, kind: Any) -> Any:
     numbers = {"integer": draws.randrange(1000), "number": draws.randrange(1000) / 8}
     others = {"boolean": draws.random() < 0.5, "array": [], "object": {}}
-    return (numbers | others).get(kind, _text(draws))
+    return (numbers | others).get(kind, _draw_text(draws))

@@ -28,20 +28,20 @@ from laminar.config.tree import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_process import (
     MESSAGE_BYTES_MAX,
-    Ended,
-    Fork,
-    Forked,
-    Kill,
-    Ready,
-    Refused,
+    ForkServerReady,
+    ForkServerRefused,
+    ForkServerStart,
+    ForkSession,
+    KillSession,
     Reply,
     Request,
-    Reset,
-    Said,
-    Start,
+    ResetRequest,
+    SessionEnded,
+    SessionForked,
+    TextReply,
 )
-from laminar.tasks.pipe_frames import LENGTH, frame
-from laminar.tasks.rewards.user_function import LOAD_S
+from laminar.tasks.pipe_frames import LENGTH, encode_frame
+from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 
 LATE_S = 0.1  #: for a reply that was on its way when the process ended
 REAP_S = 5.0  #: for the end of a process that was ordered to end
@@ -52,15 +52,15 @@ class SessionDied(Exception):
     """A session ended before it had answered, or could not be begun."""
 
 
-class AllDied(SessionDied):
+class AllSessionsDied(SessionDied):
     """The process that sessions are forked from has ended, and this one did not end it: of those
     that were to answer then, the one that was begun first may have, and had a plain SessionDied."""
 
 
-class Session:
+class SessionProcess:
     """One process with one environment; one request at a time."""
 
-    def __init__(self, warm: _Warm, number: int, channel: socket.socket) -> None:
+    def __init__(self, warm: _ForkServerClient, number: int, channel: socket.socket) -> None:
         self._warm, self._number, self._channel = warm, number, channel
         #: what `ask` raises from then on
         self.ended: asyncio.Future[SessionDied] = asyncio.get_running_loop().create_future()
@@ -70,43 +70,45 @@ class Session:
     async def connect(self) -> None:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
 
-    async def ask(self, request: Request, timeout_s: float) -> Reply:
+    async def send_request(self, request: Request, timeout_s: float) -> Reply:
         """The reply; TimeoutError, SessionDied. After either the session is of no use: kill it."""
         if self._writer.is_closing():
-            raise await self._how()
+            raise await self._wait_for_end()
         self.asked = True
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.write(frame(request))
+                self._writer.write(encode_frame(request))
                 await self._writer.drain()
                 head = await self._reader.readexactly(LENGTH.size)
                 body = await self._reader.readexactly(LENGTH.unpack(head)[0])
         except (asyncio.IncompleteReadError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise await self._how() from None
+            raise await self._wait_for_end() from None
         self.asked = False
         reply: Reply = msgspec.msgpack.decode(body, type=Reply)
         return reply
 
-    async def reset(self, row: PromptRow, seed: int, timeout_s: float) -> Said:
+    async def reset(self, row: PromptRow, seed: int, timeout_s: float) -> TextReply:
         """What reset says, the first request; `failed` also where it has not ended or its process
         has."""
         try:
-            said = await self.ask(Reset(row, seed), timeout_s)
+            said = await self.send_request(ResetRequest(row, seed), timeout_s)
         except TimeoutError:
-            return Said(f"it took longer than env.tool_timeout_s = {timeout_s:g} s", failed=True)
+            return TextReply(
+                f"it took longer than env.tool_timeout_s = {timeout_s:g} s", failed=True
+            )
         except SessionDied as died:
-            return Said(f"its process ended ({died})", failed=True)
-        assert isinstance(said, Said)
+            return TextReply(f"its process ended ({died})", failed=True)
+        assert isinstance(said, TextReply)
         return said
 
     def kill(self) -> None:
         """End the process and all that it has started; idempotent."""
         self._writer.close()
-        self._warm.kill(self)
+        self._warm.kill_session(self)
 
-    def end(self, died: SessionDied) -> None:
+    def mark_ended(self, died: SessionDied) -> None:
         """Its process has ended; what that has started may hold the channel open."""
         self.ended.set_result(died)
         asyncio.get_running_loop().call_later(LATE_S, self._hang_up)
@@ -115,7 +117,7 @@ class Session:
         if not self._writer.is_closing():  # uvloop refuses to end a transport twice
             self._writer.transport.abort()
 
-    async def _how(self) -> SessionDied:
+    async def _wait_for_end(self) -> SessionDied:
         await asyncio.wait({self.ended}, timeout=REAP_S)
         return self.ended.result() if self.ended.done() else SessionDied("it closed its channel")
 
@@ -130,21 +132,23 @@ class SessionPool:
         *,
         unsafe_local_code: bool = False,
         memory_mb: int = 0,
-        start_timeout_s: float = LOAD_S,
+        start_timeout_s: float = IMPORT_TIMEOUT_S,
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:
         """`memory_mb`: of each process of a session; 0: any. `env` is added to this process's
         environment; `on_output` gets what user code prints."""
         self.has_reward = False  #: known once it has started
-        self._start = msgspec.msgpack.encode(Start(path, name, unsafe_local_code, memory_mb))
+        self._start = msgspec.msgpack.encode(
+            ForkServerStart(path, name, unsafe_local_code, memory_mb)
+        )
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
-        self._warm: _Warm | None = None
+        self._warm: _ForkServerClient | None = None
         self._starting = asyncio.Lock()
 
     @classmethod
-    def of(cls, env: EnvConfig, *, on_output: Output = len) -> SessionPool:
+    def from_config(cls, env: EnvConfig, *, on_output: Output = len) -> SessionPool:
         """With the limits that the settings give."""
         return cls(
             env.path,
@@ -156,15 +160,15 @@ class SessionPool:
 
     async def start(self) -> None:
         """Import the user's file; ConfigError, SessionDied."""
-        await self._ready()
+        await self._ensure_server()
 
-    async def open(self) -> Session:
+    async def open(self) -> SessionProcess:
         """A new session, whose environment is not made yet; SessionDied."""
         try:
-            warm = await self._ready()
+            warm = await self._ensure_server()
         except ConfigError as error:  # the file has changed since the start
             raise SessionDied(str(error)) from None
-        return await warm.fork()
+        return await warm.fork_session()
 
     async def close(self) -> None:
         """End all sessions and the process."""
@@ -173,23 +177,23 @@ class SessionPool:
         if warm is not None:
             await warm.close()
 
-    async def _ready(self) -> _Warm:
+    async def _ensure_server(self) -> _ForkServerClient:
         async with self._starting:
             if self._warm is None or self._warm.gone:
-                warm = _Warm(self._env, self._on_output)
+                warm = _ForkServerClient(self._env, self._on_output)
                 try:
-                    reply = await warm.started(self._start, self._start_timeout_s)
+                    reply = await warm.start_server(self._start, self._start_timeout_s)
                 except BaseException:
                     await warm.close()
                     raise
-                if isinstance(reply, Refused):
+                if isinstance(reply, ForkServerRefused):
                     await warm.close()
                     raise ConfigError(reply.reason)
                 self._warm, self.has_reward = warm, reply.has_reward
             return self._warm
 
 
-class _Warm:
+class _ForkServerClient:
     """The process with the user's file."""
 
     def __init__(self, env: Mapping[str, str], on_output: Output) -> None:
@@ -208,13 +212,15 @@ class _Warm:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, SessionProcess] = {}
         self._number = 0
-        self._told: asyncio.Future[Ready | Refused] = self._loop.create_future()
-        self._loop.add_reader(self._control.fileno(), self._hear)
-        threading.Thread(target=self._drain, args=(on_output,), daemon=True).start()
+        self._told: asyncio.Future[ForkServerReady | ForkServerRefused] = self._loop.create_future()
+        self._loop.add_reader(self._control.fileno(), self._receive_message)
+        threading.Thread(target=self._drain_output, args=(on_output,), daemon=True).start()
 
-    async def started(self, start: bytes, timeout_s: float) -> Ready | Refused:
+    async def start_server(
+        self, start: bytes, timeout_s: float
+    ) -> ForkServerReady | ForkServerRefused:
         """What it says when it has imported the file."""
         self._send(start)
         await asyncio.wait({self._told}, timeout=timeout_s)
@@ -222,25 +228,25 @@ class _Warm:
             raise SessionDied(f"the environment's file is not imported within {timeout_s:g} s")
         return self._told.result()
 
-    async def fork(self) -> Session:
+    async def fork_session(self) -> SessionProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._number += 1
         number = self._number  # others may begin while this one connects
-        session = Session(self, number, ours)
+        session = SessionProcess(self, number, ours)
         await session.connect()
         with theirs:
             self._sessions[number] = session
-            self._send(msgspec.msgpack.encode(Fork(number)), [theirs.fileno()])
+            self._send(msgspec.msgpack.encode(ForkSession(number)), [theirs.fileno()])
         return session
 
-    def kill(self, session: Session) -> None:
+    def kill_session(self, session: SessionProcess) -> None:
         if not session.ended.done():
-            self._send(msgspec.msgpack.encode(Kill(session._number)))
+            self._send(msgspec.msgpack.encode(KillSession(session._number)))
 
     async def close(self) -> None:
         """It ends its sessions when nobody is there any more."""
-        self._lost("it was closed")
+        self._mark_lost("it was closed")
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, REAP_S)
         with suppress(ProcessLookupError):
@@ -251,9 +257,9 @@ class _Warm:
         try:
             socket.send_fds(self._control, [message], sockets or [])
         except OSError as error:  # BlockingIOError: a thousand orders that it has not taken
-            self._lost(f"the process of the environment takes no orders ({error.strerror})")
+            self._mark_lost(f"the process of the environment takes no orders ({error.strerror})")
 
-    def _hear(self) -> None:
+    def _receive_message(self) -> None:
         try:
             body = self._control.recv(MESSAGE_BYTES_MAX)
         except BlockingIOError:
@@ -261,18 +267,20 @@ class _Warm:
         except OSError:
             body = b""
         if not body:
-            return self._lost("the process that had imported its file has ended")
-        told = msgspec.msgpack.decode(body, type=Ready | Refused | Forked | Ended)
-        if isinstance(told, Forked):
+            return self._mark_lost("the process that had imported its file has ended")
+        told = msgspec.msgpack.decode(
+            body, type=ForkServerReady | ForkServerRefused | SessionForked | SessionEnded
+        )
+        if isinstance(told, SessionForked):
             if (session := self._sessions.get(told.number)) is not None:
                 session.pid = told.pid
-        elif isinstance(told, Ended):
+        elif isinstance(told, SessionEnded):
             if (session := self._sessions.pop(told.number, None)) is not None:
-                session.end(SessionDied(told.how))
+                session.mark_ended(SessionDied(told.how))
         else:
             self._told.set_result(told)
 
-    def _lost(self, how: str) -> None:
+    def _mark_lost(self, how: str) -> None:
         """No session of it can be used any more."""
         if self.gone:
             return
@@ -285,13 +293,13 @@ class _Warm:
         sessions = self._sessions.values()
         suspect = next((session for session in sessions if session.asked), None)
         for session in sessions:
-            session.end(SessionDied(how) if session is suspect else AllDied(how))
+            session.mark_ended(SessionDied(how) if session is suspect else AllSessionsDied(how))
             with suppress(ProcessLookupError, PermissionError):
                 if session.pid:
                     os.killpg(session.pid, signal.SIGKILL)
         self._sessions.clear()
 
-    def _drain(self, on_output: Output) -> None:
+    def _drain_output(self, on_output: Output) -> None:
         """What is printed, as it comes; in a thread, because it ends only with the last session."""
         assert self._process.stderr is not None
         with self._process.stderr as printed:

@@ -37,12 +37,12 @@ from typing import Any
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.names.process_end import how_it_ended
-from laminar.run.user_file import describe
-from laminar.tasks.data.prompts import PromptRow, restore
+from laminar.names.process_end import describe_exit
+from laminar.run.user_file import describe_error
+from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
-from laminar.tasks.pipe_frames import frame, read_frame
-from laminar.tasks.rewards.results import RewardResult, guarded
+from laminar.tasks.pipe_frames import encode_frame, read_frame
+from laminar.tasks.rewards.results import RewardResult, call_guarded
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
 MESSAGE_BYTES_MAX = 1 << 16  #: between the two processes; a file name and a reason are shorter
@@ -52,39 +52,39 @@ _PID = struct.Struct("<i")
 # --- between this process and the one that starts it -----------------------------------------
 
 
-class Start(msgspec.Struct, tag="start"):
+class ForkServerStart(msgspec.Struct, tag="start"):
     path: str
     name: str
     unsafe: bool  #: code may run without a sandbox
     memory_mb: int = 0  #: of a process of a session, beyond what this one has; 0: any
 
 
-class Fork(msgspec.Struct, tag="fork"):
+class ForkSession(msgspec.Struct, tag="fork"):
     """With the socket of the session."""
 
     number: int
 
 
-class Kill(msgspec.Struct, tag="kill"):
+class KillSession(msgspec.Struct, tag="kill"):
     number: int
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class ForkServerReady(msgspec.Struct, tag="ready"):
     """The class is loaded."""
 
     has_reward: bool  #: it has get_reward
 
 
-class Refused(msgspec.Struct, tag="refused"):
+class ForkServerRefused(msgspec.Struct, tag="refused"):
     reason: str
 
 
-class Forked(msgspec.Struct, tag="forked"):
+class SessionForked(msgspec.Struct, tag="forked"):
     number: int
     pid: int
 
 
-class Ended(msgspec.Struct, tag="ended"):
+class SessionEnded(msgspec.Struct, tag="ended"):
     number: int
     how: str
 
@@ -92,33 +92,33 @@ class Ended(msgspec.Struct, tag="ended"):
 # --- between a session and the process that uses it ------------------------------------------
 
 
-class Reset(msgspec.Struct, tag="reset"):
+class ResetRequest(msgspec.Struct, tag="reset"):
     """Make the environment and reset it: the first request of a session."""
 
     row: PromptRow
     seed: int  #: of Python's random numbers, and of NumPy's where it is imported
 
 
-class Use(msgspec.Struct, tag="use"):
+class ToolRequest(msgspec.Struct, tag="use"):
     tool: str
     arguments: str  #: JSON
 
 
-class Rate(msgspec.Struct, tag="rate"):
+class RewardRequest(msgspec.Struct, tag="rate"):
     """What get_reward says."""
 
 
-class Said(msgspec.Struct, tag="said"):
+class TextReply(msgspec.Struct, tag="said"):
     text: str | None  #: what reset returned, or the answer of a tool; with `failed`, why not
     failed: bool = False
 
 
-class Rated(msgspec.Struct, tag="rated"):
+class RewardReply(msgspec.Struct, tag="rated"):
     result: RewardResult
 
 
-Request = Reset | Use | Rate
-Reply = Said | Rated
+Request = ResetRequest | ToolRequest | RewardRequest
+Reply = TextReply | RewardReply
 
 
 def main(number: str) -> None:
@@ -127,39 +127,39 @@ def main(number: str) -> None:
         os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    start = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES_MAX), type=Start)
+    start = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES_MAX), type=ForkServerStart)
     permit_unsafe(start.unsafe)
     try:
         environment = load_class(start.path, start.name)
     except ConfigError as error:
-        control.send(msgspec.msgpack.encode(Refused(str(error))))
+        control.send(msgspec.msgpack.encode(ForkServerRefused(str(error))))
         return
-    control.send(msgspec.msgpack.encode(Ready(has_reward(environment))))
-    _Sessions(control, environment, start).serve()
+    control.send(msgspec.msgpack.encode(ForkServerReady(has_reward(environment))))
+    _ForkServer(control, environment, start).serve_forever()
 
 
-class _Sessions:
+class _ForkServer:
     """The forked processes."""
 
-    def __init__(self, control: socket.socket, environment: type, start: Start) -> None:
+    def __init__(self, control: socket.socket, environment: type, start: ForkServerStart) -> None:
         self._control, self._environment, self._start = control, environment, start
         self._numbers: dict[int, int] = {}  #: by process id
-        self._guard = _guarded(control)  #: takes ids of sessions; negative ones have ended
+        self._guard = _fork_guard(control)  #: takes ids of sessions; negative ones have ended
         self._woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakes)
 
-    def serve(self) -> None:
+    def serve_forever(self) -> None:
         while True:
             ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
             if self._woken in ready:
                 os.read(self._woken, 4096)
-            self._reap()
-            if self._control.fileno() in ready and not self._obey():
+            self._reap_sessions()
+            if self._control.fileno() in ready and not self._handle_order():
                 return self._kill_all()
 
-    def _obey(self) -> bool:
+    def _handle_order(self) -> bool:
         """One order; False when there is nobody to give orders."""
         try:
             body, sockets, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
@@ -167,17 +167,17 @@ class _Sessions:
             return False
         if not body:
             return False
-        order = msgspec.msgpack.decode(body, type=Fork | Kill)
-        if isinstance(order, Kill):
+        order = msgspec.msgpack.decode(body, type=ForkSession | KillSession)
+        if isinstance(order, KillSession):
             for pid in [p for p, number in self._numbers.items() if number == order.number]:
-                _kill(pid)
+                _kill_group(pid)
             return True
         parent, pid = os.getpid(), os.fork()
         if not pid:
             self._become_session(sockets[0], parent)
         os.close(sockets[0])
         self._numbers[pid] = order.number
-        self._tell(Forked(order.number, pid))
+        self._send_message(SessionForked(order.number, pid))
         return True
 
     def _become_session(self, channel: int, parent: int) -> None:
@@ -190,11 +190,11 @@ class _Sessions:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.close(self._woken)
             self._control.close()
-            _note(self._guard, os.getpid())  # before it can start anything
+            _notify_guard(self._guard, os.getpid())  # before it can start anything
             os.close(self._guard)
             if os.getppid() == parent:
                 _limit_memory(self._start.memory_mb)
-                _session(socket.socket(fileno=channel), self._environment, self._start.path)
+                _serve_session(socket.socket(fileno=channel), self._environment, self._start.path)
             code = 0
         except BaseException:  # none of it is the user's, whose exceptions are answers
             traceback.print_exc()
@@ -203,26 +203,28 @@ class _Sessions:
                 sys.stdout.flush()
             os._exit(code)
 
-    def _reap(self) -> None:
+    def _reap_sessions(self) -> None:
         for pid, number in list(self._numbers.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill(pid)  # with all that it has started, before the id is another's
-            _note(self._guard, -pid)
+            _kill_group(pid)  # with all that it has started, before the id is another's
+            _notify_guard(self._guard, -pid)
             _, status = os.waitpid(pid, 0)
             del self._numbers[pid]
-            self._tell(Ended(number, how_it_ended(os.waitstatus_to_exitcode(status))))
+            self._send_message(
+                SessionEnded(number, describe_exit(os.waitstatus_to_exitcode(status)))
+            )
 
     def _kill_all(self) -> None:
         for pid in self._numbers:
-            _kill(pid)
+            _kill_group(pid)
 
-    def _tell(self, message: Any) -> None:
+    def _send_message(self, message: Any) -> None:
         with suppress(OSError):  # nobody is there: the next order says so
             self._control.send(msgspec.msgpack.encode(message))
 
 
-def _guarded(control: socket.socket) -> int:
+def _fork_guard(control: socket.socket) -> int:
     """The pipe of a new process that ends the groups of all sessions when nobody holds its other
     end, which sessions close when they begin."""
     reads, writes = os.pipe()
@@ -238,17 +240,17 @@ def _guarded(control: socket.socket) -> int:
             (pid,) = _PID.unpack(noted)
             pids = pids | {pid} if pid > 0 else pids - {-pid}
         for pid in pids:
-            _kill(pid)
+            _kill_group(pid)
     finally:
         os._exit(0)
 
 
-def _note(guard: int, pid: int) -> None:
+def _notify_guard(guard: int, pid: int) -> None:
     with suppress(OSError):  # the guard is gone; this process ends sessions as well
         os.write(guard, _PID.pack(pid))
 
 
-def _kill(pid: int) -> None:
+def _kill_group(pid: int) -> None:
     for kill in (os.kill, os.killpg):  # it may not have its group yet
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -268,50 +270,54 @@ def _limit_memory(limit_mb: int) -> None:
 # --- in a session ----------------------------------------------------------------------------
 
 
-def _session(channel: socket.socket, environment: type, path: str) -> None:
+def _serve_session(channel: socket.socket, environment: type, path: str) -> None:
     """Answer requests, one at a time, until there are no more."""
-    session, requests = _Environment(environment, path), channel.makefile("rb")
+    session, requests = _EnvironmentHost(environment, path), channel.makefile("rb")
     while (body := read_frame(requests)) is not None:
-        reply = session.answer(msgspec.msgpack.decode(body, type=Request))
-        channel.sendall(frame(reply))
+        reply = session.handle_request(msgspec.msgpack.decode(body, type=Request))
+        channel.sendall(encode_frame(reply))
 
 
-class _Environment:
+class _EnvironmentHost:
     """The user's object, whose exceptions are answers."""
 
     def __init__(self, environment: type, path: str) -> None:
         self._class, self._path = environment, path
         self._runner: asyncio.Runner | None = None  #: made for the first method that is async
 
-    def answer(self, request: Request) -> Reply:
-        if isinstance(request, Rate):
-            return Rated(self._rated())
+    def handle_request(self, request: Request) -> Reply:
+        if isinstance(request, RewardRequest):
+            return RewardReply(self._compute_reward())
         try:
-            value = self._reset(request) if isinstance(request, Reset) else self._used(request)
+            value = (
+                self._reset(request)
+                if isinstance(request, ResetRequest)
+                else self._call_tool(request)
+            )
         except BaseException as error:  # SystemExit too is the method's own failure
-            return Said(describe(error, self._path), failed=True)
-        return Said(value)
+            return TextReply(describe_error(error, self._path), failed=True)
+        return TextReply(value)
 
-    def _reset(self, request: Reset) -> str | None:
+    def _reset(self, request: ResetRequest) -> str | None:
         random.seed(request.seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(request.seed % (1 << 32))
         self._object = self._class()
         row = request.row
-        columns = {"prompt": row.prompt, **restore(row.columns)}
+        columns = {"prompt": row.prompt, **from_plain(row.columns)}
         reset = getattr(self._object, RESET)
-        said = self._settled(reset(**_accepted(reset, columns)))
+        said = self._await_value(reset(**_select_accepted(reset, columns)))
         return None if said is None else str(said)
 
-    def _used(self, request: Use) -> str:
+    def _call_tool(self, request: ToolRequest) -> str:
         method = getattr(self._object, request.tool)
-        value = self._settled(method(**json.loads(request.arguments)))
+        value = self._await_value(method(**json.loads(request.arguments)))
         return value if isinstance(value, str) else str(value)
 
-    def _rated(self) -> RewardResult:
-        return guarded(lambda: self._settled(getattr(self._object, REWARD)()), self._path)
+    def _compute_reward(self) -> RewardResult:
+        return call_guarded(lambda: self._await_value(getattr(self._object, REWARD)()), self._path)
 
-    def _settled(self, value: Any) -> Any:
+    def _await_value(self, value: Any) -> Any:
         """The value, waited for where the method is async; always on one event loop."""
         if not inspect.isawaitable(value):
             return value
@@ -323,7 +329,7 @@ async def _wait(value: Any) -> Any:
     return await value
 
 
-def _accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
     """The columns that reset names; all with **row."""
     parameters = inspect.signature(reset).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -26,7 +26,7 @@ TEXT_CHARS_MAX = 16_384
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """One call; `refused`: why it is not run."""
 
     tool: str
@@ -42,25 +42,25 @@ class CallParser:
         self._names = [tool["function"]["name"] for tool in tools]
         self._has_own = getattr(tokenizer, "response_template", None) is not None
 
-    def calls(self, ids: Sequence[int], before: Sequence[int]) -> list[Call]:
+    def parse_calls(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         """The calls in the turn `ids`, which followed the ids `before`."""
-        found = self._by_tokenizer(ids, before) if self._has_own else self._tagged(ids)
-        return [self._checked(call, i) for i, call in enumerate(found)]
+        found = self._by_tokenizer(ids, before) if self._has_own else self._parse_tagged(ids)
+        return [self._check_call(call, i) for i, call in enumerate(found)]
 
-    def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[Call]:
+    def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         try:
             message = self._tokenizer.parse_response(
                 list(ids), prefix=list(before), tools=list(self._tools)
             )
         except Exception as error:  # of the template's own kinds, by what the policy wrote
-            return [Call("", {}, f"the response cannot be read: {_first_line(error)}")]
-        return [_call(call.get("function", call)) for call in message.get("tool_calls") or []]
+            return [ToolCall("", {}, f"the response cannot be read: {_first_line(error)}")]
+        return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
 
-    def _tagged(self, ids: Sequence[int]) -> list[Call]:
+    def _parse_tagged(self, ids: Sequence[int]) -> list[ToolCall]:
         text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
         return [_tagged_call(*found.groups()) for found in _TAGGED.finditer(text)]
 
-    def _checked(self, call: Call, index: int) -> Call:
+    def _check_call(self, call: ToolCall, index: int) -> ToolCall:
         if call.refused:
             return call
         if call.tool not in self._names:
@@ -74,19 +74,19 @@ class CallParser:
         return call
 
 
-def _tagged_call(body: str, end: str) -> Call:
+def _tagged_call(body: str, end: str) -> ToolCall:
     if not end:
-        return Call("", {}, "the call has no end </tool_call>")
+        return ToolCall("", {}, "the call has no end </tool_call>")
     try:
-        return _call(json.loads(body))
+        return _make_call(json.loads(body))
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is not valid JSON: {_first_line(error)}")
+        return ToolCall("", {}, f"the call is not valid JSON: {_first_line(error)}")
 
 
-def _call(value: Any) -> Call:
+def _make_call(value: Any) -> ToolCall:
     """A call from its parts, whatever these are."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Call("", {}, "the call is no object with a name and arguments")
+        return ToolCall("", {}, "the call is no object with a name and arguments")
     arguments = value.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -94,8 +94,8 @@ def _call(value: Any) -> Call:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return Call(value["name"], {}, "the arguments of the call are no JSON object")
-    return Call(value["name"], arguments)
+        return ToolCall(value["name"], {}, "the arguments of the call are no JSON object")
+    return ToolCall(value["name"], arguments)
 
 
 def _first_line(error: BaseException) -> str:

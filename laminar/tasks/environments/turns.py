@@ -65,14 +65,14 @@ class TurnCall(NamedTuple):
     seconds: float = 0.0  #: that the calls of the turns before took
 
 
-class GoesOn(NamedTuple):
+class NextTurn(NamedTuple):
     """The model takes another turn."""
 
     context: tuple[int, ...]  #: what it reads before; at least one, at most `room`
     effects: tuple[Effect, ...] = ()  #: of this turn, each with its end
 
 
-class Done(NamedTuple):
+class TrajectoryDone(NamedTuple):
     """The trajectory has ended with this turn."""
 
     result: RewardResult | None  #: None: the reward functions score `text`

@@ -25,10 +25,10 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.names.process_end import how_it_ended
+from laminar.names.process_end import describe_exit
 from laminar.run.isolated_process import run_isolated
-from laminar.tasks.rewards.results import listed
-from laminar.tasks.rewards.user_function import LOAD_S, import_file
+from laminar.tasks.rewards.results import format_names
+from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, import_file
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
 RESET, REWARD = "reset", "get_reward"
@@ -36,7 +36,7 @@ NOT_TOOLS = (RESET, REWARD)
 Schemas = Sequence[dict[str, Any]]
 
 
-class Declared(msgspec.Struct):
+class ClassDeclaration(msgspec.Struct):
     """What the class declares."""
 
     tools: str = ""  #: the JSON schemas
@@ -54,12 +54,13 @@ def load_class(path: str, name: str) -> type:
     }
     if not name and len(own) != 1:
         raise ConfigError(
-            f"env.path = {path!r} has the public classes {listed(own)}; name the environment by "
+            f"env.path = {path!r} has the public classes {format_names(own)}; name the "
+            "environment by "
             "env.name"
         )
     found = getattr(module, name, None) if name else next(iter(own.values()))
     if not inspect.isclass(found):
-        raise ConfigError(f"env.name = {name!r} is no class of {path}; it has {listed(own)}")
+        raise ConfigError(f"env.name = {name!r} is no class of {path}; it has {format_names(own)}")
     _check_class(found, path)
     return found
 
@@ -95,7 +96,7 @@ def tool_names(found: type) -> list[str]:
     ]
 
 
-def declared(env: EnvConfig, limit_s: float = LOAD_S) -> Declared:
+def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> ClassDeclaration:
     """What the class declares, from a process that the user's file may hang or end; ConfigError."""
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
     try:
@@ -107,22 +108,22 @@ def declared(env: EnvConfig, limit_s: float = LOAD_S) -> Declared:
         ) from None
     if not said:
         raise ConfigError(
-            f"env.path = {env.path!r} ends the process that imports it ({how_it_ended(code)}); "
+            f"env.path = {env.path!r} ends the process that imports it ({describe_exit(code)}); "
             "a file with an environment must not end its process"
         )
-    found = msgspec.json.decode(said, type=Declared)
+    found = msgspec.json.decode(said, type=ClassDeclaration)
     if found.refused:
         raise ConfigError(found.refused)
     return found
 
 
-def tools_of(env: EnvConfig) -> Schemas:
+def decode_tools(env: EnvConfig) -> Schemas:
     """The schemas that were made when the run started; none without an environment."""
     schemas: Schemas = msgspec.json.decode(env.tools) if env.tools else []
     return schemas
 
 
-def schemas_of(found: type, path: str) -> Schemas:
+def build_schemas(found: type, path: str) -> Schemas:
     """One JSON schema for each tool, from its docstring and types; raises ConfigError."""
     from transformers.utils.chat_template_utils import get_json_schema  # seconds to import
 
@@ -146,10 +147,10 @@ def main(path: str, name: str, *permission: str) -> None:
     permit_unsafe(bool(permission))
     try:
         found = load_class(path, name)
-        tools = msgspec.json.encode(schemas_of(found, path)).decode()
-        said = Declared(tools, has_reward(found))
+        tools = msgspec.json.encode(build_schemas(found, path)).decode()
+        said = ClassDeclaration(tools, has_reward(found))
     except ConfigError as error:
-        said = Declared(refused=str(error))
+        said = ClassDeclaration(refused=str(error))
     os.write(out, msgspec.json.encode(said))
     os._exit(0)  # threads of the file need not end
 

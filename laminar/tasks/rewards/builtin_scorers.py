@@ -24,7 +24,7 @@ def dataset_scorer(spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
 
 def exact_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
     def score(row: PromptRow, text: str) -> float:
-        tagged = _tagged_answer(text)
+        tagged = _find_tagged_answer(text)
         answer = text if tagged is None else tagged
         return float(answer.strip() == str(row.ground_truth).strip())
 
@@ -54,7 +54,7 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
         gold = parse(_math_text(str(row.ground_truth)))
         if not gold:
             raise ValueError(f"the ground truth {row.ground_truth!r} is no mathematical answer")
-        tagged = _tagged_answer(text)
+        tagged = _find_tagged_answer(text)
         try:
             found = parse(text if tagged is None else _math_text(tagged), raise_on_error=True)
         except TimeoutException:
@@ -73,6 +73,6 @@ def _math_text(answer: str) -> str:
     return answer if marked else f"\\boxed{{{answer}}}"
 
 
-def _tagged_answer(text: str) -> str | None:
+def _find_tagged_answer(text: str) -> str | None:
     found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     return found[-1] if found else None

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from laminar.run.user_file import DETAIL_CHARS, describe
+from laminar.run.user_file import DETAIL_CHARS, describe_error
 from laminar.tasks.data.prompts import PromptRow
 
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
 """It raised; ran too long; gave something else than a finite number; as a group function, gave no
 list with an entry for each response. Such a response gets `reward.error_score`."""
-RIGHT = 1.0
+FULL_SCORE = 1.0
 """Several datasets give partial credit to wrong answers: right means the full score."""
 EXTRAS_MAX = 32
 """Names beside one score, the first ones: each is a metric."""
@@ -79,27 +79,27 @@ class RewardResult(msgspec.Struct, frozen=True):
 Scorer = Callable[[RewardCall], list[RewardResult]]
 
 
-def is_right(score: float, *, truncated: bool) -> bool:
+def is_correct(score: float, *, truncated: bool) -> bool:
     """The full score, for an answer that came to its end: one that was cut off is wrong."""
-    return score >= RIGHT and not truncated
+    return score >= FULL_SCORE and not truncated
 
 
-def guarded(score: Callable[[], Any], path: str) -> RewardResult:
+def call_guarded(score: Callable[[], Any], path: str) -> RewardResult:
     """Call a function of the file `path`; whatever it raises is an error of this response."""
     try:
-        return result_of(score())
+        return parse_result(score())
     except BaseException as error:  # SystemExit too is the function's own failure
-        return RewardResult(None, "error", describe(error, path))
+        return RewardResult(None, "error", describe_error(error, path))
 
 
-def scored(result: RewardResult, error_score: float) -> RewardResult:
+def apply_error_score(result: RewardResult, error_score: float) -> RewardResult:
     """The result, with the score that a failure gets."""
     if result.reason in FAILURES:
         return msgspec.structs.replace(result, score=error_score)
     return result
 
 
-def result_of(value: Any) -> RewardResult:
+def parse_result(value: Any) -> RewardResult:
     """A function's return value as a result; what is no finite number is never made one."""
     extras: Extras = {}
     if isinstance(value, RewardResult):
@@ -108,13 +108,13 @@ def result_of(value: Any) -> RewardResult:
         value = {**value[1], "score": value[0]}
     if isinstance(value, Mapping):
         if "score" not in value:
-            detail = f"returned a dict without score: {listed(value)}"
+            detail = f"returned a dict without score: {format_names(value)}"
             return RewardResult(None, "not-a-number", detail[:DETAIL_CHARS])
-        extras = extras_in({k: v for k, v in value.items() if k != "score"})
+        extras = select_extras({k: v for k, v in value.items() if k != "score"})
         value = value["score"]
     if value is None:
         return RewardResult(None, "unscored", "", extras)
-    score = _number(value)
+    score = _to_number(value)
     if score is None:
         shown = reprlib.repr(value)
         detail = f"returned {shown} ({type(value).__name__}), which is not a finite number"
@@ -122,7 +122,7 @@ def result_of(value: Any) -> RewardResult:
     return RewardResult(score, "ok", "", extras)
 
 
-def combined(
+def combine_results(
     functions: Sequence[FunctionSpec], found: Sequence[Sequence[RewardResult]]
 ) -> list[RewardResult]:
     """One result for each response: the weighted sum of what every function found for it.
@@ -130,11 +130,11 @@ def combined(
     A function that does not apply (it gave None) is left out of the sum; where none applies there
     is no score. Where one fails, the sum is unknown: the answer has failed.
     """
-    return [_sum(functions, parts) for parts in zip(*found, strict=True)]
+    return [_sum_results(functions, parts) for parts in zip(*found, strict=True)]
 
 
-def _sum(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> RewardResult:
-    extras, named = _all_extras(functions, parts), len(functions) > 1
+def _sum_results(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> RewardResult:
+    extras, named = _merge_extras(functions, parts), len(functions) > 1
     scores = []
     for function, part in zip(functions, parts, strict=True):
         if part.reason in FAILURES:
@@ -151,7 +151,7 @@ def _sum(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Re
     return RewardResult(total, "ok", "", extras)
 
 
-def _all_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Extras:
+def _merge_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Extras:
     """The extras of several functions: each one's score, and what it gave besides, by its label."""
     if len(functions) == 1:
         return parts[0].extras
@@ -160,10 +160,10 @@ def _all_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]
         found |= {function.label: part.score} if part.score is not None else {}
     for function, part in zip(functions, parts, strict=True):
         found |= {f"{function.label}/{name}": value for name, value in part.extras.items()}
-    return extras_in(found)
+    return select_extras(found)
 
 
-def _number(value: Any) -> float | None:
+def _to_number(value: Any) -> float | None:
     """A finite number as a float, else None; so is an array or a tensor of one entry."""
     shape = getattr(value, "shape", None)
     if not isinstance(value, numbers.Real) and shape is not None and math.prod(shape) == 1:
@@ -175,23 +175,23 @@ def _number(value: Any) -> float | None:
     return float(value) if finite else None
 
 
-def extras_in(values: Mapping[str, Any]) -> Extras:
+def select_extras(values: Mapping[str, Any]) -> Extras:
     """The entries worth keeping: numbers as floats, text cut short (verl's `pred`); the first ones.
 
     Nothing else is: a list or a tensor beside a score is neither a metric nor quickly read.
     """
     found: Extras = {}
     for name, value in values.items():
-        kept = value[:TEXT_CHARS] if isinstance(value, str) else _number(value)
+        kept = value[:TEXT_CHARS] if isinstance(value, str) else _to_number(value)
         if kept is not None and len(found) < EXTRAS_MAX:
             found[str(name)[:NAME_CHARS]] = kept
     return found
 
 
-def numbers_of(extras: Extras) -> dict[str, float]:
+def select_numbers(extras: Extras) -> dict[str, float]:
     """The extras that can be a metric."""
     return {name: value for name, value in extras.items() if not isinstance(value, str)}
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from laminar.config import Config, ConfigError, WeightedFunctionConfig
-from laminar.tasks.data.prompts import ANSWER_KEYS, PromptRow, columns_of, restore
+from laminar.tasks.data.prompts import ANSWER_KEYS, PromptRow, columns_of, from_plain
 from laminar.tasks.rewards.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
 from laminar.tasks.rewards.results import (
     FunctionSpec,
@@ -29,13 +29,13 @@ from laminar.tasks.rewards.results import (
     RewardResult,
     RewardSpec,
     Scorer,
-    combined,
-    guarded,
+    call_guarded,
+    combine_results,
 )
 from laminar.tasks.rewards.user_function import (
     check_arguments,
     custom_spec,
-    load_in_silence,
+    load_quietly,
     open_function,
 )
 
@@ -45,8 +45,8 @@ BUILT_IN = {"dataset": dataset_scorer, "math": math_scorer, "exact": exact_score
 def reward_spec(config: Config) -> RewardSpec:
     """Resolve the reward section; imports the user's files; raises ConfigError."""
     listed = config.reward.functions or [_the_only(config)]
-    functions = _labelled([_function(config, entry) for entry in listed])
-    return RewardSpec(scope=_scope(config.reward.scope, functions), functions=functions)
+    functions = _label_functions([_resolve_function(config, entry) for entry in listed])
+    return RewardSpec(scope=_choose_scope(config.reward.scope, functions), functions=functions)
 
 
 def _the_only(config: Config) -> WeightedFunctionConfig:
@@ -64,7 +64,7 @@ def _the_only(config: Config) -> WeightedFunctionConfig:
     return WeightedFunctionConfig(name=kind)
 
 
-def _function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
+def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
     """One function; without a path it is a scorer that comes with it."""
     if entry.path:
         return msgspec.structs.replace(custom_spec(entry.path, entry.name), weight=entry.weight)
@@ -86,7 +86,7 @@ def _function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
     )
 
 
-def _labelled(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
+def _label_functions(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
     """Each with its name; where two files have functions of one name, with the file's before it."""
     names = Counter(function.name for function in functions)
     found = [
@@ -104,11 +104,11 @@ def _labelled(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
     return found
 
 
-def _scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
+def _choose_scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
     """The scope of one call: a function for whole groups makes all of them get a group."""
     takes_groups = any(function.style == "group" for function in functions)
     if asked == "group" and not takes_groups:
-        names = ", ".join(map(described, functions))
+        names = ", ".join(map(describe_function, functions))
         raise ConfigError(
             f"reward.scope = 'group' needs a function that takes completions, but {names} scores "
             "one response at a time; set reward.scope = 'auto'"
@@ -116,7 +116,7 @@ def _scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
     return asked if asked != "auto" else "group" if takes_groups else "trajectory"
 
 
-def described(function: FunctionSpec) -> str:
+def describe_function(function: FunctionSpec) -> str:
     """The function as a user knows it."""
     if function.kind == "custom":
         return f"{function.name} of {function.path}"
@@ -128,12 +128,12 @@ def described(function: FunctionSpec) -> str:
 def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
     """Raise ConfigError for a row that one of the functions could never score."""
     loaded = [
-        load_in_silence(f.path, f.name)[1] if f.kind == "custom" else None for f in spec.functions
+        load_quietly(f.path, f.name)[1] if f.kind == "custom" else None for f in spec.functions
     ]
     for row in rows:
         for function, custom in zip(spec.functions, loaded, strict=True):
             if custom is not None:
-                check_arguments(function, custom, _restored(row))
+                check_arguments(function, custom, _restore_row(row))
             else:
                 _check_row(function, row)
 
@@ -149,7 +149,8 @@ def _check_row(function: FunctionSpec, row: PromptRow) -> None:
     if row.ground_truth is None:
         raise ConfigError(
             f"row {row.index} of {row.data_source} has no answer ({columns_of(row)}), and "
-            f"{described(function)} compares with one: name its column by data.answer_key; without "
+            f"{describe_function(function)} compares with one: name its column by "
+            "data.answer_key; without "
             f"it {', '.join(ANSWER_KEYS)} are looked for"
         )
     if not _is_answer(row.ground_truth):
@@ -168,23 +169,23 @@ def open_scorer(spec: RewardSpec) -> Scorer:
 
     The scorer runs in the main thread of its process: math-verify ends a long parse by SIGALRM.
     """
-    scorers = [_opened(function) for function in spec.functions]
+    scorers = [_open_single_scorer(function) for function in spec.functions]
 
     def score(call: RewardCall) -> list[RewardResult]:
-        call = RewardCall(_restored(call.row), call.completions, call.step)
-        return combined(spec.functions, [scorer(call) for scorer in scorers])
+        call = RewardCall(_restore_row(call.row), call.completions, call.step)
+        return combine_results(spec.functions, [scorer(call) for scorer in scorers])
 
     return score
 
 
-def _opened(function: FunctionSpec) -> Scorer:
+def _open_single_scorer(function: FunctionSpec) -> Scorer:
     if function.kind == "custom":
         return open_function(function)
     score_text = BUILT_IN[function.kind](function)
     return lambda call: [
-        guarded(partial(score_text, call.row, text), "") for text, _ in call.completions
+        call_guarded(partial(score_text, call.row, text), "") for text, _ in call.completions
     ]
 
 
-def _restored(row: PromptRow) -> PromptRow:
-    return replace(row, ground_truth=restore(row.ground_truth), columns=restore(row.columns))
+def _restore_row(row: PromptRow) -> PromptRow:
+    return replace(row, ground_truth=from_plain(row.ground_truth), columns=from_plain(row.columns))

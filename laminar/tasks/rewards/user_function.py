@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from laminar.config import ConfigError
-from laminar.run.user_file import describe
+from laminar.run.user_file import describe_error
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import (
     Extras,
@@ -31,15 +31,15 @@ from laminar.tasks.rewards.results import (
     RewardCall,
     RewardResult,
     Scorer,
-    extras_in,
-    guarded,
-    listed,
-    result_of,
+    call_guarded,
+    format_names,
+    parse_result,
+    select_extras,
 )
 
 Function = Callable[..., Any]
 
-LOAD_S = 120.0
+IMPORT_TIMEOUT_S = 120.0
 """How long the import of a user's file may take."""
 
 #: The style that a parameter name shows; the first of these that a function has decides.
@@ -57,12 +57,12 @@ MARKERS = {
 
 def custom_spec(path: str, name: str) -> FunctionSpec:
     """The spec of the function `name` in the file, or of its only one; raises ConfigError."""
-    name, function = load_in_silence(path, name)
-    style = _style(function, f"{name} of {path}")
+    name, function = load_quietly(path, name)
+    style = _detect_style(function, f"{name} of {path}")
     return FunctionSpec(kind="custom", style=style, path=str(Path(path).resolve()), name=name)
 
 
-def load_in_silence(path: str, name: str) -> tuple[str, Function]:
+def load_quietly(path: str, name: str) -> tuple[str, Function]:
     """load_function outside of a worker: what the file prints, it prints there again, for a log."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return load_function(path, name)
@@ -71,20 +71,20 @@ def load_in_silence(path: str, name: str) -> tuple[str, Function]:
 def load_function(path: str, name: str) -> tuple[str, Function]:
     """Import a Python file and find the function in it (and its name); raises ConfigError."""
     module = import_file(Path(path))
-    public = _public(module)
+    public = _find_public(module)
     if not name:
-        name = _the_function(path, public)
+        name = _choose_function(path, public)
     function = getattr(module, name, None)
     if inspect.isclass(function):
         raise ConfigError(
             f"{name} in {path} is a class; name a function, or an object that the file makes of it"
         )
     if not callable(function):
-        raise ConfigError(f"{path} has no function {name!r}; it has {listed(public)}")
+        raise ConfigError(f"{path} has no function {name!r}; it has {format_names(public)}")
     return name, function
 
 
-def _the_function(path: str, public: dict[str, Function]) -> str:
+def _choose_function(path: str, public: dict[str, Function]) -> str:
     """The name of the function that is meant where none is given."""
     if "compute_score" in public:
         return "compute_score"
@@ -96,19 +96,19 @@ def _the_function(path: str, public: dict[str, Function]) -> str:
             "compute_score(data_source, solution_str, ground_truth, extra_info)"
         )
     raise ConfigError(
-        f"{path} has the public functions {listed(public)}; name one of them in "
+        f"{path} has the public functions {format_names(public)}; name one of them in "
         "reward.custom_reward_function.name, or in its entry of reward.functions"
     )
 
 
-def _style(function: Function, where: str) -> str:
+def _detect_style(function: Function, where: str) -> str:
     names = inspect.signature(function).parameters
     for marker, style in MARKERS.items():
         if marker in names:
             return style
     trace = "; the trace of a verifiers Task is not supported" if "trace" in names else ""
     raise ConfigError(
-        f"the parameters of {where} are {listed(names)}; it needs solution_str (verl), "
+        f"the parameters of {where} are {format_names(names)}; it needs solution_str (verl), "
         "completions (TRL, all siblings in one call) or completion (a Rubric of verifiers, its old "
         f"style){trace}"
     )
@@ -137,11 +137,11 @@ def import_file(
     except ConfigError:  # a sandbox that the file asks for
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} does not import: {describe(error, str(path))}") from None
+        raise ConfigError(f"{path} does not import: {describe_error(error, str(path))}") from None
     return module
 
 
-def _public(module: ModuleType) -> dict[str, Function]:
+def _find_public(module: ModuleType) -> dict[str, Function]:
     """The functions that the file itself defines, in its order; without one, its objects that can
     be called."""
     found = {
@@ -160,13 +160,17 @@ def _public(module: ModuleType) -> dict[str, Function]:
 def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> None:
     """Raise ConfigError if the function cannot be called with what a row has."""
     call = RewardCall(row, [("", [])])
-    offered = _group_values(call, _Log(1)) if spec.style == "group" else _values(spec.style, call)
+    offered = (
+        _group_values(call, _MetricLog(1))
+        if spec.style == "group"
+        else _make_values(spec.style, call)
+    )
     try:
-        inspect.signature(function).bind(**_accepted(function, offered))
+        inspect.signature(function).bind(**_select_accepted(function, offered))
     except TypeError as error:
         raise ConfigError(
             f"{spec.name} of {spec.path} cannot be called for row {row.index} of "
-            f"{row.data_source}: {error}; it can have {listed(offered)}"
+            f"{row.data_source}: {error}; it can have {format_names(offered)}"
         ) from None
 
 
@@ -177,11 +181,11 @@ def open_function(spec: FunctionSpec) -> Scorer:
     """The scorer of a user's function; raises ConfigError."""
     _, function = load_function(spec.path, spec.name)
     score = _score_group if spec.style == "group" else _score_one
-    settle = _Settle()
+    settle = _Awaiter()
     return lambda call: score(spec, function, settle, call)
 
 
-class _Settle:
+class _Awaiter:
     """Waits for the result of an async function, always on the same event loop.
 
     One loop for the worker's life, because clients (HTTP sessions) belong to the loop they met.
@@ -198,35 +202,38 @@ class _Settle:
 
 
 def _score_one(
-    spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
+    spec: FunctionSpec, function: Function, settle: _Awaiter, call: RewardCall
 ) -> list[RewardResult]:
     def score(completion: tuple[str, list[int]]) -> Any:
         alone = RewardCall(call.row, [completion], call.step)
-        return settle(function(**_accepted(function, _values(spec.style, alone))))
+        return settle(function(**_select_accepted(function, _make_values(spec.style, alone))))
 
-    return [guarded(partial(score, one), spec.path) for one in call.completions]
+    return [call_guarded(partial(score, one), spec.path) for one in call.completions]
 
 
 def _score_group(
-    spec: FunctionSpec, function: Function, settle: _Settle, call: RewardCall
+    spec: FunctionSpec, function: Function, settle: _Awaiter, call: RewardCall
 ) -> list[RewardResult]:
-    count, log = len(call.completions), _Log(len(call.completions))
-    offered = _accepted(function, _group_values(call, log))
+    count, log = len(call.completions), _MetricLog(len(call.completions))
+    offered = _select_accepted(function, _group_values(call, log))
     try:
-        scores = _unpacked(settle(function(**offered)))
+        scores = _unpack_scores(settle(function(**offered)))
     except BaseException as error:  # SystemExit too is the function's own failure
-        return [RewardResult(None, "error", describe(error, spec.path))] * count
+        return [RewardResult(None, "error", describe_error(error, spec.path))] * count
     if not isinstance(scores, list | tuple) or len(scores) != count:
-        detail = f"returned {_shape(scores)} for {count} completions, not a list of {count} scores"
+        detail = (
+            f"returned {_describe_shape(scores)} for {count} completions, "
+            f"not a list of {count} scores"
+        )
         return [RewardResult(None, "wrong-length", detail)] * count
-    results = [guarded(partial(result_of, score), spec.path) for score in scores]
+    results = [call_guarded(partial(parse_result, score), spec.path) for score in scores]
     return [
-        RewardResult(r.score, r.reason, r.detail, extras_in({**r.extras, **extras}))
+        RewardResult(r.score, r.reason, r.detail, select_extras({**r.extras, **extras}))
         for r, extras in zip(results, log.extras, strict=True)
     ]
 
 
-def _unpacked(scores: Any) -> Any:
+def _unpack_scores(scores: Any) -> Any:
     """An array or a tensor with an entry for each sibling, in one row or one column, as a list."""
     shape = tuple(getattr(scores, "shape", ()))
     if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
@@ -234,27 +241,27 @@ def _unpacked(scores: Any) -> Any:
     return scores
 
 
-def _shape(value: Any) -> str:
+def _describe_shape(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
     return f"a {type(value).__name__}{size}"
 
 
-class _Log:
+class _MetricLog:
     """TRL's log_metric(name, value) and log_extra(column, values) of one call."""
 
     def __init__(self, count: int) -> None:
         self.extras: list[Extras] = [{} for _ in range(count)]
 
-    def metric(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         for extras in self.extras:
-            extras.update(extras_in({name: value}))
+            extras.update(select_extras({name: value}))
 
-    def extra(self, column: str, values: list[Any]) -> None:
+    def log_extra(self, column: str, values: list[Any]) -> None:
         for extras, value in zip(self.extras, values, strict=True):
-            extras.update(extras_in({column: value}))
+            extras.update(select_extras({column: value}))
 
 
-def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
     """What the function declares, everything when it has **kwargs; what a partial has, it keeps."""
     if isinstance(function, partial):
         offered = {n: value for n, value in offered.items() if n not in function.keywords}
@@ -264,7 +271,7 @@ def _accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def _values(style: str, call: RewardCall) -> dict[str, Any]:
+def _make_values(style: str, call: RewardCall) -> dict[str, Any]:
     """What a function for one response can ask for by name."""
     row, (text, ids) = call.row, call.completions[0]
     if style == "verl":
@@ -274,26 +281,26 @@ def _values(style: str, call: RewardCall) -> dict[str, Any]:
             "ground_truth": row.ground_truth,
             "extra_info": row.columns.get("extra_info", row.columns),
         }
-    common = {**_row_values(row), "prompt": row.prompt, "completion": _message(row, text)}
+    common = {**_row_values(row), "prompt": row.prompt, "completion": _make_message(row, text)}
     names = ("prompt", "completion", "answer", "info", "task")
     return {**common, "completion_ids": ids, "state": {name: common[name] for name in names}}
 
 
-def _group_values(call: RewardCall, log: _Log) -> dict[str, Any]:
+def _group_values(call: RewardCall, log: _MetricLog) -> dict[str, Any]:
     """What a function for all siblings can ask for: lists with one entry per sibling."""
     row, count = call.row, len(call.completions)
     alone = [RewardCall(row, [completion], call.step) for completion in call.completions]
-    states = [_values("single", one)["state"] for one in alone]
+    states = [_make_values("single", one)["state"] for one in alone]
     return {
         "states": states,
         **{f"{name}s": [state[name] for state in states] for name in ("answer", "info", "task")},
         **{name: [value] * count for name, value in _row_values(row).items()},
         "prompts": [row.prompt] * count,
-        "completions": [_message(row, text) for text, _ in call.completions],
+        "completions": [_make_message(row, text) for text, _ in call.completions],
         "completion_ids": [ids for _, ids in call.completions],
         "trainer_state": SimpleNamespace(global_step=call.step),
-        "log_extra": log.extra,
-        "log_metric": log.metric,
+        "log_extra": log.log_extra,
+        "log_metric": log.log_metric,
     }
 
 
@@ -309,6 +316,6 @@ def _row_values(row: PromptRow) -> dict[str, Any]:
     }
 
 
-def _message(row: PromptRow, text: str) -> str | list[dict[str, str]]:
+def _make_message(row: PromptRow, text: str) -> str | list[dict[str, str]]:
     """A completion in the form of its prompt: messages for messages, text for text."""
     return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]

@@ -26,8 +26,8 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.run.fail_points import RUN_VARIABLE, FailPoints
-from laminar.run.user_file import describe
-from laminar.tasks.pipe_frames import frame, read_frame
+from laminar.run.user_file import describe_error
+from laminar.tasks.pipe_frames import encode_frame, read_frame
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec
 from laminar.tasks.rewards.reward_functions import open_scorer
 
@@ -35,60 +35,62 @@ STACK_SIGNAL = signal.SIGUSR1
 END_GRACE_S = 1.0  #: from the end of stdin to the kill, so that an idle worker ends by itself
 
 
-class Start(msgspec.Struct, tag="start"):
+class WorkerStart(msgspec.Struct, tag="start"):
     spec: RewardSpec
     limit_s: float  #: a call that runs longer has lost its parent, which would have killed it
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class WorkerReady(msgspec.Struct, tag="ready"):
     """The scorer is open."""
 
 
-class Refused(msgspec.Struct, tag="refused"):
+class WorkerRefused(msgspec.Struct, tag="refused"):
     """The scorer cannot be opened."""
 
     reason: str
 
 
-class Scored(msgspec.Struct, tag="scored"):
+class CallScored(msgspec.Struct, tag="scored"):
     results: list[RewardResult]
 
 
-Reply = Ready | Refused | Scored
+Reply = WorkerReady | WorkerRefused | CallScored
 
 
 def main() -> None:
     requests, replies = _take_channel()
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, inbox), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(requests, inbox), daemon=True).start()
     body = inbox.get()
     if body is not None:
-        _serve(msgspec.msgpack.decode(body, type=Start), inbox, replies)
+        _serve_calls(msgspec.msgpack.decode(body, type=WorkerStart), inbox, replies)
 
 
-def _serve(start: Start, inbox: queue.SimpleQueue[bytes | None], replies: BinaryIO) -> None:
+def _serve_calls(
+    start: WorkerStart, inbox: queue.SimpleQueue[bytes | None], replies: BinaryIO
+) -> None:
     def send(reply: Reply) -> None:
-        replies.write(frame(reply))
+        replies.write(encode_frame(reply))
         replies.flush()
 
     try:
         scorer = open_scorer(start.spec)
     except ConfigError as error:
-        return send(Refused(str(error)))
+        return send(WorkerRefused(str(error)))
     except BaseException as error:  # whatever it is, the parent shall be able to show it
         kinds = ", ".join(function.kind for function in start.spec.functions)
-        return send(Refused(f"the {kinds} scorer does not load: {describe(error, '')}"))
+        return send(WorkerRefused(f"the {kinds} scorer does not load: {describe_error(error, '')}"))
     faulthandler.register(STACK_SIGNAL, all_threads=False)  # after imports, which might take it
     points = FailPoints(Path(run_dir) if (run_dir := os.environ.get(RUN_VARIABLE)) else None)
-    send(Ready())
+    send(WorkerReady())
     while (body := inbox.get()) is not None:
         call = msgspec.msgpack.decode(body, type=RewardCall)
         faulthandler.dump_traceback_later(start.limit_s, exit=True)
-        points.reached("reward-call")
+        points.hit_failpoint("reward-call")
         results = scorer(call)
-        points.reached("reward-scored")
+        points.hit_failpoint("reward-scored")
         faulthandler.cancel_dump_traceback_later()
-        send(Scored(results))
+        send(CallScored(results))
 
 
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:
@@ -101,7 +103,7 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _read(requests: BinaryIO, inbox: queue.SimpleQueue[bytes | None]) -> None:
+def _read_requests(requests: BinaryIO, inbox: queue.SimpleQueue[bytes | None]) -> None:
     """Frames to the inbox; at the end of stdin the whole process group goes, whatever runs."""
     while (body := read_frame(requests)) is not None:
         inbox.put(body)

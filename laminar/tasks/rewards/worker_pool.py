@@ -26,21 +26,21 @@ from typing import cast
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.tasks.pipe_frames import LENGTH, frame
+from laminar.tasks.pipe_frames import LENGTH, encode_frame
 from laminar.tasks.rewards.results import (
     RewardCall,
     RewardResult,
     RewardSpec,
     RewardWorkerLost,
-    scored,
+    apply_error_score,
 )
-from laminar.tasks.rewards.user_function import LOAD_S
+from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 from laminar.tasks.rewards.worker import (
     STACK_SIGNAL,
-    Ready,
-    Refused,
-    Scored,
-    Start,
+    CallScored,
+    WorkerReady,
+    WorkerRefused,
+    WorkerStart,
 )
 
 LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
@@ -66,7 +66,7 @@ class RewardPool:
         timeout_s: float = 30.0,
         error_score: float = 0.0,
         max_retries: int = 2,
-        start_timeout_s: float = LOAD_S,
+        start_timeout_s: float = IMPORT_TIMEOUT_S,
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:
@@ -81,7 +81,7 @@ class RewardPool:
         self._attempts, self._start_timeout_s = 1 + max_retries, start_timeout_s
         self._env = {**os.environ, **(env or {})}
         self._on_output = on_output
-        self._start = frame(Start(spec, limit_s=2 * timeout_s + REAP_S))
+        self._start = encode_frame(WorkerStart(spec, limit_s=2 * timeout_s + REAP_S))
         self._open = False
         self._workers: list[_Worker | None] = [None] * workers
         self._free = list(range(workers))  # slots
@@ -92,16 +92,16 @@ class RewardPool:
 
         Raises ConfigError when the scorer does not load, RewardWorkerLost when a worker dies first.
         """
-        found = await asyncio.gather(*map(self._ready, self._free), return_exceptions=True)
+        found = await asyncio.gather(*map(self._ensure_worker, self._free), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException):
                 await self.close()
-                if isinstance(error, _Died):
+                if isinstance(error, _WorkerDied):
                     raise RewardWorkerLost(f"a reward worker could not start: {error}")
                 raise error
         self._open = True
 
-    async def score(self, call: RewardCall) -> list[RewardResult]:
+    async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         """One result per completion, in order; raises RewardWorkerLost.
 
         With scope trajectory each completion is a call of its own, with its own time limit.
@@ -109,7 +109,7 @@ class RewardPool:
         calls = [call]
         if self._spec.scope == "trajectory":
             calls = [RewardCall(call.row, [one], call.step) for one in call.completions]
-        parts = await asyncio.gather(*map(self._score, calls))
+        parts = await asyncio.gather(*map(self._score_call, calls))
         return [result for part in parts for result in part]
 
     async def close(self) -> None:
@@ -117,44 +117,47 @@ class RewardPool:
         self._open = False
         await asyncio.gather(*(worker.close() for worker in self._workers if worker))
         await asyncio.gather(*(self._turn.acquire() for _ in self._workers))  # the last to come
-        await asyncio.gather(*map(self._drop, self._free))
+        await asyncio.gather(*map(self._drop_worker, self._free))
         for _ in self._workers:
             self._turn.release()
 
-    async def _score(self, call: RewardCall) -> list[RewardResult]:
+    async def _score_call(self, call: RewardCall) -> list[RewardResult]:
         self._check_open()
         async with self._turn:
             slot = self._free.pop()
             try:
-                return await self._run(slot, call)
+                return await self._run_call(slot, call)
             except BaseException:
-                await self._drop(slot)  # what it answers later must not reach the next call
+                await self._drop_worker(slot)  # what it answers later must not reach the next call
                 raise
             finally:
                 self._free.append(slot)
 
-    async def _run(self, slot: int, call: RewardCall) -> list[RewardResult]:
-        request, reason = frame(call), ""
+    async def _run_call(self, slot: int, call: RewardCall) -> list[RewardResult]:
+        request, reason = encode_frame(call), ""
         for attempt in range(1, self._attempts + 1):
             self._check_open()
             try:
-                worker = await self._ready(slot)
+                worker = await self._ensure_worker(slot)
                 self._check_open()
-                body = await worker.exchange(request, self._timeout_s)
+                body = await worker.exchange_frames(request, self._timeout_s)
                 if body is None:
                     body = await worker.last_words()
-            except (_Died, ConfigError) as error:  # ConfigError: the file has changed since start
+            except (
+                _WorkerDied,
+                ConfigError,
+            ) as error:  # ConfigError: the file has changed since start
                 self.workers_lost += 1
-                await self._drop(slot)
+                await self._drop_worker(slot)
                 reason = f"the reward worker was lost {attempt} times, the last time: {error}"
                 continue
             if body is None:
                 self.workers_killed += 1
-                await self._drop(slot)
+                await self._drop_worker(slot)
                 detail = f"no result within {self._timeout_s:g} s"
                 return [RewardResult(self._error_score, "timeout", detail)] * len(call.completions)
-            reply = msgspec.msgpack.decode(body, type=Scored)
-            return [scored(result, self._error_score) for result in reply.results]
+            reply = msgspec.msgpack.decode(body, type=CallScored)
+            return [apply_error_score(result, self._error_score) for result in reply.results]
         self._check_open()
         raise RewardWorkerLost(reason)
 
@@ -162,28 +165,30 @@ class RewardPool:
         if not self._open:
             raise RewardWorkerLost("the reward pool is not running")
 
-    async def _ready(self, slot: int) -> _Worker:
+    async def _ensure_worker(self, slot: int) -> _Worker:
         """The worker of a slot, started if it is not there; raises _Died or ConfigError."""
         worker = self._workers[slot]
         if worker is not None and not worker.ended:
             return worker
-        await self._drop(slot)
+        await self._drop_worker(slot)
         worker = self._workers[slot] = await _Worker.spawn(self._env, self._on_output)
-        body = await worker.exchange(self._start, self._start_timeout_s)
+        body = await worker.exchange_frames(self._start, self._start_timeout_s)
         if body is None:
-            raise _Died(f"its scorer did not load within {self._start_timeout_s:g} s")
-        reply: Ready | Refused = msgspec.msgpack.decode(body, type=Ready | Refused)
-        if isinstance(reply, Refused):
+            raise _WorkerDied(f"its scorer did not load within {self._start_timeout_s:g} s")
+        reply: WorkerReady | WorkerRefused = msgspec.msgpack.decode(
+            body, type=WorkerReady | WorkerRefused
+        )
+        if isinstance(reply, WorkerRefused):
             raise ConfigError(reply.reason)
         return worker
 
-    async def _drop(self, slot: int) -> None:
+    async def _drop_worker(self, slot: int) -> None:
         worker, self._workers[slot] = self._workers[slot], None
         if worker is not None:
             await worker.kill()
 
 
-class _Died(Exception):
+class _WorkerDied(Exception):
     """A worker ended before it answered."""
 
 
@@ -211,13 +216,13 @@ class _Worker(asyncio.SubprocessProtocol):
         )
         return worker
 
-    async def exchange(self, request: bytes, timeout_s: float) -> bytes | None:
+    async def exchange_frames(self, request: bytes, timeout_s: float) -> bytes | None:
         """Send a frame, wait for the reply; None when the time is up; raises _Died."""
         if self.ended:
-            raise _Died(await self._cause())
+            raise _WorkerDied(await self._get_exit_reason())
         self._reply = asyncio.get_running_loop().create_future()
         self._stdin.write(request)
-        return await self._answer(timeout_s)
+        return await self._wait_for_reply(timeout_s)
 
     async def last_words(self) -> bytes | None:
         """The time is up: have it print where it is, and take a reply that was under way."""
@@ -228,18 +233,18 @@ class _Worker(asyncio.SubprocessProtocol):
         body = None
         while body is None and time.monotonic() < deadline:
             printed = self._printed
-            body = await self._answer(LATE_S)
+            body = await self._wait_for_reply(LATE_S)
             if before < self._printed == printed:
                 break  # it printed something, and nothing more
         return body
 
-    async def _answer(self, timeout_s: float) -> bytes | None:
+    async def _wait_for_reply(self, timeout_s: float) -> bytes | None:
         await asyncio.wait({self._reply}, timeout=timeout_s)
         if not self._reply.done():
             return None
         body = self._reply.result()
         if body is None:
-            raise _Died(await self._cause())
+            raise _WorkerDied(await self._get_exit_reason())
         return body
 
     async def kill(self) -> None:
@@ -263,7 +268,7 @@ class _Worker(asyncio.SubprocessProtocol):
         except (ProcessLookupError, PermissionError):
             pass
 
-    async def _cause(self) -> str:
+    async def _get_exit_reason(self) -> str:
         await self.kill()
         code = self._transport.get_returncode()
         if code is None:
@@ -296,14 +301,14 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:  # every byte before the end has been delivered
-            self._end()
+            self._mark_ended()
 
     def process_exited(self) -> None:
         self._kill_group()  # what user code has left behind; later the id may be another's
         self._exited.set_result(None)
-        asyncio.get_running_loop().call_later(LATE_S, self._end)
+        asyncio.get_running_loop().call_later(LATE_S, self._mark_ended)
 
-    def _end(self) -> None:
+    def _mark_ended(self) -> None:
         self.ended = True
         if not self._reply.done():
             self._reply.set_result(None)

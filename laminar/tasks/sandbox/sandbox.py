@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from laminar.config import ConfigError
-from laminar.names.process_end import how_it_ended
+from laminar.names.process_end import describe_exit
 from laminar.tasks.sandbox import sandbox_process
 from laminar.tasks.sandbox.sandbox_process import DONE, LENGTH, LIMITS, MISSING, READY
 
@@ -114,7 +114,7 @@ class Sandbox:
         return CodeSession(self)
 
 
-def _program() -> str:
+def _find_program() -> str:
     """The compiled file, where Python keeps one: it was compared with its source at the import."""
     compiled = sandbox_process.__spec__ and sandbox_process.__spec__.cached
     return compiled if compiled and os.path.exists(compiled) else sandbox_process.__file__
@@ -131,7 +131,7 @@ class CodeSession:
         limits = [str(sandbox.limits[name]) for name in LIMITS]
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-I", "-S", "-B", _program(), *limits],
+                [python, "-I", "-S", "-B", _find_program(), *limits],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -150,7 +150,7 @@ class CodeSession:
         except OSError:  # TimeoutError is one
             ready = False
         if not ready:
-            raise NoSandbox(self._missing())
+            raise NoSandbox(self._find_missing_part())
 
     def run(self, program: str) -> Ran:
         """Run a program to its end, or until its time or room is used up: that ends the session."""
@@ -167,7 +167,7 @@ class CodeSession:
         if self._gone < 0:
             return
         self._channel.close()
-        self._reap()
+        self._reap_process()
         for file in (self._output, self._said):
             file.close()
         os.close(self._gone)
@@ -198,29 +198,29 @@ class CodeSession:
         except TimeoutError:
             return output, late
         except OSError:
-            return output, self._how()
+            return output, self._describe_end()
         while (left := end - time.monotonic()) > 0:
             ready = {fd for fd, _ in poll.poll(left * 1000)}
-            answer = self._answer() if self._channel.fileno() in ready else None
+            answer = self._receive_status() if self._channel.fileno() in ready else None
             self._read(output, most)
             if len(output) > most:
                 return output[:most], f"stopped after {most} bytes of output"
             if answer == DONE:
                 return output, ""
             if answer is not None:
-                return output, self._how()
+                return output, self._describe_end()
             if self._output.fileno() in ready and not ready - {self._output.fileno()}:
-                self._forget_closed(poll)
+                self._unregister_closed(poll)
         return output, late
 
-    def _answer(self) -> bytes:
+    def _receive_status(self) -> bytes:
         """What the process says; nothing when it has ended, or has not read what it was told."""
         try:
             return self._channel.recv(1)
         except ConnectionResetError:
             return b""
 
-    def _forget_closed(self, poll: select.poll) -> None:
+    def _unregister_closed(self, poll: select.poll) -> None:
         """Code that closes its output is not to keep this process busy."""
         if select.select([self._output], [], [], 0)[0] and self._is_closed:
             poll.unregister(self._output)
@@ -239,22 +239,22 @@ class CodeSession:
     def _send(self, body: bytes) -> None:
         self._channel.sendall(LENGTH.pack(len(body)) + body)
 
-    def _how(self) -> str:
+    def _describe_end(self) -> str:
         """How the process of the code has ended; both processes above it end with it."""
-        code = self._reap()
-        return f"the program ended its process: {how_it_ended(128 - code if code > 128 else code)}"
+        code = self._reap_process()
+        return f"the program ended its process: {describe_exit(128 - code if code > 128 else code)}"
 
-    def _reap(self) -> int:
+    def _reap_process(self) -> int:
         ready, _, _ = select.select([self._gone], [], [], REAP_S)  # wait with a time limit sleeps
         with contextlib.suppress(ProcessLookupError):
             if not ready or self._sandbox.limits["unsafe"]:
                 os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait()
 
-    def _missing(self) -> str:
+    def _find_missing_part(self) -> str:
         """The part without which it has not started; all of it is ended."""
         self._channel.close()
-        code = self._reap()
+        code = self._reap_process()
         said = self._said.read().decode(errors="replace").strip()
         self.close()
-        return said if code == MISSING else f"a process that starts ({how_it_ended(code)}) {said}"
+        return said if code == MISSING else f"a process that starts ({describe_exit(code)}) {said}"

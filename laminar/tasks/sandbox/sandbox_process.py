@@ -107,7 +107,7 @@ REFUSED_CALLS = {
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Missing(Exception):
+class MissingPart(Exception):
     """A part of the sandbox cannot be had; the message says which, and why."""
 
 
@@ -115,16 +115,16 @@ def main() -> None:
     limits = dict(zip(LIMITS, map(int, sys.argv[1:]), strict=True))
     try:
         if not limits["unsafe"]:
-            _own_namespaces()
+            _unshare_namespaces()
         first = os.fork()
-    except Missing as missing:
-        _refuse(missing)
+    except MissingPart as missing:
+        _exit_missing(missing)
     if first == 0:
-        _first_process(limits)
-    os._exit(_watch(first))
+        _run_first_process(limits)
+    os._exit(_wait_for_end(first))
 
 
-def _watch(first: int) -> int:
+def _wait_for_end(first: int) -> int:
     """Wait for pid 1, or for the end of whoever wants it; the exit code."""
     poll = select.poll()
     poll.register(CHANNEL, select.POLLRDHUP)
@@ -135,18 +135,18 @@ def _watch(first: int) -> int:
     return os.waitstatus_to_exitcode(status) & 0xFF
 
 
-def _refuse(missing: Missing) -> None:
+def _exit_missing(missing: MissingPart) -> None:
     os.write(2, str(missing).encode())
     os._exit(MISSING)
 
 
-def _frame(channel: int) -> bytes | None:
+def _read_frame(channel: int) -> bytes | None:
     """The next frame; None when there is none."""
-    head = _exactly(channel, LENGTH.size)
-    return None if head is None else _exactly(channel, LENGTH.unpack(head)[0])
+    head = _read_exactly(channel, LENGTH.size)
+    return None if head is None else _read_exactly(channel, LENGTH.unpack(head)[0])
 
 
-def _exactly(channel: int, size: int) -> bytes | None:
+def _read_exactly(channel: int, size: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < size:
         part = os.read(channel, size - len(parts))
@@ -159,15 +159,15 @@ def _exactly(channel: int, size: int) -> bytes | None:
 # --- namespaces and the root -------------------------------------------------------------------
 
 
-def _checked(result: int, part: str) -> None:
+def _check_result(result: int, part: str) -> None:
     if result < 0:
-        raise Missing(f"{part} ({os.strerror(ctypes.get_errno())})")
+        raise MissingPart(f"{part} ({os.strerror(ctypes.get_errno())})")
 
 
-def _own_namespaces() -> None:
+def _unshare_namespaces() -> None:
     """This process has a user namespace, and the next that it forks is pid 1 of the others."""
     if (machine := os.uname().machine) != "x86_64":
-        raise Missing(f"the filter of system calls, which is for x86_64 ({machine} is another)")
+        raise MissingPart(f"the filter of system calls, which is for x86_64 ({machine} is another)")
     user, group, pid = os.geteuid(), os.getegid(), os.getpid()
     asks, told = os.pipe()
     writer = os.fork()
@@ -177,7 +177,7 @@ def _own_namespaces() -> None:
         os._exit(_map_ids(pid, user, group))
     os.close(asks)
     try:
-        _checked(_libc.unshare(CLONE_NEWUSER), "user namespaces")
+        _check_result(_libc.unshare(CLONE_NEWUSER), "user namespaces")
         for flag, name in (
             (CLONE_NEWNS, "mount"),
             (CLONE_NEWPID, "process"),
@@ -185,13 +185,13 @@ def _own_namespaces() -> None:
             (CLONE_NEWIPC, "IPC"),
             (CLONE_NEWUTS, "host name"),
         ):
-            _checked(_libc.unshare(flag), f"{name} namespaces")
+            _check_result(_libc.unshare(flag), f"{name} namespaces")
     finally:
         os.close(told)
         _, status = os.waitpid(writer, 0)
     if status:
         reason = os.strerror(os.waitstatus_to_exitcode(status))
-        raise Missing(f"user ids of a user namespace ({reason})")
+        raise MissingPart(f"user ids of a user namespace ({reason})")
 
 
 def _map_ids(pid: int, user: int, group: int) -> int:
@@ -228,53 +228,53 @@ def _write(path: str, text: str) -> None:
         os.close(file)
 
 
-def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+def _mount_path(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     words = [word.encode() or None for word in (source, target, kind)]
     result = _libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None)
-    _checked(result, f"mounts ({target})")
+    _check_result(result, f"mounts ({target})")
 
 
 def _make_root(work_mb: int) -> None:
     """A root of its own: the interpreter and its libraries to read, and /work to write."""
     base, python = "/tmp", os.path.realpath(sys.base_prefix)
-    _mount("none", "/", "", MS_REC | MS_PRIVATE)
+    _mount_path("none", "/", "", MS_REC | MS_PRIVATE)
     quiet = MS_NOSUID | MS_NODEV
-    _mount("tmpfs", base, "tmpfs", quiet, "size=1m,mode=755")
+    _mount_path("tmpfs", base, "tmpfs", quiet, "size=1m,mode=755")
     for folder in dict.fromkeys((*FOLDERS, python)):
         if os.path.islink(folder):
             os.symlink(os.readlink(folder), base + folder)
         elif os.path.isdir(folder) and not os.path.exists(base + folder):
-            _show(folder, base)
+            _bind_folder(folder, base)
     os.mkdir(f"{base}/dev", 0o755)
     for name in DEVICES:
         os.close(os.open(f"{base}/dev/{name}", os.O_CREAT))
-        _mount(f"/dev/{name}", f"{base}/dev/{name}", "", MS_BIND)
+        _mount_path(f"/dev/{name}", f"{base}/dev/{name}", "", MS_BIND)
     for folder in ("old", "work"):
         os.mkdir(f"{base}/{folder}")
-    _mount("tmpfs", f"{base}/work", "tmpfs", quiet, f"size={work_mb}m,mode=777,nr_inodes=4096")
+    _mount_path("tmpfs", f"{base}/work", "tmpfs", quiet, f"size={work_mb}m,mode=777,nr_inodes=4096")
     os.symlink("work", f"{base}/tmp")
     old = f"{base}/old"
-    _checked(_libc.syscall(SYS_PIVOT_ROOT, base.encode(), old.encode()), "pivot_root")
+    _check_result(_libc.syscall(SYS_PIVOT_ROOT, base.encode(), old.encode()), "pivot_root")
     os.chdir("/")
-    _checked(_libc.umount2(b"/old", MNT_DETACH), "umount of the host's files")
+    _check_result(_libc.umount2(b"/old", MNT_DETACH), "umount of the host's files")
     os.rmdir("/old")
-    _mount("", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | quiet)
+    _mount_path("", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | quiet)
 
 
-def _show(folder: str, base: str) -> None:
+def _bind_folder(folder: str, base: str) -> None:
     """A folder of the host below the base, to read, with all that is mounted in it."""
     target = base + folder
     os.makedirs(target, 0o755)
-    _mount(folder, target, "", MS_BIND | MS_REC)
+    _mount_path(folder, target, "", MS_BIND | MS_REC)
     attributes = struct.pack("QQQQ", MOUNT_ATTRS, 0, 0, 0)
     where = (AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, len(attributes))
-    _checked(_libc.syscall(SYS_MOUNT_SETATTR, *where), "mount_setattr")
+    _check_result(_libc.syscall(SYS_MOUNT_SETATTR, *where), "mount_setattr")
 
 
 # --- the two processes within ------------------------------------------------------------------
 
 
-def _first_process(limits: dict[str, int]) -> None:
+def _run_first_process(limits: dict[str, int]) -> None:
     """Pid 1; it does not return."""
     try:
         _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -284,19 +284,19 @@ def _first_process(limits: dict[str, int]) -> None:
             os.umask(0o077)
         code = os.fork()
         if code == 0:
-            _become_code(limits)
-            _serve()
+            _drop_privileges(limits)
+            _serve_programs()
         os.close(CHANNEL)
-        os._exit(_reap(code))
-    except Missing as missing:
-        _refuse(missing)
+        os._exit(_reap_children(code))
+    except MissingPart as missing:
+        _exit_missing(missing)
     except OSError as error:
-        _refuse(Missing(f"{error.strerror} ({error.filename or 'a system call'})"))
+        _exit_missing(MissingPart(f"{error.strerror} ({error.filename or 'a system call'})"))
     finally:
         os._exit(1)
 
 
-def _reap(code: int) -> int:
+def _reap_children(code: int) -> int:
     """What the code started is ours when its parent ends; with us all of it ends."""
     while True:
         pid, status = os.wait()
@@ -305,7 +305,7 @@ def _reap(code: int) -> int:
             return 128 - ended if ended < 0 else ended
 
 
-def _become_code(limits: dict[str, int]) -> None:
+def _drop_privileges(limits: dict[str, int]) -> None:
     """Give up what this process could still do; the order matters."""
     is_root = os.getuid() != INSIDE_ID
     if not limits["unsafe"]:
@@ -331,7 +331,7 @@ def _become_code(limits: dict[str, int]) -> None:
         if is_root:
             os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
         head = struct.pack("Ii", CAPABILITY_VERSION, 0)
-        _checked(_libc.syscall(SYS_CAPSET, head, bytes(24)), "to drop capabilities")
+        _check_result(_libc.syscall(SYS_CAPSET, head, bytes(24)), "to drop capabilities")
         _filter_calls()
     _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # other credentials have undone it
 
@@ -363,15 +363,15 @@ def _filter_calls() -> None:
         _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
 
     program = Program(len(lines), b"".join(lines))
-    _checked(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    _check_result(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     result = _libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
-    _checked(result, "a filter of system calls (seccomp)")
+    _check_result(result, "a filter of system calls (seccomp)")
 
 
 # --- the code ----------------------------------------------------------------------------------
 
 
-def _serve() -> None:
+def _serve_programs() -> None:
     """Run programs, one after the other, in one namespace of names; it does not return."""
     module = sys.modules["__main__"] = type(sys)("__main__")
     channel = os.dup(CHANNEL)
@@ -381,7 +381,7 @@ def _serve() -> None:
     os.dup2(1, 2)
     os.write(channel, READY)
     try:
-        while (program := _frame(channel)) is not None:
+        while (program := _read_frame(channel)) is not None:
             _run(program.decode(), vars(module))
             os.write(channel, DONE)
     except OSError:
@@ -393,7 +393,7 @@ def _run(program: str, names: dict[str, object]) -> None:
     """Run one program, and print the value of a last expression, as a notebook does."""
     own = 1
     try:
-        parts = _parts(program)
+        parts = _compile_parts(program)
         own = 0
         for part, shows in parts:
             if shows:
@@ -420,7 +420,7 @@ def _show_error(error: BaseException, is_ours: int) -> None:
         print(type(error).__name__)
 
 
-def _parts(program: str) -> list[tuple[CodeType, bool]]:
+def _compile_parts(program: str) -> list[tuple[CodeType, bool]]:
     """The program in one or two parts, each with whether it has a value to show."""
     tree = compile(program, CODE, "exec", ONLY_AST)
     last: list[tuple[CodeType, bool]] = []

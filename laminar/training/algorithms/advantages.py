@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.config import AlgorithmConfig, Config, ConfigError
-from laminar.run.user_file import UserFunction, users_function
+from laminar.run.user_file import UserFunction, load_user_function
 from laminar.training.steps import TrainSample
 
 STD_EPSILON = 1e-6  #: added to the standard deviation; verl's
@@ -91,37 +91,37 @@ class AdvantageInputs:
         return np.repeat(values, self.lengths)
 
 
-Estimate = Callable[[AdvantageInputs], Floats]
+EstimatorFunction = Callable[[AdvantageInputs], Floats]
 """One number for each sequence, or for each token of all sequences in order."""
 
 
-def grpo(batch: AdvantageInputs) -> Floats:
+def estimate_grpo(batch: AdvantageInputs) -> Floats:
     centred = batch.centred
     if not batch.options["norm_adv_by_std_in_grpo"]:
         return centred
     return centred / (_sample_std(batch) + STD_EPSILON)
 
 
-def rloo(batch: AdvantageInputs) -> Floats:
+def estimate_rloo(batch: AdvantageInputs) -> Floats:
     """n / (n - 1) times R - mean is R minus the mean of the others."""
     return batch.centred * (batch.group_sizes / np.maximum(batch.group_sizes - 1, 1))
 
 
-def reinforce_plus_plus(batch: AdvantageInputs) -> Floats:
-    return _whitened(batch.rewards, batch.lengths)
+def estimate_reinforce_pp(batch: AdvantageInputs) -> Floats:
+    return _whiten_values(batch.rewards, batch.lengths)
 
 
-def reinforce_plus_plus_baseline(batch: AdvantageInputs) -> Floats:
-    return _whitened(batch.centred, batch.lengths)
+def estimate_reinforce_pp_baseline(batch: AdvantageInputs) -> Floats:
+    return _whiten_values(batch.centred, batch.lengths)
 
 
-def opo(batch: AdvantageInputs) -> Floats:
+def estimate_opo(batch: AdvantageInputs) -> Floats:
     lengths = batch.lengths.astype(np.float64)
     baseline = batch.group_sums(batch.rewards * lengths) / batch.group_sums(lengths)
     return np.where(batch.constant, 0.0, batch.rewards - baseline)
 
 
-def gpg(batch: AdvantageInputs) -> Floats:
+def estimate_gpg(batch: AdvantageInputs) -> Floats:
     scored = int(np.count_nonzero(batch.rewards))
     return batch.centred * (len(batch.rewards) / max(1, scored))
 
@@ -140,10 +140,10 @@ def grpo_passk(batch: AdvantageInputs) -> Floats:
     return found
 
 
-def gae(batch: AdvantageInputs) -> Floats:
+def estimate_gae(batch: AdvantageInputs) -> Floats:
     lam = batch.options["lam"]
     found = later_errors(batch, adaptive_lam(batch.lengths) if lam == "adaptive" else lam)
-    return _whitened(found, np.ones(len(found), dtype=np.int64))
+    return _whiten_values(found, np.ones(len(found), dtype=np.int64))
 
 
 def adaptive_lam(lengths: Ints) -> Floats:
@@ -174,7 +174,7 @@ def later_errors(batch: AdvantageInputs, lam: float | Floats) -> Floats:
     return errors
 
 
-def _whitened(values: Floats, lengths: Ints) -> Floats:
+def _whiten_values(values: Floats, lengths: Ints) -> Floats:
     """Mean 0 and variance 1 over the tokens; verl's epsilon. `lengths`: how many tokens have each
     value."""
     tokens = lengths.sum()
@@ -192,15 +192,15 @@ def _sample_std(batch: AdvantageInputs) -> Floats:
     return np.sqrt(squares / np.maximum(batch.group_sizes - 1, 1))
 
 
-ESTIMATES: dict[str, Estimate] = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "opo": opo,
-    "gpg": gpg,
+ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
+    "grpo": estimate_grpo,
+    "rloo": estimate_rloo,
+    "reinforce_plus_plus": estimate_reinforce_pp,
+    "reinforce_plus_plus_baseline": estimate_reinforce_pp_baseline,
+    "opo": estimate_opo,
+    "gpg": estimate_gpg,
     "grpo_passk": grpo_passk,
-    "gae": gae,
+    "gae": estimate_gae,
 }
 
 
@@ -211,16 +211,16 @@ class Estimator:
         """Raises ConfigError for a function of the user that cannot be had."""
         name = algorithm.adv_estimator
         self.users: UserFunction | None = None
-        if name not in ESTIMATES:
-            self.users = users_function("algorithm.adv_estimator", name)
-        self._function: Estimate = self.users or ESTIMATES[name]
+        if name not in ADVANTAGE_ESTIMATORS:
+            self.users = load_user_function("algorithm.adv_estimator", name)
+        self._function: EstimatorFunction = self.users or ADVANTAGE_ESTIMATORS[name]
         self.options = {
             "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
             "gamma": algorithm.gamma,
             "lam": algorithm.lam,
         }
 
-    def with_advantages(
+    def assign_advantages(
         self, samples: Sequence[TrainSample], left_out: Container[str] = frozenset()
     ) -> list[TrainSample]:
         """The samples in their order, each with its advantage.
@@ -231,16 +231,16 @@ class Estimator:
         trained = [s for s in samples if s.sample_id not in left_out]
         if not trained:
             return [replace(s, advantage=0.0) for s in samples]
-        given = iter(self.estimate(inputs_of(trained, self.options)))
+        given = iter(self.estimate_advantages(inputs_of(trained, self.options)))
         return [
             replace(s, advantage=0.0 if s.sample_id in left_out else next(given)) for s in samples
         ]
 
-    def estimate(self, batch: AdvantageInputs) -> Sequence[float | Floats]:
+    def estimate_advantages(self, batch: AdvantageInputs) -> Sequence[float | Floats]:
         """One number for each sequence, or an array with one for each of its tokens."""
         found = self._function(batch)
         if self.users is not None:
-            found = _checked(found, batch, self.users)
+            found = _validate_advantages(found, batch, self.users)
         if len(found) == len(batch.rewards):
             return [float(value) for value in found]
         return np.split(found, np.cumsum(batch.lengths)[:-1])
@@ -283,7 +283,7 @@ def inputs_of(samples: Sequence[TrainSample], options: Mapping[str, Any]) -> Adv
     )
 
 
-def _checked(found: object, batch: AdvantageInputs, users: UserFunction) -> Floats:
+def _validate_advantages(found: object, batch: AdvantageInputs, users: UserFunction) -> Floats:
     """What a function of the user returned, as an array; ConfigError."""
     sequences, tokens = len(batch.rewards), int(batch.lengths.sum())
     try:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laminar.config.algorithm import RolloutCorrectionConfig
-from laminar.config.algorithm_rules import rejections, weight_bounds
+from laminar.config.algorithm_rules import parse_rejections, weight_bounds
 from laminar.training.algorithms.loss_terms import MAX_LOG_RATIO, clamped_log_ratio, segment_sums
 
 
@@ -36,23 +36,23 @@ class Correction:
 
 
 @torch.no_grad()
-def correction(
+def compute_correction(
     trainer: Tensor, behaviour: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
 ) -> Correction:
     """In bypass mode nothing is weighted: the ratio of the loss is to the engine's policy."""
     figures: dict[str, Tensor] = {}
     weight = keep = None
     if not config.bypass_mode and config.rollout_is != "none":
-        weight = _weight(trainer, behaviour, lengths, config, figures)
-    for kind, low, high in rejections(config):
-        passes = _passes(kind, low, high, clamped_log_ratio(trainer, behaviour), lengths)
+        weight = _compute_weight(trainer, behaviour, lengths, config, figures)
+    for kind, low, high in parse_rejections(config):
+        passes = _build_keep_mask(kind, low, high, clamped_log_ratio(trainer, behaviour), lengths)
         keep = passes if keep is None else keep & passes
     if keep is not None:
         figures["rs_masked"] = ~keep
     return Correction(weight, keep, figures)
 
 
-def _weight(
+def _compute_weight(
     trainer: Tensor,
     behaviour: Tensor,
     lengths: Tensor,
@@ -75,17 +75,19 @@ def _weight(
     return weight
 
 
-K: dict[str, Callable[[Tensor], Tensor]] = {
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
     "k2": lambda log_ratio: 0.5 * log_ratio.square(),
     "k3": lambda log_ratio: log_ratio.exp() - 1.0 - log_ratio,
 }
 
 
-def _passes(kind: str, low: float, high: float, log_ratio: Tensor, lengths: Tensor) -> Tensor:
+def _build_keep_mask(
+    kind: str, low: float, high: float, log_ratio: Tensor, lengths: Tensor
+) -> Tensor:
     """Which tokens stay, [tokens] bool, by one rule such as seq_mean_k3."""
     level, _, estimate = kind.rpartition("_")
-    values = K[estimate](log_ratio)
+    values = KL_ESTIMATORS[estimate](log_ratio)
     if level == "seq_max":
         values = segment_sums((values > high).to(values), lengths)
         return values == 0

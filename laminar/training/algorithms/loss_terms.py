@@ -30,7 +30,7 @@ class BatchCounts:
     sequences: int
 
     @classmethod
-    def of(cls, samples: Sequence[TrainSample]) -> BatchCounts:
+    def from_samples(cls, samples: Sequence[TrainSample]) -> BatchCounts:
         return cls(sum(len(s.response_ids) for s in samples), len(samples))
 
 

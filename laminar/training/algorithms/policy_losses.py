@@ -32,7 +32,7 @@ from torch import Tensor
 
 from laminar.config import AlgorithmConfig, ConfigError
 from laminar.config.algorithm_rules import LOSS_OPTIONS, OWN_AGGREGATION
-from laminar.run.user_file import UserFunction, users_function
+from laminar.run.user_file import UserFunction, load_user_function
 from laminar.training.algorithms.loss_terms import clamped_log_ratio, segment_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0  #: verl's bound for gspo
@@ -69,26 +69,26 @@ class LossInputs:
         return ratio.clamp(1.0 - low, 1.0 + high)
 
 
-Loss = Callable[[LossInputs], Tensor]
+LossFunction = Callable[[LossInputs], Tensor]
 
 
-def vanilla(batch: LossInputs) -> Tensor:
+def compute_vanilla_loss(batch: LossInputs) -> Tensor:
     """PPO's clipped surrogate with verl's dual clip."""
-    surrogate = _surrogate(batch, batch.log_ratio.exp())
+    surrogate = _compute_surrogate(batch, batch.log_ratio.exp())
     ceiling = -batch.advantages * batch.options["clip_ratio_c"]
     negative = batch.advantages < 0
     batch.figures["clipped_lower"] = (surrogate > ceiling) & negative
     return torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
 
 
-def gspo(batch: LossInputs) -> Tensor:
+def compute_gspo_loss(batch: LossInputs) -> Tensor:
     """The value of the ratio is the sequence's; its gradient is that of each token's own."""
     own = batch.log_probs - batch.log_probs.detach()
     mean = batch.means(batch.log_probs - batch.old_log_probs).detach()
-    return _surrogate(batch, (own + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp())
+    return _compute_surrogate(batch, (own + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp())
 
 
-def cispo(batch: LossInputs) -> Tensor:
+def compute_cispo_loss(batch: LossInputs) -> Tensor:
     """REINFORCE with a clipped weight: no token loses its gradient."""
     ratio = batch.log_ratio.exp().detach()
     weight = batch.clipped(ratio)
@@ -96,7 +96,7 @@ def cispo(batch: LossInputs) -> Tensor:
     return -weight * batch.advantages * batch.log_probs
 
 
-def sapo(batch: LossInputs) -> Tensor:
+def compute_sapo_loss(batch: LossInputs) -> Tensor:
     """A gate that closes smoothly, more quickly for negative advantages."""
     positive = torch.full_like(batch.advantages, batch.options["tau_pos"])
     tau = positive.where(batch.advantages > 0, batch.options["tau_neg"])
@@ -104,7 +104,7 @@ def sapo(batch: LossInputs) -> Tensor:
     return -batch.advantages * gate
 
 
-def gpg(batch: LossInputs) -> Tensor:
+def compute_gpg_loss(batch: LossInputs) -> Tensor:
     return -batch.advantages * batch.log_probs
 
 
@@ -132,7 +132,7 @@ def dppo_tv(batch: LossInputs) -> Tensor:
     return -batch.advantages * ratio.clamp(max=most) * batch.log_probs * within
 
 
-def dro(batch: LossInputs) -> Tensor:
+def compute_dro_loss(batch: LossInputs) -> Tensor:
     """REINFORCE with a quadratic price for leaving the old policy: of a sequence without advantage,
     too."""
     moved = batch.log_probs - batch.old_log_probs
@@ -140,7 +140,7 @@ def dro(batch: LossInputs) -> Tensor:
     return price - batch.advantages * batch.log_probs
 
 
-def _surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
+def _compute_surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
     """The larger of the plain and the clipped loss."""
     plain = -batch.advantages * ratio
     bounded = -batch.advantages * batch.clipped(ratio)
@@ -148,17 +148,19 @@ def _surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
     return torch.maximum(plain, bounded)
 
 
-POLICY_LOSSES: dict[str, Loss] = {
-    "vanilla": vanilla,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gpg": gpg,
+POLICY_LOSSES: dict[str, LossFunction] = {
+    "vanilla": compute_vanilla_loss,
+    "gspo": compute_gspo_loss,
+    "cispo": compute_cispo_loss,
+    "sapo": compute_sapo_loss,
+    "gpg": compute_gpg_loss,
     "geo_mean": geo_mean,
     "dppo_tv": dppo_tv,
-    "dro": dro,
+    "dro": compute_dro_loss,
 }
-NEED_ADVANTAGE = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv"})
+ADVANTAGE_ONLY_LOSSES = frozenset(
+    {"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv"}
+)
 """Those that are 0, and have the gradient 0, wherever the advantage is 0."""
 
 
@@ -170,10 +172,10 @@ class PolicyLoss:
         name = algorithm.policy_loss.loss_mode
         self.users: UserFunction | None = None
         if name not in POLICY_LOSSES:
-            self.users = users_function("algorithm.policy_loss.loss_mode", name)
+            self.users = load_user_function("algorithm.policy_loss.loss_mode", name)
         self.aggregation = OWN_AGGREGATION.get(name, algorithm.loss_agg_mode)
-        self.needs_advantage = name in NEED_ADVANTAGE
-        self._function: Loss = self.users or POLICY_LOSSES[name]
+        self.needs_advantage = name in ADVANTAGE_ONLY_LOSSES
+        self._function: LossFunction = self.users or POLICY_LOSSES[name]
         self._options = {
             "clip_ratio_low": algorithm.clip_ratio_low,
             "clip_ratio_high": algorithm.clip_ratio_high,
@@ -196,10 +198,10 @@ class PolicyLoss:
         )
         losses = self._function(batch)
         if self.users is not None:
-            self._check(losses, log_probs)
+            self._check_losses(losses, log_probs)
         return losses, {"ppo_kl": -batch.log_ratio.detach(), **batch.figures}
 
-    def _check(self, losses: object, log_probs: Tensor) -> None:
+    def _check_losses(self, losses: object, log_probs: Tensor) -> None:
         if isinstance(losses, Tensor) and losses.shape == log_probs.shape:
             return
         shape = f" of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else ""

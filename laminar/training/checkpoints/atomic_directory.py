@@ -17,23 +17,23 @@ from laminar.run.renames import rename, sync
 class ThreadedDirectories:
     """What takes time runs in a thread."""
 
-    async def begin(self, directory: Path) -> Path:
-        return await asyncio.to_thread(_begin, directory)
+    async def create_partial(self, directory: Path) -> Path:
+        return await asyncio.to_thread(_create_partial, directory)
 
     async def sync(self, directory: Path) -> None:
         await asyncio.to_thread(_sync_all, directory)
 
     async def rename(self, directory: Path, name: Path) -> None:
-        await asyncio.to_thread(_rename, directory, name)
+        await asyncio.to_thread(_rename_directory, directory, name)
 
-    async def found(self, parent: Path, name: str) -> dict[Path, bytes]:
-        return await asyncio.to_thread(_found, parent, name)
+    async def find_directories(self, parent: Path, name: str) -> dict[Path, bytes]:
+        return await asyncio.to_thread(_find_directories, parent, name)
 
     async def remove(self, directory: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, directory)
 
 
-def _begin(directory: Path) -> Path:
+def _create_partial(directory: Path) -> Path:
     """An empty directory for what is to become `directory`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -50,7 +50,7 @@ def _sync_all(directory: Path) -> None:
         sync(path)
 
 
-def _rename(directory: Path, name: Path) -> None:
+def _rename_directory(directory: Path, name: Path) -> None:
     """What was synced has this name, also after a power cut; what had it before is removed.
 
     Only a trainer that was started again finds something there: the step, or the export, of one
@@ -69,7 +69,7 @@ def _set_aside(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.before")
 
 
-def _found(parent: Path, name: str) -> dict[Path, bytes]:
+def _find_directories(parent: Path, name: str) -> dict[Path, bytes]:
     """Directories whose name begins with a dot are parts of one."""
     files = sorted(parent.glob(f"[!.]*/{name}"))
     return {file.parent: file.read_bytes() for file in files}

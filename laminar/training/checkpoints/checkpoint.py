@@ -37,16 +37,16 @@ from laminar.training.learner import Learner
 from laminar.training.model import lora
 from laminar.training.model.fsdp import copy_rows
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import base_weights, named_weights
+from laminar.training.model.policy import get_base_weights, named_weights
 from laminar.training.shared_safetensors import Rows, rows_of
-from laminar.training.trainer_state import CheckpointError, ForeignError, Resume
+from laminar.training.trainer_state import CheckpointError, ForeignError, ResumeState
 
-KINDS = ("exp_avg", "exp_avg_sq", "step")
+ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 """Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
 them: a step after a restart gives the bytes that it would have given."""
 
 
-def save(
+def complete_checkpoint(
     directory: Path, moments: Mapping[str, Tensor], critic: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Complete a directory that has all but the optimizer and the critic, by file; OSError from the
@@ -57,32 +57,32 @@ def save(
     write_digests(directory)
 
 
-def load(directory: Path, learner: Learner) -> Resume:
+def load_checkpoint(directory: Path, learner: Learner) -> ResumeState:
     """Have the learner as it was."""
-    check(directory)
-    return take(directory, learner)
+    verify_checkpoint(directory)
+    return restore_checkpoint(directory, learner)
 
 
-def check(directory: Path) -> None:
+def verify_checkpoint(directory: Path) -> None:
     """Every byte that training goes on from is as it was written."""
     try:
         check_digests(directory)
     except (OSError, CheckpointError) as error:
-        raise _damaged(directory, error) from error
+        raise _make_damage_error(directory, error) from error
 
 
-def take(directory: Path, learner: Learner) -> Resume:
+def restore_checkpoint(directory: Path, learner: Learner) -> ResumeState:
     """Have the learner, or this rank of it, as it was; of the files, only its rows are read."""
     try:
         found = trainer_state.decode((directory / RESUME_FILE).read_bytes())
-        learner.restore(found.learner)
+        learner.restore_facts(found.learner)
         _load_policy(directory, learner)
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
             restore_moments(learner.policy.model, learner.optimizer, file)
         if learner.critic is not None and found.learner.critic:
             _load_critic(directory, learner.critic)
     except (OSError, SafetensorError, CheckpointError) as error:
-        raise _damaged(directory, error) from error
+        raise _make_damage_error(directory, error) from error
     except ForeignError as error:
         raise ConfigError(
             f"checkpoint {directory} cannot be trained on: {error}; give what the run began with"
@@ -90,16 +90,16 @@ def take(directory: Path, learner: Learner) -> Resume:
     return found
 
 
-def _damaged(directory: Path, error: Exception) -> CheckpointError:
+def _make_damage_error(directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {directory} cannot be trained on: {error}")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Whole tensors of one process; OSError from the disk."""
     rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
-    forms = shared_safetensors.forms_of(rows)
-    shared_safetensors.create(path, forms)
-    shared_safetensors.write(path, forms, rows.items())
+    forms = shared_safetensors.get_layouts(rows)
+    shared_safetensors.create_file(path, forms)
+    shared_safetensors.write_rows(path, forms, rows.items())
 
 
 def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:
@@ -107,7 +107,7 @@ def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:
     model = critic.model.model
     return {
         CRITIC_MODEL_FILE: named_weights(model),
-        CRITIC_OPTIMIZER_FILE: named_moments(model, critic.optimizer),
+        CRITIC_OPTIMIZER_FILE: iter_moments(model, critic.optimizer),
     }
 
 
@@ -119,7 +119,7 @@ def _load_critic(directory: Path, critic: Critic) -> None:
 
 def _load_policy(directory: Path, learner: Learner) -> None:
     model, name = learner.policy.model, MODEL_FILE
-    weights = dict(base_weights(model))
+    weights = dict(get_base_weights(model))
     if learner.policy.base:  # of a base of that digest: the model's file has it with the adapters
         name, weights = ADAPTER_FILE, dict(lora.file_tensors(model))
     _load_tensors(directory, name, weights)
@@ -132,7 +132,7 @@ def _load_tensors(directory: Path, name: str, weights: Mapping[str, Tensor]) -> 
         if other:
             raise ForeignError(f"its {name} is of another model: {other[0]!r} differs")
         for key, tensor in weights.items():
-            _take_rows(name, key, tensor, file)
+            _load_rows(name, key, tensor, file)
 
 
 def read_back(directory: Path, learner: Learner) -> None:
@@ -145,20 +145,20 @@ def read_back(directory: Path, learner: Learner) -> None:
                 raise CheckpointError(f"{directory} has another {name!r} than was written")
 
 
-def _take_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
+def _load_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
     try:
         copy_rows(name, tensor, file.get_slice(name))
     except ValueError as error:
         raise ForeignError(f"its {of} is of another model: {error}") from error
 
 
-def named_moments(
+def iter_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
     """The optimizer's state by the names of the file, as it is now and not copied."""
     for name, parameter in model.named_parameters():
         if state := optimizer.state.get(parameter):
-            for kind in KINDS:
+            for kind in ADAM_STATE_KEYS:
                 yield f"{kind}.{name}", state[kind]
 
 
@@ -170,15 +170,15 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: An
     for key in file.keys():  # noqa: SIM118
         kind, _, name = key.partition(".")
         parameter = parameters.get(name)
-        if kind not in KINDS or parameter is None:
+        if kind not in ADAM_STATE_KEYS or parameter is None:
             raise ForeignError(f"its optimizer has {key!r}, which this model does not")
         state = found.setdefault(name, {})
         if kind == "step":
             state[kind] = file.get_tensor(key).to(parameter.device)
             continue
         state[kind] = torch.empty_like(parameter)
-        _take_rows(OPTIMIZER_FILE, key, state[kind], file)
-    torn = next((name for name, state in found.items() if len(state) != len(KINDS)), "")
+        _load_rows(OPTIMIZER_FILE, key, state[kind], file)
+    torn = next((name for name, state in found.items() if len(state) != len(ADAM_STATE_KEYS)), "")
     if torn:
         raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")
     optimizer.state.clear()

@@ -51,9 +51,11 @@ def write_model(
     """
     write_all_but_weights(model, tokenizer_source, directory, extra or {})
     forms, path = weight_forms(model), directory / MODEL_FILE
-    shared_safetensors.create(path, forms)
+    shared_safetensors.create_file(path, forms)
     weights = named_weights(model) if tensors is None else tensors.items()
-    shared_safetensors.write(path, forms, ((name, rows_of(tensor)) for name, tensor in weights))
+    shared_safetensors.write_rows(
+        path, forms, ((name, rows_of(tensor)) for name, tensor in weights)
+    )
     found = dict(lora.file_tensors(model)) if adapters is None else adapters
     if found:
         save_tensors(directory / ADAPTER_FILE, found)
@@ -63,7 +65,7 @@ def write_all_but_weights(
     model: PreTrainedModel, tokenizer_source: str, directory: Path, extra: Mapping[str, bytes]
 ) -> None:
     _copy_tokenizer(Path(tokenizer_source), directory)
-    if lora.layers(model):
+    if lora.find_adapted_layers(model):
         lora.write_config(model, tokenizer_source, directory)
     model.config.save_pretrained(directory)
     if model.can_generate():

@@ -23,17 +23,17 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_MODEL_FILE = f"critic/{MODEL_FILE}"
 CRITIC_OPTIMIZER_FILE = f"critic/{OPTIMIZER_FILE}"
 DIGESTS_FILE = "digests.json"
-DIGESTED = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
+REQUIRED_FILES = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
 """Of every checkpoint."""
-OF_SOME = (ADAPTER_FILE, CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
-BLOCK = 1 << 24
+OPTIONAL_FILES = (ADAPTER_FILE, CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
+BLOCK_BYTES = 1 << 24
 """Bytes that are read at a time."""
 
 
 def write_digests(directory: Path) -> None:
     """Write the digests of all that training goes on from; OSError from the disk."""
-    names = [*DIGESTED, *(name for name in OF_SOME if (directory / name).exists())]
-    digests = {name: _digest(directory / name) for name in names}
+    names = [*REQUIRED_FILES, *(name for name in OPTIONAL_FILES if (directory / name).exists())]
+    digests = {name: _digest_file(directory / name) for name in names}
     (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
 
 
@@ -43,8 +43,8 @@ def check_digests(directory: Path) -> None:
         digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"its {DIGESTS_FILE} is damaged: {error}") from error
-    for name in [*DIGESTED, *(name for name in OF_SOME if name in digests)]:
-        digest = _digest(directory / name)
+    for name in [*REQUIRED_FILES, *(name for name in OPTIONAL_FILES if name in digests)]:
+        digest = _digest_file(directory / name)
         if digest != digests.get(name):
             raise CheckpointError(
                 f"its {name} is damaged: it has digest {digest}, and was written with "
@@ -52,10 +52,10 @@ def check_digests(directory: Path) -> None:
             )
 
 
-def _digest(path: Path) -> str:
+def _digest_file(path: Path) -> str:
     """xxh3_128 of a file."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(BLOCK_BYTES):
             found.update(block)
     return found.hexdigest()

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from laminar.config import Config
-from laminar.training.model.lora_targets import ALL_LINEAR, LAYER
-from laminar.training.model.lora_targets import matrices as matrices_of
+from laminar.training.model.lora_targets import ALL_LINEAR, LAYER_PATTERN
+from laminar.training.model.lora_targets import sum_matrix_sizes as matrices_of
 
 FLOAT32 = 4  #: bytes of each parameter, gradient and moment
 BYTES = {"float32": 4, "bfloat16": 2}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NORMS = 2  #: of a layer, over the hidden size
-UNITS, UNITS_WITH_BONUS = 4, 5
+LOGIT_BUFFERS, LOGIT_BUFFERS_WITH_BONUS = 4, 5
 """Tensors [tokens of a chunk, vocabulary] float32 that are there at a time, at the most; with an
 entropy bonus the entropy is differentiated, too."""
 HEAD_SUMS = 3
@@ -98,7 +98,7 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
     layers: dict[str, int] = {}
     matrices = []
     for name, shape in own.items():
-        if found := LAYER.search(name):
+        if found := LAYER_PATTERN.search(name):
             layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
             matrices += [math.prod(shape)] if len(shape) > 1 else []
     embedding = next((s for name, s in own.items() if name.endswith(EMBEDDING)), (0, 0))
@@ -160,10 +160,10 @@ def pass_tokens(config: Config) -> int:
     return min(max(config.trainer.micro_batch_tokens, row), rows * row)
 
 
-def footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
+def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
     """What is there when a pass takes the most."""
-    trained = _adapters(model, way) if way.rank else model.parameters
-    critic = _without_head(way.critic) if way.critic is not None else None
+    trained = _count_adapter_parameters(model, way) if way.rank else model.parameters
+    critic = _replace_head(way.critic) if way.critic is not None else None
     state = _state_bytes(model, critic, way, trained)
     device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
     if way.offload == "all":
@@ -181,8 +181,8 @@ def footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
         host["a version for its digest"] = way.published * model.parameters
     taken = _pass_bytes(model, way)
     if critic is not None:  # it has no adapters
-        taken = max(taken, _pass_bytes(critic, replace(way, rank=0)), key=total)
-    return Footprint(_there(device | taken), _there(host))
+        taken = max(taken, _pass_bytes(critic, replace(way, rank=0)), key=sum_bytes)
+    return Footprint(_drop_zeros(device | taken), _drop_zeros(host))
 
 
 def _state_bytes(
@@ -205,27 +205,27 @@ def _state_bytes(
     return state
 
 
-def _without_head(model: ModelSizes) -> ModelSizes:
+def _replace_head(model: ModelSizes) -> ModelSizes:
     """As a critic: its head is one row, of which a pass has one number for each token."""
     head = 0 if model.tied else model.vocabulary * model.hidden
     parameters = model.parameters - head + model.hidden + 1
     return replace(model, parameters=parameters, vocabulary=1, tied=False)
 
 
-def _adapters(model: ModelSizes, way: TrainingPlan) -> int:
+def _count_adapter_parameters(model: ModelSizes, way: TrainingPlan) -> int:
     """Their parameters, of all layers."""
-    return way.rank * sum(model.matrices.get(name, 0) for name in _chosen(model, way))
+    return way.rank * sum(model.matrices.get(name, 0) for name in _get_adapter_modules(model, way))
 
 
-def _chosen(model: ModelSizes, way: TrainingPlan) -> Collection[str]:
+def _get_adapter_modules(model: ModelSizes, way: TrainingPlan) -> Collection[str]:
     return model.matrices if ALL_LINEAR in way.modules else way.modules
 
 
-def total(parts: Mapping[str, int]) -> int:
+def sum_bytes(parts: Mapping[str, int]) -> int:
     return sum(parts.values())
 
 
-def _there(parts: Mapping[str, int]) -> dict[str, int]:
+def _drop_zeros(parts: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
@@ -244,7 +244,7 @@ def _gathered_bytes(model: ModelSizes, way: TrainingPlan) -> int:
     gradients."""
     outside = (1 if model.tied else 2) * model.vocabulary * model.hidden + model.hidden
     layers, ends = (2, 1) if way.rank else (3, 2)
-    adapters = 3 * _adapters(model, way) // max(model.layers, 1)
+    adapters = 3 * _count_adapter_parameters(model, way) // max(model.layers, 1)
     return FLOAT32 * (layers * model.largest_layer + ends * outside + adapters)
 
 
@@ -262,7 +262,9 @@ def _pass_bytes(model: ModelSizes, way: TrainingPlan) -> dict[str, int]:
     names = ("activations", "casts of the weights", "head and logits")
     products = model.products
     if way.rank:
-        products = _adapters(model, way) + (products if way.base > way.compute else 0)
+        products = _count_adapter_parameters(model, way) + (
+            products if way.base > way.compute else 0
+        )
     in_use = products // max(model.layers, 1) if way.recomputes else products
     of_embedding = model.tied and not way.rank
     moments = (
@@ -300,7 +302,10 @@ def _adapter_activations(model: ModelSizes, way: TrainingPlan) -> int:
     if not way.rank:
         return 0
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    size = way.compute * way.rank * len(_chosen(model, way)) - FLOAT32 * NORMS * model.hidden
+    size = (
+        way.compute * way.rank * len(_get_adapter_modules(model, way))
+        - FLOAT32 * NORMS * model.hidden
+    )
     size += way.compute * q if way.compute < FLOAT32 else 0
     return size - (way.compute * (q + kv) if model.qk_norm else 0)
 
@@ -317,7 +322,7 @@ def _head_bytes(model: ModelSizes, way: TrainingPlan) -> int:
     head = model.vocabulary * model.hidden
     tokens = min(way.chunk_tokens, way.tokens)
     chunks = -(-way.tokens // tokens)
-    units = UNITS_WITH_BONUS if way.entropy_bonus else UNITS
+    units = LOGIT_BUFFERS_WITH_BONUS if way.entropy_bonus else LOGIT_BUFFERS
     logits = FLOAT32 * units * tokens * model.vocabulary
     if way.rank:  # a base has no gradients, and a head of its own is of the compute type
         cast = way.compute * head if way.compute < (FLOAT32 if model.tied else way.base) else 0

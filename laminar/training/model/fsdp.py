@@ -53,8 +53,8 @@ from laminar.training.model.policy import (
     check_head,
     check_loaded,
     check_value_head,
-    digest,
-    not_loadable,
+    digest_base_weights,
+    make_load_error,
 )
 from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
 from laminar.training.ranks import Ranks
@@ -92,11 +92,11 @@ class ShardedPolicy(LoadedPolicy):
             self.reshard()
         return values
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
         """From all ranks, which ask together."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def cast(self, dtype: torch.dtype) -> None:
+    def cast_weights(self, dtype: torch.dtype) -> None:
         """Nothing: FSDP2 takes one type in a layer, and norms keep theirs."""
 
     def reshard(self) -> None:
@@ -106,7 +106,7 @@ class ShardedPolicy(LoadedPolicy):
         model.reshard()
 
 
-def shard(
+def shard_model(
     model: PreTrainedModel, vocab_limit: int, ranks: Ranks, device: torch.device, *, offload: bool
 ) -> ShardedPolicy:
     """Cut a model, with parameters in memory or on the meta device, into rows of the ranks.
@@ -114,7 +114,7 @@ def shard(
     `offload`: parameters are in host memory, and so are gradients and the optimizer's state.
     """
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    mesh = ranks.mesh(device)
+    mesh = ranks.build_mesh(device)
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -123,14 +123,14 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     found: Any = model
-    found.with_parameters = MethodType(_call, model)
+    found.with_parameters = MethodType(_call_and_clone, model)
     register_fsdp_forward_method(model, "with_parameters")
     if once := not why_padded(model, device):
         read_prompts_once(model)
     return ShardedPolicy(model, vocab_limit, once, compute_device=device)
 
 
-def _call(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+def _call_and_clone(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
     """Scores or values, of what runs while the root's parameters are whole: the head is not in the
     `forward` of a model. Not views, of which FSDP2 warns."""
     found = function(*args)
@@ -152,14 +152,14 @@ def load_sharded(
 
     A base that is not trained stays float32: FSDP2 takes one type in a layer.
     """
-    model = _without_memory(name)
+    model = _build_meta_model(name)
     if adapt is not None:
-        lora.inject(model, adapt.lora)
+        lora.inject_adapters(model, adapt.lora)
     limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
-    policy = _filled(name, model, limit, ranks, device, offload=offload)
+    policy = _shard_and_fill(name, model, limit, ranks, device, offload=offload)
     if adapt is not None:
-        lora.start(model, adapt.seed)
-        policy = replace(policy, base=digest(policy))
+        lora.initialize_adapters(model, adapt.seed)
+        policy = replace(policy, base=digest_base_weights(policy))
     check_head(name, policy)
     policy.reshard()
     return policy
@@ -170,17 +170,17 @@ def load_sharded_critic(
 ) -> ShardedPolicy:
     """What `load_critic` loads, in rows of the ranks; raises ConfigError. Its head is one row,
     which the first rank has."""
-    model = _without_memory(name, AutoModelForTokenClassification, num_labels=1)
+    model = _build_meta_model(name, AutoModelForTokenClassification, num_labels=1)
     check_value_head(name, model)
     heads = (HEAD, VALUE_HEAD)
-    critic = _filled(name, model, tokenizer_size, ranks, device, offload=offload, but=heads)
+    critic = _shard_and_fill(name, model, tokenizer_size, ranks, device, offload=offload, but=heads)
     for key, parameter in model.named_parameters():
         if key.startswith(VALUE_HEAD):
             rows_of(parameter).data.zero_()
     return critic
 
 
-def _filled(
+def _shard_and_fill(
     name: str,
     model: PreTrainedModel,
     vocab_limit: int,
@@ -191,23 +191,25 @@ def _filled(
     but: tuple[str, ...] = (),
 ) -> ShardedPolicy:
     """A model without memory, cut and filled; `but`: how the names begin of what is not."""
-    policy = shard(model, vocab_limit, ranks, device, offload=offload)
+    policy = shard_model(model, vocab_limit, ranks, device, offload=offload)
     model.to_empty(device="cpu" if offload else device)
     _make_buffers(name, model, device)
     try:
-        _fill(name, model, but)
+        _fill_tensors(name, model, but)
     except (OSError, SafetensorError, ValueError) as error:
-        raise not_loadable(name, error) from error
+        raise make_load_error(name, error) from error
     return policy
 
 
-def _without_memory(name: str, kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+def _build_meta_model(
+    name: str, kind: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(name, **options)
         with torch.device("meta"):
             model = kind.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise not_loadable(name, error) from error
+        raise make_load_error(name, error) from error
     with suppress(OSError):  # a model need not have one
         model.generation_config = GenerationConfig.from_pretrained(name)
     found: PreTrainedModel = model.eval()
@@ -234,13 +236,13 @@ def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> No
 
 
 @torch.no_grad()
-def _fill(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
+def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
     """Every tensor of the model from the files, and none left over, `but` some."""
     with ExitStack() as files:
-        saved = _without(_slices(Path(name), files), but)
+        saved = _exclude_prefixes(_open_slices(Path(name), files), but)
         lacking = []
         tensors = lora.base_tensors(model.state_dict(keep_vars=True))
-        for names, tensor in by_identity(_without(tensors, but)).values():
+        for names, tensor in by_identity(_exclude_prefixes(tensors, but)).values():
             found = next((saved[n] for n in names if n in saved), None)
             for key in names:
                 saved.pop(key, None)  # a tied tensor may be there under each of its names
@@ -251,11 +253,11 @@ def _fill(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
     check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
 
 
-def _without(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
+def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
 
 
-def _slices(directory: Path, files: ExitStack) -> dict[str, Any]:
+def _open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
     """By name: what gives rows of a tensor without reading the others."""
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]

@@ -29,17 +29,17 @@ from torch.distributed.tensor import DTensor
 
 from laminar.config import ConfigError
 from laminar.config.training import LoraConfig
-from laminar.training.model.lora_targets import ADAPTER_DIR, chosen_modules, module_of
+from laminar.training.model.lora_targets import ADAPTER_DIR, choose_modules, module_of
 from laminar.training.shared_safetensors import rows_of
 
-NAME = "default"
+ADAPTER_NAME = "default"
 """What peft calls the only adapter of a model."""
-_PARTS = re.compile(rf"\.lora_[AB]\.{NAME}\.")
+_PARTS = re.compile(rf"\.lora_[AB]\.{ADAPTER_NAME}\.")
 PEFT_PREFIX = "base_model.model."
 """In front of every name in an adapter's file, of the wrapper that peft puts around a model."""
 
 
-def inject(model: nn.Module, lora: LoraConfig) -> None:
+def inject_adapters(model: nn.Module, lora: LoraConfig) -> None:
     """Put adapters into the model; nothing else of it is trained from here on."""
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -48,20 +48,20 @@ def inject(model: nn.Module, lora: LoraConfig) -> None:
     asked = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(chosen_modules(lora, found - {""})),
+        target_modules=list(choose_modules(lora, found - {""})),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
     )
     try:
-        inject_adapter_in_model(asked, model, NAME)
+        inject_adapter_in_model(asked, model, ADAPTER_NAME)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"lora.target_modules = {lora.target_modules}: peft cannot put an adapter there "
             f"({reason}); name linear layers of this model"
         ) from error
-    for _, parameter in adapters(model):
+    for _, parameter in list_adapter_parameters(model):
         parameter.data = parameter.data.to(trained_type(parameter.dtype))  # peft took the base's
 
 
@@ -70,9 +70,9 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def start(model: nn.Module, seed: int) -> None:
+def initialize_adapters(model: nn.Module, seed: int) -> None:
     """Give new adapters their first numbers: B zeros, A those of nn.Linear."""
-    for name, parameter in adapters(model):
+    for name, parameter in list_adapter_parameters(model):
         shape, first, own = rows_of(parameter)
         if ".lora_B." in name:
             own.zero_()
@@ -89,12 +89,12 @@ def trained_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def layers(model: nn.Module) -> dict[str, Any]:
+def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers of peft by their names in the model; empty: it has no adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def adapters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def list_adapter_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All A and B, by their names in the model."""
     return [(name, p) for name, p in model.named_parameters() if _PARTS.search(name)]
 
@@ -109,14 +109,14 @@ def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merged(layer: Any) -> Tensor:
+def merge_adapter(layer: Any) -> Tensor:
     """The matrix of a layer with its adapter, float32 and not in place; of one in rows of ranks,
     which all ask together, rows."""
-    base, scale = layer.base_layer.weight, layer.scaling[NAME]
-    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    base, scale = layer.base_layer.weight, layer.scaling[ADAPTER_NAME]
+    a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
     if not isinstance(base, DTensor):
-        return _merged(base, a, b, scale)
-    own = _merged(base.to_local(), a.full_tensor(), b.to_local(), scale)
+        return _merge_matrices(base, a, b, scale)
+    own = _merge_matrices(base.to_local(), a.full_tensor(), b.to_local(), scale)
     return DTensor.from_local(
         own,
         base.device_mesh,
@@ -127,17 +127,17 @@ def merged(layer: Any) -> Tensor:
     )
 
 
-def _merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _merge_matrices(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     change = (b @ a) * scale
     # The sum of -0.0 and nothing would be 0.0, which are other bytes.
     return torch.where(change == 0, base.to(change.dtype), change + base)
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Within it the model computes what its base does. peft's own switch also says that adapters
     are not to be trained, in the middle of a step."""
-    found = layers(model).values()
+    found = find_adapted_layers(model).values()
     for layer in found:
         layer._disable_adapters = True
     try:
@@ -149,13 +149,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def file_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All A and B, by their names in an adapter's file."""
-    for name, parameter in adapters(model):
-        yield PEFT_PREFIX + name.replace(f".{NAME}.", "."), parameter.detach()
+    for name, parameter in list_adapter_parameters(model):
+        yield PEFT_PREFIX + name.replace(f".{ADAPTER_NAME}.", "."), parameter.detach()
 
 
 def write_config(model: Any, base: str, directory: Path) -> None:
     """Begin the adapter's directory in that of a model: all but its tensors. `base`: the name of
     the model that it belongs to."""
-    config = model.peft_config[NAME]
+    config = model.peft_config[ADAPTER_NAME]
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(directory / ADAPTER_DIR)

@@ -20,26 +20,26 @@ from laminar.run.command_line import with_extra
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = f"{ADAPTER_DIR}/adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-WEIGHT = ".weight"
+LAYER_PATTERN = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+WEIGHT_SUFFIX = ".weight"
 
 
 def module_of(name: str) -> str:
     """What a module of a layer is called in every layer, such as q_proj; empty: it is in none."""
-    return name.rpartition(".")[2] if LAYER.search(name) else ""
+    return name.rpartition(".")[2] if LAYER_PATTERN.search(name) else ""
 
 
-def matrices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def sum_matrix_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """By the name of a matrix of the layers: inputs and outputs of all that are called so."""
     found: dict[str, int] = {}
     for name, shape in shapes.items():
-        module = module_of(name.removesuffix(WEIGHT))
-        if name.endswith(WEIGHT) and len(shape) == 2 and module:
+        module = module_of(name.removesuffix(WEIGHT_SUFFIX))
+        if name.endswith(WEIGHT_SUFFIX) and len(shape) == 2 and module:
             found[module] = found.get(module, 0) + sum(shape)
     return found
 
 
-def chosen_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
+def choose_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
     """The names of the modules that get adapters; `there`: those of the layers' matrices."""
     if not there:
         raise ConfigError(
@@ -72,4 +72,4 @@ def check_lora(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"lora.rank = {lora.rank} needs peft, which is not installed: "
             f"{with_extra('lora')}; or set lora.rank to 0"
         )
-    chosen_modules(lora, matrices(shapes))
+    choose_modules(lora, sum_matrix_sizes(shapes))

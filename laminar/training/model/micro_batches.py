@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.storage.rules import Span
-from laminar.training.steps import Ids, Part, TrainSample, parts_of
+from laminar.training.steps import Ids, SpanPart, TrainSample, parts_of
 
 
-class Run(NamedTuple):
+class SequenceRun(NamedTuple):
     """Sequences of one length, side by side in a row; no token of one reads another."""
 
     start: int
@@ -35,8 +35,8 @@ class Run(NamedTuple):
 class SharedPrompt(NamedTuple):
     """A prompt in a row, and behind it the responses that read it."""
 
-    prompt: Run  #: of one sequence
-    responses: tuple[Run, ...]
+    prompt: SequenceRun  #: of one sequence
+    responses: tuple[SequenceRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class MicroBatch:
 
     sample_ids: tuple[str, ...]  #: of the rows
     spans: tuple[Span, ...]  #: of all tokens
-    parts: tuple[Part, ...]  #: of these
+    parts: tuple[SpanPart, ...]  #: of these
     rows: TokenRows
     behaviour: Tensor
     advantages: Tensor
@@ -82,7 +82,7 @@ def mini_batches(samples: Sequence[TrainSample], groups: int) -> list[list[Train
     return [[s for group in siblings[i : i + groups] for s in group] for i in starts]
 
 
-def unmasked(samples: Sequence[TrainSample], truncated: str) -> list[TrainSample]:
+def select_unmasked(samples: Sequence[TrainSample], truncated: str) -> list[TrainSample]:
     """Those that have a gradient; `truncated`: algorithm.truncated."""
     return [s for s in samples if not (truncated == "mask" and s.truncated)]
 
@@ -103,13 +103,15 @@ def micro_batches(lengths: Sequence[int], max_padded_tokens: int) -> list[list[i
     return found
 
 
-def token_rows(sequences: Sequence[Ids], starts: Sequence[int], device: torch.device) -> TokenRows:
+def pad_token_rows(
+    sequences: Sequence[Ids], starts: Sequence[int], device: torch.device
+) -> TokenRows:
     """Pad `sequences`; row i scores its tokens from position starts[i] >= 1 to its end."""
     places = [np.arange(start, len(s)) for s, start in zip(sequences, starts, strict=True)]
-    return _padded(sequences, places, device)
+    return _pad_rows(sequences, places, device)
 
 
-def _padded(
+def _pad_rows(
     sequences: Sequence[Ids], places: Sequence[NDArray[np.int64]], device: torch.device
 ) -> TokenRows:
     """Row i scores its tokens at these positions, each at least 1: the logits that predict the
@@ -129,11 +131,11 @@ def _padded(
     )
 
 
-def collate(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
+def collate_samples(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
     """The tensors of one micro-batch of padded rows, in the order of `samples`."""
     sequences = [np.concatenate([s.prompt_ids, s.read_ids]) for s in samples]
     places = [len(s.prompt_ids) + s.sampled_at for s in samples]
-    return micro_batch(samples, _padded(sequences, places, device), device)
+    return micro_batch(samples, _pad_rows(sequences, places, device), device)
 
 
 def micro_batch(

@@ -25,51 +25,51 @@ from torch import Tensor
 
 from laminar.training.model.micro_batches import (
     MicroBatch,
-    Run,
+    SequenceRun,
     SharedPrompt,
     TokenRows,
-    collate,
+    collate_samples,
     micro_batch,
     micro_batches,
 )
-from laminar.training.ranks import ONE, Ranks, shares
+from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences
 from laminar.training.steps import TrainSample
 
 Siblings = list[TrainSample]
 """Of one prompt, shortest response first: those of one length stand side by side."""
 
 
-def passes(
+def build_passes(
     samples: Sequence[TrainSample],
     max_tokens: int,
     device: torch.device,
     *,
     prompts_once: bool,
-    ranks: Ranks = ONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> list[MicroBatch]:
     """Those of this rank. A pass reads `max_tokens`, or one sample; every sample is in one pass of
     one rank. All ranks have equally many: an empty one has the shortest sample."""
-    cut = _once if prompts_once else _padded
+    cut = _pack_shared_prompts if prompts_once else _pack_padded
     of_ranks = cut(samples, max_tokens, ranks.size)
-    made = collate_siblings if prompts_once else collate
+    made = collate_siblings if prompts_once else collate_samples
     own = [made(chosen, device) for chosen in of_ranks[ranks.rank]]
     for _ in range(max(map(len, of_ranks)) - len(own)):
         shortest = min(samples, key=lambda s: s.length)
-        own.append(replace(collate([shortest], device), empty=True))
+        own.append(replace(collate_samples([shortest], device), empty=True))
     return own
 
 
-def _padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
+def _pack_padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
     """By rank: the samples of each pass."""
     found = []
-    for share in shares([s.length for s in samples], ranks):
+    for share in assign_sequences([s.length for s in samples], ranks):
         own = [samples[i] for i in share]
         rows = micro_batches([s.length for s in own], max_tokens)
         found.append([[own[i] for i in chosen] for chosen in rows])
     return found
 
 
-def _once(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
+def _pack_shared_prompts(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
     """By rank: the siblings of each pass.
 
     Those of one prompt stay together, unless they alone are more than a pass, or more than the
@@ -78,12 +78,12 @@ def _once(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[A
     by_prompt: dict[bytes, Siblings] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt_ids.tobytes(), []).append(sample)
-    fair = -(-sum(map(_tokens, by_prompt.values())) // ranks)
+    fair = -(-sum(map(_count_tokens, by_prompt.values())) // ranks)
     limit = min(max_tokens, fair)
-    parts = [part for siblings in by_prompt.values() for part in _parts(siblings, limit)]
+    parts = [part for siblings in by_prompt.values() for part in _split_siblings(siblings, limit)]
     return [
         _first_fit([parts[i] for i in share], max_tokens)
-        for share in shares(list(map(_tokens, parts)), ranks)
+        for share in assign_sequences(list(map(_count_tokens, parts)), ranks)
     ]
 
 
@@ -91,8 +91,8 @@ def _first_fit(parts: Sequence[Siblings], max_tokens: int) -> list[list[Siblings
     """Largest first: what may run out of memory does so at once."""
     found: list[list[Siblings]] = []
     room: list[int] = []
-    for part in sorted(parts, key=_tokens, reverse=True):
-        tokens = _tokens(part)
+    for part in sorted(parts, key=_count_tokens, reverse=True):
+        tokens = _count_tokens(part)
         at = next((i for i, left in enumerate(room) if tokens <= left), len(room))
         if at == len(room):
             found.append([])
@@ -102,27 +102,27 @@ def _first_fit(parts: Sequence[Siblings], max_tokens: int) -> list[list[Siblings
     return found
 
 
-def _parts(siblings: Siblings, max_tokens: int) -> list[Siblings]:
+def _split_siblings(siblings: Siblings, max_tokens: int) -> list[Siblings]:
     """Filled from the longest response on."""
     found: list[Siblings] = []
     room = 0
     prompt = len(siblings[0].prompt_ids)
-    for sample in sorted(siblings, key=_read, reverse=True):
-        if not found or _read(sample) > room:
+    for sample in sorted(siblings, key=_count_read_tokens, reverse=True):
+        if not found or _count_read_tokens(sample) > room:
             found.append([])
             room = max_tokens - prompt
         found[-1].append(sample)
-        room -= _read(sample)
+        room -= _count_read_tokens(sample)
     return [part[::-1] for part in found]
 
 
-def _read(sample: TrainSample) -> int:
+def _count_read_tokens(sample: TrainSample) -> int:
     """The tokens behind the prompt that are read."""
     return sample.length - len(sample.prompt_ids) - 1
 
 
-def _tokens(siblings: Siblings) -> int:
-    return len(siblings[0].prompt_ids) + sum(map(_read, siblings))
+def _count_tokens(siblings: Siblings) -> int:
+    return len(siblings[0].prompt_ids) + sum(map(_count_read_tokens, siblings))
 
 
 def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroBatch:
@@ -133,10 +133,10 @@ def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroB
     prompts = []
     start = 0
     for siblings in groups:
-        prompt, lengths = len(siblings[0].prompt_ids), [_read(s) for s in siblings]
+        prompt, lengths = len(siblings[0].prompt_ids), [_count_read_tokens(s) for s in siblings]
         ids += [siblings[0].prompt_ids, *(s.read_ids[:-1] for s in siblings)]
         positions += [np.arange(prompt), *(prompt + np.arange(length) for length in lengths)]
-        prompts.append(_shared(start, prompt, lengths))
+        prompts.append(_build_shared_prompt(start, prompt, lengths))
         last, start = start + prompt - 1, start + prompt
         for sample, length in zip(siblings, lengths, strict=True):
             index += [[last], start + sample.sampled_at[1:] - 1]
@@ -144,28 +144,28 @@ def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroB
     samples = [sample for siblings in groups for sample in siblings]
     responses = [sample.response_ids for sample in samples]
     rows = TokenRows(
-        input_ids=_flat(ids, device)[None],
-        index=_flat(index, device),
-        targets=_flat(responses, device),
+        input_ids=_concat_to_tensor(ids, device)[None],
+        index=_concat_to_tensor(index, device),
+        targets=_concat_to_tensor(responses, device),
         counts=np.array(list(map(len, responses)), dtype=np.int64),
-        positions=_flat(positions, device)[None],
+        positions=_concat_to_tensor(positions, device)[None],
         prompts=tuple(prompts),
     )
     return micro_batch(samples, rows, device)
 
 
-def _shared(start: int, prompt: int, lengths: Sequence[int]) -> SharedPrompt:
+def _build_shared_prompt(start: int, prompt: int, lengths: Sequence[int]) -> SharedPrompt:
     """`lengths` of the responses, ascending; a single one is read as one sequence with its prompt,
     and one of which no token is read is in no run."""
     end = start + prompt
     if len(lengths) == 1:
-        return SharedPrompt(Run(start, end + lengths[0], 1), ())
+        return SharedPrompt(SequenceRun(start, end + lengths[0], 1), ())
     runs = []
     for length, count in Counter(filter(None, lengths)).items():
-        runs.append(Run(end, end + length * count, count))
+        runs.append(SequenceRun(end, end + length * count, count))
         end = runs[-1].stop
-    return SharedPrompt(Run(start, start + prompt, 1), tuple(runs))
+    return SharedPrompt(SequenceRun(start, start + prompt, 1), tuple(runs))
 
 
-def _flat(parts: Sequence[ArrayLike], device: torch.device) -> Tensor:
+def _concat_to_tensor(parts: Sequence[ArrayLike], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)

@@ -42,9 +42,9 @@ from laminar.config import Config, ConfigError
 from laminar.training.algorithms.loss_terms import entropy_of, gather_targets, log_softmax_at
 from laminar.training.model import lora
 from laminar.training.model.footprint import FLOAT32, way_of
-from laminar.training.model.micro_batches import TokenRows, token_rows
+from laminar.training.model.micro_batches import TokenRows, pad_token_rows
 from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
-from laminar.training.shared_safetensors import Form, Forms
+from laminar.training.shared_safetensors import TensorLayout, TensorLayouts
 from laminar.training.steps import ModelLayout
 
 Entropy = Literal["none", "value", "gradient"]
@@ -82,18 +82,18 @@ class LoadedPolicy:
     def reads_prompts_once(self, compute: Compute) -> bool:
         return self.prompts_once and not why_padded(self.model, self.device, compute.dtype)
 
-    def layout(self, published: Forms, compute: Compute) -> ModelLayout:
+    def describe_layout(self, published: TensorLayouts, compute: Compute) -> ModelLayout:
         """Of what it publishes, and how it reads the sequences of a step."""
         shapes = tuple((name, form.shape) for name, form in published.items())
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         padded = why_padded(self.model, self.device, compute.dtype)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
         """All of one of its tensors."""
         return tensor
 
-    def cast(self, dtype: torch.dtype) -> None:
+    def cast_weights(self, dtype: torch.dtype) -> None:
         """Hold what autocast would cast in each pass; for a model that is not trained."""
         cast_linear(self.model, dtype)
 
@@ -104,7 +104,7 @@ class LoadedPolicy:
 
         The entropy of a whole vocabulary has a gradient only where one is asked for.
         """
-        hidden = self._hidden(rows, compute)
+        hidden = self._compute_hidden(rows, compute)
         head = partial(
             _head_scores,
             head=self.model.get_output_embeddings(),
@@ -128,20 +128,20 @@ class LoadedPolicy:
         The head is so small that it computes in the type of its weights.
         """
         model: Any = self.model
-        hidden = self._hidden(rows, compute).to(model.score.weight.dtype)
+        hidden = self._compute_hidden(rows, compute).to(model.score.weight.dtype)
         values: Tensor = model.score(hidden)[:, 0]
         return values
 
-    def _hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
+    def _compute_hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
         """[tokens, width]: of the positions that predict the targets."""
-        with _autocast(self.device, compute.dtype):
+        with _make_autocast(self.device, compute.dtype):
             output = self.model.base_model(
-                input_ids=rows.input_ids, use_cache=False, **self._layout(rows)
+                input_ids=rows.input_ids, use_cache=False, **self._build_row_arguments(rows)
             )
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden.index_select(0, rows.index)
 
-    def _layout(self, rows: TokenRows) -> dict[str, Any]:
+    def _build_row_arguments(self, rows: TokenRows) -> dict[str, Any]:
         """What the model has to know of rows that are not padded."""
         if not rows.prompts:
             return {}
@@ -160,13 +160,13 @@ class BasePolicy:
     def base(self) -> str:
         return self.policy.base
 
-    def cast(self, dtype: torch.dtype) -> None:
+    def cast_weights(self, dtype: torch.dtype) -> None:
         """Nothing: its weights are those of the policy."""
 
     def log_probs(
         self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
     ) -> TokenScores:
-        with lora.adapters_off(self.policy.model):
+        with lora.disable_adapters(self.policy.model):
             return self.policy.log_probs(rows, temperature, compute, entropy)
 
 
@@ -185,7 +185,7 @@ def _head_scores(
     Dropping the ids from `limit` on is what an engine does that masks them to -inf. Each chunk
     casts the weight for itself: the gradients of one cast would be summed in the compute type.
     """
-    with _autocast(hidden.device, dtype):
+    with _make_autocast(hidden.device, dtype):
         logits = head(hidden)[:, :limit]
     vocabulary = log_softmax_at(logits, temperature)
     log_probs = gather_targets(vocabulary, targets)
@@ -194,7 +194,7 @@ def _head_scores(
     return log_probs, entropy_of(vocabulary if entropy == "gradient" else vocabulary.detach())
 
 
-def _autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+def _make_autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Without its cache, which would hold the casts of all layers to the end of the pass."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
@@ -233,12 +233,12 @@ def recompute_layers(model: nn.Module) -> None:
 def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
     """Load the layers of `name` in float32, with a head of one number that begins at zero; raises
     ConfigError. A head of its own is left out."""
-    with _quiet():  # that the head is new
+    with _silence_transformers():  # that the head is new
         model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
     check_value_head(name, model)
     check_loaded(name, critic_info(info))
     model.to(device)  # type: ignore[arg-type]
-    return as_critic(model, tokenizer_size, device=model.device)
+    return build_critic(model, tokenizer_size, device=model.device)
 
 
 def check_value_head(name: str, model: PreTrainedModel) -> None:
@@ -250,7 +250,7 @@ def check_value_head(name: str, model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """transformers says nothing that is no error."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -268,7 +268,7 @@ def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def as_critic(model: Any, vocab_limit: int, *, device: torch.device) -> LoadedPolicy:
+def build_critic(model: Any, vocab_limit: int, *, device: torch.device) -> LoadedPolicy:
     """A model for token classification of one label, whose values are 0."""
     for parameter in model.score.parameters():
         parameter.zero_()
@@ -293,8 +293,8 @@ def load_policy(
     if adapt is not None:
         before = LoadedPolicy(model.eval(), limit)
         check_head(name, before)
-        base = digest(before)
-        _adapt(model, adapt, device)
+        base = digest_base_weights(before)
+        _add_adapters(model, adapt, device)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
     once = not why_padded(model, model.device)
     if once:
@@ -305,11 +305,11 @@ def load_policy(
     return policy
 
 
-def _adapt(model: PreTrainedModel, config: Config, device: torch.device) -> None:
+def _add_adapters(model: PreTrainedModel, config: Config, device: torch.device) -> None:
     if way_of(config, gpu=device.type == "cuda").base < FLOAT32:
         cast_linear(model, torch.bfloat16)
-    lora.inject(model, config.lora)
-    lora.start(model, config.seed)
+    lora.inject_adapters(model, config.lora)
+    lora.initialize_adapters(model, config.seed)
 
 
 def _from_pretrained(
@@ -321,12 +321,12 @@ def _from_pretrained(
             name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise not_loadable(name, error) from error
+        raise make_load_error(name, error) from error
     model, info = loaded
     return model, info
 
 
-def not_loadable(name: str, error: Exception) -> ConfigError:
+def make_load_error(name: str, error: Exception) -> ConfigError:
     """What to say of a directory from which no model comes."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(
@@ -353,7 +353,7 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
 def check_head(name: str, policy: LoadedPolicy) -> None:
     """One row in chunks against the model's own logits: it may scale them, cap them or more."""
     ids = np.arange(CHECKED_TOKENS, dtype=np.int32) % policy.vocab_limit
-    rows = token_rows([ids], [1], policy.device)
+    rows = pad_token_rows([ids], [1], policy.device)
     temperature = torch.ones(len(rows.targets), device=policy.device)
     found = policy.log_probs(rows, temperature, Compute(torch.float32, CHECKED_TOKENS // 3))
     logits = policy.model(input_ids=rows.input_ids, use_cache=False).logits
@@ -374,35 +374,35 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Those of a model without adapters are its own; with adapters, each is made when it is asked
     for, float32 and merged, and in rows of ranks all ask together.
     """
-    layers = lora.layers(model)
-    for name, tensor in base_weights(model).items():
+    layers = lora.find_adapted_layers(model)
+    for name, tensor in get_base_weights(model).items():
         layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if layer is not None:
-            yield name, lora.merged(layer)
+            yield name, lora.merge_adapter(layer)
         else:
             yield name, tensor.to(lora.trained_type(tensor.dtype)) if layers else tensor
 
 
-def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def get_base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The same tensors, not merged: those that were loaded. Nothing is worked out for it."""
     tensors = lora.base_tensors(model.state_dict(keep_vars=True))
     return {names[0]: tensor.detach() for names, tensor in by_identity(tensors).values()}
 
 
-def weight_forms(model: PreTrainedModel) -> Forms:
+def weight_forms(model: PreTrainedModel) -> TensorLayouts:
     """What `named_weights` gives: shapes and types."""
-    adapted = bool(lora.layers(model))
+    adapted = bool(lora.find_adapted_layers(model))
     return {
-        name: Form(tuple(t.shape), lora.trained_type(t.dtype) if adapted else t.dtype)
-        for name, t in base_weights(model).items()
+        name: TensorLayout(tuple(t.shape), lora.trained_type(t.dtype) if adapted else t.dtype)
+        for name, t in get_base_weights(model).items()
     }
 
 
-def digest(policy: LoadedPolicy) -> str:
+def digest_base_weights(policy: LoadedPolicy) -> str:
     """Of all weights without adapters: names, types, shapes and bytes."""
     found = xxhash.xxh3_128()
-    for name, tensor in base_weights(policy.model).items():
-        tensor = policy.whole(tensor)
+    for name, tensor in get_base_weights(policy.model).items():
+        tensor = policy.gather_tensor(tensor)
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -31,10 +31,10 @@ from laminar.training.model import (
 )
 from laminar.training.model.micro_batches import SharedPrompt
 
-Places = slice | Tensor
+TokenIndices = slice | Tensor
 """Of tokens in a row."""
 
-NAME = "laminar_prompts_once"
+ATTENTION_NAME = "laminar_prompts_once"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 GPU_HEAD_SIZES = range(8, 257, 8)  #: that the flash kernel takes as they are
 
@@ -53,10 +53,10 @@ def why_padded(
         return f"the model is of type {config.model_type}, not {', '.join(MODEL_TYPES)}"
     if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"the model has layers of {', '.join(sorted(other))}"
-    return _why_not_on_gpu(config, dtype) if device.type == "cuda" else ""
+    return _find_gpu_padding_reason(config, dtype) if device.type == "cuda" else ""
 
 
-def _why_not_on_gpu(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+def _find_gpu_padding_reason(config: PreTrainedConfig, dtype: torch.dtype) -> str:
     if dtype != torch.bfloat16:
         return f"the flash kernel of a GPU takes bfloat16, not {str(dtype).removeprefix('torch.')}"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -67,11 +67,11 @@ def _why_not_on_gpu(config: PreTrainedConfig, dtype: torch.dtype) -> str:
 
 def read_prompts_once(model: PreTrainedModel) -> None:
     """Have all layers call `attend`; rows without shared prompts are computed as before."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    model.set_attn_implementation(NAME)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend_shared_prefix)
+    model.set_attn_implementation(ATTENTION_NAME)
 
 
-def attend(
+def attend_shared_prefix(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -94,11 +94,11 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):  # as for torch's own attention
         dtype = torch.get_autocast_dtype(query.device.type)
         tensors = [tensor.to(dtype) for tensor in tensors]
-    output: Tensor = _Cascade.apply(*tensors, prompts, scaling)  # type: ignore[no-untyped-call]
+    output: Tensor = _SharedPrefixAttention.apply(*tensors, prompts, scaling)  # type: ignore[no-untyped-call]
     return output.transpose(0, 1)[None].contiguous(), None
 
 
-class _Cascade(torch.autograd.Function):
+class _SharedPrefixAttention(torch.autograd.Function):
     """query [heads, width, size], key and value [heads of keys, width, size]."""
 
     @staticmethod
@@ -112,9 +112,9 @@ class _Cascade(torch.autograd.Function):
     ) -> Tensor:
         kernel: Any = shared_prefix_attention_cuda if query.is_cuda else shared_prefix_attention_cpu
         output: Tensor
-        output, sums = kernel.to_themselves(query, key, value, prompts, scale)
+        output, sums = kernel.attend_to_self(query, key, value, prompts, scale)
         for at, *found in kernel.to_prompts(query, key, value, prompts, scale):
-            _merge(output, sums, at, *found)
+            _merge_attention(output, sums, at, *found)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.kernel, ctx.prompts, ctx.scale = kernel, prompts, scale
         return output
@@ -123,7 +123,7 @@ class _Cascade(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         arguments = (gradient, *ctx.saved_tensors, ctx.prompts, ctx.scale)
-        of_query, of_key, of_value = ctx.kernel.to_themselves_backward(*arguments)
+        of_query, of_key, of_value = ctx.kernel.attend_to_self_backward(*arguments)
         for at, of, *more in ctx.kernel.to_prompts_backward(*arguments):
             of_query[:, at] += more[0]
             of_key[:, of] += more[1]
@@ -131,8 +131,8 @@ class _Cascade(torch.autograd.Function):
         return of_query, of_key, of_value, None, None
 
 
-def _merge(
-    output: Tensor, sums: Tensor, at: Places, of_prompt: Tensor, sums_of_prompt: Tensor
+def _merge_attention(
+    output: Tensor, sums: Tensor, at: TokenIndices, of_prompt: Tensor, sums_of_prompt: Tensor
 ) -> None:
     """Add the attention to the prompt to the attention of responses to themselves, in place."""
     own, own_sums = output[:, at], sums[:, at]

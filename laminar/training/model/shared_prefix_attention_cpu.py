@@ -17,24 +17,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laminar.training.model.micro_batches import Run, SharedPrompt
+from laminar.training.model.micro_batches import SequenceRun, SharedPrompt
 
 Prompts = Sequence[SharedPrompt]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def to_themselves(
+def attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each prompt and response: [heads, width, size], sums [heads, width]."""
-    tensors = (query, _per_query_head(query, key), _per_query_head(query, value))
+    tensors = (query, _repeat_for_queries(query, key), _repeat_for_queries(query, value))
     output = torch.empty_like(query)
     sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-    for run in _runs(prompts):
-        found = _forward(*(_split(tensor, run) for tensor in tensors), 0.0, True, scale=scale)
+    for run in _iter_runs(prompts):
+        found = _forward(*(_split_run(tensor, run) for tensor in tensors), 0.0, True, scale=scale)
         at = slice(run.start, run.stop)
-        output[:, at], sums[:, at] = map(_join, found)
+        output[:, at], sums[:, at] = map(_join_run, found)
     return output, sums
 
 
@@ -42,15 +42,15 @@ def to_prompts(
     query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """For each prompt the places of its responses, their outputs and sums."""
-    for of, by in _bounds(prompts):
+    for of, by in _iter_prompt_slices(prompts):
         asked = query[:, by]
         output, sums = _forward(
-            _fold(asked, key), key[None, :, of], value[None, :, of], 0.0, scale=scale
+            _fold_heads(asked, key), key[None, :, of], value[None, :, of], 0.0, scale=scale
         )
         yield by, output.reshape_as(asked), sums.reshape(asked.shape[:2])
 
 
-def to_themselves_backward(
+def attend_to_self_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -61,14 +61,14 @@ def to_themselves_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; `output` and `sums` are those of the whole softmax."""
-    own_key, own_value = _per_query_head(query, key), _per_query_head(query, value)
+    own_key, own_value = _repeat_for_queries(query, key), _repeat_for_queries(query, value)
     tensors = (gradient, query, own_key, own_value, output, sums)
     found = [torch.empty_like(tensor) for tensor in (query, own_key, own_value)]
-    for run in _runs(prompts):
-        parts = _backward(*(_split(tensor, run) for tensor in tensors), 0.0, True, scale=scale)
+    for run in _iter_runs(prompts):
+        parts = _backward(*(_split_run(tensor, run) for tensor in tensors), 0.0, True, scale=scale)
         for whole, part in zip(found, parts, strict=True):
-            whole[:, run.start : run.stop] = _join(part)
-    return found[0], _per_key_head(found[1], key), _per_key_head(found[2], key)
+            whole[:, run.start : run.stop] = _join_run(part)
+    return found[0], _sum_for_keys(found[1], key), _sum_for_keys(found[2], key)
 
 
 def to_prompts_backward(
@@ -83,14 +83,14 @@ def to_prompts_backward(
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """For each prompt the places of its responses and its own; gradients of the responses' queries
     and of the prompt's keys and values."""
-    for of, by in _bounds(prompts):
+    for of, by in _iter_prompt_slices(prompts):
         found = _backward(
-            _fold(gradient[:, by], key),
-            _fold(query[:, by], key),
+            _fold_heads(gradient[:, by], key),
+            _fold_heads(query[:, by], key),
             key[None, :, of],
             value[None, :, of],
-            _fold(output[:, by], key),
-            _fold(sums[:, by], key),
+            _fold_heads(output[:, by], key),
+            _fold_heads(sums[:, by], key),
             0.0,
             False,
             scale=scale,
@@ -98,12 +98,12 @@ def to_prompts_backward(
         yield by, of, found[0].reshape_as(query[:, by]), found[1][0], found[2][0]
 
 
-def _runs(prompts: Prompts) -> Iterator[Run]:
+def _iter_runs(prompts: Prompts) -> Iterator[SequenceRun]:
     for shared in prompts:
         yield from (shared.prompt, *shared.responses)
 
 
-def _bounds(prompts: Prompts) -> Iterator[tuple[slice, slice]]:
+def _iter_prompt_slices(prompts: Prompts) -> Iterator[tuple[slice, slice]]:
     """Where each prompt is that has responses behind it, and where these are."""
     for prompt, responses in prompts:
         if responses:
@@ -113,18 +113,18 @@ def _bounds(prompts: Prompts) -> Iterator[tuple[slice, slice]]:
             )
 
 
-def _split(tensor: Tensor, run: Run) -> Tensor:
+def _split_run(tensor: Tensor, run: SequenceRun) -> Tensor:
     """[heads, width, ...] -> [sequences of the run, heads, length, ...]"""
     sequences: Tensor = tensor[:, run.start : run.stop].unflatten(1, (run.sequences, -1))
     return sequences.transpose(0, 1)
 
 
-def _join(tensor: Tensor) -> Tensor:
+def _join_run(tensor: Tensor) -> Tensor:
     """[sequences, heads, length, ...] -> [heads, sequences * length, ...]"""
     return tensor.transpose(0, 1).flatten(1, 2)
 
 
-def _fold(tensor: Tensor, key: Tensor) -> Tensor:
+def _fold_heads(tensor: Tensor, key: Tensor) -> Tensor:
     """[heads, tokens, ...] -> [1, heads of keys, tokens of all heads that share one, ...].
 
     Only where every query reads all keys.
@@ -133,12 +133,12 @@ def _fold(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.reshape(1, len(key), heads // len(key) * tokens, *tensor.shape[2:])
 
 
-def _per_query_head(query: Tensor, key: Tensor) -> Tensor:
+def _repeat_for_queries(query: Tensor, key: Tensor) -> Tensor:
     repeats = len(query) // len(key)
     return key if repeats == 1 else key.repeat_interleave(repeats, 0)
 
 
-def _per_key_head(gradient: Tensor, key: Tensor) -> Tensor:
+def _sum_for_keys(gradient: Tensor, key: Tensor) -> Tensor:
     if len(gradient) == len(key):
         return gradient
     by_key: Tensor = gradient.unflatten(0, (len(key), -1))

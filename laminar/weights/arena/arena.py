@@ -66,14 +66,14 @@ def arena_path(
 
 
 @dataclass(frozen=True)
-class Swept:
+class RemovedArena:
     """An arena whose creator is dead, removed."""
 
     path: Path
     num_bytes: int  #: of memory that it took
 
 
-def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[Swept]:
+def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[RemovedArena]:
     """Remove what killed relays of this user have left behind, of whichever run; what that was.
 
     Files that are locked (their creator lives), of other users, of another format or not ours by
@@ -82,11 +82,11 @@ def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[Swept]:
     if not directory.is_dir():
         return []
     found = [path for path in sorted(directory.iterdir()) if _NAME.fullmatch(path.name)]
-    swept = (_sweep(path) for path in found)
+    swept = (_sweep_arena(path) for path in found)
     return [each for each in swept if each is not None]
 
 
-def _sweep(path: Path) -> Swept | None:
+def _sweep_arena(path: Path) -> RemovedArena | None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # it went away, or is another user's
@@ -102,7 +102,7 @@ def _sweep(path: Path) -> Swept | None:
         return None
     finally:
         os.close(fd)
-    return Swept(path, status.st_blocks * 512)
+    return RemovedArena(path, status.st_blocks * 512)
 
 
 class Arena:
@@ -154,49 +154,49 @@ class Arena:
 
     # --- memory -------------------------------------------------------------------------------
 
-    def prepare(self, index: int) -> None:
+    def populate_slot(self, index: int) -> None:
         """Have memory behind a whole slot, before it is written by this process.
 
         Takes a second for some gigabytes the first time, and nothing later; other threads go on.
         ArenaError if there is not enough, or when the arena is closed meanwhile.
         """
-        start = self.offset(index)
+        start = self.get_slot_offset(index)
         while (done := self._filled[index]) < self.slot_bytes:
             size = min(_POPULATE_BYTES, self.slot_bytes - done)
-            self._populate(start + done, size)
+            self._populate_range(start + done, size)
             self._filled[index] = done + size
 
-    def fill_all(self) -> None:
+    def populate_all(self) -> None:
         """The same for slot after slot, in the order in which they are granted first."""
         for index in range(self.slots):
-            self.prepare(index)
+            self.populate_slot(index)
 
-    def _back(self, offset: int, nbytes: int) -> None:
+    def _populate_missing(self, offset: int, nbytes: int) -> None:
         """Have memory behind some bytes of the file, which are in one slot."""
         index, start = divmod(offset - _PAGE, _page_aligned(self.slot_bytes))
         if start + nbytes > self._filled[index]:
-            self._populate(offset, nbytes)
+            self._populate_range(offset, nbytes)
 
-    def _populate(self, offset: int, nbytes: int) -> None:
+    def _populate_range(self, offset: int, nbytes: int) -> None:
         data, start = self._bytes, offset // _PAGE * _PAGE
         if data is None:
             raise ArenaError(f"arena {self.path} is closed")
-        error = _advise(data.ctypes.data + start, offset + nbytes - start)
+        error = _populate_pages(data.ctypes.data + start, offset + nbytes - start)
         if error not in (0, errno.EINVAL):
             full = error == errno.EFAULT  # what would be a SIGBUS
-            raise self._short("it is full" if full else os.strerror(error))
+            raise self._make_shortage_error("it is full" if full else os.strerror(error))
 
     def _reserve_where_needed(self) -> None:
         """A kernel before Linux 5.14 fills no pages when asked: there all are reserved at once."""
         assert self._bytes is not None
-        if _advise(self._bytes.ctypes.data, _PAGE) != errno.EINVAL:
+        if _populate_pages(self._bytes.ctypes.data, _PAGE) != errno.EINVAL:
             return
         try:
             os.posix_fallocate(self._fd, 0, self._bytes.nbytes)
         except OSError as error:
-            raise self._short(str(error.strerror)) from error
+            raise self._make_shortage_error(str(error.strerror)) from error
 
-    def _short(self, reason: str) -> ArenaError:
+    def _make_shortage_error(self, reason: str) -> ArenaError:
         return ArenaError(
             f"arena {self.path} has no memory for all of its {self.slots} slots of "
             f"{self.slot_bytes} bytes any more: something else took it from {self.path.parent} "
@@ -205,18 +205,20 @@ class Arena:
 
     # --- slots --------------------------------------------------------------------------------
 
-    def slot(self, index: int) -> npt.NDArray[np.uint8]:
+    def get_slot(self, index: int) -> npt.NDArray[np.uint8]:
         """Writable view, uint8 [slot_bytes]; its start is aligned to a page."""
         if self._bytes is None:
             raise ArenaError(f"arena {self.path} is closed")
-        start = self.offset(index)
+        start = self.get_slot_offset(index)
         return self._bytes[start : start + self.slot_bytes]
 
-    def region(self, index: int) -> Region:
+    def get_region(self, index: int) -> Region:
         """The same bytes, and where they are in the file (only of an arena that was created)."""
-        return Region(self.slot(index).data, self._fd, self.offset(index), self._back)
+        return Region(
+            self.get_slot(index).data, self._fd, self.get_slot_offset(index), self._populate_missing
+        )
 
-    def offset(self, index: int) -> int:
+    def get_slot_offset(self, index: int) -> int:
         """Where a slot begins in the file, in bytes."""
         if not 0 <= index < self.slots:
             raise ArenaError(f"arena {self.path} has {self.slots} slots, there is no slot {index}")
@@ -273,7 +275,7 @@ def _check_space(fd: int, path: Path, total: int) -> None:
         )
 
 
-def _advise(address: int, nbytes: int) -> int:
+def _populate_pages(address: int, nbytes: int) -> int:
     """Fill the pages of a mapping; 0 or the error. Not by mmap.madvise, which keeps Python's other
     threads from running, and they have bytes to move."""
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:

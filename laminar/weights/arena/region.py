@@ -30,11 +30,11 @@ class Region(NamedTuple):
     def nbytes(self) -> int:
         return self.view.nbytes
 
-    def part(self, start: int, end: int) -> Region:
+    def slice_bytes(self, start: int, end: int) -> Region:
         """Bytes `start` to `end` of it, as far as it reaches."""
         return Region(self.view[start:end], self.fd, self.offset + start, self.back)
 
-    def prepare(self) -> None:
+    def populate_pages(self) -> None:
         """Have memory behind all of it; to be called before it is written. Raises ArenaError."""
         if self.back is not None:
             self.back(self.offset, self.nbytes)

@@ -24,26 +24,26 @@ class SlotError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeSlot:
     """Held by none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class WritingSlot:
     """Granted to a writer that has not said that it is done."""
 
     writer: str
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldSlot:
     """Holds a complete version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class SlotGrant:
     """`slot` is the writer's until it commits or is abandoned."""
 
     slot: int
@@ -51,7 +51,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class ReadLease:
     """`slot` holds `version` at least until the lease is released or revoked."""
 
     lease_id: int
@@ -61,7 +61,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionGone:
+class VersionNotHeld:
     """The version asked for is not held: evicted, or not here yet."""
 
     wanted: int
@@ -82,7 +82,7 @@ def slots_within(version_bytes: int, slots: int, max_bytes: int) -> int:
     return fitting
 
 
-def _always(version: int) -> bool:
+def _allow_always(version: int) -> bool:
     return True
 
 
@@ -93,11 +93,11 @@ class SlotTable:
     will send it from now on.
     """
 
-    def __init__(self, num_slots: int, forget: Callable[[int], bool] = _always) -> None:
+    def __init__(self, num_slots: int, forget: Callable[[int], bool] = _allow_always) -> None:
         if num_slots < MIN_SLOTS:
             raise SlotError(f"{num_slots} slots, at least {MIN_SLOTS} are needed")
-        self._slots: list[Free | Writing | Held] = [Free()] * num_slots
-        self._leases: dict[int, Lease] = {}
+        self._slots: list[FreeSlot | WritingSlot | HeldSlot] = [FreeSlot()] * num_slots
+        self._leases: dict[int, ReadLease] = {}
         self._next_lease = 0
         self._pinned: int | None = None
         self._last: frozenset[int] = frozenset()  #: evicted when nothing else can be
@@ -113,7 +113,7 @@ class SlotTable:
     @property
     def versions_held(self) -> tuple[int, ...]:
         """Versions that can be leased, ascending."""
-        return tuple(sorted(state.version for state in self._slots if isinstance(state, Held)))
+        return tuple(sorted(state.version for state in self._slots if isinstance(state, HeldSlot)))
 
     @property
     def latest(self) -> int | None:
@@ -124,27 +124,27 @@ class SlotTable:
     def pinned(self) -> int | None:
         return self._pinned
 
-    def state(self, slot: int) -> Free | Writing | Held:
+    def get_state(self, slot: int) -> FreeSlot | WritingSlot | HeldSlot:
         """SlotError if there is no such slot."""
         if not 0 <= slot < len(self._slots):
-            raise self._error(f"there is no slot {slot}")
+            raise self._make_error(f"there is no slot {slot}")
         return self._slots[slot]
 
     # --- writers ------------------------------------------------------------------------------
 
-    def grant(self, writer: str) -> Grant | None:
+    def grant_slot(self, writer: str) -> SlotGrant | None:
         """A free slot, else that of the oldest version which is not needed, those with unfinished
         work last, else None.
 
         SlotError if the writer has a slot already: two would leave too few for the versions.
         """
-        if Writing(writer) in self._slots:
-            raise self._error(f"{writer} has a slot already")
-        free = [index for index, state in enumerate(self._slots) if state == Free()]
+        if WritingSlot(writer) in self._slots:
+            raise self._make_error(f"{writer} has a slot already")
+        free = [index for index, state in enumerate(self._slots) if state == FreeSlot()]
         if free:
-            self._slots[free[0]] = Writing(writer)
-            return Grant(slot=free[0], evicted=None)
-        return self._evict_for(writer)
+            self._slots[free[0]] = WritingSlot(writer)
+            return SlotGrant(slot=free[0], evicted=None)
+        return self._evict_slot(writer)
 
     def commit(self, slot: int, writer: str, version: int, *, older: bool = False) -> None:
         """The writer is done: the slot holds `version`, which is now the latest, or (`older`) one
@@ -153,32 +153,34 @@ class SlotTable:
         SlotError if the slot is not this writer's, or if the version is not above the latest, or is
         held.
         """
-        if self.state(slot) != Writing(writer):
-            raise self._error(f"slot {slot} is not being written by {writer}")
+        if self.get_state(slot) != WritingSlot(writer):
+            raise self._make_error(f"slot {slot} is not being written by {writer}")
         if older and version in self.versions_held:
-            raise self._error(f"version {version} is held already")
+            raise self._make_error(f"version {version} is held already")
         if not older and self.latest is not None and version <= self.latest:
-            raise self._error(f"version {version} is not above the latest, {self.latest}")
-        self._slots[slot] = Held(version)
+            raise self._make_error(f"version {version} is not above the latest, {self.latest}")
+        self._slots[slot] = HeldSlot(version)
 
-    def abandon(self, writer: str) -> int | None:
+    def abandon_slot(self, writer: str) -> int | None:
         """Free the slot of a writer that is known to have stopped; None if it had none."""
-        if Writing(writer) not in self._slots:
+        if WritingSlot(writer) not in self._slots:
             return None
-        slot = self._slots.index(Writing(writer))
-        self._slots[slot] = Free()
+        slot = self._slots.index(WritingSlot(writer))
+        self._slots[slot] = FreeSlot()
         return slot
 
     # --- readers ------------------------------------------------------------------------------
 
-    def lease(self, version: int, reader: str, *, exact: bool) -> Lease | VersionGone:
+    def lease_version(
+        self, version: int, reader: str, *, exact: bool
+    ) -> ReadLease | VersionNotHeld:
         """Read `version` itself (exact), or the latest, if that is at least `version`."""
         held = self.versions_held
         chosen = version if exact else max(held, default=-1)
         if chosen not in held or chosen < version:
-            return VersionGone(wanted=version, held=held)
-        slot = self._slots.index(Held(chosen))
-        lease = Lease(lease_id=self._next_lease, reader=reader, slot=slot, version=chosen)
+            return VersionNotHeld(wanted=version, held=held)
+        slot = self._slots.index(HeldSlot(chosen))
+        lease = ReadLease(lease_id=self._next_lease, reader=reader, slot=slot, version=chosen)
         self._leases[lease.lease_id] = lease
         self._next_lease += 1
         return lease
@@ -189,10 +191,10 @@ class SlotTable:
         SlotError if there never was such a lease.
         """
         if not 0 <= lease_id < self._next_lease:
-            raise self._error(f"there never was a lease {lease_id}")
+            raise self._make_error(f"there never was a lease {lease_id}")
         return self._leases.pop(lease_id, None) is not None
 
-    def revoke(self, reader: str) -> tuple[Lease, ...]:
+    def revoke_leases(self, reader: str) -> tuple[ReadLease, ...]:
         """End all leases of a reader that is known to have stopped; which they were."""
         ended = tuple(lease for lease in self._leases.values() if lease.reader == reader)
         for lease in ended:
@@ -201,14 +203,14 @@ class SlotTable:
 
     # --- pins ---------------------------------------------------------------------------------
 
-    def pin(self, version: int) -> VersionGone | None:
+    def pin(self, version: int) -> VersionNotHeld | None:
         """Keep this version, in place of the one pinned before; None if that was possible.
 
         One pin at a time: a second would take the slot that the next publish needs. A version that
         is not held leaves the pin as it was.
         """
         if version not in self.versions_held:
-            return VersionGone(wanted=version, held=self.versions_held)
+            return VersionNotHeld(wanted=version, held=self.versions_held)
         self._pinned = version
         return None
 
@@ -216,21 +218,21 @@ class SlotTable:
         """Keep no version for its own sake; harmless when none is pinned."""
         self._pinned = None
 
-    def evict_last(self, versions: Collection[int]) -> None:
+    def set_evict_last(self, versions: Collection[int]) -> None:
         """Evict these versions last, and no longer those named before; a publish still gets a slot
         of theirs if need be."""
         self._last = frozenset(versions)
 
-    def _evict_for(self, writer: str) -> Grant | None:
+    def _evict_slot(self, writer: str) -> SlotGrant | None:
         kept = {self.latest, self._pinned, *(lease.version for lease in self._leases.values())}
         idle = [version for version in self.versions_held if version not in kept]
         order = sorted(idle, key=lambda version: (version in self._last, version))
         evicted = next((version for version in order if self._forget(version)), None)
         if evicted is None:
             return None
-        slot = self._slots.index(Held(evicted))
-        self._slots[slot] = Writing(writer)
-        return Grant(slot=slot, evicted=evicted)
+        slot = self._slots.index(HeldSlot(evicted))
+        self._slots[slot] = WritingSlot(writer)
+        return SlotGrant(slot=slot, evicted=evicted)
 
-    def _error(self, what: str) -> SlotError:
+    def _make_error(self, what: str) -> SlotError:
         return SlotError(f"{what}: {self!r}")

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain.downstream import Downstream, Successor
-from laminar.weights.chain.fetch import Fetcher, Holder
+from laminar.weights.chain.fetch import Fetcher, VersionHolder
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import Report, Status, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import Network
-from laminar.weights.chain.upstream import Identity, Readiness, Upstream
+from laminar.weights.chain.upstream import PollEntry, RelayIdentity, Upstream
 from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.manifest import Draft, Manifest
@@ -47,7 +47,7 @@ class PlaneOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class PlaneRuntime:
     """What the core runs on."""
 
     network: Network
@@ -63,20 +63,20 @@ class PlaneCore:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RelayIdentity,
         table: VersionTable,
         region: Callable[[int], Region],
         notify: Callable[[Report], object],
         options: PlaneOptions,
-        world: Surroundings,
+        world: PlaneRuntime,
     ) -> None:
         """`region`: all bytes of a slot. `notify`: takes a report and returns at once."""
         self._table, self._region, self._notify, self._world = table, region, notify, world
         cache = DeltaCache(options.delta_bytes_max)
-        self._sender = Sender(table, cache, self._arriving, world.beside, world.post, notify)
+        self._sender = Sender(table, cache, self._is_arriving, world.beside, world.post, notify)
         self._receiver = Receiver(table, cache, self._sender, region, world.clock, notify)
         self._upstream = Upstream(
-            identity, table, self._receiver, self._sending, world.clock, world.nonce, notify
+            identity, table, self._receiver, self._is_sending, world.clock, world.nonce, notify
         )
         self._fetcher = Fetcher(
             identity,
@@ -86,7 +86,7 @@ class PlaneCore:
             world.clock,
             world.nonce,
             notify,
-            self._receiving,
+            self._is_receiving,
         )
         self._downstream = Downstream(
             identity, self._sender, world.network, world.clock, world.nonce, notify
@@ -124,11 +124,11 @@ class PlaneCore:
         order = None if successor is None else Successor(*successor, chain)
         if order is not None:
             ipaddress.ip_address(order.host)
-        self._world.post(lambda: self._downstream.set(order))
+        self._world.post(lambda: self._downstream.set_successor(order))
 
-    def publish(self, manifest: Manifest, slot: int) -> None:
+    def publish_version(self, manifest: Manifest, slot: int) -> None:
         """A whole version was written here; its slot stays as it is until `forget` allows."""
-        self._publish(VersionCopy.published(manifest, slot, self._region(slot)))
+        self._add_copy(VersionCopy.from_manifest(manifest, slot, self._region(slot)))
 
     def publish_share(self, draft: Draft, slot: int, checksums: Mapping[int, int]) -> None:
         """Some chunks of a version were written here: their checksums, by index.
@@ -136,69 +136,69 @@ class PlaneCore:
         Received follows when the rest has come from the predecessor, or SlotReturned when a newer
         version was complete before that.
         """
-        self._publish(VersionCopy.share(draft, slot, self._region(slot), checksums))
+        self._add_copy(VersionCopy.from_share(draft, slot, self._region(slot), checksums))
 
-    def grant(self, slot: int) -> None:
+    def grant_slot(self, slot: int) -> None:
         """The answer to SlotWanted; the slot is the plane's until Received or SlotReturned."""
-        self._world.post(lambda: self._receiver.granted(slot))
+        self._world.post(lambda: self._receiver.take_slot(slot))
 
-    def deny(self, reason: str) -> None:
+    def deny_slot(self, reason: str) -> None:
         """The other answer: there will never be a slot for it."""
-        self._world.post(lambda: self._receiver.denied(reason))
+        self._world.post(lambda: self._receiver.decline_offer(reason))
 
     def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
         """Take this version from relay (name, numeric host, port), beside the chain: SlotWanted,
         and Received or NotFetched, follow."""
-        order = Holder(version, *holder)
+        order = VersionHolder(version, *holder)
         ipaddress.ip_address(order.host)
         self._world.post(lambda: self._fetcher.fetch(order))
 
     def fetch_into(self, slot: int) -> None:
         """The answer to SlotWanted of a fetch; below 0: there will be no slot."""
-        self._world.post(lambda: self._fetcher.granted(slot))
+        self._world.post(lambda: self._fetcher.take_slot(slot))
 
-    def _publish(self, copy: VersionCopy) -> None:
+    def _add_copy(self, copy: VersionCopy) -> None:
         # In the table before this returns, so that `forget` knows it from now on.
         self._table.put(copy)
-        self._world.post(lambda: self._published(copy))
+        self._world.post(lambda: self._announce_copy(copy))
 
-    def _published(self, copy: VersionCopy) -> None:
-        self._receiver.published(copy)
-        self._sender.refresh()
+    def _announce_copy(self, copy: VersionCopy) -> None:
+        self._receiver.handle_publish(copy)
+        self._sender.refresh_offer()
 
     # --- turns --------------------------------------------------------------------------------
 
-    def turn(self) -> float | None:
+    def run_turn(self) -> float | None:
         """Digest and send; seconds after which the next turn is due, None: when something comes."""
-        more = self._receiver.work() | self._fetcher.work()
+        more = self._receiver.advance_digest() | self._fetcher.advance_digest()
         self._downstream.flush()
         self._upstream.flush()
         self._fetcher.flush()
         now = self._world.clock()
         due = (
-            self._downstream.tick(now),
-            self._upstream.tick(now),
-            self._receiver.tick(now),
-            self._fetcher.tick(now),
-            self._look_for_stalls(now),
+            self._downstream.check_timers(now),
+            self._upstream.check_timers(now),
+            self._receiver.report_pace(now),
+            self._fetcher.check_timers(now),
+            self._report_stalls(now),
         )
         if more:
             return 0.0
         until = min((at for at in due if at is not None), default=None)
         return None if until is None else max(0.0, until - now)
 
-    def readiness(self) -> Iterator[Readiness]:
+    def iter_poll_entries(self) -> Iterator[PollEntry]:
         """What to wait for, and what to do then."""
-        yield from self._upstream.readiness()
-        yield from self._downstream.readiness()
-        yield from self._fetcher.readiness()
+        yield from self._upstream.iter_poll_entries()
+        yield from self._downstream.iter_poll_entries()
+        yield from self._fetcher.iter_poll_entries()
 
-    def status(self) -> Status:
+    def get_status(self) -> Status:
         """What is going on now."""
         incoming, current = self._receiver.incoming, self._sender.current
-        received, sent = self._totals()
+        received, sent = self._count_bytes()
         return Status(
-            held=tuple(sorted(self._table.complete())),
+            held=tuple(sorted(self._table.get_complete_digests())),
             receiving=-1 if incoming is None else incoming.version,
             chunks_here=0 if incoming is None else incoming.num_have,
             chunks_total=0 if incoming is None else incoming.num_chunks,
@@ -211,25 +211,25 @@ class PlaneCore:
             damaged=self._receiver.damaged,
         )
 
-    def _totals(self) -> tuple[int, int]:
+    def _count_bytes(self) -> tuple[int, int]:
         """Bytes received from predecessors and sent to successors, since the start."""
         ends = (self._upstream, self._downstream)
         alive = [c for c in (self._upstream.predecessor, self._downstream.connection) if c]
         received = sum(end.bytes_in for end in ends) + sum(c.bytes_in for c in alive)
         return received, sum(end.bytes_out for end in ends) + sum(c.bytes_out for c in alive)
 
-    def _sending(self) -> bool:
+    def _is_sending(self) -> bool:
         current, link = self._sender.current, self._downstream.connection
         return current is not None and (current.ready or (link is not None and not link.idle))
 
-    def _receiving(self) -> bool:
+    def _is_receiving(self) -> bool:
         return self._receiver.linked and self._receiver.incoming is not None
 
-    def _arriving(self, version: int) -> bool:
+    def _is_arriving(self, version: int) -> bool:
         incoming = self._receiver.incoming
         return self._receiver.linked and incoming is not None and incoming.version == version
 
-    def _look_for_stalls(self, now: float) -> float | None:
+    def _report_stalls(self, now: float) -> float | None:
         """Report, once each, a neighbour to or from which nothing moves although something should;
         when to look again."""
         incoming, current = self._receiver.incoming, self._sender.current

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, Introduction
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, HandshakeTranscript
 from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network
-from laminar.weights.chain.upstream import GREETING_S, Identity, Readiness
+from laminar.weights.chain.upstream import HANDSHAKE_TIMEOUT_S, PollEntry, RelayIdentity
 from laminar.weights.chain.wire import (
     BadBytes,
     Challenge,
     FromSuccessor,
     Header,
     Hello,
+    PeerRefused,
     Proof,
-    Refused,
     Welcome,
 )
 
@@ -45,7 +45,7 @@ class Successor:
     chain: int  #: number of the order
 
 
-def introduce(me: Identity, chain: int, nonce: bytes, fetch: int | None = None) -> Hello:
+def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> Hello:
     """The first word of who connects."""
     return Hello(
         run=me.run,
@@ -57,9 +57,9 @@ def introduce(me: Identity, chain: int, nonce: bytes, fetch: int | None = None) 
     )
 
 
-def prove(me: Identity, hello: Hello, challenge: Challenge) -> Proof:
+def answer_challenge(me: RelayIdentity, hello: Hello, challenge: Challenge) -> Proof:
     """The answer to a challenge; BadBytes if it is not one of this run."""
-    introduction = Introduction(
+    introduction = HandshakeTranscript(
         run=hello.run,
         predecessor=hello.name,
         predecessor_incarnation=hello.incarnation,
@@ -69,10 +69,10 @@ def prove(me: Identity, hello: Hello, challenge: Challenge) -> Proof:
         successor_nonce=challenge.nonce,
         chain=hello.chain,
     )
-    if not introduction.proved(me.key, SUCCESSOR, challenge.proof):
+    if not introduction.verify_proof(me.key, SUCCESSOR, challenge.proof):
         detail = f"what listens there has not the secret of run {hello.run}"
         raise BadBytes("other-secret", detail)
-    return Proof(proof=introduction.proof(me.key, PREDECESSOR))
+    return Proof(proof=introduction.compute_proof(me.key, PREDECESSOR))
 
 
 class Downstream:
@@ -80,7 +80,7 @@ class Downstream:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RelayIdentity,
         sender: Sender,
         network: Network,
         clock: Callable[[], float],
@@ -107,11 +107,11 @@ class Downstream:
         """Name of the successor that is connected; empty: none."""
         return self._order.name if self.welcomed and self._order is not None else ""
 
-    def set(self, order: Successor | None) -> None:
+    def set_successor(self, order: Successor | None) -> None:
         """Feed this relay from now on, or none."""
         if order == self._order:
             return
-        self.end(ConnectionAbortedError("another successor was ordered"))
+        self.end_connection(ConnectionAbortedError("another successor was ordered"))
         self._order = order
         self._pause, self._deadline, self._complained = RETRY_S_MIN, 0.0, False
 
@@ -121,7 +121,7 @@ class Downstream:
 
     # --- one turn -----------------------------------------------------------------------------
 
-    def readiness(self) -> Iterator[Readiness]:
+    def iter_poll_entries(self) -> Iterator[PollEntry]:
         """What to wait for, and what to do then."""
         if self.connection is None:
             return
@@ -131,9 +131,9 @@ class Downstream:
         elif self.welcomed and current is not None and current.ready:
             interest = READABLE | WRITABLE
         else:
-            interest = self.connection.interest()
+            interest = self.connection.get_interest()
         connection = self.connection
-        yield connection, interest, lambda events: self._move(connection, events)
+        yield connection, interest, lambda events: self._handle_events(connection, events)
 
     def flush(self) -> None:
         """Send what can be sent now."""
@@ -141,97 +141,97 @@ class Downstream:
             return
         try:
             for _ in range(_FILLS_PER_TURN):
-                self._sender.fill()
+                self._sender.push_next()
                 if self.connection is None or self.connection.idle:
                     return
                 self.connection.flush()
                 if not self.connection.idle:
                     return
         except (BadBytes, OSError) as error:
-            self.end(error)
+            self.end_connection(error)
 
-    def tick(self, now: float) -> float | None:
+    def check_timers(self, now: float) -> float | None:
         """Connect when it is time; when to be called next, None: nothing is due."""
         if self._order is None or self.welcomed:
             return None
         if now >= self._deadline:
             if self.connection is not None:
-                self.end(TimeoutError("it did not answer in time"))
+                self.end_connection(TimeoutError("it did not answer in time"))
             else:
-                self._connect(self._order, now)
+                self._start_connect(self._order, now)
         return self._deadline
 
-    def _move(self, connection: Link, events: int) -> None:
+    def _handle_events(self, connection: Link, events: int) -> None:
         if connection is not self.connection:
             return
         try:
             if self._connecting:
-                self._connected(connection)
+                self._send_hello(connection)
             elif events & ~WRITABLE:
                 connection.read()
         except (BadBytes, OSError) as error:
             if connection is self.connection:
-                self.end(error)
+                self.end_connection(error)
 
     # --- connection ---------------------------------------------------------------------------
 
-    def _connect(self, order: Successor, now: float) -> None:
-        self._deadline = now + GREETING_S
+    def _start_connect(self, order: Successor, now: float) -> None:
+        self._deadline = now + HANDSHAKE_TIMEOUT_S
         try:
             connection = self._network.connect(order.host, order.port, self.source, self)
         except OSError as error:
-            return self.end(error)
+            return self.end_connection(error)
         self.connection, self._connecting = connection, True
 
-    def _connected(self, connection: Link) -> None:
-        connection.connected()
+    def _send_hello(self, connection: Link) -> None:
+        connection.finish_connect()
         assert self._order is not None
         self._connecting = False
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
         me = self._identity
-        self._hello = introduce(me, self._order.chain, self._nonce())
+        self._hello = make_hello(me, self._order.chain, self._nonce())
         self._incarnation = 0
         connection.send(self._hello)
 
-    def message(self, message: FromSuccessor) -> None:
+    def handle_message(self, message: FromSuccessor) -> None:
         """A frame of the successor."""
         if self.welcomed:
-            return self._sender.message(message)
-        if isinstance(message, Refused):
+            return self._sender.handle_message(message)
+        if isinstance(message, PeerRefused):
             raise BadBytes("refused", message.reason)
         if isinstance(message, Challenge) and not self._incarnation:
-            self._answer(message)
+            self._answer_challenge(message)
         elif isinstance(message, Welcome) and self._incarnation:
-            self._begin(message)
+            self._accept_welcome(message)
         else:
             raise BadBytes("no-welcome", type(message).__name__)
 
-    def _answer(self, challenge: Challenge) -> None:
+    def _answer_challenge(self, challenge: Challenge) -> None:
         """The successor must be the one that was ordered, and of this run; then prove the same."""
         assert self._order is not None and self.connection is not None and self._hello is not None
         if challenge.name != self._order.name:
             raise BadBytes("other-relay", f"{challenge.name} has the address of {self._order.name}")
-        self.connection.send(prove(self._identity, self._hello, challenge))
+        self.connection.send(answer_challenge(self._identity, self._hello, challenge))
         self._incarnation = challenge.incarnation
 
-    def _begin(self, welcome: Welcome) -> None:
+    def _accept_welcome(self, welcome: Welcome) -> None:
         assert self._order is not None and self.connection is not None
         self.welcomed, self._complained, self._pause = True, False, RETRY_S_MIN
         self._emit(NeighbourUp(Side.SUCCESSOR, self._order.name, self._incarnation))
-        self._sender.connected(
+        self._sender.attach_link(
             self.connection,
             self._order.name,
             welcome,
-            lambda reason: self.end(ConnectionAbortedError(reason)),
+            lambda reason: self.end_connection(ConnectionAbortedError(reason)),
         )
 
-    def place(self, header: Header) -> memoryview:
+    def get_buffer(self, header: Header) -> memoryview:
         raise BadBytes("unasked-chunk", f"{header}")
 
-    def landed(self, header: Header) -> None:
+    def handle_body(self, header: Header) -> None:
         raise AssertionError(header)
 
-    def end(self, error: BadBytes | OSError) -> None:
+    def end_connection(self, error: BadBytes | OSError) -> None:
         """The connection is over, or could not be made; try again after a pause."""
         welcomed, self.welcomed, self._connecting = self.welcomed, False, False
         if self.connection is not None:
@@ -246,14 +246,14 @@ class Downstream:
         self._pause = min(2 * self._pause, RETRY_S_MAX)
         if isinstance(error, BadBytes):
             self.refused[error.reason] += 1
-            self._complain(error.reason, name, error)
+            self._report_once(error.reason, name, error)
         elif not welcomed and not isinstance(error, ConnectionAbortedError):
-            self._complain("unreachable", name, error)
+            self._report_once("unreachable", name, error)
         if welcomed:
-            self._sender.disconnected()
+            self._sender.detach_link()
             self._emit(NeighbourDown(Side.SUCCESSOR, name, str(error)))
 
-    def _complain(self, kind: str, name: str, error: Exception) -> None:
+    def _report_once(self, kind: str, name: str, error: Exception) -> None:
         """Report what is wrong, once until it works again."""
         if not self._complained:
             self._complained = True

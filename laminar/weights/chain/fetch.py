@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
-from laminar.weights.chain.downstream import introduce, prove
+from laminar.weights.chain.downstream import answer_challenge, make_hello
 from laminar.weights.chain.fetch_server import TRICKLE_S
-from laminar.weights.chain.receiver import REFUSALS_MAX, Arrival
+from laminar.weights.chain.receiver import REFUSALS_MAX, ReceiveProgress
 from laminar.weights.chain.reports import (
     NotFetched,
     Received,
@@ -30,31 +30,31 @@ from laminar.weights.chain.reports import (
     SlotWanted,
 )
 from laminar.weights.chain.transport import WRITABLE, Link, Network
-from laminar.weights.chain.upstream import GREETING_S, Identity, Readiness
+from laminar.weights.chain.upstream import HANDSHAKE_TIMEOUT_S, PollEntry, RelayIdentity
 from laminar.weights.chain.wire import (
-    Again,
     BadBytes,
     Challenge,
     Decline,
-    Done,
+    FrameKind,
     Header,
     Hello,
-    Kind,
     Offer,
-    Refused,
+    PeerRefused,
+    Resend,
+    VersionDone,
     Want,
 )
 from laminar.weights.version.copy import VersionCopy, pack_have
-from laminar.weights.version.manifest import num_chunks
+from laminar.weights.version.manifest import count_chunks
 from laminar.weights.version.table import VersionTable
 
-SILENT_S = 60.0
+FETCH_TIMEOUT_S = 60.0
 """Much longer than the pause between two chunks while both relays have newer versions to move."""
 WINDOW = 8
 """Chunks that are asked for and not here, at most: the chain may need the line at any moment."""
 
 
-class Holder(NamedTuple):
+class VersionHolder(NamedTuple):
     """Where a version is."""
 
     version: int
@@ -68,7 +68,7 @@ class Fetcher:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RelayIdentity,
         table: VersionTable,
         region: Callable[[int], Region],
         network: Network,
@@ -82,8 +82,8 @@ class Fetcher:
         self._identity, self._table, self._region = identity, table, region
         self._network, self._clock, self._nonce, self._emit = network, clock, nonce, emit
         self._receiving = receiving
-        self._waiting: deque[Holder] = deque()
-        self._from: Holder | None = None
+        self._waiting: deque[VersionHolder] = deque()
+        self._from: VersionHolder | None = None
         self._connection: Link | None = None
         self._connecting = False
         self._hello: Hello | None = None
@@ -95,52 +95,54 @@ class Fetcher:
         self._asked = 0  #: chunks before this one are here or were asked for
         self._coming = 0  #: of them are not here
         self._asked_at = 0.0
-        self._arrival = Arrival()
+        self._arrival = ReceiveProgress()
 
-    def fetch(self, holder: Holder) -> None:
+    def fetch(self, holder: VersionHolder) -> None:
         """Take this version from there, after those that were asked for before."""
         if holder != self._from and holder not in self._waiting:
             self._waiting.append(holder)
-        self._next()
+        self._start_next()
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
 
-    def _next(self) -> None:
+    def _start_next(self) -> None:
         """Connect to the next one; a slot that is still due belongs to the one before."""
         if self._from is not None or self._slot_wanted or not self._waiting:
             return
         self._from = holder = self._waiting.popleft()
-        self._deadline = self._clock() + GREETING_S
+        self._deadline = self._clock() + HANDSHAKE_TIMEOUT_S
         self._refusals = 0
         try:
             self._connection = self._network.connect(holder.host, holder.port, self.source, self)
             self._connecting = True
         except OSError as error:
-            self._end(str(error))
+            self._fail_fetch(str(error))
 
     # --- one turn -----------------------------------------------------------------------------
 
-    def readiness(self) -> Iterator[Readiness]:
+    def iter_poll_entries(self) -> Iterator[PollEntry]:
         """What to wait for, and what to do then."""
         connection = self._connection
         if connection is not None:
-            interest = WRITABLE if self._connecting else connection.interest()
-            yield connection, interest, lambda events: self._move(connection, events)
+            interest = WRITABLE if self._connecting else connection.get_interest()
+            yield connection, interest, lambda events: self._handle_events(connection, events)
 
-    def tick(self, now: float) -> float | None:
+    def check_timers(self, now: float) -> float | None:
         """Give up where nothing comes; when to look again."""
         if self._from is None or self._slot_wanted:
             return None
         if now >= self._deadline:
-            self._end("nothing came from it in time")
+            self._fail_fetch("nothing came from it in time")
             return now
         copy = self._copy
         if copy is None:
             return self._deadline
         due = [self._deadline]
-        if (told_again := self._arrival.tick(now, copy, self._from.name, self._emit)) is not None:
+        if (
+            told_again := self._arrival.report_pace(now, copy, self._from.name, self._emit)
+        ) is not None:
             due.append(told_again)
         if not self._coming and self._asked < copy.num_chunks:
             due.append(self._asked_at + TRICKLE_S)
@@ -151,10 +153,10 @@ class Fetcher:
         if self._connection is None or self._connecting:
             return
         if self._copy is not None:
-            self._ask(self._copy, self._connection)
-        self._guarded(self._connection.flush)
+            self._request_chunks(self._copy, self._connection)
+        self._run_guarded(self._connection.flush)
 
-    def _ask(self, copy: VersionCopy, connection: Link) -> None:
+    def _request_chunks(self, copy: VersionCopy, connection: Link) -> None:
         """Ask for more chunks when half of those that were asked for are here."""
         if self._asked == copy.num_chunks or self._coming > WINDOW // 2:
             return
@@ -171,44 +173,44 @@ class Fetcher:
         self._asked, self._asked_at = end, now
         connection.send(Want(offer=self._offer.number, have=pack_have(have), from_block=None))
 
-    def work(self) -> bool:
+    def advance_digest(self) -> bool:
         """Go on with the digest; whether there is more to do now."""
         copy = self._copy
         if copy is None or copy.digest_step():
             return copy is not None
-        digest = copy.computed_digest()
+        digest = copy.get_computed_digest()
         if digest is not None:
             self._finish(copy, digest)
         return False
 
-    def _move(self, connection: Link, events: int) -> None:
+    def _handle_events(self, connection: Link, events: int) -> None:
         if connection is not self._connection:
             return
         if self._connecting:
-            self._guarded(lambda: self._connected(connection))
+            self._run_guarded(lambda: self._send_hello(connection))
         elif events & ~WRITABLE:
-            self._guarded(connection.read)
+            self._run_guarded(connection.read)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _run_guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
         except (BadBytes, OSError) as error:
-            self._end(str(error))
+            self._fail_fetch(str(error))
 
     # --- what the holder says -------------------------------------------------------------------
 
-    def _connected(self, connection: Link) -> None:
-        connection.connected()
+    def _send_hello(self, connection: Link) -> None:
+        connection.finish_connect()
         assert self._from is not None
         self._connecting = False
         me = self._identity
-        self._hello = introduce(me, 0, self._nonce(), self._from.version)
+        self._hello = make_hello(me, 0, self._nonce(), self._from.version)
         connection.send(self._hello)
 
-    def message(self, message: wire.FromSuccessor | wire.FromPredecessor) -> None:
+    def handle_message(self, message: wire.FromSuccessor | wire.FromPredecessor) -> None:
         """A frame of the holder."""
         assert self._connection is not None and self._from is not None
-        if isinstance(message, Refused):
+        if isinstance(message, PeerRefused):
             raise BadBytes("refused", message.reason)
         if isinstance(message, Decline):
             raise BadBytes("declined", message.reason)
@@ -216,7 +218,7 @@ class Fetcher:
             if message.name != self._from.name:
                 what = f"{message.name} has the address of {self._from.name}"
                 raise BadBytes("other-relay", what)
-            self._connection.send(prove(self._identity, self._hello, message))
+            self._connection.send(answer_challenge(self._identity, self._hello, message))
             self._hello = None
             self._connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
             self._connection.decoder = wire.holder_decoder
@@ -225,77 +227,79 @@ class Fetcher:
         else:
             raise BadBytes("no-offer", type(message).__name__)
 
-    def _on_offer(self, holder: Holder, offer: Offer) -> None:
+    def _on_offer(self, holder: VersionHolder, offer: Offer) -> None:
         if offer.draft.version != holder.version or not offer.digest:
             raise BadBytes("other-version", f"version {offer.draft.version}")
-        if len(offer.checksums) != 8 * num_chunks(offer.draft):
+        if len(offer.checksums) != 8 * count_chunks(offer.draft):
             raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
         self._offer, self._slot_wanted = offer, True
         self._emit(SlotWanted(holder.version, offer.draft.total_bytes, fetched=True))
 
-    def granted(self, slot: int) -> None:
+    def take_slot(self, slot: int) -> None:
         """A slot for the version that is fetched; below 0: there will be none."""
         self._slot_wanted = False
         offer, connection = self._offer, self._connection
         if offer is None or connection is None:  # it has ended meanwhile
             if slot >= 0:
                 self._emit(SlotReturned(slot, fetched=True))
-            return self._next()
+            return self._start_next()
         if slot < 0:
-            return self._end("there is no slot for it here")
+            return self._fail_fetch("there is no slot for it here")
         region = self._region(slot)
         copy = VersionCopy(offer.draft, slot, region)
-        copy.expect(offer.chunk_checksums(), offer.digest)
+        copy.set_expected(offer.unpack_checksums(), offer.digest)
         now = self._clock()
-        self._copy, self._arrival = copy, Arrival(begun=now, told=now)
-        self._deadline, self._asked_at = now + SILENT_S, now
+        self._copy, self._arrival = copy, ReceiveProgress(begun=now, told=now)
+        self._deadline, self._asked_at = now + FETCH_TIMEOUT_S, now
         self._asked = self._coming = 0
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def place(self, header: Header) -> memoryview:
+    def get_buffer(self, header: Header) -> memoryview:
         """Where a chunk goes; exactly header.length bytes."""
         copy, index = self._copy, header.position
         asked = copy is not None and copy.version == header.version and index < copy.num_chunks
-        if copy is None or not asked or header.kind != Kind.CHUNK or copy.have[index]:
+        if copy is None or not asked or header.kind != FrameKind.CHUNK or copy.have[index]:
             raise BadBytes("unasked-chunk", f"{header}")
-        target = copy.chunk(index)
+        target = copy.get_chunk(index)
         if target.nbytes != header.length:
             raise BadBytes("unasked-chunk", f"{header}")
-        target.prepare()
+        target.populate_pages()
         return target.view
 
-    def landed(self, header: Header) -> None:
+    def handle_body(self, header: Header) -> None:
         copy, connection = self._copy, self._connection
         assert copy is not None and connection is not None
         self._arrival.num_bytes += header.length
-        self._deadline = self._clock() + SILENT_S
-        if copy.accept(header.position, header.checksum):
+        self._deadline = self._clock() + FETCH_TIMEOUT_S
+        if copy.accept_chunk(header.position, header.checksum):
             self._coming -= 1
             return
         self._refusals += 1
         if self._refusals >= REFUSALS_MAX:
             raise BadBytes("damaged-chunk", f"chunk {header.position}, again")
-        connection.send(Again(version=copy.version, position=header.position))
+        connection.send(Resend(version=copy.version, position=header.position))
 
     # --- the end ------------------------------------------------------------------------------
 
     def _finish(self, copy: VersionCopy, digest: str) -> None:
         if digest != copy.digest:
-            return self._end(f"all chunks are right, but together {digest}, not {copy.digest}")
+            return self._fail_fetch(
+                f"all chunks are right, but together {digest}, not {copy.digest}"
+            )
         if self._table.get(copy.version) is not None:
-            return self._end("it comes by the chain")
+            return self._fail_fetch("it comes by the chain")
         assert self._connection is not None
         self._copy = None
         copy.complete = True
         self._table.put(copy)
         seconds, came = self._clock() - self._arrival.begun, self._arrival.num_bytes
-        self._emit(Received(copy.manifest(), copy.slot, False, came, seconds, fetched=True))
-        self._connection.send(Done(version=copy.version, digest=digest))
-        self._guarded(self._connection.flush)
-        self._over()
+        self._emit(Received(copy.get_manifest(), copy.slot, False, came, seconds, fetched=True))
+        self._connection.send(VersionDone(version=copy.version, digest=digest))
+        self._run_guarded(self._connection.flush)
+        self._end_fetch()
 
-    def _end(self, reason: str) -> None:
+    def _fail_fetch(self, reason: str) -> None:
         """It does not come from there."""
         holder, copy = self._from, self._copy
         if copy is not None:
@@ -303,11 +307,11 @@ class Fetcher:
             self._emit(SlotReturned(copy.slot, fetched=True))
         if holder is not None:
             self._emit(NotFetched(holder.version, holder.name, reason))
-        self._over()
+        self._end_fetch()
 
-    def _over(self) -> None:
+    def _end_fetch(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._offer = self._hello = self._from = None
         self._connecting = False
-        self._next()
+        self._start_next()

@@ -16,7 +16,16 @@ from collections.abc import Callable
 import numpy as np
 
 from laminar.weights.chain.transport import Link
-from laminar.weights.chain.wire import Again, BadBytes, Decline, Done, Header, Kind, Offer, Want
+from laminar.weights.chain.wire import (
+    BadBytes,
+    Decline,
+    FrameKind,
+    Header,
+    Offer,
+    Resend,
+    VersionDone,
+    Want,
+)
 from laminar.weights.version.copy import VersionCopy, unpack_have
 from laminar.weights.version.table import VersionTable
 
@@ -24,7 +33,7 @@ TRICKLE_S = 10.0
 """Between two chunks beside what the chain moves: a chunk of 4 MiB is then 0.4 MB/s."""
 
 
-class Holding:
+class FetchHandler:
     """Handler of one connection over which a relay fetches."""
 
     def __init__(
@@ -48,7 +57,7 @@ class Holding:
             link.send(Decline(version=version, reason=f"version {version} is not held here"))
             return
         self._copy = copy
-        checksums = np.array(copy.checksums(), "<u8").tobytes()
+        checksums = np.array(copy.get_checksums(), "<u8").tobytes()
         link.send(
             Offer(number=1, draft=copy.draft, checksums=checksums, digest=copy.digest, base=None)
         )
@@ -59,15 +68,15 @@ class Holding:
         late = self._clock() >= self._sent_at + TRICKLE_S
         return bool(self._todo) and (late or not self._chain_busy())
 
-    def due(self) -> float | None:
+    def get_due_time(self) -> float | None:
         """When a chunk goes out beside what the chain sends; None: nothing waits."""
         return self._sent_at + TRICKLE_S if self._todo and self._link.idle else None
 
-    def message(self, message: object) -> None:
+    def handle_message(self, message: object) -> None:
         copy = self._copy
-        if isinstance(message, Done):
-            return self.end()
-        if copy is None or not isinstance(message, Want | Again):
+        if isinstance(message, VersionDone):
+            return self.end_fetch()
+        if copy is None or not isinstance(message, Want | Resend):
             raise BadBytes("no-fetch", type(message).__name__)
         if isinstance(message, Want):
             have = unpack_have(message.have, copy.num_chunks)
@@ -79,25 +88,27 @@ class Holding:
         else:
             raise BadBytes("bad-again", f"chunk {message.position}")
 
-    def fill(self) -> None:
+    def push_next(self) -> None:
         """Give the link its next chunk, if there is one and the chain leaves room for it."""
         copy = self._copy
         if copy is None or not self.ready or not self._link.idle:
             return
         position, self._sent_at = self._todo.popleft(), self._clock()
-        body = copy.chunk(position)
-        header = Header(Kind.CHUNK, body.nbytes, position, copy.version, copy.checksum(position))
+        body = copy.get_chunk(position)
+        header = Header(
+            FrameKind.CHUNK, body.nbytes, position, copy.version, copy.get_checksum(position)
+        )
         self._link.push(header, body)
 
-    def end(self) -> None:
+    def end_fetch(self) -> None:
         """The connection is over, or the version is there."""
         if self._copy is not None:
             self._table.unpin(self._copy.version)
             self._copy = None
         self._todo.clear()
 
-    def place(self, header: Header) -> memoryview:
+    def get_buffer(self, header: Header) -> memoryview:
         raise BadBytes("unasked-chunk", f"{header}")
 
-    def landed(self, header: Header) -> None:
+    def handle_body(self, header: Header) -> None:
         raise AssertionError(header)

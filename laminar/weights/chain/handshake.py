@@ -21,7 +21,7 @@ PREDECESSOR, SUCCESSOR = "predecessor", "successor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
+class HandshakeTranscript:
     """What both sides of a greeting have to agree on."""
 
     run: str
@@ -33,13 +33,13 @@ class Introduction:
     successor_nonce: bytes
     chain: int
 
-    def proof(self, key: bytes, side: str) -> bytes:
+    def compute_proof(self, key: bytes, side: str) -> bytes:
         """What only a relay with the key can say as this side."""
         fields = (side, *astuple(self))
         parts = [part if isinstance(part, bytes) else str(part).encode() for part in fields]
         told = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return hmac.digest(key, told, hashlib.sha256)
 
-    def proved(self, key: bytes, side: str, proof: bytes) -> bool:
+    def verify_proof(self, key: bytes, side: str, proof: bytes) -> bool:
         """Whether this is the proof of that side; takes as long for any wrong one."""
-        return hmac.compare_digest(self.proof(key, side), proof)
+        return hmac.compare_digest(self.compute_proof(key, side), proof)

@@ -22,33 +22,33 @@ import xxhash
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain.reports import (
-    Pace,
     Received,
     Report,
     SlotReturned,
     SlotWanted,
+    TransferPace,
     Trouble,
 )
 from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
-    Again,
     BadBytes,
-    Begun,
     Decline,
-    Done,
+    FrameKind,
     FromPredecessor,
     Header,
     Hello,
-    Kind,
     Offer,
+    Resend,
     Seal,
+    ShareStarted,
+    VersionDone,
     Want,
 )
 from laminar.weights.delta.cache import Delta, DeltaCache
 from laminar.weights.delta.codec import DeltaError
-from laminar.weights.delta.rebuild import Rebuild, begin
+from laminar.weights.delta.rebuild import Rebuild, begin_rebuild
 from laminar.weights.version.copy import VersionCopy, pack_have
-from laminar.weights.version.manifest import num_chunks
+from laminar.weights.version.manifest import count_chunks
 from laminar.weights.version.table import VersionTable
 
 SLOW_S = 60.0
@@ -61,21 +61,21 @@ used."""
 class Forwarder(Protocol):
     """The sender, as the receiver sees it: it sends on what arrives here."""
 
-    def chunk_here(self, version: int, index: int) -> None: ...
+    def add_chunk(self, version: int, index: int) -> None: ...
 
-    def block_here(self, delta: Delta) -> None: ...
+    def add_block(self, delta: Delta) -> None: ...
 
-    def delta_gone(self, delta: Delta) -> None: ...
+    def drop_delta(self, delta: Delta) -> None: ...
 
-    def dropped(self, version: int) -> None:
+    def drop_version(self, version: int) -> None:
         """Forget a version whose slot is about to hold something else."""
 
-    def refresh(self) -> None:
+    def refresh_offer(self) -> None:
         """There may be more to offer, or a digest that was not known."""
 
 
 @dataclass(slots=True)
-class Arrival:
+class ReceiveProgress:
     """What it took so far to get a version here."""
 
     begun: float = 0.0
@@ -84,7 +84,7 @@ class Arrival:
     told: float = 0.0  #: when its pace was reported last, or its first byte came
     told_bytes: int = 0  #: of `num_bytes`, that had come then
 
-    def tick(
+    def report_pace(
         self, now: float, copy: VersionCopy, peer: str, emit: Callable[[Report], object]
     ) -> float | None:
         """Report its pace when it is time, and something came; when it is time again."""
@@ -96,7 +96,7 @@ class Arrival:
             left = copy.draft.total_bytes * (copy.num_chunks - copy.num_have) // copy.num_chunks
             if came and left:
                 detail = f"{copy.num_have} of {copy.num_chunks} chunks are here"
-                emit(Trouble("slow", copy.version, peer, detail, Pace(came, seconds, left)))
+                emit(Trouble("slow", copy.version, peer, detail, TransferPace(came, seconds, left)))
         return self.told + SLOW_S
 
 
@@ -123,8 +123,8 @@ class Receiver:
         self._offer: Offer | None = None  #: waits for a slot
         self._taken = 0  #: number of the offer that `incoming` is about
         self._slot_wanted = False
-        self._arrival = Arrival()
-        self._refusals: Counter[tuple[Kind, int]] = Counter()
+        self._arrival = ReceiveProgress()
+        self._refusals: Counter[tuple[FrameKind, int]] = Counter()
         self._rebuild: Rebuild | None = None  #: of `incoming`
         self._block = bytearray()  #: body of the block that is arriving
 
@@ -134,17 +134,17 @@ class Receiver:
     def linked(self) -> bool:
         return self._link is not None
 
-    def connected(self, link: Transport, peer: str, fail: Callable[[str], None]) -> None:
+    def attach_link(self, link: Transport, peer: str, fail: Callable[[str], None]) -> None:
         """The predecessor was welcomed. `fail`: end this connection."""
         self._link, self._peer, self._fail = link, peer, fail
         self._refusals.clear()
 
-    def disconnected(self) -> None:
+    def detach_link(self) -> None:
         """The predecessor is gone; what is here of a version stays."""
         self._link = self._offer = None
         self._end_rebuild()
 
-    def message(self, message: FromPredecessor) -> None:
+    def handle_message(self, message: FromPredecessor) -> None:
         if isinstance(message, Offer):
             self._on_offer(message)
         elif isinstance(message, Seal):
@@ -153,63 +153,67 @@ class Receiver:
             assert isinstance(message, Hello)
             raise BadBytes("second-hello", message.name)
 
-    def tick(self, now: float) -> float | None:
+    def report_pace(self, now: float) -> float | None:
         """Report how quickly a version comes that takes long; when to look again."""
         copy, report = self.incoming, self._emit
-        return self._arrival.tick(now, copy, self._peer, report) if copy is not None else None
+        return (
+            self._arrival.report_pace(now, copy, self._peer, report) if copy is not None else None
+        )
 
     # --- which version, into which slot ---------------------------------------------------------
 
     def _on_offer(self, offer: Offer) -> None:
         version = offer.draft.version
-        if len(offer.checksums) not in (0, 8 * num_chunks(offer.draft)):
+        if len(offer.checksums) not in (0, 8 * count_chunks(offer.draft)):
             raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
         self._offer = None
         held = self._table.get(version)
-        latest = self._table.latest()
+        latest = self._table.get_latest()
         if held is not None and held.complete:
-            return self._already(held, offer)
+            return self._confirm_held(held, offer)
         if version <= latest:
-            return self._decline(version, f"version {latest} is here")
-        if held is not None and not held.agrees(offer.draft, offer.chunk_checksums(), offer.digest):
-            self._trouble("wrong-layout", version, "two publishers describe it differently")
+            return self._send_decline(version, f"version {latest} is here")
+        if held is not None and not held.is_consistent_with(
+            offer.draft, offer.unpack_checksums(), offer.digest
+        ):
+            self._report_trouble("wrong-layout", version, "two publishers describe it differently")
             if held.written_here:
-                return self._decline(version, "a share of another layout was written here")
+                return self._send_decline(version, "a share of another layout was written here")
             held = None
         self._offer = offer
         if held is not None:
-            self._take(held)
+            self._accept_offer(held)
         elif self.incoming is not None and not self.incoming.written_here:
-            self._fill(self._let_go())
+            self._receive_into(self._let_go())
         elif not self._slot_wanted:
             self._slot_wanted = True
             self._emit(SlotWanted(version, offer.draft.total_bytes))
 
-    def _already(self, held: VersionCopy, offer: Offer) -> None:
+    def _confirm_held(self, held: VersionCopy, offer: Offer) -> None:
         version = held.version
         if offer.digest not in ("", held.digest):
             detail = f"{held.digest} is here, {offer.digest} was offered"
-            self._trouble("wrong-digest", version, detail)
-            return self._decline(version, detail)
-        self._send(Done(version=version, digest=held.digest))
+            self._report_trouble("wrong-digest", version, detail)
+            return self._send_decline(version, detail)
+        self._send(VersionDone(version=version, digest=held.digest))
 
-    def granted(self, slot: int) -> None:
+    def take_slot(self, slot: int) -> None:
         """A slot for the version that was wanted, or for the one that is offered by now."""
         self._slot_wanted = False
         if self._offer is None:
             self._emit(SlotReturned(slot))
         else:
-            self._fill(slot)
+            self._receive_into(slot)
 
-    def denied(self, reason: str) -> None:
+    def decline_offer(self, reason: str) -> None:
         """There will be no slot for the version that was wanted."""
         self._slot_wanted = False
         if self._offer is not None:
             version, self._offer = self._offer.draft.version, None
-            self._trouble("denied", version, reason)
-            self._decline(version, reason)
+            self._report_trouble("denied", version, reason)
+            self._send_decline(version, reason)
 
-    def published(self, copy: VersionCopy) -> None:
+    def handle_publish(self, copy: VersionCopy) -> None:
         """A version, or a share of one, was written on this machine and put into the table.
 
         Where whole versions are published the chain begins. A predecessor that is still sending an
@@ -223,21 +227,21 @@ class Receiver:
         if self._offer is not None and self._offer.draft.version == copy.version:
             self._on_offer(self._offer)
         elif not copy.complete:
-            self._send(Begun(version=copy.version))
+            self._send(ShareStarted(version=copy.version))
 
-    def _fill(self, slot: int) -> None:
+    def _receive_into(self, slot: int) -> None:
         """Receive the offered version into this slot."""
         assert self._offer is not None
         draft, region = self._offer.draft, self._region(slot)
         if region.nbytes < draft.total_bytes:
             detail = f"{draft.total_bytes} bytes do not fit into a slot of {region.nbytes}"
             self._emit(SlotReturned(slot))
-            return self.denied(detail)
+            return self.decline_offer(detail)
         copy = VersionCopy(draft, slot, region)
         self._table.put(copy)
-        self._take(copy)
+        self._accept_offer(copy)
 
-    def _take(self, copy: VersionCopy) -> None:
+    def _accept_offer(self, copy: VersionCopy) -> None:
         """Ask for what is lacking of a copy that the offer is about."""
         assert self._offer is not None
         offer, self._offer = self._offer, None
@@ -245,17 +249,17 @@ class Receiver:
         if self.incoming not in (None, copy) and not self.incoming.written_here:
             self._emit(SlotReturned(self._let_go()))
         if self.incoming is not copy:
-            self._arrival = Arrival()
+            self._arrival = ReceiveProgress()
         self.incoming = copy
-        copy.expect(offer.chunk_checksums(), offer.digest)
+        copy.set_expected(offer.unpack_checksums(), offer.digest)
         self._end_rebuild()
         if offer.base is not None and offer.checksums and offer.digest:
             base = offer.base
-            self._rebuild = begin(self._table, self._cache, copy, base.version, base.digest)
-        self._want()
-        self._forwarder.refresh()
+            self._rebuild = begin_rebuild(self._table, self._cache, copy, base.version, base.digest)
+        self._send_want()
+        self._forwarder.refresh_offer()
 
-    def _want(self) -> None:
+    def _send_want(self) -> None:
         assert self.incoming is not None
         from_block = self._rebuild.next_block if self._rebuild is not None else None
         have = pack_have(self.incoming.have)
@@ -267,76 +271,78 @@ class Receiver:
         copy, self.incoming = self.incoming, None
         self._end_rebuild()
         self._table.remove(copy.version)
-        self._forwarder.dropped(copy.version)
+        self._forwarder.drop_version(copy.version)
         return copy.slot
 
     def _on_seal(self, message: Seal) -> None:
         offer = self._offer
         if self.incoming is not None and self.incoming.version == message.version:
-            self.incoming.expect((), message.digest)
+            self.incoming.set_expected((), message.digest)
         elif offer is not None and offer.draft.version == message.version:
             self._offer = msgspec.structs.replace(offer, digest=message.digest)
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def place(self, header: Header) -> memoryview:
+    def get_buffer(self, header: Header) -> memoryview:
         """Where a chunk or block goes. A chunk that was not asked for would overwrite proved
         bytes."""
         if not self._arrival.num_bytes:
             self._arrival.begun = self._arrival.told = self._clock()
         self._arrival.num_bytes += header.length
-        if header.kind == Kind.BLOCK:
+        if header.kind == FrameKind.BLOCK:
             self._arrival.by_delta = True
             self._block = bytearray(header.length)
             return memoryview(self._block)
         copy, index = self.incoming, header.position
         if copy is None or copy.version != header.version or index >= copy.num_chunks:
             raise BadBytes("unasked-chunk", f"{header}")
-        target = copy.chunk(index)
+        target = copy.get_chunk(index)
         if copy.have[index] or target.nbytes != header.length:
             raise BadBytes("unasked-chunk", f"{header}")
-        target.prepare()
+        target.populate_pages()
         return target.view
 
-    def landed(self, header: Header) -> None:
-        if header.kind == Kind.BLOCK:
-            return self._block_landed(header)
+    def handle_body(self, header: Header) -> None:
+        if header.kind == FrameKind.BLOCK:
+            return self._handle_block(header)
         copy = self.incoming
         assert copy is not None
-        if copy.accept(header.position, header.checksum):
-            self._forwarder.chunk_here(copy.version, header.position)
+        if copy.accept_chunk(header.position, header.checksum):
+            self._forwarder.add_chunk(copy.version, header.position)
         else:
-            self._refuse(header)
-            self._send(Again(version=copy.version, position=header.position))
+            self._count_damage(header)
+            self._send(Resend(version=copy.version, position=header.position))
 
-    def _refuse(self, header: Header) -> None:
+    def _count_damage(self, header: Header) -> None:
         """Count damage; the third time over this connection ends it."""
         self.damaged += 1
         name = header.kind.name.lower()
         where = f"{name} {header.position}"
-        self._trouble(f"damaged-{name}", header.version, f"{where} does not have its checksum")
+        self._report_trouble(
+            f"damaged-{name}", header.version, f"{where} does not have its checksum"
+        )
         self._refusals[header.kind, header.position] += 1
         if self._refusals[header.kind, header.position] >= REFUSALS_MAX:
             raise BadBytes(f"damaged-{name}", f"{where} of version {header.version}, again")
 
     # --- deltas -------------------------------------------------------------------------------
 
-    def _block_landed(self, header: Header) -> None:
+    def _handle_block(self, header: Header) -> None:
         rebuild, copy = self._rebuild, self.incoming
         if rebuild is None or copy is None or copy.version != header.version:
             return  # the rest of a delta that was given up here
         if header.position != rebuild.next_block or rebuild.over:
             return  # sent before the sender knew that an earlier one was damaged
         if xxhash.xxh3_64_intdigest(self._block) != header.checksum:
-            self._refuse(header)
-            return self._want()
+            self._count_damage(header)
+            return self._send_want()
         try:
-            proved = rebuild.apply(header.checksum, self._block)
+            proved = rebuild.apply_next(header.checksum, self._block)
         except DeltaError as error:
             return self._in_full(str(error))
-        self._forward(rebuild.delta, header.checksum)
+        self._forward_block(rebuild.delta, header.checksum)
         for index in proved:
-            self._forwarder.chunk_here(copy.version, index)
+            self._forwarder.add_chunk(copy.version, index)
         if rebuild.over:
             wrong = copy.num_chunks - copy.num_have
             if wrong:
@@ -344,42 +350,42 @@ class Receiver:
             else:
                 self._end_rebuild()
 
-    def _forward(self, delta: Delta, checksum: int) -> None:
+    def _forward_block(self, delta: Delta, checksum: int) -> None:
         """Keep the block for the successor."""
         self._cache.add(delta, checksum, self._block)
         if delta.given_up:
-            self._forwarder.delta_gone(delta)
+            self._forwarder.drop_delta(delta)
         else:
-            self._forwarder.block_here(delta)
+            self._forwarder.add_block(delta)
 
     def _end_rebuild(self) -> None:
         if self._rebuild is None:
             return
         rebuild, self._rebuild = self._rebuild, None
-        rebuild.end()
+        rebuild.release_base()
         if not rebuild.over:
             self._cache.give_up(rebuild.delta)
-            self._forwarder.delta_gone(rebuild.delta)
+            self._forwarder.drop_delta(rebuild.delta)
 
     def _in_full(self, detail: str) -> None:
         """Ask for what is lacking as chunks."""
         assert self.incoming is not None
-        self._trouble("wrong-delta", self.incoming.version, detail)
+        self._report_trouble("wrong-delta", self.incoming.version, detail)
         self._end_rebuild()
-        self._want()
+        self._send_want()
 
     # --- the end ------------------------------------------------------------------------------
 
-    def work(self) -> bool:
+    def advance_digest(self) -> bool:
         """Go on with the digest, and end what is complete; whether there is more to do now."""
         copy = self.incoming
         if copy is None:
             return False
         if copy.digest_step():
             return True
-        digest = copy.computed_digest()
+        digest = copy.get_computed_digest()
         if digest is not None and not copy.digest and copy.written_here:
-            copy.expect((), digest)
+            copy.set_expected((), digest)
         if digest is not None and copy.digest:
             self._finish(copy, digest)
         return False
@@ -388,45 +394,45 @@ class Receiver:
         version = copy.version
         if copy.digest != digest:
             detail = f"all chunks are right, but together {digest}, not {copy.digest}"
-            self._trouble("wrong-digest", version, detail)
+            self._report_trouble("wrong-digest", version, detail)
             self._emit(SlotReturned(self._let_go()))
-            return self._decline(version, detail)
-        if version < self._table.latest():
+            return self._send_decline(version, detail)
+        if version < self._table.get_latest():
             self._emit(SlotReturned(self._let_go()))
-            return self._send(Done(version=version, digest=digest))
+            return self._send(VersionDone(version=version, digest=digest))
         self._end_rebuild()
         self.incoming = None
         copy.complete = True
         arrival = self._arrival
         seconds = self._clock() - arrival.begun if arrival.num_bytes else 0.0
         self._emit(
-            Received(copy.manifest(), copy.slot, arrival.by_delta, arrival.num_bytes, seconds)
+            Received(copy.get_manifest(), copy.slot, arrival.by_delta, arrival.num_bytes, seconds)
         )
-        self._send(Done(version=version, digest=digest))
+        self._send(VersionDone(version=version, digest=digest))
         self._drop_older()
-        self._forwarder.refresh()
+        self._forwarder.refresh_offer()
 
     def _drop_older(self) -> None:
         """What is older than the newest complete version is not completed any more."""
-        latest = self._table.latest()
-        for version, copy in self._table.all().items():
+        latest = self._table.get_latest()
+        for version, copy in self._table.get_copies().items():
             if copy.complete or version > latest:
                 continue
             if copy is self.incoming:
                 self._emit(SlotReturned(self._let_go()))
             else:
                 self._table.remove(version)
-                self._forwarder.dropped(version)
+                self._forwarder.drop_version(version)
                 self._emit(SlotReturned(copy.slot))
 
     # --- small things -------------------------------------------------------------------------
 
-    def _send(self, message: Begun | Want | Again | Done | Decline) -> None:
+    def _send(self, message: ShareStarted | Want | Resend | VersionDone | Decline) -> None:
         if self._link is not None:
             self._link.send(message)
 
-    def _decline(self, version: int, reason: str) -> None:
+    def _send_decline(self, version: int, reason: str) -> None:
         self._send(Decline(version=version, reason=reason))
 
-    def _trouble(self, kind: str, version: int, detail: str) -> None:
+    def _report_trouble(self, kind: str, version: int, detail: str) -> None:
         self._emit(Trouble(kind, version, self._peer, detail))

@@ -59,7 +59,7 @@ class Received:
     fetched: bool = False
 
 
-class Pace(NamedTuple):
+class TransferPace(NamedTuple):
     """How quickly a version has come of late, and how much of it has still to come."""
 
     num_bytes: int  #: that came within `seconds`
@@ -75,7 +75,7 @@ class Trouble:
     version: int  #: -1: of none
     peer: str  #: name of the neighbour
     detail: str
-    pace: Pace | None = None  #: of a version that takes long
+    pace: TransferPace | None = None  #: of a version that takes long
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class NotFetched:
 
 
 @dataclass(frozen=True, slots=True)
-class StrangerRefused:
+class PeerRejected:
     """Somebody who is not of this run connected; told seldom, and for the log alone."""
 
     what: str
@@ -125,7 +125,7 @@ Report: TypeAlias = (
     | Received
     | Trouble
     | NotFetched
-    | StrangerRefused
+    | PeerRejected
     | NeighbourUp
     | NeighbourDown
     | PlaneFailed

@@ -21,22 +21,22 @@ from laminar.weights.arena.region import Region
 from laminar.weights.chain.reports import Report, Trouble
 from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
-    Again,
     BadBytes,
     Base,
-    Begun,
     Decline,
-    Done,
+    FrameKind,
     FromSuccessor,
     Header,
-    Kind,
     Offer,
-    Refused,
+    PeerRefused,
+    Resend,
     Seal,
+    ShareStarted,
+    VersionDone,
     Want,
     Welcome,
 )
-from laminar.weights.delta.cache import Delta, DeltaCache, encode
+from laminar.weights.delta.cache import Delta, DeltaCache, encode_delta
 from laminar.weights.delta.codec import Block
 from laminar.weights.version.copy import VersionCopy, unpack_have
 from laminar.weights.version.table import VersionTable
@@ -98,68 +98,68 @@ class Sender:
 
     # --- connection ---------------------------------------------------------------------------
 
-    def connected(
+    def attach_link(
         self, link: Transport, peer: str, welcome: Welcome, fail: Callable[[str], None]
     ) -> None:
         """The successor, `peer`, said what it has. `fail`: end this connection."""
         self._link, self._peer, self._fail = link, peer, fail
         self._held, self._partial = dict(welcome.held), set(welcome.partial)
         self._declined = set()
-        self.refresh()
+        self.refresh_offer()
 
-    def disconnected(self) -> None:
+    def detach_link(self) -> None:
         self._link = None
         self._release()
 
-    def message(self, message: FromSuccessor) -> None:
+    def handle_message(self, message: FromSuccessor) -> None:
         if isinstance(message, Want):
             self._on_want(message)
-        elif isinstance(message, Begun):
+        elif isinstance(message, ShareStarted):
             self._partial.add(message.version)
-            self.refresh()
-        elif isinstance(message, Again):
+            self.refresh_offer()
+        elif isinstance(message, Resend):
             self._on_again(message)
-        elif isinstance(message, Done):
+        elif isinstance(message, VersionDone):
             self._on_done(message)
         elif isinstance(message, Decline):
             self._on_decline(message)
         else:
-            assert isinstance(message, Welcome | Refused)
+            assert isinstance(message, Welcome | PeerRefused)
             raise BadBytes("second-welcome", self._peer)
 
     # --- which version ------------------------------------------------------------------------
 
-    def refresh(self) -> None:
+    def refresh_offer(self) -> None:
         """Something changed here or there: offer what is best now, and a digest that is new."""
         if self._link is None:
             return
         if self.current is not None:
-            self._seal()
-        version = self._next()
+            self._send_seal()
+        version = self._choose_next()
         if version is None or (self.current is not None and version == self.current.version):
             return
         self._release()
         copy = self._table.get(version)
         if copy is not None:
-            self.current = Sending(copy, self._delta_to(copy))
-            self._offer()
+            self.current = Sending(copy, self._find_delta(copy))
+            self._send_offer()
 
-    def _next(self) -> int | None:
+    def _choose_next(self) -> int | None:
         """What to offer in place of the current version; None: nothing, or it is to go on."""
-        current, mine, declined = self.current, self._table.all(), self._declined
+        current, mine, declined = self.current, self._table.get_copies(), self._declined
         if current is None or not current.wanted:
             return next_version(mine, self._held, self._partial, declined)
-        if not self._stuck():
+        if not self._is_stuck():
             return None
         # Among relays that publish shares the rest may depend on what the successor lacks still.
         useful = [v for v, copy in mine.items() if copy.complete or v > current.version]
         return next_version(useful, self._held, (), declined)
 
-    def _stuck(self) -> bool:
+    def _is_stuck(self) -> bool:
         assert self.current is not None
         return self.current.dry and not self._arriving(self.current.version)
 
-    def _offer(self) -> None:
+    def _send_offer(self) -> None:
         """Offer the current version; one with a delta when its first block is here."""
         current = self.current
         assert current is not None and self._link is not None
@@ -169,7 +169,7 @@ class Sender:
         base = None if delta is None else Base(version=delta.base, digest=delta.base_digest)
         self._num_offers += 1
         current.offer, current.digest = self._num_offers, copy.digest
-        checksums = np.array(copy.checksums(), "<u8").tobytes()
+        checksums = np.array(copy.get_checksums(), "<u8").tobytes()
         self._link.send(
             Offer(
                 number=current.offer,
@@ -180,7 +180,7 @@ class Sender:
             )
         )
 
-    def _seal(self) -> None:
+    def _send_seal(self) -> None:
         """Tell a digest that was not known when the version was offered."""
         current = self.current
         assert current is not None and self._link is not None
@@ -204,27 +204,27 @@ class Sender:
             raise BadBytes("bad-have", f"{len(want.have)} bytes for {current.copy.num_chunks}")
         if not current.wanted and self._table.pin(current.version) is None:
             self.current = None  # evicted since it was offered
-            return self.refresh()
+            return self.refresh_offer()
         current.wanted = True
         if want.from_block is None:
-            self._by_chunk(current, have)
+            self._queue_chunks(current, have)
         elif current.delta is not None:
-            self._by_block(current, current.delta, want.from_block)
+            self._queue_blocks(current, current.delta, want.from_block)
 
-    def _by_chunk(self, current: Sending, have: bytearray) -> None:
+    def _queue_chunks(self, current: Sending, have: bytearray) -> None:
         lacking = [index for index, there in enumerate(have) if not there]
         current.by_block = False
         current.todo = deque(index for index in lacking if current.copy.have[index])
         current.awaited = set(lacking).difference(current.todo)
 
-    def _by_block(self, current: Sending, delta: Delta, from_block: int) -> None:
+    def _queue_blocks(self, current: Sending, delta: Delta, from_block: int) -> None:
         if from_block > delta.num_blocks:
             raise BadBytes("bad-block", f"{from_block} of {delta.num_blocks}")
         current.by_block = True
         current.todo = deque(range(from_block, delta.num_here))
         current.awaited = set()
 
-    def _on_again(self, again: Again) -> None:
+    def _on_again(self, again: Resend) -> None:
         current, index = self.current, again.position
         if current is None or current.version != again.version or not current.wanted:
             return
@@ -233,47 +233,49 @@ class Sender:
         if not current.by_block:
             current.todo.appendleft(index)
 
-    def _on_done(self, done: Done) -> None:
+    def _on_done(self, done: VersionDone) -> None:
         self._held[done.version] = done.digest
         if self.current is not None and self.current.version == done.version:
             if done.digest != self.current.copy.digest and self.current.copy.digest:
-                self._trouble("wrong-digest", done.version, f"the successor holds {done.digest}")
+                self._report_trouble(
+                    "wrong-digest", done.version, f"the successor holds {done.digest}"
+                )
             self._release()
-        self.refresh()
+        self.refresh_offer()
 
     def _on_decline(self, decline: Decline) -> None:
         self._declined.add(decline.version)
-        self._trouble("declined", decline.version, decline.reason)
+        self._report_trouble("declined", decline.version, decline.reason)
         if self.current is not None and self.current.version == decline.version:
             self._release()
-        self.refresh()
+        self.refresh_offer()
 
     # --- news from this relay -----------------------------------------------------------------
 
-    def chunk_here(self, version: int, index: int) -> None:
+    def add_chunk(self, version: int, index: int) -> None:
         current = self.current
         if current is not None and current.version == version and index in current.awaited:
             current.awaited.discard(index)
             current.todo.append(index)
 
-    def block_here(self, delta: Delta) -> None:
+    def add_block(self, delta: Delta) -> None:
         current = self.current
         if current is None or current.delta is not delta:
             return
         if not current.offer:
-            self._offer()
+            self._send_offer()
         elif current.by_block:
             current.todo.append(delta.num_here - 1)
 
-    def delta_gone(self, delta: Delta) -> None:
+    def drop_delta(self, delta: Delta) -> None:
         """A delta will not be completed: what was offered with it is offered again without."""
         current = self.current
         if current is not None and current.delta is delta:
             current.delta = None
             current.todo.clear()
-            self._offer()
+            self._send_offer()
 
-    def dropped(self, version: int) -> None:
+    def drop_version(self, version: int) -> None:
         """The slot of this version is about to hold something else."""
         current = self.current
         if current is None or current.version != version:
@@ -284,10 +286,10 @@ class Sender:
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def fill(self) -> None:
+    def push_next(self) -> None:
         """Give the link its next chunk or block, if it is idle and there is one."""
-        if self.current is not None and self._stuck():
-            self.refresh()
+        if self.current is not None and self._is_stuck():
+            self.refresh_offer()
         current, link = self.current, self._link
         if current is None or link is None or not link.idle or not current.todo:
             return
@@ -296,30 +298,30 @@ class Sender:
             assert current.delta is not None
             checksum = current.delta.checksums[position]
             body = Region(memoryview(current.delta.payloads[position]))
-            kind = Kind.BLOCK
+            kind = FrameKind.BLOCK
         else:
-            checksum = current.copy.checksum(position)
-            body = current.copy.chunk(position)
-            kind = Kind.CHUNK
+            checksum = current.copy.get_checksum(position)
+            body = current.copy.get_chunk(position)
+            kind = FrameKind.CHUNK
         link.push(Header(kind, body.nbytes, position, current.version, checksum), body)
 
     # --- deltas -------------------------------------------------------------------------------
 
-    def _delta_to(self, copy: VersionCopy) -> Delta | None:
+    def _find_delta(self, copy: VersionCopy) -> Delta | None:
         """A delta from something that the successor holds: one that came, or one made here."""
-        found = self._cache.find(copy.version, self._held)
+        found = self._cache.find_delta(copy.version, self._held)
         if found is not None or not copy.complete or copy.version in self._partial:
             return found
-        mine = self._table.complete()
+        mine = self._table.get_complete_digests()
         common = [v for v in mine if v < copy.version and self._held.get(v) == mine[v]]
-        return self._encode(max(common), copy) if common else None
+        return self._start_encoding(max(common), copy) if common else None
 
-    def _encode(self, base_version: int, copy: VersionCopy) -> Delta | None:
+    def _start_encoding(self, base_version: int, copy: VersionCopy) -> Delta | None:
         base = self._table.pin(base_version)
         if base is None:
             return None
         delta = None
-        if base.same_size(copy):
+        if base.has_same_size(copy):
             delta = self._cache.open(copy.draft, base_version, base.digest)
         if delta is None:
             self._table.unpin(base_version)
@@ -328,23 +330,23 @@ class Sender:
             self._table.unpin(base_version)
             self._cache.give_up(delta)
             return None
-        on_block, on_end = self._encoded(delta), self._ended(delta)
-        self._beside(lambda: encode(base, copy, delta, on_block, on_end))
+        on_block, on_end = self._make_block_callback(delta), self._make_end_callback(delta)
+        self._beside(lambda: encode_delta(base, copy, delta, on_block, on_end))
         return delta
 
-    def _encoded(self, delta: Delta) -> Callable[[Block], None]:
+    def _make_block_callback(self, delta: Delta) -> Callable[[Block], None]:
         """What the encoding thread does with a block."""
 
         def arrived(block: Block) -> None:
             self._cache.add(delta, block.checksum, bytes(block.payload))
             if delta.given_up:
-                self.delta_gone(delta)
+                self.drop_delta(delta)
             else:
-                self.block_here(delta)
+                self.add_block(delta)
 
         return lambda block: self._post(lambda: arrived(block))
 
-    def _ended(self, delta: Delta) -> Callable[[bool], None]:
+    def _make_end_callback(self, delta: Delta) -> Callable[[bool], None]:
         """What it does at the end."""
 
         def ended(complete: bool) -> None:
@@ -352,11 +354,11 @@ class Sender:
             self._table.unpin(delta.version)
             if not complete:
                 self._cache.give_up(delta)
-                self.delta_gone(delta)
+                self.drop_delta(delta)
 
         return lambda complete: self._post(lambda: ended(complete))
 
-    def _trouble(self, kind: str, version: int, detail: str) -> None:
+    def _report_trouble(self, kind: str, version: int, detail: str) -> None:
         self._emit(Trouble(kind, version, self._peer, detail))
 
 

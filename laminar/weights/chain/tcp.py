@@ -27,7 +27,7 @@ import msgspec
 from laminar.weights.arena.region import NO_FILE, Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
-from laminar.weights.chain.wire import BadBytes, Header, Kind
+from laminar.weights.chain.wire import BadBytes, FrameKind, Header
 
 BACKLOG = 16
 USER_TIMEOUT_MS = 10_000
@@ -49,7 +49,7 @@ class Connection(Generic[Incoming]):
         sock: socket.socket,
         decoder: msgspec.msgpack.Decoder[Incoming],
         handler: FrameHandler[Incoming],
-        message_bytes_max: int = wire.GREETING_BYTES_MAX,
+        message_bytes_max: int = wire.HANDSHAKE_BYTES_MAX,
     ) -> None:
         """`message_bytes_max`: until the neighbour is known; raise it then."""
         self.sock = sock
@@ -72,24 +72,24 @@ class Connection(Generic[Incoming]):
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def interest(self) -> int:
+    def get_interest(self) -> int:
         """What to wait for."""
         return READABLE if self.idle else READABLE | WRITABLE
 
-    def connected(self) -> None:
+    def finish_connect(self) -> None:
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
 
     def send(self, message: wire.FromPredecessor | wire.FromSuccessor) -> None:
-        self._enqueue(Region(memoryview(wire.encode(message))))
+        self._enqueue_region(Region(memoryview(wire.encode(message))))
 
     def push(self, header: Header, body: Region) -> None:
-        self._enqueue(Region(memoryview(wire.pack_header(header))))
+        self._enqueue_region(Region(memoryview(wire.pack_header(header))))
         if body.nbytes:
-            self._enqueue(body)
+            self._enqueue_region(body)
 
-    def _enqueue(self, region: Region) -> None:
+    def _enqueue_region(self, region: Region) -> None:
         self._queued_bytes += region.nbytes
         self._queue.append(region)
 
@@ -108,7 +108,7 @@ class Connection(Generic[Incoming]):
             self._target = self._target[count:]
             if short:
                 return  # the socket is empty; another recv would only say so
-            self._filled()
+            self._handle_filled()
 
     def flush(self) -> None:
         """Hand the kernel what it takes now. BadBytes, or OSError when the connection has ended."""
@@ -117,18 +117,18 @@ class Connection(Generic[Incoming]):
         while self._queue:
             first = self._queue[0]
             try:
-                count = self._hand_over(first)
+                count = self._send_region(first)
             except BlockingIOError:
                 return
             self.bytes_out += count
             self._queued_bytes -= count
             self.moved_at = time.monotonic()
             if count < first.nbytes:
-                self._queue[0] = first.part(count, first.nbytes)
+                self._queue[0] = first.slice_bytes(count, first.nbytes)
                 return  # the socket is full; another send would only say so
             self._queue.popleft()
 
-    def _hand_over(self, region: Region) -> int:
+    def _send_region(self, region: Region) -> int:
         """Bytes of it that the kernel took; BlockingIOError if it takes none now."""
         if region.fd != NO_FILE:
             count = os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
@@ -137,28 +137,28 @@ class Connection(Generic[Incoming]):
             return count
         return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
 
-    def _filled(self) -> None:
+    def _handle_filled(self) -> None:
         """The target is full: a header, or the body behind it."""
         if self._header is None:
-            self._begin(wire.unpack_header(self._header_bytes, self.message_bytes_max))
+            self._begin_body(wire.unpack_header(self._header_bytes, self.message_bytes_max))
             if self._target.nbytes:
                 return
         header = self._header
         assert header is not None
         self._header = None
         self._target = memoryview(self._header_bytes)
-        if header.kind == Kind.MESSAGE:
-            self.handler.message(wire.decode(self.decoder, header, self._message))
+        if header.kind == FrameKind.MESSAGE:
+            self.handler.handle_message(wire.decode(self.decoder, header, self._message))
         else:
-            self.handler.landed(header)
+            self.handler.handle_body(header)
 
-    def _begin(self, header: Header) -> None:
+    def _begin_body(self, header: Header) -> None:
         self._header = header
-        if header.kind == Kind.MESSAGE:
+        if header.kind == FrameKind.MESSAGE:
             self._message = bytearray(header.length)
             self._target = memoryview(self._message)
         else:
-            self._target = self.handler.place(header)
+            self._target = self.handler.get_buffer(header)
             assert self._target.nbytes == header.length, header
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class TcpListener:
     def __init__(self, host: str, port: int, limit: Callable[[socket.socket], None]) -> None:
         """`limit`: sets what connections inherit, since who fetches a version connects and is
         sent it. OSError if the address cannot be had."""
-        self._sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        self._sock = socket.socket(_get_family(host), socket.SOCK_STREAM)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             limit(self._sock)
@@ -195,7 +195,7 @@ class TcpListener:
         except OSError:
             return None  # it was gone again, or there are no descriptors: the next turn tries anew
         sock.setblocking(False)
-        _tune(sock)
+        _tune_socket(sock)
         return Connection(sock, wire.predecessor_decoder, handler)
 
     def close(self) -> None:
@@ -211,14 +211,14 @@ class TcpNetwork:
         self._congestion, self._rate = congestion, rate
 
     def listen(self, host: str, port: int) -> TcpListener:
-        return TcpListener(host, port, self._limit)
+        return TcpListener(host, port, self._apply_limits)
 
     def connect(
         self, host: str, port: int, source: str, handler: FrameHandler[wire.FromSuccessor]
     ) -> Connection[wire.FromSuccessor]:
-        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        sock = socket.socket(_get_family(host), socket.SOCK_STREAM)
         try:
-            self._begin(sock, (host, port), source)
+            self._start_connect(sock, (host, port), source)
         except BlockingIOError:
             pass
         except OSError:
@@ -226,15 +226,15 @@ class TcpNetwork:
             raise
         return Connection(sock, wire.successor_decoder, handler)
 
-    def _begin(self, sock: socket.socket, address: tuple[str, int], source: str) -> None:
+    def _start_connect(self, sock: socket.socket, address: tuple[str, int], source: str) -> None:
         sock.setblocking(False)
-        _tune(sock)
-        self._limit(sock)
+        _tune_socket(sock)
+        self._apply_limits(sock)
         if not ipaddress.ip_address(source).is_unspecified:
             sock.bind((source, 0))
         sock.connect(address)
 
-    def _limit(self, sock: socket.socket) -> None:
+    def _apply_limits(self, sock: socket.socket) -> None:
         if self._congestion:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion.encode())
         if self._rate:
@@ -242,7 +242,7 @@ class TcpNetwork:
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
 
-def _tune(sock: socket.socket) -> None:
+def _tune_socket(sock: socket.socket) -> None:
     """Small messages leave at once, and a machine that vanished is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
@@ -251,6 +251,6 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _get_family(host: str) -> socket.AddressFamily:
     version = ipaddress.ip_address(host).version
     return socket.AF_INET6 if version == 6 else socket.AF_INET

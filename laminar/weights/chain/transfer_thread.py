@@ -28,16 +28,16 @@ from collections import deque
 from collections.abc import Callable
 
 from laminar.weights.arena.region import ArenaError, Region
-from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
+from laminar.weights.chain.core import PlaneCore, PlaneOptions, PlaneRuntime
 from laminar.weights.chain.handshake import NONCE_BYTES
 from laminar.weights.chain.reports import PlaneFailed, Report
 from laminar.weights.chain.tcp import TcpNetwork
 from laminar.weights.chain.transport import READABLE
-from laminar.weights.chain.upstream import Identity
+from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version.table import VersionTable
 
 _JOIN_S = 5.0
-_PLAIN = PlaneOptions()
+_DEFAULT_OPTIONS = PlaneOptions()
 
 
 class Plane:
@@ -48,10 +48,10 @@ class Plane:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RelayIdentity,
         region: Callable[[int], Region],
         notify: Callable[[Report], None],
-        options: PlaneOptions = _PLAIN,
+        options: PlaneOptions = _DEFAULT_OPTIONS,
         table: VersionTable | None = None,
     ) -> None:
         """`region`: all bytes of a slot; asked in the plane's thread.
@@ -64,15 +64,15 @@ class Plane:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._table = VersionTable(threading.Lock()) if table is None else table
         network = TcpNetwork(options.congestion, options.send_rate)
-        world = Surroundings(network, time.monotonic, _nonce, self._post, _in_thread)
+        world = PlaneRuntime(network, time.monotonic, _make_nonce, self._post_order, _run_in_thread)
         self._core = PlaneCore(identity, self._table, region, notify, options, world)
         self.set_successor = self._core.set_successor
-        self.publish = self._core.publish
+        self.publish_version = self._core.publish_version
         self.publish_share = self._core.publish_share
-        self.grant, self.deny = self._core.grant, self._core.deny
+        self.grant_slot, self.deny_slot = self._core.grant_slot, self._core.deny_slot
         self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
-        self.forget = self._table.forget
-        self.status = self._core.status
+        self.try_forget = self._table.try_forget
+        self.get_status = self._core.get_status
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
         self._closing = self._closed = False
@@ -90,14 +90,14 @@ class Plane:
 
     def close(self) -> None:
         """End the thread and all connections; slots that were granted are not returned."""
-        self._post(self._stop)
+        self._post_order(self._stop)
         if self._thread is not None:
             self._thread.join(_JOIN_S)
         with self._inbox_lock:
             self._closed = True
             os.close(self._wake)
 
-    def _post(self, order: Callable[[], None]) -> None:
+    def _post_order(self, order: Callable[[], None]) -> None:
         with self._inbox_lock:
             if not self._closed:
                 self._inbox.append(order)
@@ -111,7 +111,7 @@ class Plane:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._run_turn()
         except ArenaError as error:
             self._notify(PlaneFailed(str(error)))
         except Exception:
@@ -119,19 +119,19 @@ class Plane:
         finally:
             self._core.close()
 
-    def _turn(self) -> None:
-        wait_s = self._core.turn()
-        actions = self._watch()
+    def _run_turn(self) -> None:
+        wait_s = self._core.run_turn()
+        actions = self._update_poll()
         for fd, events in self._poll.poll(None if wait_s is None else wait_s * 1000):
             actions[fd](events)
         while self._inbox:
             self._inbox.popleft()()
 
-    def _watch(self) -> dict[int, Callable[[int], None]]:
+    def _update_poll(self) -> dict[int, Callable[[int], None]]:
         """Tell poll() what to wait for; what to do then, by descriptor."""
-        actions: dict[int, Callable[[int], None]] = {self._wake: self._woken}
+        actions: dict[int, Callable[[int], None]] = {self._wake: self._clear_wake}
         wanted = {self._wake: READABLE}
-        for endpoint, interest, action in self._core.readiness():
+        for endpoint, interest, action in self._core.iter_poll_entries():
             fd = endpoint.fileno()
             actions[fd], wanted[fd] = action, interest
         for fd in self._polled.keys() - wanted.keys():
@@ -142,13 +142,13 @@ class Plane:
         self._polled = wanted
         return actions
 
-    def _woken(self, events: int) -> None:
+    def _clear_wake(self, events: int) -> None:
         os.eventfd_read(self._wake)
 
 
-def _nonce() -> bytes:
+def _make_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def _in_thread(work: Callable[[], None]) -> None:
+def _run_in_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="delta", daemon=True).start()

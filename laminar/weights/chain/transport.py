@@ -42,12 +42,12 @@ class Transport(Protocol):
 class FrameHandler(Protocol[Taken]):
     """The receiver of what arrives; may raise BadBytes, which ends the connection."""
 
-    def message(self, message: Taken) -> None: ...
+    def handle_message(self, message: Taken) -> None: ...
 
-    def place(self, header: Header) -> memoryview:
+    def get_buffer(self, header: Header) -> memoryview:
         """Where the body of this chunk or block goes; exactly header.length bytes."""
 
-    def landed(self, header: Header) -> None:
+    def handle_body(self, header: Header) -> None:
         """The body is there."""
 
 
@@ -70,10 +70,10 @@ class Link(Transport, Endpoint, Protocol):
     bytes_out: int
     moved_at: float  #: by the clock of the network, when bytes last came or went
 
-    def interest(self) -> int:
+    def get_interest(self) -> int:
         """What to wait for: READABLE, WRITABLE or both."""
 
-    def connected(self) -> None:
+    def finish_connect(self) -> None:
         """The connection is writable for the first time; OSError if it could not be made."""
 
     def read(self) -> None:

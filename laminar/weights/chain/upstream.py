@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from laminar.net.rejected_peers import Strangers
+from laminar.net.rejected_peers import RejectedPeers
 from laminar.weights.chain import wire
-from laminar.weights.chain.fetch_server import Holding
-from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, Introduction
+from laminar.weights.chain.fetch_server import FetchHandler
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, HandshakeTranscript
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import (
     NeighbourDown,
     NeighbourUp,
+    PeerRejected,
     Report,
     Side,
-    StrangerRefused,
     Trouble,
 )
 from laminar.weights.chain.transport import READABLE, WRITABLE, Endpoint, Link, Listener, Network
@@ -35,25 +35,25 @@ from laminar.weights.chain.wire import (
     FromPredecessor,
     Header,
     Hello,
+    PeerRefused,
     Proof,
-    Refused,
     Welcome,
 )
 from laminar.weights.version.table import VersionTable
 
 OLD_CHAIN = "old-chain"  #: why a relay of this run is refused
-STRANGERS_MAX = 8
+PENDING_PEERS_MAX = 8
 FETCHES_MAX = 8
 """Relays that take older versions from this one at a time."""
-GREETING_S = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0
 """The time for connecting and saying hello, of both sides."""
 
-Readiness = tuple[Endpoint, int, Callable[[int], None]]
+PollEntry = tuple[Endpoint, int, Callable[[int], None]]
 """What to wait for, READABLE or WRITABLE, and what to do with what it is ready for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RelayIdentity:
     """A relay's name, boot and run, and the key by which its neighbours know the run."""
 
     run: str  #: names the run; a relay of another run is refused
@@ -62,21 +62,21 @@ class Identity:
     key: bytes = field(repr=False)
 
 
-class _Stranger:
+class _PendingPeer:
     """Handler of a connection that has not proved that it is of this run."""
 
     def __init__(
         self,
-        greet: Callable[[Hello], Introduction],
-        admit: Callable[[Hello, Introduction, bytes], None],
+        greet: Callable[[Hello], HandshakeTranscript],
+        admit: Callable[[Hello, HandshakeTranscript, bytes], None],
         until: float,
     ) -> None:
         self._greet, self._admit = greet, admit
         self._hello: Hello | None = None
-        self._introduction: Introduction | None = None
+        self._introduction: HandshakeTranscript | None = None
         self.until = until
 
-    def message(self, message: FromPredecessor) -> None:
+    def handle_message(self, message: FromPredecessor) -> None:
         if self._hello is None or self._introduction is None:
             if not isinstance(message, Hello):
                 raise BadBytes("no-hello", type(message).__name__)
@@ -86,10 +86,10 @@ class _Stranger:
         else:
             raise BadBytes("no-proof", type(message).__name__)
 
-    def place(self, header: Header) -> memoryview:
+    def get_buffer(self, header: Header) -> memoryview:
         raise BadBytes("no-hello", f"{header}")
 
-    def landed(self, header: Header) -> None:
+    def handle_body(self, header: Header) -> None:
         raise AssertionError(header)
 
 
@@ -98,7 +98,7 @@ class Upstream:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RelayIdentity,
         table: VersionTable,
         receiver: Receiver,
         sending: Callable[[], bool],
@@ -114,15 +114,15 @@ class Upstream:
         self._chain = 0
         self._clock, self._nonce, self._sending = clock, nonce, sending
         self._identity, self._table, self._receiver, self._emit = identity, table, receiver, emit
-        self._strangers: dict[Link, _Stranger] = {}
-        self._fetching: dict[Link, Holding] = {}
+        self._strangers: dict[Link, _PendingPeer] = {}
+        self._fetching: dict[Link, FetchHandler] = {}
         self._listener: Listener | None = None
 
     def open(self, network: Network, host: str, port: int) -> tuple[str, int]:
         """Listen; the address that predecessors connect to. OSError if it cannot be had."""
         self._listener = network.listen(host, port)
         host, port = self._listener.address
-        self._told = Strangers(f"{host}:{port}", lambda what: self._emit(StrangerRefused(what)))
+        self._told = RejectedPeers(f"{host}:{port}", lambda what: self._emit(PeerRejected(what)))
         return host, port
 
     def close(self) -> None:
@@ -134,40 +134,42 @@ class Upstream:
 
     # --- one turn -----------------------------------------------------------------------------
 
-    def readiness(self) -> Iterator[Readiness]:
+    def iter_poll_entries(self) -> Iterator[PollEntry]:
         """What to wait for, and what to do then."""
         if self._listener is not None:
-            yield self._listener, READABLE, lambda events: self._accept()
-        for connection in self._connections():
+            yield self._listener, READABLE, lambda events: self._accept_connection()
+        for connection in self._list_connections():
             holding = self._fetching.get(connection)
             more = WRITABLE if holding is not None and holding.ready else 0
-            yield connection, connection.interest() | more, self._moving(connection)
+            yield connection, connection.get_interest() | more, self._make_event_handler(connection)
 
     def flush(self) -> None:
         if self.predecessor is not None and not self.predecessor.idle:
-            self._move(self.predecessor, 0)
+            self._handle_events(self.predecessor, 0)
         for connection, holding in list(self._fetching.items()):
-            holding.fill()
+            holding.push_next()
             if not connection.idle:
-                self._move(connection, 0)
+                self._handle_events(connection, 0)
 
-    def tick(self, now: float) -> float | None:
+    def check_timers(self, now: float) -> float | None:
         """Send strangers away that say nothing; when to be called next, None: nothing is due."""
         late = [c for c, stranger in self._strangers.items() if now >= stranger.until]
         for connection in late:
-            self._end(connection, BadBytes("no-hello", "nothing in time"))
+            self._end_connection(connection, BadBytes("no-hello", "nothing in time"))
         due = [stranger.until for stranger in self._strangers.values()]
-        due += [at for holding in self._fetching.values() if (at := holding.due()) is not None]
+        due += [
+            at for holding in self._fetching.values() if (at := holding.get_due_time()) is not None
+        ]
         return min(due, default=None)
 
-    def _connections(self) -> list[Link]:
+    def _list_connections(self) -> list[Link]:
         predecessor = [] if self.predecessor is None else [self.predecessor]
         return [*self._strangers, *predecessor, *self._fetching]
 
-    def _moving(self, connection: Link) -> Callable[[int], None]:
-        return lambda events: self._move(connection, events)
+    def _make_event_handler(self, connection: Link) -> Callable[[int], None]:
+        return lambda events: self._handle_events(connection, events)
 
-    def _move(self, connection: Link, events: int) -> None:
+    def _handle_events(self, connection: Link, events: int) -> None:
         known = connection is self.predecessor or connection in self._strangers
         if not known and connection not in self._fetching:
             return  # displaced earlier in this turn
@@ -176,33 +178,35 @@ class Upstream:
                 connection.read()
             connection.flush()
         except (BadBytes, OSError) as error:
-            self._end(connection, error)
+            self._end_connection(connection, error)
 
     # --- connections --------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept_connection(self) -> None:
         assert self._listener is not None
-        stranger = _Stranger(
-            lambda hello: self._greet(connection, hello),
-            lambda hello, of, proof: self._admit(connection, hello, of, proof),
-            self._clock() + GREETING_S,
+        stranger = _PendingPeer(
+            lambda hello: self._send_challenge(connection, hello),
+            lambda hello, of, proof: self._admit_peer(connection, hello, of, proof),
+            self._clock() + HANDSHAKE_TIMEOUT_S,
         )
         accepted = self._listener.accept(stranger)
         if accepted is None:
             return
         connection = accepted
-        if len(self._strangers) >= STRANGERS_MAX:
+        if len(self._strangers) >= PENDING_PEERS_MAX:
             self.refused["too-many"] += 1
-            self._told.refused(1, self._clock())
+            self._told.record_rejected(1, self._clock())
             return connection.close()
         self._strangers[connection] = stranger
 
-    def _greet(self, connection: Link, hello: Hello) -> Introduction:
+    def _send_challenge(self, connection: Link, hello: Hello) -> HandshakeTranscript:
         """Prove that this relay is of the run, and ask the stranger the same."""
         me = self._identity
         if hello.run != me.run:
-            raise self._refusal(connection, "other-run", f"this relay is not of run {hello.run}")
-        introduction = Introduction(
+            raise self._send_refusal(
+                connection, "other-run", f"this relay is not of run {hello.run}"
+            )
+        introduction = HandshakeTranscript(
             run=me.run,
             predecessor=hello.name,
             predecessor_incarnation=hello.incarnation,
@@ -217,52 +221,58 @@ class Upstream:
                 name=me.name,
                 incarnation=me.incarnation,
                 nonce=introduction.successor_nonce,
-                proof=introduction.proof(me.key, SUCCESSOR),
+                proof=introduction.compute_proof(me.key, SUCCESSOR),
             )
         )
         return introduction
 
-    def _admit(self, connection: Link, hello: Hello, of: Introduction, proof: bytes) -> None:
+    def _admit_peer(
+        self, connection: Link, hello: Hello, of: HandshakeTranscript, proof: bytes
+    ) -> None:
         """Take the stranger as predecessor, if it is of this run and its order is not over; or
         give it the version that it fetches."""
-        if not of.proved(self._identity.key, PREDECESSOR, proof):
+        if not of.verify_proof(self._identity.key, PREDECESSOR, proof):
             detail = f"{of.predecessor} has not the secret of run {of.run}"
-            raise self._refusal(connection, "other-secret", detail)
+            raise self._send_refusal(connection, "other-secret", detail)
         if hello.fetch is not None:
-            return self._give(connection, of, hello.fetch)
+            return self._serve_fetch(connection, of, hello.fetch)
         if of.chain < self._chain:
             detail = f"chain {of.chain} is over, the present one is {self._chain}"
-            raise self._refusal(connection, OLD_CHAIN, detail)
+            raise self._send_refusal(connection, OLD_CHAIN, detail)
         if self.predecessor is not None:
-            self._end(self.predecessor, ConnectionAbortedError(f"{of.predecessor} took its place"))
+            self._end_connection(
+                self.predecessor, ConnectionAbortedError(f"{of.predecessor} took its place")
+            )
         del self._strangers[connection]
         self._chain, self.predecessor, self.peer = of.chain, connection, of.predecessor
         connection.handler = self._receiver
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
-        connection.send(Welcome(held=self._table.complete(), partial=self._table.partial()))
-        self._receiver.connected(
+        connection.send(
+            Welcome(held=self._table.get_complete_digests(), partial=self._table.list_partial())
+        )
+        self._receiver.attach_link(
             connection,
             of.predecessor,
-            lambda reason: self._end(connection, ConnectionAbortedError(reason)),
+            lambda reason: self._end_connection(connection, ConnectionAbortedError(reason)),
         )
         self._emit(NeighbourUp(Side.PREDECESSOR, of.predecessor, of.predecessor_incarnation))
 
-    def _give(self, connection: Link, of: Introduction, version: int) -> None:
+    def _serve_fetch(self, connection: Link, of: HandshakeTranscript, version: int) -> None:
         """Have the other side fetch this version from here."""
         if len(self._fetching) >= FETCHES_MAX:
             detail = f"{FETCHES_MAX} relays fetch versions from {self._identity.name} already"
-            raise self._refusal(connection, "too-many-fetches", detail)
+            raise self._send_refusal(connection, "too-many-fetches", detail)
         del self._strangers[connection]
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
         connection.decoder = wire.successor_decoder
-        holding = Holding(self._table, connection, version, self._sending, self._clock)
+        holding = FetchHandler(self._table, connection, version, self._sending, self._clock)
         self._fetching[connection] = connection.handler = holding
 
-    def _refusal(self, connection: Link, reason: str, detail: str) -> BadBytes:
-        connection.send(Refused(reason=detail))
+    def _send_refusal(self, connection: Link, reason: str, detail: str) -> BadBytes:
+        connection.send(PeerRefused(reason=detail))
         return BadBytes(reason, detail)
 
-    def _end(self, connection: Link, error: BadBytes | OSError) -> None:
+    def _end_connection(self, connection: Link, error: BadBytes | OSError) -> None:
         if isinstance(error, BadBytes):
             self.refused[error.reason] += 1
             self._say_bye(connection)
@@ -271,16 +281,16 @@ class Upstream:
         if holding is not None:
             self.bytes_in += connection.bytes_in
             self.bytes_out += connection.bytes_out
-            return holding.end()
+            return holding.end_fetch()
         if self._strangers.pop(connection, None) is not None:
             if isinstance(error, BadBytes) and error.reason != OLD_CHAIN:
-                self._told.refused(1, self._clock())
+                self._told.record_rejected(1, self._clock())
             return
         self.predecessor = None
         self.bytes_in += connection.bytes_in
         self.bytes_out += connection.bytes_out
         peer, self.peer = self.peer, ""
-        self._receiver.disconnected()
+        self._receiver.detach_link()
         if isinstance(error, BadBytes):
             self._emit(Trouble(error.reason, -1, peer, str(error)))
         self._emit(NeighbourDown(Side.PREDECESSOR, peer, str(error)))

@@ -31,12 +31,12 @@ import msgspec
 import numpy as np
 import xxhash
 
-from laminar.events.base import kebab
+from laminar.events.base import to_kebab_case
 from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Draft
 
 MAGIC = b"LMRW"
 WIRE_VERSION = 1
-GREETING_BYTES_MAX = 4096
+HANDSHAKE_BYTES_MAX = 4096
 """The longest message from someone who has not said who they are."""
 MESSAGE_BYTES_MAX = MANIFEST_BYTES_MAX
 CHUNK_BYTES_MAX = 64 << 20
@@ -53,7 +53,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Digest = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  #: empty: not known yet
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Held = Annotated[dict[Natural, Digest], msgspec.Meta(max_length=64)]
+HeldVersions = Annotated[dict[Natural, Digest], msgspec.Meta(max_length=64)]
 
 
 class BadBytes(ValueError):
@@ -65,7 +65,7 @@ class BadBytes(ValueError):
         self.reason = reason
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What the body of a frame is."""
 
     MESSAGE = 1
@@ -73,25 +73,27 @@ class Kind(IntEnum):
     BLOCK = 3
 
 
-_KINDS = {int(kind): kind for kind in Kind}  #: cheaper than Kind(number)
-_BODY_BYTES_MAX = {Kind.CHUNK: CHUNK_BYTES_MAX, Kind.BLOCK: BLOCK_BYTES_MAX}
+_KINDS = {int(kind): kind for kind in FrameKind}  #: cheaper than Kind(number)
+_BODY_BYTES_MAX = {FrameKind.CHUNK: CHUNK_BYTES_MAX, FrameKind.BLOCK: BLOCK_BYTES_MAX}
 
 
 class Header(NamedTuple):
     """The header of one frame. `position` and `version` are zero for a message."""
 
-    kind: Kind
+    kind: FrameKind
     length: int  #: bytes of the body
     position: int  #: of the chunk in the version, of the block in the delta; from 0
     version: int
     checksum: int  #: xxh3_64 of the body
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=kebab):
+class ChainMessage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=to_kebab_case
+):
     """Base of all messages."""
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(ChainMessage, frozen=True, kw_only=True):
     """Predecessor: who I am. Another run, or a chain that is over, is refused."""
 
     run: Name
@@ -103,7 +105,7 @@ class Hello(Message, frozen=True, kw_only=True):
     fetch: Natural | None = None
 
 
-class Challenge(Message, frozen=True, kw_only=True):
+class Challenge(ChainMessage, frozen=True, kw_only=True):
     """Successor: who I am, and my proof (handshake.py); now prove who you are."""
 
     name: Name
@@ -112,20 +114,20 @@ class Challenge(Message, frozen=True, kw_only=True):
     proof: Mac
 
 
-class Proof(Message, frozen=True, kw_only=True):
+class Proof(ChainMessage, frozen=True, kw_only=True):
     """Predecessor: I am of this run."""
 
     proof: Mac
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(ChainMessage, frozen=True, kw_only=True):
     """Successor: I take versions from you; this is what I have."""
 
-    held: Held  #: complete versions and their digests
+    held: HeldVersions  #: complete versions and their digests
     partial: tuple[Natural, ...]  #: versions of which something is here
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class PeerRefused(ChainMessage, frozen=True, kw_only=True):
     """Successor: I take nothing from you; the connection ends."""
 
     reason: Text
@@ -138,7 +140,7 @@ class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     digest: Digest
 
 
-class Offer(Message, frozen=True, kw_only=True):
+class Offer(ChainMessage, frozen=True, kw_only=True):
     """Predecessor: the next version. Replaces an offer that was not answered yet."""
 
     number: Natural  #: counts the offers of a relay
@@ -147,19 +149,19 @@ class Offer(Message, frozen=True, kw_only=True):
     digest: Digest
     base: Base | None  #: not None: I can send it as a delta
 
-    def chunk_checksums(self) -> list[int]:
+    def unpack_checksums(self) -> list[int]:
         """xxh3_64 of each chunk; empty: each comes with its chunk."""
         checksums: list[int] = np.frombuffer(self.checksums, "<u8").tolist()
         return checksums
 
 
-class Begun(Message, frozen=True, kw_only=True):
+class ShareStarted(ChainMessage, frozen=True, kw_only=True):
     """Successor: a share of this version was written here; it needs no slot."""
 
     version: Natural
 
 
-class Want(Message, frozen=True, kw_only=True):
+class Want(ChainMessage, frozen=True, kw_only=True):
     """Successor: I have a slot for what you offered: send what I lack of it."""
 
     offer: Natural  #: its number; the answer to an offer that was replaced means nothing
@@ -167,28 +169,28 @@ class Want(Message, frozen=True, kw_only=True):
     from_block: Natural | None  #: send the delta from this block on; None: send chunks
 
 
-class Again(Message, frozen=True, kw_only=True):
+class Resend(ChainMessage, frozen=True, kw_only=True):
     """Successor: this chunk came damaged."""
 
     version: Natural
     position: Natural
 
 
-class Seal(Message, frozen=True, kw_only=True):
+class Seal(ChainMessage, frozen=True, kw_only=True):
     """Predecessor: the digest that was not known when the version was offered."""
 
     version: Natural
     digest: Digest
 
 
-class Done(Message, frozen=True, kw_only=True):
+class VersionDone(ChainMessage, frozen=True, kw_only=True):
     """Successor: I hold this version, complete and verified."""
 
     version: Natural
     digest: Digest
 
 
-class Decline(Message, frozen=True, kw_only=True):
+class Decline(ChainMessage, frozen=True, kw_only=True):
     """Successor: I will not take this version from you."""
 
     version: Natural
@@ -196,8 +198,10 @@ class Decline(Message, frozen=True, kw_only=True):
 
 
 FromPredecessor: TypeAlias = Hello | Proof | Offer | Seal
-FromSuccessor: TypeAlias = Challenge | Welcome | Refused | Begun | Want | Again | Done | Decline
-FromHolder: TypeAlias = Offer | Decline | Refused
+FromSuccessor: TypeAlias = (
+    Challenge | Welcome | PeerRefused | ShareStarted | Want | Resend | VersionDone | Decline
+)
+FromHolder: TypeAlias = Offer | Decline | PeerRefused
 
 Decoded = TypeVar("Decoded")
 
@@ -234,7 +238,7 @@ def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> Header:
 def encode(message: FromPredecessor | FromSuccessor) -> bytes:
     """Header and body of a message."""
     body = _encode(message)
-    header = Header(Kind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
+    header = Header(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
     return pack_header(header) + body
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from laminar.weights.delta.codec import Block, encode_blocks, pays, spans
+from laminar.weights.delta.codec import Block, compute_block_spans, encode_blocks, is_worthwhile
 from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.manifest import ITEM_BYTES, Draft
 
@@ -31,7 +31,7 @@ class Delta:
         self.base, self.base_digest = base, base_digest
         self.itemsize = ITEM_BYTES[draft.dtype]
         self.total_bytes = draft.total_bytes
-        self._spans = spans(draft.total_bytes, self.itemsize)
+        self._spans = compute_block_spans(draft.total_bytes, self.itemsize)
         self.payloads: list[bytes | bytearray] = []
         self.checksums: list[int] = []
         self.num_bytes = 0
@@ -46,7 +46,7 @@ class Delta:
         """Leading blocks that are here."""
         return len(self.payloads)
 
-    def block(self, position: int, checksum: int, payload: bytes | bytearray) -> Block:
+    def make_block(self, position: int, checksum: int, payload: bytes | bytearray) -> Block:
         """What a payload with this number stands for."""
         return Block(*self._spans[position], self.itemsize, checksum, payload)
 
@@ -77,7 +77,7 @@ class DeltaCache:
         self._deltas[key] = Delta(draft, base, base_digest)
         return self._deltas[key]
 
-    def find(self, version: int, held: dict[int, str]) -> Delta | None:
+    def find_delta(self, version: int, held: dict[int, str]) -> Delta | None:
         """A delta to this version from one of those in `held`, by version and digest."""
         for (to, base), delta in self._deltas.items():
             if to == version and not delta.given_up and held.get(base) == delta.base_digest:
@@ -101,7 +101,7 @@ class DeltaCache:
         delta.payloads, delta.checksums, delta.num_bytes = [], [], 0
 
 
-def encode(
+def encode_delta(
     base: VersionCopy,
     new: VersionCopy,
     delta: Delta,
@@ -114,12 +114,12 @@ def encode(
     """
     complete = False
     try:
-        complete = _encode(base, new, delta, on_block)
+        complete = _encode_blocks(base, new, delta, on_block)
     finally:
         on_end(complete)
 
 
-def _encode(
+def _encode_blocks(
     base: VersionCopy, new: VersionCopy, delta: Delta, on_block: Callable[[Block], None]
 ) -> bool:
     """Encode for as long as it is smaller and the delta is not given up; whether all of it is
@@ -129,7 +129,7 @@ def _encode(
     for block in encode_blocks(old_bytes, new_bytes, delta.itemsize):
         encoded += len(block.payload)
         covered = block.offset + block.nbytes
-        if delta.given_up or not pays(encoded, covered, delta.total_bytes):
+        if delta.given_up or not is_worthwhile(encoded, covered, delta.total_bytes):
             return False
         on_block(block)
     return True

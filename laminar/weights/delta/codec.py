@@ -45,7 +45,7 @@ SAMPLE_BYTES = 32 << 20
 """Bytes of a version that are encoded before the delta is held against the part that it covers."""
 _STRIP_ELEMENTS = 1 << 18
 """Compared at once: the result of the comparison stays in the second-level cache."""
-_WORTH = 3
+_MIN_RATIO = 3
 """A delta is at least this many times smaller than the version, or the version goes out whole."""
 _ZSTD_LEVEL = 1
 _COUNTS = struct.Struct("<III")
@@ -66,7 +66,7 @@ class Block(NamedTuple):
     payload: bytes | bytearray | memoryview  #: at most nbytes
 
 
-class _Code(NamedTuple):
+class _ElementTypes(NamedTuple):
     """The types in which elements of one size and their differences are stored."""
 
     bits: np.dtype[np.unsignedinteger]  #: an element
@@ -75,9 +75,9 @@ class _Code(NamedTuple):
     escape: int  #: the smallest of `short`: the element itself is among the wide values
 
 
-_CODES = {
-    2: _Code(np.dtype("<u2"), np.dtype("<i2"), np.dtype("<i1"), -(1 << 7)),
-    4: _Code(np.dtype("<u4"), np.dtype("<i4"), np.dtype("<i2"), -(1 << 15)),
+_ELEMENT_TYPES = {
+    2: _ElementTypes(np.dtype("<u2"), np.dtype("<i2"), np.dtype("<i1"), -(1 << 7)),
+    4: _ElementTypes(np.dtype("<u4"), np.dtype("<i4"), np.dtype("<i2"), -(1 << 15)),
 }
 
 
@@ -90,9 +90,9 @@ class _Patch(NamedTuple):
     rest: npt.NDArray[np.uint8]  #: the bytes behind the last whole element
 
 
-def spans(total_bytes: int, itemsize: int) -> list[tuple[int, int]]:
+def compute_block_spans(total_bytes: int, itemsize: int) -> list[tuple[int, int]]:
     """(offset, nbytes) of each block of a version; DeltaError for elements that have no delta."""
-    size = BLOCK_ELEMENTS * _code(itemsize).bits.itemsize
+    size = BLOCK_ELEMENTS * _get_element_types(itemsize).bits.itemsize
     return [(start, min(size, total_bytes - start)) for start in range(0, total_bytes, size)]
 
 
@@ -106,9 +106,9 @@ def encode_blocks(base: Bytes, new: Bytes, itemsize: int) -> Iterator[Block]:
     """
     if base.nbytes != new.nbytes:
         raise DeltaError(f"no delta from a version of {base.nbytes} bytes to one of {new.nbytes}")
-    code = _code(itemsize)
+    code = _get_element_types(itemsize)
     compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
-    for offset, nbytes in spans(new.nbytes, itemsize):
+    for offset, nbytes in compute_block_spans(new.nbytes, itemsize):
         part = new[offset : offset + nbytes]
         body = _encode(base[offset : offset + nbytes], part, code)
         payload = compressor.compress(body) if body else b""
@@ -124,10 +124,10 @@ def apply_block(block: Block, base: Bytes, out: Bytes) -> None:
     `out` may be `base` itself. Raises DeltaError for a block that is damaged, inconsistent or
     leaves the views, and then nothing was written.
     """
-    code = _code(block.itemsize)
+    code = _get_element_types(block.itemsize)
     _check_place(block, min(base.nbytes, out.nbytes))
     if xxhash.xxh3_64_intdigest(block.payload) != block.checksum:
-        raise _damaged(block, "its payload has another checksum")
+        raise _make_damage_error(block, "its payload has another checksum")
     source = base[block.offset : block.offset + block.nbytes]
     target = out[block.offset : block.offset + block.nbytes]
     size = memoryview(block.payload).nbytes
@@ -136,10 +136,10 @@ def apply_block(block: Block, base: Bytes, out: Bytes) -> None:
     elif size == 0:
         np.copyto(target, source)
     else:
-        _patch(_decode(block, code), code, source, target)
+        _apply_patch(_decode(block, code), code, source, target)
 
 
-def pays(encoded_bytes: int, covered_bytes: int, total_bytes: int) -> bool:
+def is_worthwhile(encoded_bytes: int, covered_bytes: int, total_bytes: int) -> bool:
     """Whether to go on sending blocks rather than the whole version; asked after each block.
 
     `encoded_bytes` is the size of the payloads so far, `covered_bytes` of the parts they cover,
@@ -147,15 +147,15 @@ def pays(encoded_bytes: int, covered_bytes: int, total_bytes: int) -> bool:
     that begins with much change is given a sample, since its end may be calm.
     """
     allowance = min(total_bytes, max(covered_bytes, SAMPLE_BYTES))
-    return encoded_bytes * _WORTH <= allowance
+    return encoded_bytes * _MIN_RATIO <= allowance
 
 
-def _encode(base: Bytes, new: Bytes, code: _Code) -> bytes:
+def _encode(base: Bytes, new: Bytes, code: _ElementTypes) -> bytes:
     """The body of one block, not yet compressed; empty when the parts are equal."""
     whole = new.nbytes - new.nbytes % code.bits.itemsize
     rest = new[whole:]
     old, now = base[:whole].view(code.bits), new[:whole].view(code.bits)
-    where = _changed(old, now)
+    where = _find_changed(old, now)
     if where.size == 0 and np.array_equal(base[whole:], rest):
         return b""
     gaps = np.diff(where, prepend=np.int32(-1)) - 1
@@ -170,7 +170,7 @@ def _encode(base: Bytes, new: Bytes, code: _Code) -> bytes:
     return b"".join((counts, *(array.tobytes() for array in arrays)))
 
 
-def _changed(
+def _find_changed(
     old: npt.NDArray[np.unsignedinteger], now: npt.NDArray[np.unsignedinteger]
 ) -> npt.NDArray[np.int32]:
     """Indices of the elements that differ, ascending."""
@@ -181,28 +181,34 @@ def _changed(
     return np.concatenate(found)
 
 
-def _decode(block: Block, code: _Code) -> _Patch:
+def _decode(block: Block, code: _ElementTypes) -> _Patch:
     """The patch in a compressed payload, checked against the part that it claims to cover."""
-    body = _decompress(block, code)
+    body = _decompress_body(block, code)
     if len(body) < _COUNTS.size:
-        raise _damaged(block, f"it holds {len(body)} bytes, its counts take {_COUNTS.size}")
+        raise _make_damage_error(
+            block, f"it holds {len(body)} bytes, its counts take {_COUNTS.size}"
+        )
     elements, rest = divmod(block.nbytes, block.itemsize)
     changed, wide_gaps, wide_values = _COUNTS.unpack_from(body)
     sizes = (changed, changed * code.short.itemsize, 4 * wide_gaps, block.itemsize * wide_values)
     if _COUNTS.size + sum(sizes) + rest != len(body):
-        raise _damaged(block, f"its counts do not add up to the {len(body)} bytes it holds")
+        raise _make_damage_error(
+            block, f"its counts do not add up to the {len(body)} bytes it holds"
+        )
     ends = list(itertools.accumulate(sizes, initial=_COUNTS.size))
     _, gaps8, short8, gaps32, values, tail = np.split(np.frombuffer(body, np.uint8), ends)
-    where = _indices(block, gaps8, gaps32.view("<u4"))
+    where = _decode_indices(block, gaps8, gaps32.view("<u4"))
     if where.size and where[-1] >= elements:
-        raise _damaged(block, f"it changes element {where[-1]} of {elements}")
+        raise _make_damage_error(block, f"it changes element {where[-1]} of {elements}")
     short = short8.view(code.short)
     if np.count_nonzero(short == code.escape) != wide_values:
-        raise _damaged(block, "its wide values are not as many as its differences refer to")
+        raise _make_damage_error(
+            block, "its wide values are not as many as its differences refer to"
+        )
     return _Patch(where, short, values.view(code.bits), tail)
 
 
-def _decompress(block: Block, code: _Code) -> bytes:
+def _decompress_body(block: Block, code: _ElementTypes) -> bytes:
     """The body; the size that its frame states is checked before any of it is reserved."""
     # At most every element changed by a wide value; a wide gap takes up more than 255 elements.
     elements = block.nbytes // block.itemsize
@@ -211,27 +217,29 @@ def _decompress(block: Block, code: _Code) -> bytes:
     try:
         size = zstandard.frame_content_size(block.payload)
         if not 0 <= size <= largest:
-            raise _damaged(block, f"its frame states {size} bytes, at most {largest} are right")
+            raise _make_damage_error(
+                block, f"its frame states {size} bytes, at most {largest} are right"
+            )
         return zstandard.ZstdDecompressor().decompress(block.payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise _damaged(block, f"its payload is no zstd frame ({error})") from None
+        raise _make_damage_error(block, f"its payload is no zstd frame ({error})") from None
 
 
-def _indices(
+def _decode_indices(
     block: Block, gaps8: npt.NDArray[np.uint8], gaps32: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.int64]:
     """Indices of changed elements from the distances between them; ascending for any input."""
     steps = gaps8.astype(np.int64)
     wide = np.flatnonzero(gaps8 == _WIDE_GAP)
     if wide.size != gaps32.size:
-        raise _damaged(block, "its wide gaps are not as many as its gaps refer to")
+        raise _make_damage_error(block, "its wide gaps are not as many as its gaps refer to")
     steps[wide] = gaps32
     steps += 1
     steps[:1] -= 1  # the first one is counted from the block's first element
     return np.cumsum(steps, out=steps)
 
 
-def _patch(patch: _Patch, code: _Code, source: Bytes, target: Bytes) -> None:
+def _apply_patch(patch: _Patch, code: _ElementTypes, source: Bytes, target: Bytes) -> None:
     whole = source.nbytes - source.nbytes % code.bits.itemsize
     old = source[:whole].view(code.bits)[patch.where]
     values = old + patch.short.astype(code.signed).view(code.bits)  # modulo 2 ** bits
@@ -244,16 +252,20 @@ def _patch(patch: _Patch, code: _Code, source: Bytes, target: Bytes) -> None:
 def _check_place(block: Block, total_bytes: int) -> None:
     inside = block.offset >= 0 and 1 <= block.nbytes <= total_bytes - block.offset
     if not inside or block.nbytes > BLOCK_ELEMENTS * block.itemsize:
-        raise _damaged(block, f"it does not lie in a version of {total_bytes} bytes")
+        raise _make_damage_error(block, f"it does not lie in a version of {total_bytes} bytes")
     if block.offset % block.itemsize:
-        raise _damaged(block, f"it does not begin at an element of {block.itemsize} bytes")
+        raise _make_damage_error(
+            block, f"it does not begin at an element of {block.itemsize} bytes"
+        )
 
 
-def _code(itemsize: int) -> _Code:
-    if itemsize not in _CODES:
-        raise DeltaError(f"elements of {itemsize} bytes have no delta, only {sorted(_CODES)} have")
-    return _CODES[itemsize]
+def _get_element_types(itemsize: int) -> _ElementTypes:
+    if itemsize not in _ELEMENT_TYPES:
+        raise DeltaError(
+            f"elements of {itemsize} bytes have no delta, only {sorted(_ELEMENT_TYPES)} have"
+        )
+    return _ELEMENT_TYPES[itemsize]
 
 
-def _damaged(block: Block, reason: str) -> DeltaError:
+def _make_damage_error(block: Block, reason: str) -> DeltaError:
     return DeltaError(f"delta block of {block.nbytes} bytes at {block.offset}: {reason}")

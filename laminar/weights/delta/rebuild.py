@@ -36,33 +36,33 @@ class Rebuild:
         """All blocks were applied."""
         return self.next_block == self.delta.num_blocks
 
-    def apply(self, checksum: int, payload: bytearray) -> list[int]:
+    def apply_next(self, checksum: int, payload: bytearray) -> list[int]:
         """Take the next block; indices of the chunks that are proved by it.
 
         DeltaError if it is not what it claims to be; then nothing was written.
         """
-        block = self.delta.block(self.next_block, checksum, payload)
+        block = self.delta.make_block(self.next_block, checksum, payload)
         base, out = (np.frombuffer(h.view, np.uint8) for h in (self._base, self._copy))
-        self._copy.region.part(block.offset, block.offset + block.nbytes).prepare()
+        self._copy.region.slice_bytes(block.offset, block.offset + block.nbytes).populate_pages()
         apply_block(block, base, out)
         self.next_block += 1
-        return self._check(block.offset + block.nbytes)
+        return self._accept_covered(block.offset + block.nbytes)
 
-    def _check(self, covered: int) -> list[int]:
+    def _accept_covered(self, covered: int) -> list[int]:
         """Prove the chunks that end within the bytes rebuilt so far."""
         copy, first = self._copy, self._num_checked
         last = first
         while last < copy.num_chunks and copy.bounds[last + 1] <= covered:
             last += 1
         self._num_checked = last
-        return [index for index in range(first, last) if copy.accept(index)]
+        return [index for index in range(first, last) if copy.accept_chunk(index)]
 
-    def end(self) -> None:
+    def release_base(self) -> None:
         """The base is not needed any more."""
         self._table.unpin(self.delta.base)
 
 
-def begin(
+def begin_rebuild(
     table: VersionTable, cache: DeltaCache, copy: VersionCopy, base: int, base_digest: str
 ) -> Rebuild | None:
     """Take a version as a delta from version `base`, if that is here and nothing of it is yet.
@@ -75,7 +75,7 @@ def begin(
     if mine is None:
         return None
     delta = None
-    if mine.complete and mine.digest == base_digest and mine.same_size(copy):
+    if mine.complete and mine.digest == base_digest and mine.has_same_size(copy):
         delta = cache.open(copy.draft, base, base_digest)
     if delta is None:
         table.unpin(base)

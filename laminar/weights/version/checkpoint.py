@@ -18,14 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, manifest_of
-from laminar.weights.version.restored import CheckpointError, Restored, restore
+from laminar.weights.version.hashes import Bytes, build_manifest
+from laminar.weights.version.restored import Restored, VersionRestoreError, restore_version
 from laminar.weights.version.tensors import write_tensors
 
 MODEL_FILE = "model.safetensors"
 
 
-def describe(
+def build_tensor_manifest(
     *,
     version: int,
     step: int,
@@ -36,22 +36,22 @@ def describe(
     """The manifest of a version that is made of these tensors, as a relay would make it."""
     view = np.empty(mf.check_tensors(specs), dtype=np.uint8)
     write_tensors(view, specs, tensors)
-    return manifest_of(view, version=version, step=step, tensors=specs, probe=probe)
+    return build_manifest(view, version=version, step=step, tensors=specs, probe=probe)
 
 
-def read(directory: Path, version: int) -> Restored:
+def read_version(directory: Path, version: int) -> Restored:
     """This version, proved by its digest."""
 
     def fill(view: Bytes, manifest: mf.Manifest) -> None:
         try:
-            write_tensors(view, manifest.tensors, _tensors(directory / MODEL_FILE))
+            write_tensors(view, manifest.tensors, _iter_tensors(directory / MODEL_FILE))
         except SafetensorError as error:
-            raise CheckpointError(f"{directory}: {error}") from error
+            raise VersionRestoreError(f"{directory}: {error}") from error
 
-    return restore(directory, version, fill)
+    return restore_version(directory, version, fill)
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's tensors one after the other: only one is in memory beside the version."""
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118

@@ -24,7 +24,7 @@ MACHINES, SECONDS_PER_BYTE, START_SECONDS = 8, 0.8e-9, 50e-6
 """Network cards of 10 Gbit/s, where nothing better is known. The optimum is flat."""
 
 
-def broadcast_seconds(
+def estimate_broadcast_s(
     machines: int,
     num_chunks: int,
     total_bytes: int,

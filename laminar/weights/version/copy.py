@@ -22,9 +22,9 @@ from laminar.weights.version.manifest import (
     Draft,
     Manifest,
     chunk_bounds,
-    same_layout,
-    seal,
-    unseal,
+    is_same_layout,
+    seal_draft,
+    unseal_manifest,
 )
 
 DIGEST_CHUNKS = 4
@@ -43,7 +43,7 @@ class VersionCopy:
         self.number = next(_numbers)
         self.draft = draft
         self.slot = slot
-        self.region = region.part(0, draft.total_bytes)
+        self.region = region.slice_bytes(0, draft.total_bytes)
         self.bounds = chunk_bounds(draft)
         self.num_chunks = len(self.bounds) - 1
         self.have = bytearray(self.num_chunks)  #: 1 where a chunk is here and proved
@@ -57,10 +57,10 @@ class VersionCopy:
         self._manifest: Manifest | None = None
 
     @classmethod
-    def published(cls, manifest: Manifest, slot: int, region: Region) -> VersionCopy:
+    def from_manifest(cls, manifest: Manifest, slot: int, region: Region) -> VersionCopy:
         """A whole version that a trainer of this machine wrote."""
-        copy = cls(unseal(manifest), slot, region)
-        copy.expect(manifest.chunk_checksums, manifest.digest)
+        copy = cls(unseal_manifest(manifest), slot, region)
+        copy.set_expected(manifest.chunk_checksums, manifest.digest)
         copy.have = bytearray(b"\1" * copy.num_chunks)
         copy.num_have = copy.num_chunks
         copy.complete = copy.written_here = True
@@ -68,7 +68,7 @@ class VersionCopy:
         return copy
 
     @classmethod
-    def share(
+    def from_share(
         cls, draft: Draft, slot: int, region: Region, checksums: Mapping[int, int]
     ) -> VersionCopy:
         """The chunks of a version that trainers of this machine wrote, by index."""
@@ -84,25 +84,25 @@ class VersionCopy:
     def version(self) -> int:
         return self.draft.version
 
-    def expect(self, checksums: Sequence[int], digest: str) -> None:
+    def set_expected(self, checksums: Sequence[int], digest: str) -> None:
         """What the publisher says about the bytes: all checksums or none, a digest or ""."""
         if checksums:
             self._checksums = list(checksums)
         if digest:
             self.digest = digest
 
-    def contradicts(self, checksums: Sequence[int]) -> bool:
+    def has_conflict(self, checksums: Sequence[int]) -> bool:
         """Whether a chunk that is here has another checksum than is said (all are, or none)."""
         pairs = zip(self._checksums, checksums, strict=False)
         return any(known not in (None, said) for known, said in pairs)
 
-    def agrees(self, draft: Draft, checksums: Sequence[int], digest: str) -> bool:
+    def is_consistent_with(self, draft: Draft, checksums: Sequence[int], digest: str) -> bool:
         """Whether what another process says of this version is about the same bytes."""
         if self.digest and digest not in ("", self.digest):
             return False
-        return same_layout(self.draft, draft) and not self.contradicts(checksums)
+        return is_same_layout(self.draft, draft) and not self.has_conflict(checksums)
 
-    def same_size(self, other: VersionCopy) -> bool:
+    def has_same_size(self, other: VersionCopy) -> bool:
         """Whether a delta between the two makes sense."""
         mine, theirs = self.draft, other.draft
         return (mine.total_bytes, mine.dtype) == (theirs.total_bytes, theirs.dtype)
@@ -117,28 +117,28 @@ class VersionCopy:
     def view(self) -> memoryview:
         return self.region.view
 
-    def chunk(self, index: int) -> Region:
-        return self.region.part(self.bounds[index], self.bounds[index + 1])
+    def get_chunk(self, index: int) -> Region:
+        return self.region.slice_bytes(self.bounds[index], self.bounds[index + 1])
 
-    def checksum(self, index: int) -> int:
+    def get_checksum(self, index: int) -> int:
         """xxh3_64 of a chunk that is here."""
         checksum = self._checksums[index]
         assert checksum is not None, (self.version, index)
         return checksum
 
-    def checksums(self) -> list[int]:
+    def get_checksums(self) -> list[int]:
         """The checksums of all chunks; empty while any is unknown."""
         known = [checksum for checksum in self._checksums if checksum is not None]
         return known if len(known) == self.num_chunks else []
 
-    def accept(self, index: int, checksum: int | None = None) -> bool:
+    def accept_chunk(self, index: int, checksum: int | None = None) -> bool:
         """The chunk's bytes are in place: whether they have their checksum and count from now on.
 
         `checksum`: what the sender says it is, which must be what the publisher said.
         """
         known = self._checksums[index]
         wanted = checksum if known is None else known
-        found = xxhash.xxh3_64_intdigest(self.chunk(index).view)
+        found = xxhash.xxh3_64_intdigest(self.get_chunk(index).view)
         if found != wanted or (checksum is not None and checksum != wanted):
             return False
         self._checksums[index] = wanted
@@ -150,18 +150,18 @@ class VersionCopy:
         """Hash a few more of the leading chunks; whether there is more to do now."""
         end = min(self._num_hashed + DIGEST_CHUNKS, self.num_chunks)
         while self._num_hashed < end and self.have[self._num_hashed]:
-            self._hasher.update(self.chunk(self._num_hashed).view)
+            self._hasher.update(self.get_chunk(self._num_hashed).view)
             self._num_hashed += 1
         return self._num_hashed < self.num_chunks and bool(self.have[self._num_hashed])
 
-    def computed_digest(self) -> str | None:
+    def get_computed_digest(self) -> str | None:
         """xxh3_128 of the bytes that are here, once all of them are hashed."""
         return self._hasher.hexdigest() if self._num_hashed == self.num_chunks else None
 
-    def manifest(self) -> Manifest:
+    def get_manifest(self) -> Manifest:
         """The manifest of a complete version."""
         if self._manifest is None:
-            self._manifest = seal(self.draft, self.checksums(), self.digest)
+            self._manifest = seal_draft(self.draft, self.get_checksums(), self.digest)
         return self._manifest
 
 

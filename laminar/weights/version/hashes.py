@@ -20,13 +20,13 @@ from laminar.weights.version.manifest import (
     Draft,
     Manifest,
     ManifestError,
-    Part,
     Probe,
+    RankPart,
     TensorSpec,
     check_tensors,
     chunk_bounds,
     chunks_of_ranks,
-    seal,
+    seal_draft,
 )
 
 Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
@@ -36,15 +36,15 @@ class WeightsCorrupt(RuntimeError):
     """Bytes of a version are not those that were published."""
 
 
-def checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int], str]:
+def compute_checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int], str]:
     """(xxh3_64 of each chunk, xxh3_128 of all as 32 hex digits) of the first `total_bytes`.
 
     Both hashes take a chunk while it is in the cache, so the memory is read once.
     """
-    return _hashes(view, [*range(0, total_bytes, chunk_bytes), total_bytes])
+    return _hash_chunks(view, [*range(0, total_bytes, chunk_bytes), total_bytes])
 
 
-def manifest_of(
+def build_manifest(
     view: Bytes,
     *,
     version: int,
@@ -66,11 +66,11 @@ def manifest_of(
         dtype=tensors[0].dtype,
         total_bytes=total,
         tensors=tensors,
-        parts=(Part(rank=0, offset=0, nbytes=total),),
+        parts=(RankPart(rank=0, offset=0, nbytes=total),),
         chunk_bytes=chunk_bytes or usual_chunk_bytes(total),
         probe=probe,
     )
-    return seal(draft, *checksums(view, total, draft.chunk_bytes))
+    return seal_draft(draft, *compute_checksums(view, total, draft.chunk_bytes))
 
 
 def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:
@@ -86,12 +86,12 @@ def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[i
     }
 
 
-def verify(view: Bytes, manifest: Manifest) -> None:
+def verify_weights(view: Bytes, manifest: Manifest) -> None:
     """Raises WeightsCorrupt, which names the first wrong chunk, unless all bytes are as published.
 
     Raises ManifestError if the slot is smaller than the version.
     """
-    chunks, digest = _hashes(view, chunk_bounds(manifest))
+    chunks, digest = _hash_chunks(view, chunk_bounds(manifest))
     for index, (wanted, found) in enumerate(zip(manifest.chunk_checksums, chunks, strict=True)):
         if wanted != found:
             raise WeightsCorrupt(
@@ -105,7 +105,7 @@ def verify(view: Bytes, manifest: Manifest) -> None:
         )
 
 
-def _hashes(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
+def _hash_chunks(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
     """xxh3_64 of each chunk between the bounds, and xxh3_128 of all of them."""
     check_room(view, bounds[-1])
     whole = xxhash.xxh3_128()

@@ -62,7 +62,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nbytes: Positive
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A span of bytes that one trainer rank wrote; a sharded tensor has one per rank."""
 
     rank: Natural
@@ -103,7 +103,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: str  #: of every tensor
     total_bytes: Positive
     tensors: tuple[TensorSpec, ...]  #: ascending offsets
-    parts: tuple[Part, ...]  #: ascending offsets
+    parts: tuple[RankPart, ...]  #: ascending offsets
     chunk_bytes: Positive  #: of the longest chunk
     probe: Probe | None
 
@@ -117,7 +117,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if other is not None:
             raise ManifestError(f"tensor {other.name!r} is {other.dtype}, not {self.dtype}")
         _check_parts(self.parts, self.tensors, end)
-        count = num_chunks(self)
+        count = count_chunks(self)
         if count > CHUNKS_MAX:
             raise ManifestError(f"{count} chunks are above the limit of {CHUNKS_MAX}")
 
@@ -130,7 +130,7 @@ class Manifest(Draft, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wanted = num_chunks(self)
+        wanted = count_chunks(self)
         if len(self.chunk_checksums) != wanted:
             raise ManifestError(f"{len(self.chunk_checksums)} checksums for {wanted} chunks")
 
@@ -139,7 +139,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
-def layout(named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> tuple[TensorSpec, ...]:
+def make_layout(
+    named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str
+) -> tuple[TensorSpec, ...]:
     """Place tensors one after the other at aligned offsets, in the order given.
 
     Every rank that gives the same names and shapes gets the same offsets. Raises ManifestError for
@@ -148,11 +150,11 @@ def layout(named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str) -> tup
     specs: list[TensorSpec] = []
     offset = 0
     for name, shape in named_shapes:
-        nbytes = math.prod(shape) * _item_bytes(name, dtype)
+        nbytes = math.prod(shape) * _get_item_bytes(name, dtype)
         specs.append(
             TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes)
         )
-        offset = aligned(offset + nbytes)
+        offset = align_offset(offset + nbytes)
     tensors = tuple(specs)
     check_tensors(tensors)
     return tensors
@@ -175,18 +177,18 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> int:
         _check_size(spec)
         if spec.offset != end:
             raise ManifestError(f"tensor {spec.name!r} is at offset {spec.offset}, not {end}")
-        end = aligned(end + spec.nbytes)
+        end = align_offset(end + spec.nbytes)
     return end
 
 
-def aligned(offset: int) -> int:
+def align_offset(offset: int) -> int:
     """The first multiple of ALIGNMENT that is not below `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def num_chunks(draft: Draft) -> int:
+def count_chunks(draft: Draft) -> int:
     """How many chunks `chunk_bounds` gives, worked out without making them."""
-    return sum(-(-(end - start) // draft.chunk_bytes) for start, end in _runs(draft))
+    return sum(-(-(end - start) // draft.chunk_bytes) for start, end in _iter_rank_runs(draft))
 
 
 def chunk_bounds(draft: Draft) -> list[int]:
@@ -196,7 +198,7 @@ def chunk_bounds(draft: Draft) -> list[int]:
     padding behind a part belongs to it. Every byte is in one chunk.
     """
     bounds: list[int] = []
-    for start, end in _runs(draft):
+    for start, end in _iter_rank_runs(draft):
         bounds.extend(range(start, end, draft.chunk_bytes))
     return [*bounds, draft.total_bytes]
 
@@ -215,18 +217,18 @@ def chunks_of_ranks(draft: Draft, ranks: Collection[int]) -> list[int]:
     return found
 
 
-def same_layout(a: Draft, b: Draft) -> bool:
+def is_same_layout(a: Draft, b: Draft) -> bool:
     """Whether equal offsets mean the same in both; the probes of two publishers may differ."""
     return msgspec.structs.replace(a, probe=None) == msgspec.structs.replace(b, probe=None)
 
 
-def seal(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
+def seal_draft(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
     """The manifest of a draft whose bytes are now all in one place."""
     fields = {name: getattr(draft, name) for name in Draft.__struct_fields__}
     return Manifest(**fields, chunk_checksums=tuple(chunk_checksums), digest=digest)
 
 
-def unseal(manifest: Manifest) -> Draft:
+def unseal_manifest(manifest: Manifest) -> Draft:
     """The manifest without its hashes."""
     return Draft(**{name: getattr(manifest, name) for name in Draft.__struct_fields__})
 
@@ -251,7 +253,7 @@ def _check_size(spec: TensorSpec) -> None:
     # Structs built in Python are not checked against their annotations, so sizes are checked here.
     if not all(size >= 1 for size in spec.shape):
         raise ManifestError(f"tensor {spec.name!r} of shape {spec.shape} has no elements")
-    wanted = math.prod(spec.shape) * _item_bytes(spec.name, spec.dtype)
+    wanted = math.prod(spec.shape) * _get_item_bytes(spec.name, spec.dtype)
     if spec.nbytes != wanted:
         raise ManifestError(
             f"tensor {spec.name!r} says {spec.nbytes} bytes, "
@@ -259,7 +261,9 @@ def _check_size(spec: TensorSpec) -> None:
         )
 
 
-def _check_parts(parts: Sequence[Part], tensors: Sequence[TensorSpec], total_bytes: int) -> None:
+def _check_parts(
+    parts: Sequence[RankPart], tensors: Sequence[TensorSpec], total_bytes: int
+) -> None:
     """Parts ascend without overlap inside the version and leave out no byte of a tensor."""
     end = 0
     index = 0  # of the first tensor that is not yet covered
@@ -278,7 +282,7 @@ def _check_parts(parts: Sequence[Part], tensors: Sequence[TensorSpec], total_byt
         raise ManifestError(f"no part holds all of tensor {tensors[index].name!r}")
 
 
-def _runs(draft: Draft) -> Iterator[tuple[int, int]]:
+def _iter_rank_runs(draft: Draft) -> Iterator[tuple[int, int]]:
     """[start, end) of the bytes of one rank after another, padding behind a part included."""
     start, rank = 0, draft.parts[0].rank
     for part in draft.parts[1:]:
@@ -288,7 +292,7 @@ def _runs(draft: Draft) -> Iterator[tuple[int, int]]:
     yield start, draft.total_bytes
 
 
-def _item_bytes(name: str, dtype: str) -> int:
+def _get_item_bytes(name: str, dtype: str) -> int:
     if dtype not in ITEM_BYTES:
         raise ManifestError(f"tensor {name!r} has type {dtype!r}, not one of {sorted(ITEM_BYTES)}")
     return ITEM_BYTES[dtype]

@@ -17,10 +17,10 @@ import numpy as np
 
 from laminar.run.directory import VERSION_FILE
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify_weights
 
 
-class CheckpointError(RuntimeError):
+class VersionRestoreError(RuntimeError):
     """This directory does not hold the version that was asked for, or not any more."""
 
 
@@ -49,19 +49,23 @@ class Restored(SharedBytes):
         self.manifest = manifest
 
 
-def restore(directory: Path, version: int, fill: Callable[[Bytes, mf.Manifest], None]) -> Restored:
+def restore_version(
+    directory: Path, version: int, fill: Callable[[Bytes, mf.Manifest], None]
+) -> Restored:
     """This version. `fill` puts its bytes into the view; OSError, ManifestError."""
     try:
         manifest = mf.decode((directory / VERSION_FILE).read_bytes())
         if manifest.version != version:
-            raise CheckpointError(f"{directory} holds version {manifest.version}, not {version}")
+            raise VersionRestoreError(
+                f"{directory} holds version {manifest.version}, not {version}"
+            )
         restored = Restored(manifest)
         try:
             fill(restored.view, manifest)
-            verify(restored.view, manifest)
+            verify_weights(restored.view, manifest)
         except BaseException:
             restored.close()
             raise
     except (OSError, mf.ManifestError, WeightsCorrupt) as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+        raise VersionRestoreError(f"{directory}: {error}") from error
     return restored

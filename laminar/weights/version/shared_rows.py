@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.hashes import Bytes, build_manifest
 from laminar.weights.version.restored import SharedBytes
-from laminar.weights.version.slot_writer import Target, encode
+from laminar.weights.version.slot_writer import WriteTarget, encode
 from laminar.weights.version.tensors import NamedRows, write_rows
 
-_decoder = msgspec.msgpack.Decoder(Target)
+_decoder = msgspec.msgpack.Decoder(WriteTarget)
 
 
 class RowWriter:
@@ -35,10 +35,10 @@ class RowWriter:
 
     def __call__(self, target: bytes, rows: Iterable[NamedRows]) -> None:
         found = _decoder.decode(target)
-        view = self._mapped(found)[found.offset : found.offset + found.nbytes]
+        view = self._map_file(found)[found.offset : found.offset + found.nbytes]
         write_rows(view, found.specs, rows)
 
-    def _mapped(self, target: Target) -> Bytes:
+    def _map_file(self, target: WriteTarget) -> Bytes:
         """All of the file."""
         if self._kept is not None and self._kept[0] == target.path:
             return self._kept[1]
@@ -65,10 +65,10 @@ async def describe_rows(
     shared = SharedBytes(f"describe-{version}", mf.check_tensors(specs))
     try:
         nbytes = shared.view.nbytes
-        target = Target(path=shared.path, offset=0, nbytes=nbytes, specs=specs, kept=False)
+        target = WriteTarget(path=shared.path, offset=0, nbytes=nbytes, specs=specs, kept=False)
         await fill(encode(target))
         return await asyncio.to_thread(
-            manifest_of, shared.view, version=version, step=step, tensors=specs, probe=probe
+            build_manifest, shared.view, version=version, step=step, tensors=specs, probe=probe
         )
     finally:
         shared.close()

@@ -21,7 +21,7 @@ from laminar.weights.version.manifest import TensorSpec
 Fill = Callable[[Bytes, tuple[TensorSpec, ...]], None]
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WriteTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a version is to be written."""
 
     path: str  #: of the file that all map
@@ -34,7 +34,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 encode = msgspec.msgpack.encode
 
 
-class _Slots:
+class _MappedArena:
     """One arena that this process has mapped."""
 
     def __init__(self, path: str):
@@ -42,14 +42,14 @@ class _Slots:
         self.path = path
         self._arena = Arena.attach(Path(path))
 
-    async def prepare(self, slot: int) -> None:
-        await asyncio.to_thread(self._arena.prepare, slot)
+    async def populate_slot(self, slot: int) -> None:
+        await asyncio.to_thread(self._arena.populate_slot, slot)
 
     def close(self) -> None:
         self._arena.close()
 
 
-class SlotWriter(_Slots):
+class SlotWriter(_MappedArena):
     """For a trainer of one process."""
 
     def __init__(self, fill: Fill, path: str):
@@ -58,11 +58,11 @@ class SlotWriter(_Slots):
         self._fill = fill
 
     async def write(self, slot: int, specs: tuple[TensorSpec, ...]) -> None:
-        view = self._arena.slot(slot)
+        view = self._arena.get_slot(slot)
         await asyncio.to_thread(self._fill, view, specs)
 
 
-class SharedSlotWriter(_Slots):
+class SharedSlotWriter(_MappedArena):
     """For one of several processes, each of which has rows of the weights."""
 
     def __init__(self, fill: Callable[[bytes], Awaitable[None]], path: str):
@@ -71,6 +71,6 @@ class SharedSlotWriter(_Slots):
         self._fill = fill
 
     async def write(self, slot: int, specs: tuple[TensorSpec, ...]) -> None:
-        offset, nbytes = self._arena.offset(slot), self._arena.slot_bytes
-        target = Target(path=self.path, offset=offset, nbytes=nbytes, specs=specs, kept=True)
+        offset, nbytes = self._arena.get_slot_offset(slot), self._arena.slot_bytes
+        target = WriteTarget(path=self.path, offset=offset, nbytes=nbytes, specs=specs, kept=True)
         await self._fill(encode(target))

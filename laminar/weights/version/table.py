@@ -40,7 +40,7 @@ class VersionTable:
         with self._lock:
             del self._copies[version]
 
-    def forget(self, version: int) -> bool:
+    def try_forget(self, version: int) -> bool:
         """Forget a version whose slot is about to be reused: True if that is safe; it is sent no
         more then."""
         with self._lock:
@@ -62,21 +62,21 @@ class VersionTable:
             self._pins[version] -= 1
             assert self._pins[version] >= 0, version
 
-    def all(self) -> dict[int, VersionCopy]:
+    def get_copies(self) -> dict[int, VersionCopy]:
         """Every version, complete or not."""
         with self._lock:
             return dict(self._copies)
 
-    def complete(self) -> dict[int, str]:
+    def get_complete_digests(self) -> dict[int, str]:
         """Digests of the complete versions."""
         with self._lock:
             return {v: h.digest for v, h in self._copies.items() if h.complete}
 
-    def partial(self) -> tuple[int, ...]:
+    def list_partial(self) -> tuple[int, ...]:
         """Versions of which not all is here, ascending."""
         with self._lock:
             return tuple(sorted(v for v, h in self._copies.items() if not h.complete))
 
-    def latest(self) -> int:
+    def get_latest(self) -> int:
         """The newest complete version; -1: none."""
-        return max(self.complete(), default=-1)
+        return max(self.get_complete_digests(), default=-1)

@@ -23,7 +23,7 @@ from laminar.weights.version.manifest import (
     ITEM_BYTES,
     ManifestError,
     TensorSpec,
-    aligned,
+    align_offset,
     check_tensors,
 )
 
@@ -68,16 +68,16 @@ def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRow
         if spec is None:
             raise ManifestError(f"tensor {name!r} is not in the layout, or was written before")
         if spec.shape:
-            _write(view, _rows_of(spec, first, tensor), tensor.detach())
+            _write_tensor(view, _locate_rows(spec, first, tensor), tensor.detach())
         else:
-            _write(view, spec, tensor.detach())
+            _write_tensor(view, spec, tensor.detach())
         end = spec.offset + spec.nbytes
-        view[end : aligned(end)] = 0
+        view[end : align_offset(end)] = 0
     if missing:
         raise ManifestError(f"{len(missing)} tensors were not written: {sorted(missing)[:5]}")
 
 
-class _Place(NamedTuple):
+class _RowSpan(NamedTuple):
     """Where some rows are in a version; as of a TensorSpec."""
 
     dtype: str
@@ -86,7 +86,7 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-def _rows_of(spec: TensorSpec, first: int, rows: torch.Tensor) -> _Place:
+def _locate_rows(spec: TensorSpec, first: int, rows: torch.Tensor) -> _RowSpan:
     shape = tuple(rows.shape)
     if shape[1:] != spec.shape[1:] or first + shape[0] > spec.shape[0]:
         raise ManifestError(
@@ -94,25 +94,25 @@ def _rows_of(spec: TensorSpec, first: int, rows: torch.Tensor) -> _Place:
             f"{spec.shape}"
         )
     row_bytes = spec.nbytes // spec.shape[0]
-    return _Place(spec.dtype, shape, spec.offset + first * row_bytes, shape[0] * row_bytes)
+    return _RowSpan(spec.dtype, shape, spec.offset + first * row_bytes, shape[0] * row_bytes)
 
 
-def _write(view: Bytes, place: TensorSpec | _Place, tensor: torch.Tensor) -> None:
+def _write_tensor(view: Bytes, place: TensorSpec | _RowSpan, tensor: torch.Tensor) -> None:
     if not place.nbytes:
         return
-    if tensor.dtype == TORCH_DTYPES[place.dtype] and _plain(tensor):
+    if tensor.dtype == TORCH_DTYPES[place.dtype] and _is_plain(tensor):
         source = tensor.view(-1).view(torch.uint8).numpy()
         np.copyto(view[place.offset : place.offset + place.nbytes], source)
     else:
         tensor_view(view, place).copy_(tensor)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether numpy may read it as one run of bytes."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def tensor_view(view: Bytes, spec: TensorSpec | _Place) -> torch.Tensor:
+def tensor_view(view: Bytes, spec: TensorSpec | _RowSpan) -> torch.Tensor:
     """One tensor of a slot, without a copy."""
     data = view[spec.offset : spec.offset + spec.nbytes]
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(spec.shape)

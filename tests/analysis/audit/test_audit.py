@@ -16,10 +16,10 @@ import pytest
 
 from laminar.actors.batch_fetch import sample_of
 from laminar.analysis.audit import trainer_book
-from laminar.analysis.audit.audit import audit
+from laminar.analysis.audit.audit import audit_run
 from laminar.analysis.audit.ledger_book import Account, ledger_problems
 from laminar.analysis.report.summary import summary_of
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import Trajectory
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
@@ -77,7 +77,7 @@ def test_a_stamp_that_is_not_what_was_dispatched_is_found(copy: Path, column: st
     off-policy data would be wrong, and nothing else."""
     for table, name in (("trajectories", "id"), ("chunks", "trajectory_id")):
         execute(copy, f"UPDATE {table} SET {column} = {column} + 1 WHERE {name} = '0.1.1'")
-    (problem,) = audit(copy).problems
+    (problem,) = audit_run(copy).problems
     assert "0.1.1" in problem and "weights (version, step)" in problem
 
 
@@ -129,7 +129,7 @@ def test_any_change_of_the_trainers_book_is_found(
     path = copy / "trainer_book.jsonl"
     lines = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert any(words in problem for problem in audit(copy).problems), audit(copy).problems
+    assert any(words in problem for problem in audit_run(copy).problems), audit_run(copy).problems
 
 
 def test_an_id_trained_by_two_steps_is_found(copy: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_id_trained_by_two_steps_is_found(copy: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     twice = lines[1]["ids"][0] = lines[0]["ids"][0]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert f"trainer: {twice} was trained 2 times" in audit(copy).problems
+    assert f"trainer: {twice} was trained 2 times" in audit_run(copy).problems
 
 
 # --- runs that have not ended -------------------------------------------------------------------
@@ -151,7 +151,7 @@ def cut(log: Log, wanted: type) -> Log:
 @pytest.mark.parametrize("last", [ev.StepCompleted, ev.TrajectoriesEnded, ev.ModelExported])
 def test_a_run_that_was_cut_off_has_live_books_that_agree(tmp_path: Path, last: type) -> None:
     make_run(tmp_path / "run", cut(world_log(), last))
-    found = audit(tmp_path / "run")
+    found = audit_run(tmp_path / "run")
     assert found.problems == []
     (live,) = [row for row in found.ledger if row.name == "live"]
     assert live.trajectories > 0 or last is ev.ModelExported
@@ -159,7 +159,7 @@ def test_a_run_that_was_cut_off_has_live_books_that_agree(tmp_path: Path, last: 
 
 def test_a_step_that_was_trained_but_not_reported_is_a_note(tmp_path: Path) -> None:
     make_run(tmp_path / "run", cut(world_log(), ev.StepCompleted))
-    found = audit(tmp_path / "run")
+    found = audit_run(tmp_path / "run")
     assert len(found.notes) == 1
     assert "step 1" in found.notes[0]
 
@@ -175,16 +175,16 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     assert bench.state.failure
     done = step_completed(0, batch.version)
     bench.say("trainer-0", done)
-    machine, account = Machine(), Account()
+    machine, account = StateMachine(), Account()
     for stamped, _ in bench.log:
-        account(stamped, machine.handle(stamped), machine.state)
-    assert account.steps[0].completed is None and account.trained(0) == []
+        account(stamped, machine.handle_event(stamped), machine.state)
+    assert account.steps[0].completed is None and account.list_trained(0) == []
     ids = list(account.steps[0].command.trajectories)
     line = trainer_book.BookLine(
         step=0, version=batch.version, changed=True, digest=trainer_book.ids_digest(ids), ids=ids
     )
     assert trainer_book.book_problems([line], account, account) == []
-    (note,) = trainer_book.unreported([line], account)
+    (note,) = trainer_book.find_unreported([line], account)
     assert "came when the run had failed" in note
 
 
@@ -196,9 +196,9 @@ def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
     bench.kill("trainer-0")
     bench.come_back("trainer-0")
     bench.train()
-    machine, account = Machine(), Account()
+    machine, account = StateMachine(), Account()
     for stamped, _ in bench.log:
-        account(stamped, machine.handle(stamped), machine.state)
+        account(stamped, machine.handle_event(stamped), machine.state)
     ids = list(account.steps[0].command.trajectories)
 
     def line(version: int, rows: list[TrajectoryId]) -> trainer_book.BookLine:
@@ -212,7 +212,7 @@ def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
     assert problems == [p for p in problems if "reported otherwise" in p]  # of a made-up digest
     (note,) = trainer_book.rolled_back(lines, account)
     assert "version 1, by incarnation 1 of the trainer" in note and "version 2" in note
-    assert trainer_book.unreported(lines, account) == []
+    assert trainer_book.find_unreported(lines, account) == []
     other = [line(1, ids[::-1]), line(2, ids)]
     assert any("other ids" in p for p in trainer_book.book_problems(other, account, account))
     third = [line(3, ids), line(2, ids)]
@@ -225,9 +225,9 @@ def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:
     bench.start()
     bench.open_groups()
     bench.kill("store-0", restarting=False)
-    machine, account = Machine(), Account()
+    machine, account = StateMachine(), Account()
     for stamped, _ in bench.log:
-        account(stamped, machine.handle(stamped), machine.state)
+        account(stamped, machine.handle_event(stamped), machine.state)
     machine.state.phase = Phase.ENDED
     (problem,) = ledger_problems(machine.state, account)
     assert "tokens live" in problem and machine.state.failure in problem
@@ -237,7 +237,7 @@ def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:
 def test_rows_that_were_left_out_close_the_books(tmp_path: Path) -> None:
     """They are in the batch, in no other book as trained, and named in the summary."""
     make_run(tmp_path / "run", world_log(leave_out=0.4))
-    found = audit(tmp_path / "run")
+    found = audit_run(tmp_path / "run")
     assert (found.problems, found.notes) == ([], [])
     (row,) = (row for row in found.ledger if row.name == "dropped: mismatch")
     assert row.trajectories > 5
@@ -254,7 +254,7 @@ def test_a_trainer_that_trained_what_it_says_it_left_out_is_found(tmp_path: Path
     book = tmp_path / "run" / "trainer_book.jsonl"
     lines = [json.loads(line) | {"left_out": []} for line in book.read_text().splitlines()]
     book.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    problems = audit(tmp_path / "run").problems
+    problems = audit_run(tmp_path / "run").problems
     assert "trainer: step 1 left out other ids than it reported" in problems
 
 
@@ -263,7 +263,7 @@ def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:
     make_run(tmp_path / "run", log)
     live = next(c for s, cs in log for c in cs if isinstance(c, cmd.TrainStep)).trajectories[0]
     execute(tmp_path / "run", f"UPDATE trajectories SET \"end\" = 'trained' WHERE id = '{live}'")
-    assert any("no such decision" in problem for problem in audit(tmp_path / "run").problems)
+    assert any("no such decision" in problem for problem in audit_run(tmp_path / "run").problems)
 
 
 def test_a_started_trajectory_without_its_row_is_found(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_started_trajectory_without_its_row_is_found(tmp_path: Path) -> None:
     make_run(tmp_path / "run", log)
     live = next(c for s, cs in log for c in cs if isinstance(c, cmd.TrainStep)).trajectories[0]
     execute(tmp_path / "run", f"DELETE FROM trajectories WHERE id = '{live}'")
-    assert f"store: trajectory {live} is missing" in audit(tmp_path / "run").problems
+    assert f"store: trajectory {live} is missing" in audit_run(tmp_path / "run").problems
 
 
 def test_the_ledger_counts_what_losses_threw_away() -> None:
@@ -280,9 +280,9 @@ def test_the_ledger_counts_what_losses_threw_away() -> None:
     restarted = 0
     for seed in (0, 5, 10):
         world = World(settings(total_steps=3, resume_wait_ms=10), faults=faults, seed=seed).run()
-        machine, account = Machine(), Account()
+        machine, account = StateMachine(), Account()
         for stamped, _ in world.log:
-            account(stamped, machine.handle(stamped), machine.state)
+            account(stamped, machine.handle_event(stamped), machine.state)
         assert ledger_problems(machine.state, account) == []
         restarted += machine.state.ledger.tokens.dropped.get("restarted", 0)
         machine.state.ledger.tokens.trained += 1
@@ -294,9 +294,9 @@ def test_the_ledger_counts_what_losses_threw_away() -> None:
 def test_an_answer_that_the_machine_refused_ends_nothing(fenced: bool) -> None:
     """A late word of a store that was given up: the state keeps the trajectory."""
     log = world_log()
-    machine, account = Machine(), Account()
+    machine, account = StateMachine(), Account()
     for stamped, commands in log:
-        machine.handle(stamped)
+        machine.handle_event(stamped)
         state = machine.state
         if isinstance(stamped.event, ev.TrajectoriesEnded):
             name = stamped.event.ended[0].trajectory_id
@@ -324,7 +324,7 @@ def test_a_run_may_go_on_while_it_is_audited(
         return read_book(run_dir)
 
     monkeypatch.setattr(trainer_book, "read_book", later)
-    found = audit(tmp_path / "run")
+    found = audit_run(tmp_path / "run")
     assert found.problems == []
     assert next(row for row in found.ledger if row.name == "live").trajectories > 0
 
@@ -335,7 +335,7 @@ def test_a_store_with_more_than_the_log_is_found(tmp_path: Path) -> None:
     make_run(tmp_path / "run", log)
     shutil.rmtree(tmp_path / "run" / "events")
     write_log(tmp_path / "run", cut(log, ev.StepCompleted))
-    assert any("never issued" in problem for problem in audit(tmp_path / "run").problems)
+    assert any("never issued" in problem for problem in audit_run(tmp_path / "run").problems)
 
 
 def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path, cli: Cli) -> None:
@@ -388,9 +388,9 @@ def test_a_batch_that_is_put_together_wrongly_is_found(
 ) -> None:
     """The trainer enters what it was handed; the store has what the engines made."""
     monkeypatch.setattr(run_directory, "sample_of", mistake)
-    assert not audit(copy).problems
+    assert not audit_run(copy).problems
     run_directory.write_book(copy, world_log())
-    problems = audit(copy).problems
+    problems = audit_run(copy).problems
     assert [p for p in problems if "was trained on other contents than the store has" in p]
 
 
@@ -399,5 +399,5 @@ def test_a_batch_whose_tokens_are_gone_is_counted(copy: Path) -> None:
     gone = "tokens = NULL, logprobs = NULL, file = NULL"
     execute(copy, f"UPDATE chunks SET {gone} WHERE trajectory_id = {sql}")
     execute(copy, f"UPDATE trajectories SET payload_removed = 1 WHERE id = {sql}")
-    found = audit(copy)
+    found = audit_run(copy)
     assert [n for n in found.notes if "was handed of 1 of 3 batches cannot be checked" in n]

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from laminar.analysis.export import parquet as tables
-from laminar.analysis.export.parquet import export
+from laminar.analysis.export.parquet import export_tables
 from laminar.config import ConfigError
 from laminar.core.state.scores import float_of
 from laminar.events import commands as cmd
@@ -34,7 +34,7 @@ def exported(log: Log, tmp_path: Path) -> Path:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_log(run_dir, log)
-    export(run_dir, tmp_path / "tables")
+    export_tables(run_dir, tmp_path / "tables")
     return tmp_path / "tables"
 
 
@@ -159,7 +159,7 @@ def test_rows_are_written_in_groups(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "ROW_GROUP", 100)
-    counts = export(made, tmp_path)
+    counts = export_tables(made, tmp_path)
     file = pq.ParquetFile(tmp_path / "events.parquet")
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     assert max(sizes) == 100
@@ -185,9 +185,9 @@ def test_tables_are_not_replaced_by_accident(made: Path, tmp_path: Path, cli: Cl
 def test_what_cannot_be_written_leaves_nothing(made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file cannot be written"):
-        export(made, tmp_path / "file")
+        export_tables(made, tmp_path / "file")
     with pytest.raises(ConfigError, match="does not exist"):
-        export(tmp_path / "nowhere", tmp_path / "tables")
+        export_tables(tmp_path / "nowhere", tmp_path / "tables")
     assert list((tmp_path / "tables").iterdir()) == []
 
 

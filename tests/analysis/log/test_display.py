@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from laminar.analysis.log.display import plain
-from laminar.analysis.log.story import describe
-from laminar.analysis.why.wording import brief
+from laminar.analysis.log.display import display_fields
+from laminar.analysis.log.story import describe_message
+from laminar.analysis.why.wording import abbreviate_event
 from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -13,8 +13,8 @@ from laminar.names.ids import GroupId, TrajectoryId
 NAME, GROUP = TrajectoryId("0.1.2"), GroupId("0.1")
 
 
-def ending(end: str, step: int) -> cmd.Ending:
-    return cmd.Ending(
+def ending(end: str, step: int) -> cmd.TrajectoryEnding:
+    return cmd.TrajectoryEnding(
         trajectory_id=NAME,
         group=GROUP,
         sibling=2,
@@ -31,22 +31,27 @@ def test_a_batch_has_the_number_of_its_step() -> None:
     done = ev.StepCompleted(
         step_index=51, version=52, changed=True, reason="", num_tokens=1, digest="d", metrics={}
     )
-    assert brief(done) == "step-completed version=52 step=52"
-    assert "step=52" in describe(done)
+    assert abbreviate_event(done) == "step-completed version=52 step=52"
+    assert "step=52" in describe_message(done)
     order = cmd.TrainStep(to="trainer-0", step_index=0, version=1, trajectories=(NAME,))
-    assert describe(order).startswith("train-step step=1 version=1")
-    assert plain(cmd.ProposeBatch(to="strategy", step_index=4, count=1, candidates=()))["step"] == 5
-    assert plain(ev.BatchProposed(step_index=4, groups=()))["step"] == 5
+    assert describe_message(order).startswith("train-step step=1 version=1")
+    assert (
+        display_fields(cmd.ProposeBatch(to="strategy", step_index=4, count=1, candidates=()))[
+            "step"
+        ]
+        == 5
+    )
+    assert display_fields(ev.BatchProposed(step_index=4, groups=()))["step"] == 5
 
 
 def test_an_end_is_told_by_the_step_that_trained_it_or_came_before_it() -> None:
     ends = (ending("trained", 7), ending("evaluated", 7), ending("dropped", -1))
-    told = plain(cmd.EndTrajectories(to="store-0", endings=ends))["endings"]
+    told = display_fields(cmd.EndTrajectories(to="store-0", endings=ends))["endings"]
     assert [one["step"] for one in told] == [8, 7, -1]
 
 
 def test_weights_are_told_by_the_steps_that_made_them() -> None:
-    assert plain(cmd.PublishWeights(to="trainer-0", version=3, step=3))["step"] == 3
+    assert display_fields(cmd.PublishWeights(to="trainer-0", version=3, step=3))["step"] == 3
 
 
 def test_a_score_is_a_number() -> None:
@@ -58,4 +63,4 @@ def test_a_score_is_a_number() -> None:
         reason="ok",
         num_tokens=3,
     )
-    assert "score=0.25" in describe(rewarded) and "bits" not in describe(rewarded)
+    assert "score=0.25" in describe_message(rewarded) and "bits" not in describe_message(rewarded)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from laminar.analysis.log.run_log import WallClock, replay_log
-from laminar.analysis.log.state_intervals import Windows
-from laminar.core.machine import Machine
+from laminar.analysis.log.state_intervals import StateIntervals
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -21,7 +21,7 @@ class Told:
     """A machine that is told what happened, with the windows beside it."""
 
     def __init__(self) -> None:
-        self.machine, self.windows = Machine(), Windows()
+        self.machine, self.windows = StateMachine(), StateIntervals()
         self.seq = 0
         self.incarnations: dict[str, int] = {}
 
@@ -35,7 +35,7 @@ class Told:
             peer_seq=0,
             event=event,
         )
-        commands = self.machine.handle(stamped)
+        commands = self.machine.handle_event(stamped)
         self.windows(stamped, commands, self.machine.state)
         for command in commands:
             if isinstance(command, cmd.AcceptActor):
@@ -176,7 +176,7 @@ def test_the_bound_of_all_needs_every_replica_idle() -> None:
 
 
 def test_a_life_ends_with_the_order_to_stop(made: Path) -> None:
-    windows, stops = Windows(), {}
+    windows, stops = StateIntervals(), {}
     clock = WallClock()
 
     def note(stamped: Stamped, commands: list[Command], state: State) -> None:

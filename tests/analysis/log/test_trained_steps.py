@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.trained_steps import trained
-from laminar.cli.commands import run
+from laminar.analysis.log.trained_steps import read_trained_steps
+from laminar.cli.commands import run_command
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import exit_codes
@@ -22,7 +22,7 @@ def test_every_completed_step_once_with_what_was_published(tmp_path: Path) -> No
     ordered = {c.step_index: c for _, said in log for c in said if isinstance(c, cmd.TrainStep)}
     events = [stamped.event for stamped, _ in log]
     published = {e.version: e.digest for e in events if isinstance(e, ev.WeightsPublished)}
-    found = trained(tmp_path)
+    found = read_trained_steps(tmp_path)
     assert found.first_digest == published[0] != ""
     assert [step.step_index for step in found.steps] == [0, 1, 2]
     for step in found.steps:
@@ -36,7 +36,7 @@ def test_a_step_that_was_ordered_and_not_completed_is_not_trained(tmp_path: Path
     events = [stamped.event for stamped, _ in log]
     is_third = [isinstance(e, ev.StepCompleted) and e.step_index == 2 for e in events]
     write_log(tmp_path, log[: is_third.index(True)])
-    assert [step.step_index for step in trained(tmp_path).steps] == [0, 1]
+    assert [step.step_index for step in read_trained_steps(tmp_path).steps] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,6 @@ def test_a_run_that_cannot_be_trained_again_is_refused(
 ) -> None:
     (tmp_path / "config.toml").write_text(config)
     write_log(tmp_path, world_log()[:3])
-    assert run(["retrain", str(tmp_path)]) == exit_codes.USER_ERROR
+    assert run_command(["retrain", str(tmp_path)]) == exit_codes.USER_ERROR
     said = capsys.readouterr()
     assert said.out == "" and words in said.err and len(said.err.splitlines()) == 1

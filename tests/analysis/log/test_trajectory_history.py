@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from laminar.analysis.log.state_intervals import STALENESS_BOUND
-from laminar.analysis.log.trajectory_history import Life, Lives, Moment, Moments
-from laminar.analysis.why.idle_spells import DOWN, FREE, NO_WEIGHTS, PULLING, Idleness
-from laminar.core.machine import Machine
+from laminar.analysis.log.trajectory_history import (
+    EventClock,
+    HistoryTracker,
+    Moment,
+    TrajectoryHistory,
+)
+from laminar.analysis.why.idle_spells import DOWN, FREE, NO_WEIGHTS, PULLING, IdleTracker
+from laminar.core.machine import StateMachine
 from laminar.core.state.state import Replica, State, Trajectory
 from laminar.core.state.statuses import TrajectoryStatus
 from tests.analysis.told_bench import ToldBench
@@ -17,19 +22,24 @@ from tools.kit.random_worlds import failing_world, random_world
 @pytest.mark.parametrize("seed", range(20))
 def test_lives_say_what_the_state_says(seed: int) -> None:
     for world in (random_world(seed), failing_world(seed)):
-        machine, lives, idleness, moments = Machine(), Lives(), Idleness(), Moments()
+        machine, lives, idleness, moments = (
+            StateMachine(),
+            HistoryTracker(),
+            IdleTracker(),
+            EventClock(),
+        )
         for stamped, _ in world.run().log:
-            commands = machine.handle(stamped)
-            now = moments.at(stamped)
-            lives.take(now, stamped.event, commands, machine.state)
-            idleness.take(now, stamped, machine.state)
+            commands = machine.handle_event(stamped)
+            now = moments.locate_event(stamped)
+            lives.record_event(now, stamped.event, commands, machine.state)
+            idleness.record_event(now, stamped, machine.state)
             assert lives.open.keys() == machine.state.trajectories.keys()
             for name, trajectory in machine.state.trajectories.items():
                 check(lives.open[name], trajectory)
             check_idle(idleness, machine.state)
 
 
-def check(life: Life, trajectory: Trajectory) -> None:
+def check(life: TrajectoryHistory, trajectory: Trajectory) -> None:
     """Status by status; an end on its way to the store has a higher placement number."""
     last = life.placement
     if trajectory.status in (
@@ -53,14 +63,14 @@ def check(life: Life, trajectory: Trajectory) -> None:
         assert last.left is not None
 
 
-def check_idle(idleness: Idleness, state: State) -> None:
+def check_idle(idleness: IdleTracker, state: State) -> None:
     """Open exactly for the known replicas that run nothing, with a reason that holds."""
     running = {r.name for r in state.replicas.values() if r.running}
     assert idleness.open.keys() == idleness.known.keys() - running
     for name, idle in idleness.open.items():
         replica = state.replicas.get(name)
         holds = {
-            DOWN: replica is None or not state.actor_alive(name),
+            DOWN: replica is None or not state.is_actor_alive(name),
             PULLING: replica is not None and replica.loading,
             NO_WEIGHTS: replica is not None and replica.version < 0 and not replica.loading,
         }
@@ -78,18 +88,18 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
     bench = ToldBench(replicas=1, max_staleness=2)
     bench.start()
     bench.replica().running.clear()
-    idleness = Idleness()
-    idleness.take(Moment(bench.seq, 0), bench.log[-1][0], bench.state)
+    idleness = IdleTracker()
+    idleness.record_event(Moment(bench.seq, 0), bench.log[-1][0], bench.state)
     spell = idleness.open["rollout-0"].spells[-1]
     assert (spell.reason, spell.detail) == (FREE, "nothing refuses it work")
 
 
 def test_moments_count_from_the_first_event() -> None:
     world = random_world(1).run()
-    moments = Moments()
+    moments = EventClock()
     first, second = (stamped for stamped, _ in world.log[:2])
-    begin = moments.at(first)
-    assert moments.seconds(begin) == 0.0
-    later = moments.at(second)
-    assert moments.seconds(later) == (second.time_ns - first.time_ns) / 1e9
-    assert moments.said(Moment(7, begin.unix_ns + 1_500_000_000)) == "1.500 s (#7)"
+    begin = moments.locate_event(first)
+    assert moments.seconds_since_start(begin) == 0.0
+    later = moments.locate_event(second)
+    assert moments.seconds_since_start(later) == (second.time_ns - first.time_ns) / 1e9
+    assert moments.format_time(Moment(7, begin.unix_ns + 1_500_000_000)) == "1.500 s (#7)"

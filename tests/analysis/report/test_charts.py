@@ -15,9 +15,9 @@ from laminar.analysis.report.charts import (
     TOP,
     Chart,
     Line,
-    draw,
+    choose_ticks,
+    draw_chart,
     draw_shares,
-    ticks,
 )
 
 
@@ -31,13 +31,13 @@ from laminar.analysis.report.charts import (
     ],
 )
 def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
-    found = ticks(low, high, 5)
+    found = choose_ticks(low, high, 5)
     assert found == pytest.approx(expected)
 
 
 def test_every_value_and_its_error_bar_are_inside_the_frame() -> None:
     line = Line("a", [0, 1, 2], [0.5, -1.0, 7.3], error=[0.1, 0.4, 0.9], marks=True)
-    svg = ElementTree.fromstring(draw(Chart("T & <t>", "steps", "nats", [line])))
+    svg = ElementTree.fromstring(draw_chart(Chart("T & <t>", "steps", "nats", [line])))
     heights = [float(circle.get("cy")) for circle in svg.iter("circle")]
     bars = [path.get("d") for path in svg.iter("path")]
     ends = [float(y) for bar in bars for y in re.findall(r"[ V](\d+\.\d)", bar)]
@@ -50,8 +50,8 @@ def test_every_value_and_its_error_bar_are_inside_the_frame() -> None:
 
 def test_what_is_missing_or_not_finite_is_left_out() -> None:
     line = Line("a", [0, 1, 2, 3], [1.0, None, float("nan"), 2.0])
-    assert draw(Chart("t", "x", "y", [line])).count("<circle") == 2
-    empty = draw(Chart("t", "x", "y", [Line("a", [], [])]))
+    assert draw_chart(Chart("t", "x", "y", [line])).count("<circle") == 2
+    empty = draw_chart(Chart("t", "x", "y", [Line("a", [], [])]))
     assert "no figures yet" in empty
     ElementTree.fromstring(empty)
 
@@ -60,12 +60,12 @@ def test_a_band_and_a_histogram_are_inside_the_frame() -> None:
     band = Line("a", [0, 1, 2], [1.0, 2.0, 3.0], band=[(0.5, 4.0), (1.0, 9.0), (2.5, 3.5)])
     stairs = Line("b", [0.5, 1.5], [2.0, 7.0], stairs=True)
     for line, tag in ((band, "polygon"), (stairs, "polyline")):
-        svg = ElementTree.fromstring(draw(Chart("t", "x", "y", [line], x_range=(0, 2)), 700))
+        svg = ElementTree.fromstring(draw_chart(Chart("t", "x", "y", [line], x_range=(0, 2)), 700))
         (shape,) = svg.iter(tag)
         places = [part.split(",") for part in shape.get("points").split()]
         assert all(LEFT <= float(x) <= 700 - RIGHT for x, _ in places)
         assert all(TOP <= float(y) <= HEIGHT - BOTTOM for _, y in places)
-    assert "a: 2 (1 to 9) (at 1)" in draw(Chart("t", "x", "y", [band]))
+    assert "a: 2 (1 to 9) (at 1)" in draw_chart(Chart("t", "x", "y", [band]))
 
 
 def test_bars_of_shares_fill_their_row_and_only_what_occurs_is_in_the_legend() -> None:

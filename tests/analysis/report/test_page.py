@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from laminar.analysis.report.page import html
+from laminar.analysis.report.page import render_page
 from laminar.analysis.report.page_data import PageData, page_data
-from laminar.analysis.report.summary import summarize
-from laminar.analysis.report.summary_lines import headline, troubles
+from laminar.analysis.report.summary import summarize_run
+from laminar.analysis.report.summary_lines import format_headline, list_problems
 from laminar.cli import report
-from laminar.config import dumps, load
+from laminar.config import dump_config, load_config
 from tests.analysis.conftest import Cli
 from tools.kit.run_directory import CLOCK_NS, make_run, world_log, write_steps
 
@@ -53,7 +53,7 @@ def run(copy: Path) -> Path:
     text = json.dumps(line | {"timestamp": "2026-11-24T13:22:04Z"})
     (copy / "logs" / "attempt_1" / "node-0.jsonl").write_text(text + "\n")
     settings = [f"model.name={MODEL}", "data.dataset=gcd", "optim.lr=3e-5", "seed=7"]
-    (copy / "config.toml").write_text(dumps(load([], settings)))
+    (copy / "config.toml").write_text(dump_config(load_config([], settings)))
     return copy
 
 
@@ -62,7 +62,7 @@ def svgs(page: str) -> list[str]:
 
 
 def test_the_page_needs_nothing_else(run: Path) -> None:
-    page = html([page_data(run, decode)])
+    page = render_page([page_data(run, decode)])
     for outside in ("<link", "<img", "http:", "https:", "url(", "@import", "src="):
         assert outside not in page, outside
     for svg in svgs(page):
@@ -77,7 +77,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
 def test_the_head_says_what_ran_where(run: Path) -> None:
     """With what was set; of a run without these files, what is known."""
-    page = html([page_data(run, decode)])
+    page = render_page([page_data(run, decode)])
     for said in (
         "<th>model</th><td>spell-0.6m</td>",
         "<th>hardware</th><td>2 x NVIDIA H100; EPYC, 64 cores, 512 GiB</td>",
@@ -90,12 +90,12 @@ def test_the_head_says_what_ran_where(run: Path) -> None:
     assert "\neps = 1e-08" in page and "<code>optim.eps" not in page
     (run / "config.toml").unlink()
     shutil.rmtree(run / "logs")
-    bare = html([page_data(run, decode)])
+    bare = render_page([page_data(run, decode)])
     assert "<th>seed</th>" in bare and "<th>hardware</th>" not in bare
 
 
 def test_the_closed_line_of_a_sample_has_prompt_and_right_answer(run: Path) -> None:
-    page = html([page_data(run, lambda ids: f"<|im_start|>{'word ' * 40}" + "the question")])
+    page = render_page([page_data(run, lambda ids: f"<|im_start|>{'word ' * 40}" + "the question")])
     closed = re.findall(r'<details class="sample"><summary>(.*?)</summary>', page)
     assert closed and all("…" in line and "the question" in line for line in closed)
     assert all('<span class="of">right</span>' in line for line in closed)
@@ -104,8 +104,8 @@ def test_the_closed_line_of_a_sample_has_prompt_and_right_answer(run: Path) -> N
 
 def test_figures_are_those_of_the_run(run: Path) -> None:
     data = page_data(run, decode)
-    assert data.figure("reward/mean") == ([1.0, 2.0, 3.0], [0.25, 0.5, 0.75])
-    told = dict(headline(data))
+    assert data.get_points("reward/mean") == ([1.0, 2.0, 3.0], [0.25, 0.5, 0.75])
+    told = dict(format_headline(data))
     assert told["outcome"] == "complete"
     assert told["reward"] == "0.25 -> 0.75 (first and last step)"
     assert told["held-out right"].startswith("1.000 ± 0.000 -> 1.000 ± 0.000 (4 answers")
@@ -124,7 +124,7 @@ def test_figures_are_those_of_the_run(run: Path) -> None:
 
 
 def test_what_went_wrong_is_told(run: Path) -> None:
-    summary = summarize(run)
+    summary = summarize_run(run)
     bad = {
         "failure": "no replica is left",
         "reward_errors": {"error": 9, "timeout": 1},
@@ -136,7 +136,7 @@ def test_what_went_wrong_is_told(run: Path) -> None:
         "tokens_restarted": 1200,
         "coordinator_incarnations": 2,
     }
-    assert list(troubles(summary | bad)) == [
+    assert list(list_problems(summary | bad)) == [
         "the run FAILED: no replica is left",
         "the reward FAILED on 10 of 40 answers (error 9, timeout 1), first: KeyError: 'x' "
         "(reward.py:4)",
@@ -153,13 +153,13 @@ def test_runs_side_by_side_share_their_charts_and_axes(run: Path, tmp_path: Path
     text = (other / "metrics.jsonl").read_text()
     (other / "metrics.jsonl").write_text(text.replace('"reward/mean": 0.5', '"reward/mean": 0.6'))
     runs = [page_data(run, decode), page_data(other, decode)]
-    page = html(runs)
+    page = render_page(runs)
     reward = next(svg for svg in svgs(page) if 'aria-label="Reward, mean' in svg)
     assert reward.count("<polyline") == 2 and ">copy</text>" in reward and ">other</text>" in reward
     loss = next(svg for svg in svgs(page) if 'aria-label="Loss' in svg)
     assert loss.count("<polyline") == 1 and "copy = other: 0.2 (at 2)" in loss
     results = page.partition("<h2>Results</h2>")[2].partition("</table>")[0]
-    assert results.count("<td>") == 2 * len({name for name, _ in headline(runs[0])})
+    assert results.count("<td>") == 2 * len({name for name, _ in format_headline(runs[0])})
     lengths = [svg for svg in svgs(page) if 'aria-label="Response length (' in svg]
     assert len(lengths) == 2
     assert len({tuple(re.findall(r'"end">([^<]*)<', svg)) for svg in lengths}) == 1
@@ -180,8 +180,8 @@ def test_without_a_tokenizer_the_page_has_everything_but_answers(
     run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(report, "say", lambda _, sentence: said.append(sentence))
-    assert "summary>" in html([page_data(run, decode)])
+    monkeypatch.setattr(report, "print_error", lambda _, sentence: said.append(sentence))
+    assert "summary>" in render_page([page_data(run, decode)])
     (run / "config.toml").unlink()
     code, _ = cli("report", run)
     assert code == 0 and "No answers to show" in (run / "report.html").read_text()
@@ -192,8 +192,8 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:
     make_run(tmp_path / "run", world_log()[:20])
     (tmp_path / "run" / "store.sqlite").unlink()
     data: PageData = page_data(tmp_path / "run", None)
-    assert dict(headline(data))["outcome"] == "not ended"
-    assert "no figures yet" in html([data])
+    assert dict(format_headline(data))["outcome"] == "not ended"
+    assert "no figures yet" in render_page([data])
 
 
 def test_no_line_of_a_figure_is_lost(run: Path) -> None:
@@ -205,6 +205,6 @@ def test_no_line_of_a_figure_is_lost(run: Path) -> None:
         for i in (3, 4)
     ]
     second.summary["eval_by_prompt_length"] = ranges
-    page = html([first, second])
+    page = render_page([first, second])
     assert "<th>  by prompt length</th><td>-</td><td>3 tokens 1.00 -&gt; 0.00 (1)" in page
     assert page.count("4 tokens 1.00 -&gt; 0.00 (1)") == 1

@@ -9,8 +9,8 @@ import pytest
 
 from laminar.analysis.audit.ledger_book import Account
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.report.prompt_lengths import by_prompt_length, ranges
-from laminar.analysis.report.summary import summarize
+from laminar.analysis.report.prompt_lengths import by_prompt_length, split_ranges
+from laminar.analysis.report.summary import summarize_run
 from laminar.analysis.report.summary_lines import range_line
 from laminar.storage import messages as m
 from tools.kit import run_directory
@@ -29,7 +29,7 @@ from tools.kit.run_directory import make_run, world_log
     ],
 )
 def test_ranges_hold_every_length_once(lengths: list[int], expected: list[tuple[int, int]]) -> None:
-    assert ranges(np.array(lengths, dtype=np.int64), 4) == expected
+    assert split_ranges(np.array(lengths, dtype=np.int64), 4) == expected
 
 
 def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(run_directory, "_prompt", prompt)
     make_run(tmp_path / "run", world_log())
-    summary = summarize(tmp_path / "run")
+    summary = summarize_run(tmp_path / "run")
     found = summary["eval_by_prompt_length"]
     assert [r["prompt_tokens_min"] for r in found] == [1, 2, 3, 4]
     evaluations = (summary["evaluations"][0], summary["evaluations"][-1])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.report.samples import Choice, Sample, find_samples
-from laminar.cli.samples import lines
-from laminar.config import ConfigError, dumps, load
+from laminar.analysis.report.samples import Sample, SampleFilter, find_samples
+from laminar.cli.samples import format_sample
+from laminar.config import ConfigError, dump_config, load_config
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.tasks.data.decoding import decoder_of
+from laminar.tasks.data.decoding import make_decoder
 from tests.analysis.conftest import Cli
 
 MODEL = Path(__file__).parents[3] / "configs/models/spell-0.6m"
@@ -105,36 +105,36 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_store(tmp_path_factory.mktemp("samples"))
 
 
-def names(run_dir: Path, choice: Choice) -> list[str]:
+def names(run_dir: Path, choice: SampleFilter) -> list[str]:
     return [sample.row.id for sample in find_samples(run_dir, choice, decode)]
 
 
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (Choice(), ["0.1.1", "0.1.0", "0.0.1", "0.0.0"]),
-        (Choice(step=1), ["0.0.1", "0.0.0"]),
-        (Choice(step=3), ["0.1.1", "0.1.0"]),
-        (Choice(evaluation=0), ["e0.0.0"]),
-        (Choice(evaluation=3), ["e1.0.0"]),
-        (Choice(worst=2), ["0.1.1", "0.0.1"]),
-        (Choice(best=2), ["0.0.0", "0.1.0"]),
-        (Choice(step=3, best=1), ["0.1.0"]),
-        (Choice(search="no"), ["0.1.1", "0.1.0", "0.0.1"]),
-        (Choice(search="no", best=1), ["0.1.0"]),
-        (Choice(search="never"), []),
-        (Choice(name="0.1"), ["0.1.0", "0.1.1", "0.1.2"]),
-        (Choice(name="0.0.1"), ["0.0.1"]),
+        (SampleFilter(), ["0.1.1", "0.1.0", "0.0.1", "0.0.0"]),
+        (SampleFilter(step=1), ["0.0.1", "0.0.0"]),
+        (SampleFilter(step=3), ["0.1.1", "0.1.0"]),
+        (SampleFilter(evaluation=0), ["e0.0.0"]),
+        (SampleFilter(evaluation=3), ["e1.0.0"]),
+        (SampleFilter(worst=2), ["0.1.1", "0.0.1"]),
+        (SampleFilter(best=2), ["0.0.0", "0.1.0"]),
+        (SampleFilter(step=3, best=1), ["0.1.0"]),
+        (SampleFilter(search="no"), ["0.1.1", "0.1.0", "0.0.1"]),
+        (SampleFilter(search="no", best=1), ["0.1.0"]),
+        (SampleFilter(search="never"), []),
+        (SampleFilter(name="0.1"), ["0.1.0", "0.1.1", "0.1.2"]),
+        (SampleFilter(name="0.0.1"), ["0.0.1"]),
     ],
 )
-def test_which_answers_are_chosen(run: Path, choice: Choice, expected: list[str]) -> None:
+def test_which_answers_are_chosen(run: Path, choice: SampleFilter, expected: list[str]) -> None:
     """Steps are counted from 1; what is still being generated is shown only by name."""
     assert names(run, choice) == expected
 
 
 def test_everything_about_one_answer(run: Path) -> None:
-    (sample,) = find_samples(run, Choice(name="0.0.1"), decode)
-    assert sample.fields() == {
+    (sample,) = find_samples(run, SampleFilter(name="0.0.1"), decode)
+    assert sample.to_dict() == {
         "id": "0.0.1",
         "group": "0.0",
         "purpose": "train",
@@ -157,11 +157,11 @@ def test_everything_about_one_answer(run: Path) -> None:
         ],
         "status": "trained",
     }
-    (cut,) = find_samples(run, Choice(step=3, worst=1), decode)
+    (cut,) = find_samples(run, SampleFilter(step=3, worst=1), decode)
     assert (cut.truncated, cut.step, cut.row.version_step) == (True, 3, 1)
     assert cut.extras == {"format": 0.5, "found": "\x1b[1m"}
-    assert "  format 0.5, found \\x1b[1m" in list(lines(cut))
-    (held_out,) = find_samples(run, Choice(evaluation=3), decode)
+    assert "  format 0.5, found \\x1b[1m" in list(format_sample(cut))
+    (held_out,) = find_samples(run, SampleFilter(evaluation=3), decode)
     assert (held_out.step, held_out.evaluation, held_out.score) == (None, 3, 1.0)
 
 
@@ -169,18 +169,26 @@ def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
     run_dir = made_store(tmp_path)
     with sqlite3.connect(run_dir / "store.sqlite") as store:
         store.execute("ALTER TABLE trajectories DROP COLUMN extras")
-    assert [sample.extras for sample in find_samples(run_dir, Choice(step=3), decode)] == [{}, {}]
+    assert [sample.extras for sample in find_samples(run_dir, SampleFilter(step=3), decode)] == [
+        {},
+        {},
+    ]
 
 
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (Choice(step=2), r"--step 2: no answer was trained by this step; there are steps 1, 3"),
-        (Choice(evaluation=1), r"--eval 1: .*; there are those after steps 0, 3"),
-        (Choice(name="7.7"), r"no trajectory or group '7.7'"),
+        (
+            SampleFilter(step=2),
+            r"--step 2: no answer was trained by this step; there are steps 1, 3",
+        ),
+        (SampleFilter(evaluation=1), r"--eval 1: .*; there are those after steps 0, 3"),
+        (SampleFilter(name="7.7"), r"no trajectory or group '7.7'"),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(run: Path, choice: Choice, said: str) -> None:
+def test_what_is_not_there_is_answered_with_what_is(
+    run: Path, choice: SampleFilter, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         names(run, choice)
 
@@ -189,7 +197,7 @@ def test_a_run_at_work_is_not_held_up(tmp_path: Path) -> None:
     """Between two samples no read transaction is open: the store can begin its log anew."""
     run_dir = made_store(tmp_path)
     with sqlite3.connect(run_dir / "store.sqlite", isolation_level=None) as store:
-        found = find_samples(run_dir, Choice(), decode)
+        found = find_samples(run_dir, SampleFilter(), decode)
         before = next(found)
         store.execute("UPDATE trajectories SET reward_detail = 'later'")
         ((busy, *_),) = store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -198,8 +206,8 @@ def test_a_run_at_work_is_not_held_up(tmp_path: Path) -> None:
 
 
 def test_what_was_written_cannot_steer_the_terminal(run: Path) -> None:
-    (sample,) = find_samples(run, Choice(name="0.0.1"), decode)
-    told = "\n".join(lines(Sample(sample.row, "two\nlines", decode([9]), "yes", {}, ())))
+    (sample,) = find_samples(run, SampleFilter(name="0.0.1"), decode)
+    told = "\n".join(format_sample(Sample(sample.row, "two\nlines", decode([9]), "yes", {}, ())))
     assert "\x1b" not in told and "| \\x1b[2J" in told and "| two\n    | lines" in told
     assert "reward FAILED: error, KeyError: 'x' (reward.py:4)" in told
 
@@ -207,7 +215,7 @@ def test_what_was_written_cannot_steer_the_terminal(run: Path) -> None:
 def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli) -> None:
     run_dir = made_store(tmp_path)
     settings = [f"model.name={MODEL}", "data.dataset=gcd"]
-    (run_dir / "config.toml").write_text(dumps(load([], settings)))
+    (run_dir / "config.toml").write_text(dump_config(load_config([], settings)))
     code, out = cli("samples", run_dir, "--jsonl")
     assert code == 0
     assert [json.loads(line)["score"] for line in out.splitlines()] == [-1.0, 0.5, 0.0, 1.0]
@@ -224,8 +232,8 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
 def test_special_tokens_and_ids_without_a_token_are_shown(tmp_path: Path) -> None:
     """The model may be named from another directory: what the run has written has its tokenizer."""
     (tmp_path / "export").symlink_to(MODEL)
-    config = load([], ["model.name=elsewhere/models/m", "data.dataset=gcd"])
-    text = decoder_of(tmp_path, config)
+    config = load_config([], ["model.name=elsewhere/models/m", "data.dataset=gcd"])
+    text = make_decoder(tmp_path, config)
     ids = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
     assert text([ids["a"], 99_999, ids["b"]]) == "a<id 99999>b"
     assert text([ids["a"], 257]) == "a<eos>"

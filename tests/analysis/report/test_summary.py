@@ -12,11 +12,11 @@ import pytest
 
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans, read_steps
-from laminar.analysis.log.tool_calls import Calls
-from laminar.analysis.report.summary import Milestones, summarize
+from laminar.analysis.log.tool_calls import ToolCallStats
+from laminar.analysis.report.summary import Milestones, summarize_run
 from laminar.analysis.report.summary_lines import calls_line
 from laminar.config import ConfigError
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
@@ -47,7 +47,7 @@ def rows(run_dir: Path, sql: str) -> list[tuple]:
 
 
 def test_outcome_and_lengths_agree_with_the_store(copy: Path) -> None:
-    summary = summarize(copy)
+    summary = summarize_run(copy)
     assert json.loads((copy / "summary.json").read_text()) == summary
     assert (summary["exit_code"], summary["failure"], summary["steps"]) == (0, "", 3)
     assert summary["interrupted"] is False
@@ -74,7 +74,7 @@ def test_lengths_are_of_training_truncated_responses_included(tmp_path: Path) ->
     log = world_log()
     first = next(c for _, commands in log for c in commands if isinstance(c, cmd.TrainStep))
     make_run(tmp_path / "run", [(_longer(s, first.trajectories[0]), c) for s, c in log])
-    summary = summarize(tmp_path / "run")
+    summary = summarize_run(tmp_path / "run")
     trained = summary["trajectories_trained"]
     assert summary["truncated_share"] == pytest.approx(1 / trained)
     expected = np.percentile([10] * (trained - 1) + [500], 99)
@@ -153,7 +153,7 @@ def test_publishing_is_measured_from_payload_to_published_weights(copy: Path) ->
             },
         ],
     )
-    assert summarize(copy)["publish_stall_share"] == pytest.approx(0.1)
+    assert summarize_run(copy)["publish_stall_share"] == pytest.approx(0.1)
 
 
 def test_time_shares_add_up_and_tokens_are_counted(copy: Path) -> None:
@@ -166,7 +166,7 @@ def test_time_shares_add_up_and_tokens_are_counted(copy: Path) -> None:
         (start + 3 * SECOND, start + 5 * SECOND, 1, 10),
     ]
     write_steps(copy, "rollout-0", steps)
-    summary = summarize(copy)
+    summary = summarize_run(copy)
     assert summary["tokens_per_s"] == pytest.approx(40 / 4)
     assert summary["overlap"] == pytest.approx(1.0)
     assert set(summary["time_shares"]) == {"trainer-0", "rollout-0", "rollout-1"}
@@ -188,11 +188,11 @@ def test_a_run_that_ended_before_anything_happened(tmp_path: Path, cli: Cli) -> 
 def test_damaged_timelines_are_named(copy: Path) -> None:
     write_spans(copy, "trainer-0", [{"state": "busy"}])
     with pytest.raises(ConfigError, match=r"trainer-0\.jsonl, line 1 is damaged"):
-        summarize(copy)
+        summarize_run(copy)
     write_spans(copy, "trainer-0", [])
     write_steps(copy, "rollout-0", [(5, 4, 1, 1)])
     with pytest.raises(ConfigError, match=r"rollout-0\.steps is damaged"):
-        summarize(copy)
+        summarize_run(copy)
 
 
 def test_what_a_crash_cut_short_is_left_out(copy: Path) -> None:
@@ -211,7 +211,7 @@ def test_rewards_that_failed_are_in_the_summary(tmp_path: Path) -> None:
     faults = Faults(fail_reward=0.9)
     world = World(settings(max_error_permille=500), num_train=30, faults=faults, seed=3).run()
     write_log(tmp_path, world.log)
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     assert summary["exit_code"] == 1 and summary["interrupted"] is False
     assert "the reward failed on" in summary["failure"]
     assert summary["reward_error_first"] == "KeyError: 'x' (reward.py:4)"
@@ -221,7 +221,7 @@ def test_rewards_that_failed_are_in_the_summary(tmp_path: Path) -> None:
 def test_an_older_log_has_its_failed_rewards_counted_from_its_events(tmp_path: Path) -> None:
     world = World(settings(), num_train=30, faults=Faults(fail_reward=0.2), seed=3).run()
     write_log(tmp_path, world.log)
-    summary = summarize(tmp_path)
+    summary = summarize_run(tmp_path)
     failed = {
         s.event.trajectory_id
         for s, _ in world.log
@@ -232,17 +232,17 @@ def test_an_older_log_has_its_failed_rewards_counted_from_its_events(tmp_path: P
 
 def test_calls_of_an_environment_are_counted(tmp_path: Path) -> None:
     """Of the log turns and what was read again, of the store how each call ended."""
-    world, machine, calls = environment_world(0).run(), Machine(), Calls()
+    world, machine, calls = environment_world(0).run(), StateMachine(), ToolCallStats()
     for stamped, commands in world.log:
-        machine.handle(stamped)
+        machine.handle_event(stamped)
         calls(stamped, commands, machine.state)
-    assert calls.facts(tmp_path) is None  # there is no store
+    assert calls.compute_summary(tmp_path) is None  # there is no store
     database, name = filled(tmp_path / "store.sqlite"), "0.0.0"
     slow = msgspec.structs.replace(DONE, seconds=3.0)
     said = [open_(name), append(name, (1,)), finish(name, 1), intend(name, (CALL,))]
     answers(database, *said, go_on(name, (7,), effects=(slow,)))
     database.close()
-    found = calls.facts(tmp_path)
+    found = calls.compute_summary(tmp_path)
     assert found is not None
     assert (found["made"], found["by_end"], found["seconds_p99"]) == (1, {"done": 1}, 3.0)
     assert found["tokens_read_again"] > found["turns_continued"] > 0

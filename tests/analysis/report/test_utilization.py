@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from laminar.analysis.log.intervals import EMPTY, union
-from laminar.analysis.log.timeline import Span, Steps, stepping
+from laminar.analysis.log.intervals import EMPTY, merge_intervals
+from laminar.analysis.log.timeline import Span, Steps, merge_steps
 from laminar.analysis.report import utilization
-from laminar.analysis.report.utilization import Publish
+from laminar.analysis.report.utilization import PublishTiming
 
 MS = 1_000_000
 
 
 def ms(*pairs: tuple[float, float]) -> np.ndarray:
-    return union([(int(a * MS), int(b * MS)) for a, b in pairs])
+    return merge_intervals([(int(a * MS), int(b * MS)) for a, b in pairs])
 
 
 def steps(*starts: float, length: float = 1, sequences: int = 1) -> Steps:
@@ -24,16 +24,16 @@ def steps(*starts: float, length: float = 1, sequences: int = 1) -> Steps:
 
 def test_stepping_joins_gaps_of_20_ms_over_replicas() -> None:
     one, two = steps(0, 100, length=10), steps(30, length=10)
-    assert stepping([one, two]).tolist() == ms((0, 40), (100, 110)).tolist()
+    assert merge_steps([one, two]).tolist() == ms((0, 40), (100, 110)).tolist()
 
 
 def test_overlap_leaves_out_what_the_bound_forbids() -> None:
     busy, working = ms((0, 100), (200, 300)), ms((50, 100), (190, 230))
-    assert utilization.overlap(busy, EMPTY, working) == pytest.approx(80 / 200)
+    assert utilization.compute_overlap(busy, EMPTY, working) == pytest.approx(80 / 200)
     held_back = ms((0, 40), (230, 260), (100, 200))
-    assert utilization.overlap(busy, held_back, working) == pytest.approx(80 / 130)
-    assert utilization.overlap(EMPTY, EMPTY, working) is None
-    assert utilization.overlap(busy, busy, working) is None
+    assert utilization.compute_overlap(busy, held_back, working) == pytest.approx(80 / 130)
+    assert utilization.compute_overlap(EMPTY, EMPTY, working) is None
+    assert utilization.compute_overlap(busy, busy, working) is None
 
 
 def decoding(gaps: list[float]) -> Steps:
@@ -82,8 +82,8 @@ def test_fewer_than_twenty_gaps_of_a_kind_are_no_basis() -> None:
 
 
 def test_publish_stall_is_a_share_of_the_way_to_published_weights() -> None:
-    publishes = [Publish(0, 400), Publish(1000, 1600)]
-    stalls = union([(300, 320), (1500, 1530)])
+    publishes = [PublishTiming(0, 400), PublishTiming(1000, 1600)]
+    stalls = merge_intervals([(300, 320), (1500, 1530)])
     assert utilization.publish_stall_share(stalls, publishes) == pytest.approx(50 / 1000)
     assert utilization.publish_stall_share(stalls, []) is None
 

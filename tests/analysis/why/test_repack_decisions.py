@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from laminar.analysis.log.trajectory_history import Moments
-from laminar.analysis.why.repack_decisions import REASONS, Looks
-from laminar.core.machine import Machine
+from laminar.analysis.log.trajectory_history import EventClock
+from laminar.analysis.why.repack_decisions import REASONS, RepackDecisions
+from laminar.core.machine import StateMachine
 from tests.analysis.told_bench import ToldBench
 from tests.core.repack.test_migration import DESTINATION, OTHER, SOURCE, Tail
 
@@ -19,11 +19,11 @@ class ToldTail(Tail, ToldBench):
 
 def looked(bench: ToldBench) -> dict[str, list[tuple[str, str]]]:
     """By replica, the reason each time and its figures."""
-    machine, moments, looks = Machine(), Moments(), Looks()
+    machine, moments, looks = StateMachine(), EventClock(), RepackDecisions()
     for stamped, _ in bench.log:
-        commands = machine.handle(stamped)
+        commands = machine.handle_event(stamped)
         names = set(machine.state.replicas)
-        looks.take(moments.at(stamped), stamped, commands, machine.state, names)
+        looks.record_event(moments.locate_event(stamped), stamped, commands, machine.state, names)
     return {
         name: [(look.reason, look.detail) for look in found] for name, found in looks.of.items()
     }

@@ -17,7 +17,7 @@ from laminar.analysis.why.idle_spells import (
     REPACKED,
     RUN_ENDING,
 )
-from laminar.analysis.why.why import why
+from laminar.analysis.why.why import explain_subject
 from laminar.config import ConfigError
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
@@ -44,7 +44,7 @@ def answer(tmp_path: Path) -> Ask:
 
     def ask(bench: ToldBench, name: str, at: str = "") -> list[str]:
         run_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        return list(why(bench.write(run_dir), name, at))
+        return list(explain_subject(bench.write(run_dir), name, at))
 
     return ask
 

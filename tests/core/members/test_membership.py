@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.rules import LOGIC_VERSION, LogicError
 from laminar.core.state.indexes import take_left
 from laminar.core.state.statuses import Phase
@@ -61,7 +61,7 @@ def test_exit_of_an_old_process_does_not_touch_its_successor() -> None:
     assert only(cmd.GenerateTrajectory, commands)
     exited = ev.ProcessExited(actor="rollout-0", boot_id=old, code=-9, restarting=True)
     assert bench.say("node-0", exited) == []
-    assert bench.state.actor_alive("rollout-0") and bench.replica().running
+    assert bench.state.is_actor_alive("rollout-0") and bench.replica().running
 
 
 def test_exit_of_an_old_process_does_not_end_the_restart_of_its_successor() -> None:
@@ -115,7 +115,7 @@ def test_an_event_that_is_not_its_senders_to_report_is_refused() -> None:
     event = ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False)
     assert bench.say("trainer-0", event) == []
     assert bench.state.ignored == {"ProcessExited: wrong-sender": 1}
-    assert bench.state.actor_alive("rollout-0")
+    assert bench.state.is_actor_alive("rollout-0")
 
 
 @pytest.mark.parametrize(("name", "role"), [("x-0", "king"), (COORDINATOR, "rollout")])
@@ -159,10 +159,10 @@ def test_log_must_begin_with_a_coordinator() -> None:
     first = Stamped(
         seq=1, time_ns=0, peer="x", incarnation=0, peer_seq=0, event=ev.TimerFired(timer="start")
     )
-    machine = Machine()
+    machine = StateMachine()
     assert not machine.started
     with pytest.raises(LogicError, match="coordinator-started"):
-        machine.handle(first)
+        machine.handle_event(first)
     with pytest.raises(LogicError, match="coordinator-started"):
         _ = machine.state
 
@@ -295,7 +295,7 @@ def test_of_two_nodes_of_one_job_that_of_its_last_start_counts() -> None:
     assert only(cmd.AcceptActor, started(bench, 1))
     (refused,) = only(cmd.RefuseActor, started(bench, 0))
     assert "job 71 was started again" in refused.reason
-    assert bench.state.actor_alive("node-1")
+    assert bench.state.is_actor_alive("node-1")
     assert only(cmd.AcceptActor, started(bench, 2))
     bench.silent("node-1")
     assert only(cmd.RefuseActor, started(bench, 1))
@@ -323,7 +323,7 @@ def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody(
         (refused,) = bench.join("rollout-0", boot)
         assert isinstance(refused, cmd.RefuseActor)
     assert bench.state.actors["rollout-0"].boot_id.endswith("c")
-    assert bench.state.actor_alive("rollout-0")
+    assert bench.state.is_actor_alive("rollout-0")
 
 
 def test_a_late_hello_of_what_its_node_has_started_before_pushes_out_nobody() -> None:

@@ -36,7 +36,7 @@ def test_a_new_node_takes_the_machine_of_store_and_trainer_over() -> None:
     bench = run()
     bench.join("node-0", "b")
     assert awaited(bench) == [*MACHINE]
-    assert not any(bench.state.actor_alive(name) for name in MACHINE)
+    assert not any(bench.state.is_actor_alive(name) for name in MACHINE)
     come_back(bench)
     assert not awaited(bench) and not bench.state.failure
     (redo,) = only(cmd.RedoStep, bench.commands)

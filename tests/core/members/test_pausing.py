@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.coordinator.takeover import Asking
+from laminar.coordinator.takeover import ResumeRequest
 from laminar.core.members import resumption
 from laminar.core.members.pausing import SAVE_TIMEOUT_MS, STOP_TIMEOUT_MS
 from laminar.core.state.statuses import Phase
@@ -42,7 +42,7 @@ def left(bench: Bench) -> None:
         bench.say(name, ev.ActorLeft())
     state = bench.state
     assert (state.phase, state.exit_code, state.failure) == ("ended", exit_codes.PAUSED, "")
-    assert state.paused and not resumption.is_over(state)
+    assert state.paused and not resumption.is_run_over(state)
 
 
 def test_the_step_in_training_is_completed_and_saved_and_nothing_is_done_again() -> None:
@@ -166,9 +166,11 @@ def test_a_coordinator_that_finds_all_gone_while_they_are_ordered_to_end_pauses(
     """Nobody starts those again that have left by order; who asks for that later gets it."""
     bench = test_step_replay.run(2)
     test_step_replay.save(bench, 2)
-    assert not Asking.RESUME_STOPPED.of(tmp_path, bench.state)
+    assert not ResumeRequest.RESUME_STOPPED.applies_to(tmp_path, bench.state)
     bench.own(PAUSE)
-    assert bench.state.phase == Phase.STOPPING and Asking.RESUME_STOPPED.of(tmp_path, bench.state)
+    assert bench.state.phase == Phase.STOPPING and ResumeRequest.RESUME_STOPPED.applies_to(
+        tmp_path, bench.state
+    )
     resumed(bench)
     bench.wait(STOP_TIMEOUT_MS)
     assert (bench.state.phase, bench.state.exit_code) == (Phase.ENDED, exit_codes.PAUSED)

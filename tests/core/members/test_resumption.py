@@ -21,7 +21,7 @@ NODE, TRAINER = "node-0", "trainer-0"
 def resumed(bench: Bench, *, asked: bool = False, **changes: int) -> list[Command]:
     """Another coordinator has found no process."""
     bench.own(bench.started(incarnation=2))
-    news = resumption.news(bench.state, bench.settings, (), asked=asked)
+    news = resumption.make_resume_event(bench.state, bench.settings, (), asked=asked)
     assert isinstance(news, ev.RunResumed)
     return bench.own(msgspec.structs.replace(news, **changes))
 
@@ -146,18 +146,23 @@ def test_settings_that_may_be_changed_are() -> None:
 
 def test_a_run_without_checkpoints_is_left_as_it_is() -> None:
     bench = test_step_replay.run(save_freq=0)
-    assert resumption.news(bench.state, bench.settings, (), asked=False) is None
+    assert resumption.make_resume_event(bench.state, bench.settings, (), asked=False) is None
     bench.own(ev.RunResumed(asked=True, total_steps=1, test_freq=1, save_freq=1))
     assert bench.state.ignored["RunResumed: not-resumable"] == 1
-    assert bench.state.actor_alive(TRAINER)
+    assert bench.state.is_actor_alive(TRAINER)
 
 
 def test_a_run_of_which_a_process_lives_is_not_resumed() -> None:
     bench = Bench(save_freq=1)
-    assert resumption.news(bench.state, bench.settings, (), asked=False) is None
+    assert resumption.make_resume_event(bench.state, bench.settings, (), asked=False) is None
     bench.join(NODE)
-    assert resumption.news(bench.state, bench.settings, {(NODE, 1)}, asked=False) is None
-    assert resumption.news(bench.state, bench.settings, {(NODE, 2)}, asked=False) is not None
+    assert (
+        resumption.make_resume_event(bench.state, bench.settings, {(NODE, 1)}, asked=False) is None
+    )
+    assert (
+        resumption.make_resume_event(bench.state, bench.settings, {(NODE, 2)}, asked=False)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("exported", [False, True])
@@ -210,7 +215,7 @@ def test_a_run_that_was_stopped_at_once_goes_on_where_it_was() -> None:
     test_step_replay.save(bench, 2)
     before = set(bench.state.trajectories)
     stopped(bench)
-    assert not resumption.is_over(bench.state) and set(bench.state.trajectories) == before
+    assert not resumption.is_run_over(bench.state) and set(bench.state.trajectories) == before
     bench.own(ev.RunResumed(asked=False, total_steps=0, test_freq=0, save_freq=1))
     assert bench.state.ignored["RunResumed: not-resumable"] == 1
     resumed(bench, asked=True)
@@ -270,7 +275,9 @@ def test_a_drained_run_that_was_stopped_while_its_last_ends_were_written_goes_on
     bench = ending()
     left = set(bench.state.trajectories)
     stopped_at_once(bench)
-    assert not resumption.is_over(bench.state) and left == set(bench.state.trajectories) != set()
+    assert (
+        not resumption.is_run_over(bench.state) and left == set(bench.state.trajectories) != set()
+    )
     resumed(bench, asked=True)
     assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
     come_back(bench, test_step_replay.checkpoint(bench, 2))
@@ -285,12 +292,12 @@ def test_a_drained_run_that_was_stopped_while_its_last_ends_were_written_goes_on
 
 def test_a_run_that_has_failed_or_done_its_steps_is_over() -> None:
     bench = test_step_replay.run(1, total_steps=1)
-    assert not resumption.is_over(bench.state)
+    assert not resumption.is_run_over(bench.state)
     (export,) = only(cmd.ExportModel, bench.commands)
     bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
     bench.publish(export.version, 1)
     bench.stop()
-    assert bench.state.phase == Phase.ENDED and resumption.is_over(bench.state)
+    assert bench.state.phase == Phase.ENDED and resumption.is_run_over(bench.state)
     resumed(bench, asked=True)
     assert bench.state.phase == Phase.ENDED
 

@@ -125,7 +125,9 @@ def test_new_process_of_a_node_takes_its_machine_over() -> None:
     fall_silent(bench, "node-1")
     bench.join("node-1", "b")
     assert not bench.state.failure and not bench.state.actors["node-1"].silent
-    assert not bench.state.actor_alive("rollout-1.0") and not bench.state.actor_alive("relay-1")
+    assert not bench.state.is_actor_alive("rollout-1.0") and not bench.state.is_actor_alive(
+        "relay-1"
+    )
     for name in ("relay-1", "rollout-1.0"):
         bench.join(name, "b")
         bench.ready(name)

@@ -8,9 +8,9 @@ import pytest
 
 from laminar.core.repack import migration
 from laminar.core.repack.stragglers import standing_of
-from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.core.state.indexes import set_length
-from laminar.core.state.state import Packing
+from laminar.core.state.state import RepackState
 from laminar.core.state.statuses import TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -69,9 +69,9 @@ class Tail(Bench):
         }
         return self.say(name, ev.TokenProgress(**(values | changes)))
 
-    def packing(self, name: str) -> Packing:
+    def packing(self, name: str) -> RepackState:
         packing = self.replica(name).packing
-        return packing if packing is not None else Packing()
+        return packing if packing is not None else RepackState()
 
     def released(self, name: str = SOURCE) -> ev.TrajectoriesReleased:
         outstanding = self.state.commands[f"release:{name}"]
@@ -234,7 +234,7 @@ def two_moving() -> Tail:
 def test_source_waits_for_all_that_it_gave_away() -> None:
     bench = two_moving()
     bench.say("rollout-1", bench.released("rollout-1"))
-    assert why_not_admitted(bench.state, bench.replica("rollout-1")) == "repacked"
+    assert find_not_admitted_reason(bench.state, bench.replica("rollout-1")) == "repacked"
     bench.say("rollout-2", bench.begun("0.2.1"))
     assert bench.pull_of("rollout-1") is None
     bench.say("rollout-2", bench.begun("0.3.1"))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from laminar.core.repack.packing import why_not
-from laminar.core.repack.stragglers import MOVES_MAX, tails, why_not_emptied, why_not_in_tail
+from laminar.core.repack.packing import find_not_packed_reason
+from laminar.core.repack.stragglers import (
+    MIGRATIONS_MAX,
+    find_not_emptied_reason,
+    find_not_straggler_reason,
+    find_stragglers,
+)
 from laminar.core.state.state import Evaluation
 from laminar.names.ids import Purpose, TrajectoryId
 from tests.core.repack.test_migration import (
@@ -19,11 +24,11 @@ from tests.core.repack.test_packing import CAPACITY, standing
 
 
 def work(bench: Tail, name: str = SOURCE) -> str:
-    return why_not_in_tail(bench.state, bench.replica(name))
+    return find_not_straggler_reason(bench.state, bench.replica(name))
 
 
 def stay(bench: Tail, name: str = SOURCE) -> str:
-    return why_not_emptied(bench.state, bench.replica(name))
+    return find_not_emptied_reason(bench.state, bench.replica(name))
 
 
 def test_what_keeps_a_replica_out_of_its_tail() -> None:
@@ -61,7 +66,7 @@ def test_what_keeps_its_work_on_a_replica() -> None:
     assert stay(bench, OTHER) == "waited-for"
     trajectory.waits, trajectory.deaths = 0, 1
     assert stay(bench, OTHER) == "seen-deaths"
-    trajectory.deaths, state.progress[trajectory.id].moves = 0, MOVES_MAX
+    trajectory.deaths, state.progress[trajectory.id].moves = 0, MIGRATIONS_MAX
     assert stay(bench, OTHER) == "moved-often"
     state.relays[other.relay].newest = 0
     assert stay(bench, OTHER) == "weights-not-here"
@@ -93,12 +98,12 @@ def test_held_out_answers_stay_and_an_evaluation_goes_first() -> None:
 
 def test_what_a_plan_leaves_where_it_is() -> None:
     source = standing("s", 100, 2)
-    assert why_not(source, [], 0) == "alone"
+    assert find_not_packed_reason(source, [], 0) == "alone"
     full = standing("f", CAPACITY, 2)
-    assert why_not(source, [full], 0) == "no-room"
+    assert find_not_packed_reason(source, [full], 0) == "no-room"
     half = standing("h", 100, 60)
-    assert not why_not(source, [full, half], 0)
-    assert why_not(source._replace(longest=1), [half], 1) == "no-gain"
+    assert not find_not_packed_reason(source, [full, half], 0)
+    assert find_not_packed_reason(source._replace(longest=1), [half], 1) == "no-gain"
 
 
 def test_the_reasons_are_those_of_the_plan() -> None:
@@ -107,5 +112,5 @@ def test_the_reasons_are_those_of_the_plan() -> None:
     emptied = {name for name, _ in releases(bench.publish(1, 1))}
     assert emptied == {SOURCE, OTHER} or emptied == {SOURCE}
     assert TrajectoryId(MOVED) in bench.replica(SOURCE).given
-    left = [s.name for found in tails(bench.state).values() for s in found if s.movable]
+    left = [s.name for found in find_stragglers(bench.state).values() for s in found if s.movable]
     assert not left

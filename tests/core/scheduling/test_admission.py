@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laminar.core.repack.stragglers import released_max
-from laminar.core.scheduling.admission import bound_holds, first_share, full_of, share
+from laminar.core.scheduling.admission import bound_holds, first_share, full_of, get_replica_share
 from laminar.events import commands as cmd
 from tools.kit.bench import Bench, only
 
@@ -116,9 +116,9 @@ def test_without_gain_the_first_replica_takes_all() -> None:
 
 def test_share_is_of_the_replicas_that_live() -> None:
     bench = shared_out("gain")
-    assert (share(bench.state), first_share(bench.state)) == (4, 2)
+    assert (get_replica_share(bench.state), first_share(bench.state)) == (4, 2)
     bench.kill("rollout-1")
-    assert (share(bench.state), first_share(bench.state)) == (8, 4)
+    assert (get_replica_share(bench.state), first_share(bench.state)) == (8, 4)
 
 
 def test_what_another_group_has_too_little_room_in() -> None:

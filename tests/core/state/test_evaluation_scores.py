@@ -6,10 +6,10 @@ import math
 
 from laminar.core.state.evaluation_scores import (
     EXTRAS_MAX,
-    FACTS,
+    REPORTED_FIELDS,
     EvaluationResult,
-    HeldOutFigures,
-    facts,
+    EvaluationStatistics,
+    describe_evaluation,
 )
 from laminar.core.state.scores import float_of
 from laminar.events import commands as cmd
@@ -41,7 +41,7 @@ def done(bench: Bench) -> EvaluationResult:
     return result
 
 
-def figures(bench: Bench) -> HeldOutFigures:
+def figures(bench: Bench) -> EvaluationStatistics:
     found = done(bench).figures
     assert found is not None
     return found
@@ -164,8 +164,8 @@ def test_an_evaluation_as_it_is_told() -> None:
     for group in ("e0.3", "e0.3-2", "e0.3-3"):
         bench.finish(f"{group}.0")
         bench.fail(f"{group}.0", "reward-worker-lost")
-    told = facts(done(bench))
-    assert set(told) == set(FACTS)
+    told = describe_evaluation(done(bench))
+    assert set(told) == set(REPORTED_FIELDS)
     assert (told["step"], told["version"], told["final"]) == (0, 0, False)
     assert (told["correct"], told["total"], told["missing"]) == (1, 4, 1)
     assert (told["answers_per_prompt"], told["passed"]) == (2, 0.5)
@@ -180,7 +180,7 @@ def test_what_has_no_basis_is_not_told() -> None:
     for group in ("e0.0", "e0.0-2", "e0.0-3"):
         bench.finish(f"{group}.0")
         bench.fail(f"{group}.0", "reward-worker-lost")
-    told = facts(done(bench))
+    told = describe_evaluation(done(bench))
     assert (told["missing"], told["share"], told["score"], told["share_se"]) == (
         1,
         None,
@@ -190,4 +190,7 @@ def test_what_has_no_basis_is_not_told() -> None:
     huge = begun()
     answer(huge, "e0.0", 1e308)
     answer(huge, "e0.1", 1e308)
-    assert (facts(done(huge))["score"], facts(done(huge))["share"]) == (None, 1.0)
+    assert (describe_evaluation(done(huge))["score"], describe_evaluation(done(huge))["share"]) == (
+        None,
+        1.0,
+    )

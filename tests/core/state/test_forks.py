@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.core.machine import Machine
-from laminar.core.scheduling.dispatch import permutation
+from laminar.core.machine import StateMachine
+from laminar.core.scheduling.dispatch import permute_rows
 from laminar.core.state import state as states
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -20,7 +20,7 @@ from tools.kit.bench import Bench, only
 
 STEP, VERSION = 4, 6
 UNFINISHED = {GroupId("0.3"): 11, GroupId("0.1"): 7}
-ORIGIN = ev.Origin(
+ORIGIN = ev.ForkOrigin(
     run="runs/other",
     step=STEP,
     version=VERSION,
@@ -31,7 +31,7 @@ ORIGIN = ev.Origin(
     seed=99,
     shuffle=True,
     unfinished=tuple(
-        ev.Unfinished(group=group, row_index=row) for group, row in UNFINISHED.items()
+        ev.UnfinishedPrompt(group=group, row_index=row) for group, row in UNFINISHED.items()
     ),
 )
 
@@ -93,10 +93,10 @@ def test_prompts_without_an_end_go_first_and_those_with_one_are_not_sampled_agai
     assert list(found)[:3] == ["0.3", "0.1", "0.30"]
     assert len(found) == 2 + 10 + 40
     first_pass = {g: row for g, row in found.items() if g.startswith("0.")}
-    order = permutation(99, 0, 40)
+    order = permute_rows(99, 0, 40)
     rest = {str(ids.train_group(0, at)): order[at] for at in range(30, 40)}
     assert first_pass == {str(g): row for g, row in UNFINISHED.items()} | rest
-    own = permutation(bench.settings.seed, 1, 40)
+    own = permute_rows(bench.settings.seed, 1, 40)
     assert [found[f"1.{at}"] for at in range(40)] == list(own)
 
 
@@ -114,7 +114,7 @@ def test_other_data_are_begun_with_their_first_pass(other: dict[str, Any]) -> No
     train_all(bench)
     found = dispatched(bench)
     assert sorted(found.values()) == list(range(40))
-    assert found["0.0"] == permutation(bench.settings.seed, 0, 40)[0]
+    assert found["0.0"] == permute_rows(bench.settings.seed, 0, 40)[0]
 
 
 def test_steps_count_on_up_to_the_total() -> None:
@@ -161,7 +161,7 @@ def test_its_own_checkpoints_are_confirmed_by_all_batches_of_both_runs() -> None
     bench = fork()
     train(bench)
     (order,) = only(cmd.TrainStep, bench.commands)[:1]
-    chain = ids.chained("chain", order.trajectories)
+    chain = ids.extend_chain_digest("chain", order.trajectories)
     values = {"version": VERSION + 1, "step": STEP + 1, "path": f"checkpoints/step_{STEP + 1}"}
     (load,) = only(
         cmd.LoadCheckpoint,
@@ -211,11 +211,11 @@ def test_versions_that_are_steps_need_no_table() -> None:
 def test_the_state_of_a_fork_goes_through_a_snapshot() -> None:
     bench = fork()
     decoded = states.decode(states.encode(bench.state))
-    assert decoded == bench.state and Machine(decoded).state.first_step == STEP
+    assert decoded == bench.state and StateMachine(decoded).state.first_step == STEP
 
 
 def test_prompts_that_begin_anew_keep_their_order_in_the_log() -> None:
     started = fork(started=False).started()
     assert decode_event(encode(started)) == started
-    assert isinstance(started.origin, ev.Origin)
+    assert isinstance(started.origin, ev.ForkOrigin)
     assert [prompt.group for prompt in started.origin.unfinished] == list(UNFINISHED)

@@ -10,7 +10,7 @@ import pytest
 from laminar.core import invariants
 from laminar.core.state import indexes
 from laminar.core.state.indexes import STALE_TIMERS_MAX, indexes_of
-from laminar.core.state.state import Outstanding, State, digest
+from laminar.core.state.state import OutstandingCommand, State, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from tools.kit.bench import Bench
@@ -25,15 +25,15 @@ def state_with_timers(**due_ns: int) -> State:
     return state
 
 
-def outstanding(to: str) -> Outstanding:
-    return Outstanding(
+def outstanding(to: str) -> OutstandingCommand:
+    return OutstandingCommand(
         command_id=1, cause=0, incarnation=1, command=cmd.StopActor(to=to, reason="test")
     )
 
 
 def test_timers_are_due_in_the_order_of_their_times_and_names() -> None:
     state = state_with_timers(later=7, b=5, a=5, never=100)
-    assert indexes.next_timer_ns(state) == 5
+    assert indexes.get_next_timer_ns(state) == 5
     assert indexes.due_timers(state, 4) == []
     assert indexes.due_timers(state, 7) == ["a", "b", "later"]
 
@@ -42,7 +42,7 @@ def test_timer_stays_due_until_it_is_cleared() -> None:
     state = state_with_timers(a=5)
     assert indexes.due_timers(state, 5) == indexes.due_timers(state, 6) == ["a"]
     assert indexes.clear_timer(state, "a") and not indexes.clear_timer(state, "a")
-    assert indexes.due_timers(state, 6) == [] and indexes.next_timer_ns(state) is None
+    assert indexes.due_timers(state, 6) == [] and indexes.get_next_timer_ns(state) is None
 
 
 def test_timer_that_was_set_again_is_due_once_at_its_last_time() -> None:
@@ -79,15 +79,15 @@ def test_lookup_is_no_part_of_the_state_and_can_be_made_again_at_any_time(seed: 
     while world.state.phase != Phase.ENDED:
         world.step()
         restored = msgspec.msgpack.decode(msgspec.msgpack.encode(world.state), type=State)
-        assert digest(restored) == digest(world.state)
-        invariants.check(restored)
+        assert hash_state(restored) == hash_state(world.state)
+        invariants.check_invariants(restored)
         world.state.__dict__.clear()  # it is made anew in the middle of the next event
 
 
 def test_who_is_not_lost_has_no_wait_that_ends() -> None:
     bench = Bench()
     bench.start()
-    before = digest(bench.state)
-    indexes.end_wait(bench.state, next(iter(bench.state.trajectories)))
-    assert digest(bench.state) == before
-    invariants.check(bench.state)
+    before = hash_state(bench.state)
+    indexes.end_version_wait(bench.state, next(iter(bench.state.trajectories)))
+    assert hash_state(bench.state) == before
+    invariants.check_invariants(bench.state)

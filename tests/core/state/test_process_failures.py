@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.core.state.process_failures import Losses
+from laminar.core.state.process_failures import ProcessFailures
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -28,10 +28,10 @@ RESTART = cmd.RestartActor(to="node-0", actor=NAME, boot_id="boot", reason="it s
 
 def told(*events: Event, orders: tuple[Command, ...] = ()) -> str:
     """After these; `orders` are decided on the first."""
-    losses = Losses()
+    losses = ProcessFailures()
     for seq, event in enumerate(events):
         stamped = Stamped(seq=seq, time_ns=0, peer=NAME, incarnation=1, peer_seq=0, event=event)
-        losses.take(stamped, [] if seq else orders)
+        losses.record_event(stamped, [] if seq else orders)
     return losses.why[NAME]
 
 
@@ -60,9 +60,9 @@ def test_an_order_has_its_reason() -> None:
 
 
 def test_an_end_in_good_order_is_no_loss() -> None:
-    losses = Losses()
+    losses = ProcessFailures()
     stamped = Stamped(
         seq=1, time_ns=0, peer="node-0", incarnation=1, peer_seq=1, event=ended("a", 0)
     )
-    losses.take(stamped, [])
+    losses.record_event(stamped, [])
     assert losses.why == {}

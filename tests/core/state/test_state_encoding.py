@@ -21,8 +21,8 @@ from laminar.core.state.state import (
     State,
     Trajectory,
     decode,
-    digest,
     encode,
+    hash_state,
 )
 from laminar.events.base import Settings
 from tools.kit.world_parts import settings
@@ -50,7 +50,14 @@ PARTS = list(parts(State, {}))
 
 def test_parts_are_found() -> None:
     names = {part.__name__ for part in PARTS}
-    assert {"Actor", "Book", "Settings", "Outstanding", "TrainStep", "Placed"} <= names
+    assert {
+        "Actor",
+        "Book",
+        "Settings",
+        "OutstandingCommand",
+        "TrainStep",
+        "PlacedTrajectory",
+    } <= names
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
@@ -106,7 +113,7 @@ def test_what_is_read_back_has_the_same_encoding() -> None:
     restored = decode(encode(state))
     assert restored == state
     assert encode(restored) == encode(state)
-    assert digest(decode(encode(restored))) == digest(state)
+    assert hash_state(decode(encode(restored))) == hash_state(state)
 
 
 def test_a_field_that_is_added_later_changes_no_encoding() -> None:

@@ -14,7 +14,7 @@ from laminar.core.state.transitions import (
     RUN,
     TABLES,
     VERSION,
-    Table,
+    TransitionTable,
     move_group,
     move_run,
 )
@@ -27,7 +27,7 @@ from tools.kit.world import World
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.of)
-def test_every_status_has_a_meaning_and_is_reached(table: Table) -> None:
+def test_every_status_has_a_meaning_and_is_reached(table: TransitionTable) -> None:
     first, *others = table.meaning
     assert set(others) <= set(table.moves.values()) <= set(table.meaning)
     assert {status for status, _ in table.moves} <= set(table.meaning)
@@ -86,7 +86,7 @@ class WatchedWorld(World):
             self.seen[of, before, after] += 1
 
 
-def changes(table: Table) -> set[tuple[str, str, str]]:
+def changes(table: TransitionTable) -> set[tuple[str, str, str]]:
     return {(table.of, status, target) for (status, _), target in table.moves.items()}
 
 

@@ -201,7 +201,7 @@ def test_without_shuffle_prompts_come_in_the_order_of_the_data() -> None:
 def test_planner_that_finds_no_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that always has something to decide must not hang the coordinator."""
     bench = Bench()
-    monkeypatch.setattr(lifecycle, "plan", lambda ctx: True)
+    monkeypatch.setattr(lifecycle, "plan_phase", lambda ctx: True)
     monkeypatch.setattr(planner, "PLAN_ROUNDS_MAX", 10)
     with pytest.raises(AssertionError, match="no fixpoint"):
         bench.join("node-0")

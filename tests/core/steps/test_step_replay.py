@@ -44,7 +44,7 @@ def checkpoint(bench: Bench, step: int, changes: dict[str, Any] | None = None) -
         "version": trained[step - 1].version,
         "step": step,
         "path": f"checkpoints/step_{step}",
-        "digest": ids.chained("", *batches),
+        "digest": ids.extend_chain_digest("", *batches),
     }
     return ev.Checkpoint(**values | (changes or {}))
 
@@ -122,7 +122,7 @@ def test_without_a_checkpoint_it_begins_with_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "ahead", [{"step": 3}, {"version": 4}, {"digest": ids.chained("", ("0.9.9",))}]
+    "ahead", [{"step": 3}, {"version": 4}, {"digest": ids.extend_chain_digest("", ("0.9.9",))}]
 )
 def test_what_the_log_does_not_confirm_is_not_loaded(ahead: dict[str, Any]) -> None:
     """Its step is not completed, or was under another number, or of other trajectories."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.core.context import RESTART_TIMEOUT_MS
-from laminar.core.scheduling.admission import why_not_admitted
+from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.core.versions.broadcast import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -167,7 +167,7 @@ def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is
     bench.complete("0.0", "0.1")
     bench.train()
     assert not only(cmd.GenerateTrajectory, bench.complete("0.4"))
-    assert why_not_admitted(bench.state, bench.replica("rollout-0")) == "draining"
+    assert find_not_admitted_reason(bench.state, bench.replica("rollout-0")) == "draining"
     given = only(cmd.GenerateTrajectory, bench.kill("relay-0"))
     assert {c.to for c in given} == {"rollout-0"}
 
@@ -371,7 +371,7 @@ def test_machine_without_a_relay_is_waited_for() -> None:
 def test_lost_machine_takes_its_processes_with_it_and_the_run_goes_on() -> None:
     bench = started()
     assert forwarded(bench.silent("node-1")) == [("relay-0", "relay-2")]
-    assert not any(bench.state.actor_alive(n) for n in ("node-1", "relay-1", "rollout-1.0"))
+    assert not any(bench.state.is_actor_alive(n) for n in ("node-1", "relay-1", "rollout-1.0"))
     assert not bench.state.failure
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 
 from laminar.core.state import keys
-from laminar.core.versions.load_sources import Source, Tier, estimate_ms, nearest, offers
+from laminar.core.versions.load_sources import (
+    LoadSource,
+    SourceTier,
+    choose_nearest,
+    estimate_ms,
+    list_sources,
+)
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tools.kit.bench import Bench
@@ -24,39 +30,50 @@ def _mb_per_s(rate: float) -> int:
 
 
 def test_least_time_wins_and_what_waits_counts():
-    own = Source(Tier.OWN, "relay-a-0", _mb_per_s(2_000), waiting_bytes=60 * GIB)
-    peer = Source(Tier.PEER, "relay-b-0", _mb_per_s(1_000))
-    disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(100))
-    assert nearest([disk, own, peer], 4 * GIB).source == peer
-    assert nearest([disk, own._replace(waiting_bytes=0), peer], 4 * GIB).source.name == "relay-a-0"
+    own = LoadSource(SourceTier.OWN, "relay-a-0", _mb_per_s(2_000), waiting_bytes=60 * GIB)
+    peer = LoadSource(SourceTier.PEER, "relay-b-0", _mb_per_s(1_000))
+    disk = LoadSource(SourceTier.DISK, "checkpoints/step-3", _mb_per_s(100))
+    assert choose_nearest([disk, own, peer], 4 * GIB).source == peer
+    assert (
+        choose_nearest([disk, own._replace(waiting_bytes=0), peer], 4 * GIB).source.name
+        == "relay-a-0"
+    )
 
 
 def test_a_failed_source_is_left_out_until_it_is_heard_of():
-    peers = [Source(Tier.PEER, f"relay-{m}-0", _mb_per_s(r)) for m, r in (("b", 900), ("c", 100))]
-    assert nearest(peers, GIB, failed={"relay-b-0"}).source == peers[1]
-    assert nearest(peers, GIB, failed={p.name for p in peers}).source is None
+    peers = [
+        LoadSource(SourceTier.PEER, f"relay-{m}-0", _mb_per_s(r))
+        for m, r in (("b", 900), ("c", 100))
+    ]
+    assert choose_nearest(peers, GIB, failed={"relay-b-0"}).source == peers[1]
+    assert choose_nearest(peers, GIB, failed={p.name for p in peers}).source is None
 
 
 def test_a_source_that_nobody_has_measured_is_tried_as_its_tier():
-    known = Source(Tier.PEER, "relay-c-0", _mb_per_s(500))
-    new = Source(Tier.PEER, "relay-b-0")
-    disk = Source(Tier.DISK, "checkpoints/step-3", _mb_per_s(400))
-    assert nearest([disk, known, new], GIB).source.tier == Tier.PEER
+    known = LoadSource(SourceTier.PEER, "relay-c-0", _mb_per_s(500))
+    new = LoadSource(SourceTier.PEER, "relay-b-0")
+    disk = LoadSource(SourceTier.DISK, "checkpoints/step-3", _mb_per_s(400))
+    assert choose_nearest([disk, known, new], GIB).source.tier == SourceTier.PEER
     slow = known._replace(ps_per_byte=_mb_per_s(50))
-    assert nearest([disk, slow, new], GIB).source == disk
+    assert choose_nearest([disk, slow, new], GIB).source == disk
 
 
 def test_mean_regret_where_rates_change_afterwards():
     """200 cases; each rate changes up to 2 x either way after the choice."""
     draw, regrets = random.Random(7), []
     for _ in range(200):
-        tiers = draw.choices((Tier.OWN, Tier.PEER, Tier.PEER, Tier.DISK), k=draw.randint(2, 6))
+        tiers = draw.choices(
+            (SourceTier.OWN, SourceTier.PEER, SourceTier.PEER, SourceTier.DISK),
+            k=draw.randint(2, 6),
+        )
         sources = [
-            Source(t, f"s{i}", _mb_per_s(10 ** draw.uniform(1, 4)), draw.choice((0, GIB, 8 * GIB)))
+            LoadSource(
+                t, f"s{i}", _mb_per_s(10 ** draw.uniform(1, 4)), draw.choice((0, GIB, 8 * GIB))
+            )
             for i, t in enumerate(tiers)
         ]
         num_bytes = draw.choice((GIB, 16 * GIB, 64 * GIB))
-        chosen = nearest(sources, num_bytes).source
+        chosen = choose_nearest(sources, num_bytes).source
         took = {s: estimate_ms(s, num_bytes) * 2 ** draw.uniform(-1, 1) for s in sources}
         regrets.append(took[chosen] / min(took.values()) - 1)
     assert sum(regrets) / len(regrets) <= 0.15, sum(regrets) / len(regrets)
@@ -96,7 +113,7 @@ def test_lost_work_waits_on_while_its_version_comes():
     bench = _lost_elsewhere(resume_wait_ms=1_000)
     bench.wait(5_000)
     lost = [t.id for t in bench.state.trajectories.values() if t.group == "0.0"]
-    assert lost and all(keys.resume(t) in bench.state.timers for t in lost)
+    assert lost and all(keys.resume_timer(t) in bench.state.timers for t in lost)
     assert bench.pull_of("rollout-1.0").holder == "relay-0"
 
 
@@ -110,13 +127,13 @@ def test_relay_that_did_not_give_it_is_asked_again_once_it_is_heard_of():
     bench.publish(1, 1, held=(0, 1))
     pull = bench.pull_of("rollout-1.0")
     assert not bench.state.failed_sources and pull is not None and pull.holder == "relay-0"
-    due = bench.state.timers[keys.deadline(keys.pull("rollout-1.0"))]
+    due = bench.state.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
     assert due - bench.state.time_ns == 2 * 404_000 * 1_000_000, "twice what it is thought to take"
 
 
 def test_time_of_a_fetch_runs_from_the_last_word_of_its_bytes():
     bench = _lost_elsewhere()
-    timer = keys.deadline(keys.pull("rollout-1.0"))
+    timer = keys.deadline_timer(keys.pull_key("rollout-1.0"))
     bench.wait(200_000)
     before = bench.state.timers[timer]
     bench.say("relay-1", SLOW)
@@ -128,17 +145,17 @@ def test_what_a_holder_was_ordered_to_give_before_is_waited_for():
     bench = _lost_elsewhere(nodes=3)
     bench.load("rollout-2.0")
     state, pull = bench.state, bench.pull_of("rollout-1.0")
-    (own,) = offers(state, bench.replica("rollout-1.0"), 0)
-    (later,) = offers(state, bench.replica("rollout-2.0"), 0)
+    (own,) = list_sources(state, bench.replica("rollout-1.0"), 0)
+    (later,) = list_sources(state, bench.replica("rollout-2.0"), 0)
     assert own.name == later.name == pull.holder == "relay-0"
     assert (own.waiting_bytes, later.waiting_bytes) == (0, state.version_bytes)
-    before = state.timers[keys.deadline(keys.pull("rollout-1.0"))]
+    before = state.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
     bench.wait(1_000)
     bench.say("relay-2", SLOW)
-    assert state.timers[keys.deadline(keys.pull("rollout-1.0"))] == before
+    assert state.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))] == before
     bench.receive("relay-1", 0, held=(0, 1))
-    (here,) = offers(state, bench.replica("rollout-1.0"), 0)
-    assert (here.tier, here.name) == (Tier.OWN, "relay-1")
+    (here,) = list_sources(state, bench.replica("rollout-1.0"), 0)
+    assert (here.tier, here.name) == (SourceTier.OWN, "relay-1")
 
 
 def _evaluation_elsewhere() -> Bench:

@@ -63,7 +63,7 @@ def test_less_work_starts_over_when_its_version_is_still_there(
 ) -> None:
     """Of runs whose replicas die: tokens that were thrown away because their version was gone."""
     kept = restarted()
-    monkeypatch.setattr(pinning, "tell", lambda ctx: None)
+    monkeypatch.setattr(pinning, "send_pins", lambda ctx: None)
     assert kept < restarted()
 
 

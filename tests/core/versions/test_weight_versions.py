@@ -45,10 +45,10 @@ def test_owed_publish_has_its_time_while_bytes_come() -> None:
         left_bytes=9,
     )  # fmt: skip
     bench.say("relay-1", word)
-    due = bench.state.timers[keys.deadline(keys.PUBLISH)]
+    due = bench.state.timers[keys.deadline_timer(keys.PUBLISH)]
     assert due == (bench.now_ms + SLOT_TIMEOUT_MS) * 1_000_000
     bench.say("relay-1", msgspec.structs.replace(word, kind="stalled", num_bytes=0))
-    assert bench.state.timers[keys.deadline(keys.PUBLISH)] == due
+    assert bench.state.timers[keys.deadline_timer(keys.PUBLISH)] == due
 
 
 def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:

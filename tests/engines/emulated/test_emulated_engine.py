@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar.config import Config, load
-from laminar.engines.emulated.engine import EmulatedEngine, fingerprint, made_up_scores
+from laminar.config import Config, load_config
+from laminar.engines.emulated.engine import EmulatedEngine, fingerprint_weights, make_fake_logprobs
 from laminar.engines.emulated.fake_tokens import END_ID
 from laminar.engines.emulated.timing import ResponseLengths
 from laminar.engines.protocol import (
@@ -27,7 +27,7 @@ LIMIT = 60
 
 def config(*settings: str) -> Config:
     fast = ["emulation.step_us=1000", "emulation.sequence_us=0", "emulation.median_response=20"]
-    return load(
+    return load_config(
         [], ["rollout.engine=emulated", f"data.max_response_length={LIMIT}", *fast, *settings]
     )
 
@@ -82,7 +82,7 @@ async def test_responses_have_the_lengths_of_their_seeds_and_take_their_time(ben
     await bench.ended(40)
     lengths = ResponseLengths(median=20, limit=LIMIT)
     for seed in range(40):
-        tokens, length = bench.tokens[f"0.0.{seed}@0"], lengths.of(seed)
+        tokens, length = bench.tokens[f"0.0.{seed}@0"], lengths.draw_length(seed)
         assert len(tokens) == length
         assert (bench.reasons[f"0.0.{seed}@0"] == LENGTH) == (length == LIMIT)
         assert (tokens[-1] == END_ID) == (length < LIMIT)
@@ -98,21 +98,21 @@ async def test_what_waits_for_a_slot_is_said(tmp_path: Path) -> None:
     for seed in range(12):
         await bench.engine.add(request(seed))
     async with asyncio.timeout(10):
-        while bench.engine.stats().running < 8:  # until the next step begins
+        while bench.engine.get_stats().running < 8:  # until the next step begins
             await asyncio.sleep(0.02)
-    assert bench.engine.stats().waiting == 4
+    assert bench.engine.get_stats().waiting == 4
     await bench.engine.close()
 
 
 async def test_a_response_that_moves_goes_on_with_the_same_tokens(bench: Bench) -> None:
-    seed = next(s for s in range(100) if ResponseLengths(20, LIMIT).of(s) == LIMIT)
+    seed = next(s for s in range(100) if ResponseLengths(20, LIMIT).draw_length(s) == LIMIT)
     await bench.engine.add(request(seed, "whole"))
     await bench.engine.add(request(seed, "first"))
     await asyncio.sleep(0.02)
-    assert await bench.engine.abort("first")
+    assert await bench.engine.abort_request("first")
     begun = tuple(bench.tokens["first"])
     assert 0 < len(begun) < LIMIT
-    assert not await bench.engine.abort("first")
+    assert not await bench.engine.abort_request("first")
     await bench.engine.add(request(seed, "rest", begun))
     await bench.ended(2)
     assert [*begun, *bench.tokens["rest"]] == bench.tokens["whole"]
@@ -124,10 +124,12 @@ async def test_what_it_says_of_a_probe_depends_on_every_byte_of_its_weights(tmp_
     with pytest.raises(EngineError, match="no weights"):
         await bench.engine.add(request(1))
     await bench.engine.load(source(tmp_path / "v0", weights))
-    scores = await bench.engine.score([[5, 6, 7]])
-    assert scores == made_up_scores(fingerprint(np.frombuffer(weights, np.uint8)), [[5, 6, 7]])
+    scores = await bench.engine.compute_logprobs([[5, 6, 7]])
+    assert scores == make_fake_logprobs(
+        fingerprint_weights(np.frombuffer(weights, np.uint8)), [[5, 6, 7]]
+    )
     await bench.engine.load(source(tmp_path / "v1", weights[:-1] + b"x"))
-    assert await bench.engine.score([[5, 6, 7]]) != scores
+    assert await bench.engine.compute_logprobs([[5, 6, 7]]) != scores
     with pytest.raises(EngineError, match="cannot be read"):
         await bench.engine.load(WeightSource(str(tmp_path / "gone"), 0, 4, ()))
 
@@ -138,17 +140,17 @@ async def test_in_flight_a_sequence_goes_on_with_the_new_weights(
 ) -> None:
     """No token is lost or given twice, and none is said to be of weights that it is not of; while
     weights are loaded nothing is sampled."""
-    seed = next(s for s in range(100) if ResponseLengths(20, LIMIT).of(s) == LIMIT)
+    seed = next(s for s in range(100) if ResponseLengths(20, LIMIT).draw_length(s) == LIMIT)
     await bench.engine.add(request(seed, "whole"))
     await bench.ended(1)
     await bench.engine.add(request(seed, "flies"))
     async with asyncio.timeout(10):
         while len(bench.tokens.get("flies", ())) < 2:
             await asyncio.sleep(0.001)
-            bench.engine.stats()
+            bench.engine.get_stats()
     loading = bench.engine.load(source(tmp_path / "v1", b"other"), on_update)
     before = len(bench.tokens["flies"])
-    bench.engine.stats()
+    bench.engine.get_stats()
     assert len(bench.tokens["flies"]) == before
     await loading
     await bench.ended(2)
@@ -163,7 +165,7 @@ async def test_a_load_in_flight_that_fails_leaves_nothing_that_runs(
     await bench.engine.add(request(1))
     with pytest.raises(EngineError, match="cannot be read"):
         await bench.engine.load(WeightSource(str(tmp_path / "gone"), 0, 4, ()), "keep")
-    assert (bench.engine.stats().running, bench.engine.stats().waiting) == (0, 0)
+    assert (bench.engine.get_stats().running, bench.engine.get_stats().waiting) == (0, 0)
     with pytest.raises(EngineError, match="no weights"):
         await bench.engine.add(request(2))
 

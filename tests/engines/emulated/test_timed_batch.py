@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from laminar.engines.emulated.timed_batch import SPARE, TimedBatch
+from laminar.engines.emulated.timed_batch import SPARE_SHARE, TimedBatch
 from laminar.engines.emulated.timing import EngineTiming
 
 TIMING = EngineTiming(
@@ -79,7 +79,7 @@ class Stepper:
         while not preempted and self.waiting and len(self.running) < self.slots:
             need = sum(self.lengths[self.waiting[0]][:2])
             wanted = self.cached + need + len(self.running) + 1
-            if self.running and wanted > capacity - int(SPARE * capacity):
+            if self.running and wanted > capacity - int(SPARE_SHARE * capacity):
                 break
             self.running.append(self.waiting.pop(0))
             prefill += need
@@ -120,7 +120,7 @@ def test_jumps_lead_where_steps_lead(seed: int) -> None:
             batch.remove(name, now)
             stepper.remove(name, now)
         else:
-            batch.advance(now)
+            batch.advance_to(now)
         ended += batch.finished
         batch.finished.clear()
         assert ended == [name for name, _ in stepper.finished]
@@ -128,7 +128,7 @@ def test_jumps_lead_where_steps_lead(seed: int) -> None:
         assert batch.waiting == len(stepper.waiting)
         assert batch.cached == stepper.cached
         for name in stepper.lengths:
-            assert batch.tokens(name) == sampled(stepper, name)
+            assert batch.count_tokens(name) == sampled(stepper, name)
     assert (batch.preempted, batch.prefilled) == (stepper.preempted, stepper.prefilled)
 
 
@@ -141,10 +141,10 @@ def test_ends_are_told_to_the_step() -> None:
         batch.add(str(number), 5, 0, total, 0.0)
         stepper.add(str(number), 5, 0, total, 0.0)
     stepper.advance(1e12)
-    batch.advance(0.0)
+    batch.advance_to(0.0)
     found = []
     while (now := batch.next_ns) < 1e12:
-        batch.advance(now)
+        batch.advance_to(now)
         found += [(name, now) for name in batch.finished]
         batch.finished.clear()
     assert [name for name, _ in found] == [name for name, _ in stepper.finished]
@@ -156,10 +156,10 @@ def test_the_cache_holds_what_runs_and_no_more() -> None:
     batch = TimedBatch(TIMING, 64)
     for number in range(40):
         batch.add(str(number), 3, 0, 100, 0.0)
-    batch.advance(0.0)
+    batch.advance_to(0.0)
     while batch.running:
         assert batch.cached <= TIMING.cache_tokens
-        batch.advance(batch.next_ns)
+        batch.advance_to(batch.next_ns)
     assert batch.cached == 0 and batch.sampled == 40 * 100 and batch.preempted > 0
     assert batch.prefilled > 40 * 3
 
@@ -169,13 +169,13 @@ def test_who_was_admitted_last_gives_its_cache_up() -> None:
     batch = TimedBatch(timing, 8)
     for name in ("first", "second", "third"):
         batch.add(name, 0, 0, 90, 0.0)
-    batch.advance(0.0)
-    batch.advance(batch.next_ns)
+    batch.advance_to(0.0)
+    batch.advance_to(batch.next_ns)
     assert (batch.running, batch.waiting, batch.preempted) == (2, 1, 1)
-    third = batch.tokens("third")
-    batch.advance(batch.next_ns)
+    third = batch.count_tokens("third")
+    batch.advance_to(batch.next_ns)
     assert (batch.running, batch.waiting, batch.preempted) == (1, 2, 2)
-    assert batch.tokens("third") == third < batch.tokens("second")
+    assert batch.count_tokens("third") == third < batch.count_tokens("second")
 
 
 def test_everybody_waits_for_a_prefill() -> None:
@@ -183,12 +183,12 @@ def test_everybody_waits_for_a_prefill() -> None:
     timing = EngineTiming(step_us=1e6, sequence_us=0, prefill_tokens_per_s=1, cache_tokens=1_000)
     batch = TimedBatch(timing, 8)
     batch.add("here", 0, 0, 50, 0.0)
-    batch.advance(10e9)
+    batch.advance_to(10e9)
     batch.add("comes", 5, 3, 50, 10e9)
-    batch.advance(19e9 - 1)  # a step, 10 to 11 s; 8 s of prefill; the step after it
-    assert (batch.tokens("here"), batch.tokens("comes")) == (11, 3)
-    batch.advance(20e9)
-    assert (batch.tokens("here"), batch.tokens("comes")) == (12, 4)
+    batch.advance_to(19e9 - 1)  # a step, 10 to 11 s; 8 s of prefill; the step after it
+    assert (batch.count_tokens("here"), batch.count_tokens("comes")) == (11, 3)
+    batch.advance_to(20e9)
+    assert (batch.count_tokens("here"), batch.count_tokens("comes")) == (12, 4)
     assert batch.prefilled == 8
 
 
@@ -197,13 +197,13 @@ def test_what_runs_is_prefilled_again_when_its_cache_is_given_up() -> None:
     batch = TimedBatch(timing, 1)
     batch.add("here", 5, 0, 50, 0.0)  # 5 s of prefill, then a step
     batch.add("waits", 0, 0, 50, 0.0)
-    batch.advance(8e9)
-    assert batch.tokens("here") == 3
+    batch.advance_to(8e9)
+    assert batch.count_tokens("here") == 3
     batch.prefill_again(8e9)
-    batch.advance(17e9 - 1)  # 8 tokens are prefilled, and the step after it
-    assert (batch.tokens("here"), batch.prefilled, batch.preempted) == (3, 13, 0)
-    batch.advance(17e9)
-    assert (batch.tokens("here"), batch.running, batch.waiting) == (4, 1, 1)
+    batch.advance_to(17e9 - 1)  # 8 tokens are prefilled, and the step after it
+    assert (batch.count_tokens("here"), batch.prefilled, batch.preempted) == (3, 13, 0)
+    batch.advance_to(17e9)
+    assert (batch.count_tokens("here"), batch.running, batch.waiting) == (4, 1, 1)
 
 
 def test_a_response_longer_than_the_cache_runs_alone() -> None:
@@ -211,5 +211,5 @@ def test_a_response_longer_than_the_cache_runs_alone() -> None:
     batch.add("long", 0, 0, 200, 0.0)
     batch.add("short", 0, 0, 10, 0.0)
     while batch.next_ns < 1e12 or not batch.finished:
-        batch.advance(batch.next_ns if batch.next_ns < 1e12 else 0.0)
+        batch.advance_to(batch.next_ns if batch.next_ns < 1e12 else 0.0)
     assert batch.finished == ["short", "long"] and batch.cached == 0

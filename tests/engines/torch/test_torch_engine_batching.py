@@ -78,7 +78,7 @@ def test_random_adds_and_aborts_leave_the_others_alone(monkeypatch: pytest.Monke
         live = [r for r in requests if r not in aborted and not reason_of(outputs, r)]
         if live and rng.random() < 0.15:
             victim = rng.choice(live)
-            assert engine.abort(victim)
+            assert engine.abort_request(victim)
             aborted.add(victim)
         collect(outputs, engine.step())
     while deltas := engine.step():
@@ -91,7 +91,7 @@ def test_random_adds_and_aborts_leave_the_others_alone(monkeypatch: pytest.Monke
             assert_same(outputs[name], expected)
         elif name in outputs:
             assert outputs[name].tokens == expected.tokens[: len(outputs[name].tokens)]
-    assert engine.stats().kv_used_tokens == 0
+    assert engine.get_stats().kv_used_tokens == 0
 
 
 def test_any_set_of_sequences_may_end_in_the_same_step() -> None:
@@ -174,13 +174,13 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
-        original = DecoderModel.prefill
+        original = DecoderModel.prefill_rows
 
         def prefill(model: DecoderModel, rows: Any, *args: Any) -> Any:
             self.rows += [len(row) for row in rows]
             return original(model, rows, *args)
 
-        monkeypatch.setattr(DecoderModel, "prefill", prefill)
+        monkeypatch.setattr(DecoderModel, "prefill_rows", prefill)
 
 
 def test_equal_prefixes_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +224,13 @@ def test_a_prompt_that_is_running_is_copied(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_stats_count_tokens_and_requests() -> None:
     engine = engine_of(MODEL, slots=2)
-    assert engine.stats().kv_capacity_tokens == 2 * MAX_LEN
+    assert engine.get_stats().kv_capacity_tokens == 2 * MAX_LEN
     for name in "abc":
         engine.add(request(name, (1, 2, 3), limit=9))
-    assert (engine.stats().running, engine.stats().waiting) == (0, 3)
+    assert (engine.get_stats().running, engine.get_stats().waiting) == (0, 3)
     engine.step()
     engine.step()
-    stats = engine.stats()
+    stats = engine.get_stats()
     assert (stats.running, stats.waiting, stats.kv_used_tokens) == (2, 1, 10)
 
 
@@ -239,10 +239,10 @@ def test_abort_tells_whether_there_was_something_to_abort() -> None:
     for name in "ab":
         engine.add(request(name, (1, 2, 3), limit=2))
     engine.step()
-    assert engine.abort("b")  # waiting
-    assert engine.abort("a")  # running
-    assert not engine.abort("a")
-    assert not engine.abort("never")
+    assert engine.abort_request("b")  # waiting
+    assert engine.abort_request("a")  # running
+    assert not engine.abort_request("a")
+    assert not engine.abort_request("never")
     assert engine.step() == []
 
 
@@ -268,7 +268,7 @@ def test_a_request_that_cannot_run_is_refused(item: GenerateRequest, message: st
     engine.add(request("taken", (1,)))
     with pytest.raises(EngineError, match=message):
         engine.add(item)
-    assert engine.stats().waiting == 1
+    assert engine.get_stats().waiting == 1
 
 
 def test_a_request_may_fill_the_whole_length() -> None:

@@ -66,7 +66,7 @@ class Engine:
                 self._take(delta)
 
     def to_the_end(self) -> None:
-        while self.torch.stats().running + self.torch.stats().waiting:
+        while self.torch.get_stats().running + self.torch.get_stats().waiting:
             self.steps(1)
 
     def _take(self, delta: TokenDelta) -> None:
@@ -104,10 +104,12 @@ def test_recomputed_each_token_has_the_log_prob_of_a_plain_forward_with_its_weig
     engine = Engine(models[0], slots=5)
     changed_at = []
     for turn in range(changes):
-        while engine.torch.stats().running + engine.torch.stats().waiting < rng.choice([4, 7]):
+        while engine.torch.get_stats().running + engine.torch.get_stats().waiting < rng.choice(
+            [4, 7]
+        ):
             engine.add(drawn(rng, f"r{len(engine.answers)}"))
         engine.steps(rng.randrange(1, 4))
-        changed_at.append(engine.torch.stats().running)
+        changed_at.append(engine.torch.get_stats().running)
         engine.load(models[(turn + 1) % 3], "recompute")
     engine.to_the_end()
     assert min(changed_at) > 0
@@ -141,7 +143,9 @@ def test_kept_the_old_cache_is_read_and_what_is_recorded_is_what_was_sampled_fro
     models = [MODEL, OTHER, build("qwen2", seed=2)]
     engine = Engine(MODEL, slots=5)
     for turn in range(changes):
-        while engine.torch.stats().running + engine.torch.stats().waiting < rng.choice([4, 7]):
+        while engine.torch.get_stats().running + engine.torch.get_stats().waiting < rng.choice(
+            [4, 7]
+        ):
             engine.add(drawn(rng, f"r{len(engine.answers)}"))
         engine.steps(rng.randrange(1, 4))
         engine.load(models[(turn + 1) % 3], "keep")
@@ -186,13 +190,13 @@ def test_a_prompt_is_read_again_only_where_its_cache_was_kept(
 def prefilled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The rows that are prefilled from here on."""
     model, rows = engine.torch._model, []
-    prefill = model.prefill
+    prefill = model.prefill_rows
 
     def noted(given: Any, first: int, chunk: int) -> Iterator[Any]:
         rows.extend(given)
         yield from prefill(given, first, chunk)
 
-    monkeypatch.setattr(model, "prefill", noted)
+    monkeypatch.setattr(model, "prefill_rows", noted)
     return rows
 
 
@@ -202,14 +206,14 @@ def test_a_probe_disturbs_no_running_sequence(on_update: KvOnUpdate) -> None:
     """All slots are taken; what is scored is longer than what runs, and of more rows."""
     with_probe, without = Engine(MODEL, slots=4), Engine(MODEL, slots=4)
     probe = [[(7 * row + i) % VOCAB for i in range(90)] for row in range(6)]
-    expected = engine_of(OTHER).score(probe)
+    expected = engine_of(OTHER).compute_logprobs(probe)
     for engine in (with_probe, without):
         for row in range(4):
             engine.add(request(f"r{row}", PROMPT[row:], limit=40 + row, seed=row))
         engine.steps(9)
         engine.load(OTHER, on_update)
         if engine is with_probe:
-            for ours, theirs in zip(engine.torch.score(probe), expected, strict=True):
+            for ours, theirs in zip(engine.torch.compute_logprobs(probe), expected, strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-4)
         engine.to_the_end()
     assert with_probe.answers == without.answers
@@ -242,8 +246,8 @@ def test_after_a_load_that_fails_nothing_runs_until_another(on_update: KvOnUpdat
     del tensors["model.norm.weight"]
     with pytest.raises(EngineError, match=r"model\.norm\.weight is missing"):
         engine.torch.load_weights(tensors.items(), on_update)
-    stats = engine.torch.stats()
-    assert (stats.running, stats.waiting) == (0, 0) and not engine.torch.abort("r0")
+    stats = engine.torch.get_stats()
+    assert (stats.running, stats.waiting) == (0, 0) and not engine.torch.abort_request("r0")
     engine.models[2] = None
     engine.load(OTHER, on_update)
     engine.add(request("after", PROMPT))
@@ -259,8 +263,8 @@ def test_broken_weights_are_found_by_the_probe_and_leave_nothing_behind() -> Non
     broken["model.layers.0.self_attn.v_proj.weight"].fill_(float("nan"))
     engine.torch.load_weights(broken.items(), cast(KvOnUpdate, "recompute"))
     with pytest.raises(EngineError, match="not finite"):
-        engine.torch.score([[1, 2, 3, 4]])
-    assert engine.torch.stats().running == 0
+        engine.torch.compute_logprobs([[1, 2, 3, 4]])
+    assert engine.torch.get_stats().running == 0
     engine.models[2] = None
     engine.load(OTHER, "recompute")
     engine.add(request("b", PROMPT, limit=60))

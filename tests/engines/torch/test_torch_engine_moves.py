@@ -52,7 +52,7 @@ class Pair:
 
     def move(self, name: str) -> None:
         source = self.places[name]
-        assert self.engines[source].abort(name)
+        assert self.engines[source].abort_request(name)
         item, done = self.whole[name], self.outputs[name].tokens
         self.places[name] = 1 - source
         self.engines[1 - source].add(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.engines.torch.sampling import uniform
+from laminar.engines.torch.sampling import draw_uniform
 from tests.engines.engine_models import (
     FAMILIES,
     MAX_LEN,
@@ -50,7 +50,7 @@ def test_samples_and_logprobs_follow_the_tempered_softmax(family: str, temperatu
         row = logprobs[position - 1]
         assert logprob == pytest.approx(row[token].item(), abs=1e-4)
         cumulative = row.double().exp().cumsum(-1).numpy()
-        draw = uniform(77, position) * cumulative[-1]
+        draw = draw_uniform(77, position) * cumulative[-1]
         # The draw lies in the token's own interval, up to the rounding of float32 logits.
         assert (cumulative[token - 1] if token else 0.0) - 1e-5 <= draw <= cumulative[token] + 1e-5
     assert len(set(out.tokens)) > 3
@@ -71,7 +71,7 @@ def test_score_equals_a_plain_forward(family: str, monkeypatch: pytest.MonkeyPat
     rng = np.random.default_rng(1)
     lengths = [1, 2, 130, MAX_LEN, 7, 64, 65, 33, 12, 100]  # more than slots, chunks cut anywhere
     sequences = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
-    scores = engine_of(model, slots=4).score(sequences)
+    scores = engine_of(model, slots=4).compute_logprobs(sequences)
     for ids, row in zip(sequences, scores, strict=True):
         logprobs = hf_logprobs(model, ids, 1.0)
         expected = [logprobs[i, token].item() for i, token in enumerate(ids[1:])]
@@ -91,14 +91,16 @@ def test_vocab_limit_leaves_the_ids_out_of_the_distribution() -> None:
     assert out.logprobs == pytest.approx(expected, abs=1e-4)
     plain = hf_logprobs(model, ids, 1.0, limit)
     expected = [plain[i, token].item() for i, token in enumerate(ids[1:])]
-    assert engine.score([ids])[0] == pytest.approx(expected, abs=1e-4)
+    assert engine.compute_logprobs([ids])[0] == pytest.approx(expected, abs=1e-4)
 
 
 def test_bfloat16_stays_close_to_float32() -> None:
     model: Any = model_of("qwen3")
     ids = np.random.default_rng(2).integers(0, VOCAB, 60).tolist()
-    exact = engine_of(model).score([ids])[0]
+    exact = engine_of(model).compute_logprobs([ids])[0]
     half = engine_of(model, dtype=torch.bfloat16)
-    assert half.score([ids])[0] == pytest.approx(exact, abs=0.5)
+    assert half.compute_logprobs([ids])[0] == pytest.approx(exact, abs=0.5)
     out = run_one(half, request("a", tuple(ids[:20]), limit=20))
-    assert out.logprobs == pytest.approx(half.score([ids[:20] + out.tokens])[0][19:], abs=0.2)
+    assert out.logprobs == pytest.approx(
+        half.compute_logprobs([ids[:20] + out.tokens])[0][19:], abs=0.2
+    )

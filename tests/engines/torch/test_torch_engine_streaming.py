@@ -105,8 +105,8 @@ def test_every_token_is_as_after_a_load_of_the_whole(family: str, at_once: int) 
     tensors = in_order(model)
     parts = list(cut(tensors, iter(lambda: at_once, 0)))
     for part in parts:
-        engine.arrived(part, last=part is parts[-1])
-    assert engine.stats().running == len(REQUESTS), "they were prefilled behind the weights"
+        engine.load_partial(part, last=part is parts[-1])
+    assert engine.get_stats().running == len(REQUESTS), "they were prefilled behind the weights"
     found = finish(engine)
     for name, output in expected.items():
         assert (found[name].tokens, found[name].logprobs) == (output.tokens, output.logprobs)
@@ -127,7 +127,7 @@ def test_what_comes_during_the_load_is_prefilled_from_the_first_layer_on() -> No
     for index, tensor in enumerate(tensors):
         if index % 6 == 0 and index // 6 < len(REQUESTS):
             engine.add(REQUESTS[index // 6])
-        engine.arrived([tensor], last=index == len(tensors) - 1)
+        engine.load_partial([tensor], last=index == len(tensors) - 1)
     for item in REQUESTS[(len(tensors) - 1) // 6 + 1 :]:
         engine.add(item)
     found = finish(engine)
@@ -144,9 +144,13 @@ def test_what_is_taken_back_leaves_the_others_as_they_are() -> None:
     for item in REQUESTS:
         engine.add(item)
     tensors = in_order(model)
-    engine.arrived(tensors[:15], last=False)
-    assert engine.abort("0.0") and engine.abort("1.1") and not engine.abort("0.0")
-    engine.arrived(tensors[15:], last=True)
+    engine.load_partial(tensors[:15], last=False)
+    assert (
+        engine.abort_request("0.0")
+        and engine.abort_request("1.1")
+        and not engine.abort_request("0.0")
+    )
+    engine.load_partial(tensors[15:], last=True)
     found = finish(engine)
     assert found.keys() == expected.keys() - {"0.0", "1.1"}
     for name, output in found.items():
@@ -161,9 +165,9 @@ def test_a_stream_that_is_given_up_leaves_nothing_for_the_load_after_it() -> Non
     engine.expect_weights()
     for item in REQUESTS:
         engine.add(item)
-    engine.arrived(in_order(other)[:20], last=False)
+    engine.load_partial(in_order(other)[:20], last=False)
     for item in REQUESTS:
-        engine.abort(item.request_id)
+        engine.abort_request(item.request_id)
     engine.load_weights(model.named_parameters())
     for item in REQUESTS:
         engine.add(item)
@@ -183,9 +187,9 @@ def test_what_is_not_finite_in_a_stream_does_not_outlive_it(at: int) -> None:
     engine.expect_weights()
     for item in REQUESTS:
         engine.add(item)
-    engine.arrived(tensors[:at], last=at > len(tensors))
+    engine.load_partial(tensors[:at], last=at > len(tensors))
     for item in REQUESTS:
-        engine.abort(item.request_id)
+        engine.abort_request(item.request_id)
     engine.load_weights(model.named_parameters())
     for item in REQUESTS:
         engine.add(item)
@@ -207,11 +211,11 @@ def test_what_does_not_belong_to_the_model_ends_the_load_and_all_requests() -> N
         engine.expect_weights()
         engine.add(REQUESTS[0])
         with pytest.raises(EngineError, match=said):
-            engine.arrived(part, last)
-        stats = engine.stats()
+            engine.load_partial(part, last)
+        stats = engine.get_stats()
         assert (stats.running, stats.waiting) == (0, 0)
         with pytest.raises(EngineError, match="no weights"):
-            engine.score([[1, 2]])
+            engine.compute_logprobs([[1, 2]])
 
 
 # --- the thread ----------------------------------------------------------------------------------
@@ -239,12 +243,12 @@ async def test_nothing_is_sampled_before_the_weights_are_proved(tmp_path: Path) 
     for item in REQUESTS:
         await runner.add(item)
     for part in range(8):
-        await runner.arrived(source, source.nbytes * part // 8)
-    await runner.arrived(source, source.nbytes)
-    scores = await runner.score([[1, 2, 3]])
+        await runner.load_partial(source, source.nbytes * part // 8)
+    await runner.load_partial(source, source.nbytes)
+    scores = await runner.compute_logprobs([[1, 2, 3]])
     assert len(scores[0]) == 2 and not seen and not runner.drain_steps()
-    assert runner.stats().running == len(REQUESTS)
-    await runner.go_on()
+    assert runner.get_stats().running == len(REQUESTS)
+    await runner.resume_sampling()
     outputs = await outputs_of(seen)
     assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
     await runner.close()
@@ -267,8 +271,8 @@ async def test_a_layer_is_not_used_before_its_last_byte_is_here(tmp_path: Path) 
             view.seek(max(end - 1_000, 0))
             view.write(data[max(end - 1_000, 0) : end])
             view.flush()
-            await runner.arrived(source, end)
-    await runner.go_on()
+            await runner.load_partial(source, end)
+    await runner.resume_sampling()
     outputs = await outputs_of(seen)
     assert {n: o.tokens for n, o in outputs.items()} == {n: o.tokens for n, o in expected.items()}
     await runner.close()

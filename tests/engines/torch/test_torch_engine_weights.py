@@ -46,12 +46,14 @@ def test_tensors_are_copied() -> None:
 def test_every_single_tensor_matters() -> None:
     """A tensor that is loaded to the wrong place, or not used, would leave the scores alone."""
     engine, ids = engine_of(MODEL), list(range(40))
-    expected = engine.score([ids])[0]
+    expected = engine.compute_logprobs([ids])[0]
     for name in parameters():
         changed = parameters()
         changed[name] = torch.roll(changed[name], 1, 0)
         engine.load_weights(changed.items())
-        difference = max(abs(a - b) for a, b in zip(engine.score([ids])[0], expected, strict=True))
+        difference = max(
+            abs(a - b) for a, b in zip(engine.compute_logprobs([ids])[0], expected, strict=True)
+        )
         assert difference > 1e-3, name
 
 
@@ -107,7 +109,7 @@ def test_work_before_the_first_load_is_an_error() -> None:
     engine = empty_engine()
     assert engine.step() == []
     with pytest.raises(EngineError, match="no weights"):
-        engine.score([[1, 2]])
+        engine.compute_logprobs([[1, 2]])
     engine.add(ITEM)
     with pytest.raises(EngineError, match="no weights"):
         engine.step()
@@ -121,8 +123,8 @@ def test_broken_weights_are_an_error_and_do_not_outlive_their_reload(probe: bool
     if not probe:
         engine.add(ITEM)
     with pytest.raises(EngineError, match="not finite"):
-        engine.score([[1, 2, 3, 4, 5, 6]]) if probe else engine.step()
-    assert engine.stats().running == 0
+        engine.compute_logprobs([[1, 2, 3, 4, 5, 6]]) if probe else engine.step()
+    assert engine.get_stats().running == 0
     engine.load_weights(parameters().items())
     assert run_one(engine, ITEM).tokens == run_one(engine_of(MODEL), ITEM).tokens
 
@@ -135,5 +137,5 @@ def test_bad_sequences_to_score_are_refused() -> None:
         ([[1] * 161], "sequence 0 has 161 tokens"),
     ):
         with pytest.raises(EngineError, match=message):
-            engine.score(sequences)
-    assert engine.score([]) == []
+            engine.compute_logprobs(sequences)
+    assert engine.compute_logprobs([]) == []

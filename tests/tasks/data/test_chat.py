@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from laminar.config import ConfigError, DataConfig
-from laminar.tasks.data.chat import check_all, encode_prompt, is_templated
+from laminar.tasks.data.chat import check_prompts, encode_prompt, is_templated
 from laminar.tasks.data.prompts import PromptRow
 
 TEMPLATE = (
@@ -102,9 +102,9 @@ def test_a_prompt_without_tokens_is_an_error(chat_tokenizer):
 
 def test_an_overlong_prompt_is_an_error_that_names_both_fixes(chat_tokenizer):
     rows = [row("a", 3), row("a" * 8, 4)]  # 6 and 13 tokens
-    assert check_all(chat_tokenizer, rows, DataConfig(max_prompt_length=13)).left_out == 0
+    assert check_prompts(chat_tokenizer, rows, DataConfig(max_prompt_length=13)).left_out == 0
     with pytest.raises(ConfigError) as caught:
-        check_all(chat_tokenizer, rows, DataConfig(max_prompt_length=12))
+        check_prompts(chat_tokenizer, rows, DataConfig(max_prompt_length=12))
     for part in ("row 4", "13 tokens", "data.max_prompt_length = 12", "filter_overlong_prompts"):
         assert part in str(caught.value)
 
@@ -112,12 +112,12 @@ def test_an_overlong_prompt_is_an_error_that_names_both_fixes(chat_tokenizer):
 def test_overlong_prompts_are_left_out_on_demand(chat_tokenizer):
     rows = [row("a" * n, n) for n in (1, 8, 2, 9)]
     data = DataConfig(max_prompt_length=8, filter_overlong_prompts=True)
-    found = check_all(chat_tokenizer, rows, data)
+    found = check_prompts(chat_tokenizer, rows, data)
     assert [r.index for r in found.rows] == [1, 2]
     assert [len(ids) for ids in found.ids] == [6, 7]
     assert found.left_out == 2
     with pytest.raises(ConfigError, match="all 4 prompts"):
-        check_all(
+        check_prompts(
             chat_tokenizer, rows, DataConfig(max_prompt_length=5, filter_overlong_prompts=True)
         )
 

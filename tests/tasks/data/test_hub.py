@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.config import ConfigError, load
-from laminar.tasks.data.hub import localize
+from laminar.config import ConfigError, load_config
+from laminar.tasks.data.hub import localize_config
 
 ROOT = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -24,10 +24,10 @@ ROWS = json.dumps({"prompt": "one", "answer": "1"}) + "\n" + json.dumps({"prompt
 
 RESOLVE = """
 import sys
-from laminar.config import ConfigError, dumps, load
-from laminar.tasks.data.hub import localize
+from laminar.config import ConfigError, dump_config, load_config
+from laminar.tasks.data.hub import localize_config
 try:
-    print(dumps(localize(load([], sys.argv[1:]))))
+    print(dump_config(localize_config(load_config([], sys.argv[1:]))))
 except ConfigError as error:
     sys.exit(str(error))
 """
@@ -125,7 +125,7 @@ def test_a_model_and_data_are_fetched_once_and_then_found_in_the_cache(
     first = resolve(hub, tmp_path / "home", *settings)
     assert first.returncode == 0, first.stderr
     (tmp_path / "resolved.toml").write_text(first.stdout)
-    config = load([tmp_path / "resolved.toml"])
+    config = load_config([tmp_path / "resolved.toml"])
     assert COMMIT in config.model.name
     weights = Path(config.model.name, "model.safetensors").read_bytes()
     assert weights == (MODEL / "model.safetensors").read_bytes()
@@ -158,13 +158,13 @@ def test_a_file_that_the_dataset_does_not_have(hub: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["hf://us/rows/a.jsonl", "hf://datasets/us", "hf://datasets/us/r"])
 def test_a_name_that_is_no_file_of_a_dataset(name: str, tmp_path: Path) -> None:
-    config = load([], [f"model.name={tmp_path}", f'data.train_files=["{name}"]'])
+    config = load_config([], [f"model.name={tmp_path}", f'data.train_files=["{name}"]'])
     with pytest.raises(ConfigError, match=r"write hf://datasets/ORG/NAME/FILE"):
-        localize(config)
+        localize_config(config)
 
 
 def test_a_directory_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "us" / "speller").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    config = load([], ["model.name=us/speller", 'data.train_files=["rows.jsonl"]'])
-    assert localize(config) == config
+    config = load_config([], ["model.name=us/speller", 'data.train_files=["rows.jsonl"]'])
+    assert localize_config(config) == config

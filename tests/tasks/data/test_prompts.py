@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from laminar.config import ConfigError, DataConfig
-from laminar.tasks.data.prompts import PromptRow, load_prompts, plain, prompt_digest, restore
+from laminar.tasks.data.prompts import PromptRow, from_plain, load_prompts, prompt_digest, to_plain
 
 
 def jsonl(path, rows):
@@ -289,16 +289,16 @@ def test_a_message_list_is_digested_as_canonical_json():
     ],
 )
 def test_every_value_comes_back_from_json_and_messagepack(value):
-    marked = plain(value)
+    marked = to_plain(value)
     for carried in (
         json.loads(json.dumps(marked)),
         msgspec.msgpack.decode(msgspec.msgpack.encode(marked)),
     ):
-        back = restore(carried)
+        back = from_plain(carried)
         assert back == value
         assert repr(back) == repr(value)  # 1 is not 1.0 or True, a tuple is not a list
 
 
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="set"):
-        plain({"a": [{1, 2}]})
+        to_plain({"a": [{1, 2}]})

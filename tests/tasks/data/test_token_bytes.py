@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import PreTrainedTokenizerFast
 
 from laminar.config import DataConfig
-from laminar.tasks.data.chat import check_all
+from laminar.tasks.data.chat import check_prompts
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.data.token_bytes import token_bound
 
@@ -75,6 +75,6 @@ def test_only_rows_that_could_be_too_long_are_encoded():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
     rows = [PromptRow(n, text, None, {}, "d") for n, text in enumerate(("ab", "abcd", "the thth"))]
     data = DataConfig(max_prompt_length=6, apply_chat_template=False)
-    found = check_all(tokenizer, rows, data)
+    found = check_prompts(tokenizer, rows, data)
     assert [ids is None for ids in found.ids] == [True, True, False]
     assert len(found.ids[2]) == 6 and found.left_out == 0

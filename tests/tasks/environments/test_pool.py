@@ -12,7 +12,7 @@ import time
 import pytest
 import uvloop
 
-from laminar.config import ConfigError, DataConfig, resolve
+from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.config.tree import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.pool import Environments
@@ -20,14 +20,14 @@ from laminar.tasks.environments.renderer import Renderer
 from laminar.tasks.environments.session_pool import LATE_S, SessionPool
 from laminar.tasks.environments.tool_calls import CallParser
 from laminar.tasks.environments.turns import (
-    Done,
     EnvironmentFailed,
-    GoesOn,
+    NextTurn,
     Session,
     SessionLost,
+    TrajectoryDone,
     TurnCall,
 )
-from laminar.tasks.environments.user_class import declared, load_class
+from laminar.tasks.environments.user_class import load_class, load_declaration
 from tools.kit.tool_models import END, schema, tokenizer
 
 pytestmark = pytest.mark.process
@@ -102,7 +102,7 @@ class Bench:
         self.log.touch()
         source = textwrap.dedent(SOURCE.format(log=str(self.log)) + (REWARD if reward else ""))
         (path / "notes.py").write_text(source)
-        config = resolve(
+        config = resolve_config(
             {
                 "model.name": "m",
                 "data.dataset": "spell_backward",
@@ -137,21 +137,21 @@ class Bench:
         row = PromptRow(0, "Do it.", None, columns, "test")
         return Session(name, attempt, 7, row, "train")
 
-    async def turn(
+    async def answer_turn(
         self, text, number=0, session=None, reason="stop", room=500, stored=(), seconds=0.0
     ):
         ids = tuple(self.model.encode(text + END))
         call = TurnCall(
             session or self.session(), number, (1, 2), ((True, ids),), reason, room, stored, seconds
         )
-        return await self.environments.turn(call, self._intend)
+        return await self.environments.answer_turn(call, self._intend)
 
     async def _intend(self, effects):
         self.intended.append([(e.call, e.tool, e.status) for e in effects])
         self.noted_before += [self.noted()]
 
     def told(self, answer):
-        assert isinstance(answer, GoesOn), answer
+        assert isinstance(answer, NextTurn), answer
         return self.model.decode(answer.context)
 
     def noted(self):
@@ -176,7 +176,7 @@ def in_bench(path, body, **settings):
 def test_a_class_of_trl_answers_turns_and_gives_its_reward(tmp_path):
     async def body(bench):
         assert await bench.environments.reset(bench.session()) is None
-        first = await bench.turn("so " + call("note", word="x") + call("both", a="y", b="z"))
+        first = await bench.answer_turn("so " + call("note", word="x") + call("both", a="y", b="z"))
         assert bench.told(first) == f"\n<s>tool\n1{END}\n<s>tool\n2 3{END}\n<s>assistant\n"
         assert bench.intended == [[(0, "note", "intended"), (1, "both", "intended")]]
         assert bench.noted_before == [[]]  # no call was made yet
@@ -184,12 +184,12 @@ def test_a_class_of_trl_answers_turns_and_gives_its_reward(tmp_path):
             (0, "done", "1"),
             (1, "done", "2 3"),
         ]
-        again = await bench.turn("so " + call("note", word="x") + call("both", a="y", b="z"))
+        again = await bench.answer_turn("so " + call("note", word="x") + call("both", a="y", b="z"))
         assert again == first and bench.noted() == ["x", "y", "z"]  # an order that came twice
-        done = await bench.turn("the end", 1)
-        assert isinstance(done, Done) and (done.text, done.reason) == ("the end", "")
+        done = await bench.answer_turn("the end", 1)
+        assert isinstance(done, TrajectoryDone) and (done.text, done.reason) == ("the end", "")
         assert done.result.score == 3.0
-        assert await bench.turn("the end", 1) == done
+        assert await bench.answer_turn("the end", 1) == done
 
     in_bench(tmp_path, body, reward=True)
 
@@ -206,7 +206,9 @@ def test_what_the_policy_can_cause_is_text_for_it(tmp_path):
             call("do", what="print"): "5",
         }
         for i, (text, answer) in enumerate(said.items()):
-            assert answer in bench.told(await bench.turn(text, session=bench.session(f"t{i}")))
+            assert answer in bench.told(
+                await bench.answer_turn(text, session=bench.session(f"t{i}"))
+            )
         while b"printed by a tool" not in b"".join(bench.printed):
             await asyncio.sleep(0.01)
 
@@ -217,7 +219,7 @@ def test_a_call_that_hangs_is_killed_with_all_it_started_and_costs_one_session(t
     async def body(bench):
         other = bench.session("other")
         await bench.environments.reset(other)
-        done = await bench.turn(call("note", word="a") + call("do", what="hang"))
+        done = await bench.answer_turn(call("note", word="a") + call("do", what="hang"))
         assert (done.reason, done.result.score, done.result.reason) == (
             "tool-timeout",
             -1.0,
@@ -227,7 +229,7 @@ def test_a_call_that_hangs_is_killed_with_all_it_started_and_costs_one_session(t
         for pid in map(int, bench.noted()[1].split(",")):
             while alive(pid):
                 await asyncio.sleep(0.01)
-        assert "2" not in bench.told(await bench.turn(call("do", what="abc"), session=other))
+        assert "2" not in bench.told(await bench.answer_turn(call("do", what="abc"), session=other))
 
     in_bench(tmp_path, body, reward=True, tool_timeout_s=1.0)
 
@@ -241,12 +243,14 @@ def test_a_call_that_hangs_is_killed_with_all_it_started_and_costs_one_session(t
 )
 def test_calls_together_end_a_turn_and_a_trajectory(tmp_path, spent, settings, reason):
     async def body(bench):
-        done = await bench.turn(call("do", what="nap") + call("do", what="hang"), seconds=spent)
+        done = await bench.answer_turn(
+            call("do", what="nap") + call("do", what="hang"), seconds=spent
+        )
         first, killed = done.effects
         assert (done.reason, done.result.score) == (reason, -1.0)
         assert (first.status, killed.status) == ("done", "timed-out")
         assert first.seconds > 0 and first.seconds + killed.seconds == pytest.approx(2.0)
-        late = await bench.turn(call("note", word="b"), 0, bench.session("s"), seconds=31.0)
+        late = await bench.answer_turn(call("note", word="b"), 0, bench.session("s"), seconds=31.0)
         assert (late.reason, late.effects, late.result.score) == ("trajectory-timeout", (), 0.0)
         assert "b" not in bench.noted()
 
@@ -268,12 +272,14 @@ def parent_of(pid):
 
 def test_limits_of_a_trajectory_end_it(tmp_path):
     async def body(bench):
-        cut = await bench.turn(call("note", word="x"), session=bench.session("c"), reason="length")
-        assert isinstance(cut, Done) and cut.reason == ""
-        last = await bench.turn(call("note", word="x"), 2, bench.session("m"))
+        cut = await bench.answer_turn(
+            call("note", word="x"), session=bench.session("c"), reason="length"
+        )
+        assert isinstance(cut, TrajectoryDone) and cut.reason == ""
+        last = await bench.answer_turn(call("note", word="x"), 2, bench.session("m"))
         assert last.reason == "max-turns"
         assert bench.noted() == [] and bench.intended == []  # neither was run
-        full = await bench.turn(call("note", word="x"), session=bench.session("f"), room=3)
+        full = await bench.answer_turn(call("note", word="x"), session=bench.session("f"), room=3)
         assert full.reason == "context-full" and [e.status for e in full.effects] == ["done"]
 
     in_bench(tmp_path, body, effects="once")
@@ -282,16 +288,16 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
 def test_with_once_no_call_is_repeated_and_a_lost_session_is_no_score(tmp_path):
     async def body(bench):
         with pytest.raises(EnvironmentFailed, match="exit code 5"):
-            await bench.turn(call("do", what="die"))
+            await bench.answer_turn(call("do", what="die"))
         assert bench.noted() == ["died"]
         with pytest.raises(SessionLost, match="its session is gone") as gone:
-            await bench.turn(call("note", word="x"), 1)
+            await bench.answer_turn(call("note", word="x"), 1)
         assert not isinstance(gone.value, EnvironmentFailed)
-        first = await bench.turn(call("note", word="x"), session=bench.session("s"))
+        first = await bench.answer_turn(call("note", word="x"), session=bench.session("s"))
         intended = tuple(e._replace(status="intended") for e in first.effects)
-        bench.environments.forget("s")
+        bench.environments.end_session("s")
         with pytest.raises(SessionLost, match="nobody knows"):
-            await bench.turn(call("note", word="x"), 0, bench.session("s"), stored=intended)
+            await bench.answer_turn(call("note", word="x"), 0, bench.session("s"), stored=intended)
         assert bench.noted() == ["died", "x"]
 
     in_bench(tmp_path, body)
@@ -300,10 +306,10 @@ def test_with_once_no_call_is_repeated_and_a_lost_session_is_no_score(tmp_path):
 def test_with_pure_a_lost_session_is_made_again(tmp_path):
     async def body(bench):
         await bench.environments.reset(bench.session())
-        bench.environments.forget("t")
-        assert "1" in bench.told(await bench.turn(call("note", word="x"), 1))
+        bench.environments.end_session("t")
+        assert "1" in bench.told(await bench.answer_turn(call("note", word="x"), 1))
         with pytest.raises(SessionLost, match="exit code 5"):
-            await bench.turn(call("do", what="die"), session=bench.session("d"))
+            await bench.answer_turn(call("do", what="die"), session=bench.session("d"))
         assert bench.noted() == ["x", "died", "died"] and bench.intended == []
 
     in_bench(tmp_path, body, effects="pure")
@@ -330,9 +336,9 @@ def test_sessions_are_bounded_and_come_free_when_one_is_forgotten(tmp_path):
         third = asyncio.create_task(environments.reset(bench.session("c")))
         done, _ = await asyncio.wait({third}, timeout=0.2)
         assert not done
-        environments.forget("a")
+        environments.end_session("a")
         await third
-        environments.forget("c")
+        environments.end_session("c")
         await environments.reset(bench.session("b", attempt=2))  # ends the one of attempt 1
         await environments.reset(bench.session("c"))
 
@@ -349,7 +355,7 @@ def test_sessions_that_begin_at_once_end_one_by_one(tmp_path):
                 await asyncio.sleep(0.01)
         assert len({process.pid for process in processes}) == len(names)
         for i, name in enumerate(names):
-            bench.environments.forget(name)
+            bench.environments.end_session(name)
             while alive(processes[i].pid):
                 await asyncio.sleep(0.01)
             assert all(alive(process.pid) for process in processes[i + 1 :])
@@ -367,7 +373,7 @@ def test_the_process_with_the_file_takes_its_sessions_with_it_and_is_replaced(tm
         os.kill(warm.pid, signal.SIGKILL)
         while alive(session.pid):
             await asyncio.sleep(0.01)
-        assert "1" in bench.told(await bench.turn(call("note", word="x"), 1))
+        assert "1" in bench.told(await bench.answer_turn(call("note", word="x"), 1))
 
     in_bench(tmp_path, body, effects="pure")
 
@@ -378,18 +384,22 @@ def test_when_that_process_is_killed_one_call_is_blamed_and_none_is_made_again(t
     async def body(bench):
         for name in ("new", "used", "a", "b"):
             await bench.environments.reset(bench.session(name))
-        await bench.turn(call("note", word="x"), session=bench.session("used"))
+        await bench.answer_turn(call("note", word="x"), session=bench.session("used"))
         hang = call("do", what="hang")
-        calls = [asyncio.create_task(bench.turn(hang, 0, bench.session(n))) for n in ("a", "b")]
+        calls = [
+            asyncio.create_task(bench.answer_turn(hang, 0, bench.session(n))) for n in ("a", "b")
+        ]
         while len(bench.noted()) < 3:
             await asyncio.sleep(0.01)
         bench.environments._pool._warm._process.kill()
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(end) for end in ends] == [EnvironmentFailed, SessionLost]
         with pytest.raises(SessionLost, match="its session is gone") as gone:
-            await bench.turn(call("note", word="y"), 1, bench.session("used"))
+            await bench.answer_turn(call("note", word="y"), 1, bench.session("used"))
         assert not isinstance(gone.value, EnvironmentFailed)
-        assert "4" in bench.told(await bench.turn(call("note", word="z"), 0, bench.session("new")))
+        assert "4" in bench.told(
+            await bench.answer_turn(call("note", word="z"), 0, bench.session("new"))
+        )
         assert bench.noted()[0] == "x" and bench.noted()[-1] == "z" and len(bench.noted()) == 4
 
     in_bench(tmp_path, body)
@@ -400,16 +410,16 @@ import asyncio
 import sys
 
 from laminar.tasks.environments.session_pool import SessionPool
-from laminar.tasks.environments.session_process import Use, Reset
+from laminar.tasks.environments.session_process import ResetRequest, ToolRequest
 from laminar.tasks.data.prompts import PromptRow
 
 async def run():
     pool = SessionPool(sys.argv[1], "")
     sessions = [await pool.open() for _ in range(2)]
     for session in sessions:
-        await session.ask(Reset(PromptRow(0, "Do it.", None, {}, "test"), 1), 60.0)
+        await session.send_request(ResetRequest(PromptRow(0, "Do it.", None, {}, "test"), 1), 60.0)
     for session in sessions:
-        asyncio.create_task(session.ask(Use("do", '{"what": "hang"}'), 600.0))
+        asyncio.create_task(session.send_request(ToolRequest("do", '{"what": "hang"}'), 600.0))
     await asyncio.sleep(600.0)
 
 asyncio.run(run())
@@ -471,4 +481,4 @@ def test_tools_without_types_are_refused_before_a_run(tmp_path, source, said):
     path = tmp_path / "user.py"
     path.write_text(f"class A:\n def reset(self): pass\n {source}")
     with pytest.raises(ConfigError, match=said):
-        declared(EnvConfig(path=str(path)))
+        load_declaration(EnvConfig(path=str(path)))

@@ -5,7 +5,7 @@ import pytest
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.renderer import Renderer
-from laminar.tasks.environments.tool_calls import CALLS_MAX, TEXT_CHARS_MAX, Call, CallParser
+from laminar.tasks.environments.tool_calls import CALLS_MAX, TEXT_CHARS_MAX, CallParser, ToolCall
 from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
 
 TOOLS = [schema("add", a="integer", b="integer"), schema("say", text="string", loud="boolean")]
@@ -25,13 +25,13 @@ def parts():
 def refusal(template):
     _, renderer, parser = made(template)
     with pytest.raises(ConfigError) as error:
-        renderer.check(parser)
+        renderer.check_template(parser)
     return str(error.value)
 
 
 def test_a_template_that_only_appends_is_taken(parts):
     _, renderer, parser = parts
-    renderer.check(parser)
+    renderer.check_template(parser)
 
 
 def test_answers_follow_what_was_sampled_however_it_was_cut(parts):
@@ -42,16 +42,16 @@ def test_answers_follow_what_was_sampled_however_it_was_cut(parts):
     tags = [model.convert_tokens_to_ids(t) for t in ("<tool_call>", "</tool_call>", END)]
     sampled = [tags[0], *sampled, tags[1], tags[2]]
     assert sampled != model.encode(text)
-    calls = parser.calls(sampled, [])
-    assert calls == [Call("add", {"a": 12, "b": 7})]
-    whole = model.decode(sampled + renderer.answers([(calls[0], "19")]))
+    calls = parser.parse_calls(sampled, [])
+    assert calls == [ToolCall("add", {"a": 12, "b": 7})]
+    whole = model.decode(sampled + renderer.render_results([(calls[0], "19")]))
     assert whole == f"{text}\n<s>tool\n19{END}\n<s>assistant\n"
 
 
 def test_what_reset_said_is_part_of_the_prompt(parts):
     model, renderer, _ = parts
     row = PromptRow(0, "Find it.", None, {}, "test")
-    text = model.decode(renderer.prompt(row, " It is here."))
+    text = model.decode(renderer.render_prompt(row, " It is here."))
     assert text.endswith(f"<s>user\nFind it. It is here.{END}\n<s>assistant\n")
 
 
@@ -75,13 +75,13 @@ def test_a_model_with_a_template_of_its_own_for_responses_is_read_by_it(parts, m
     monkeypatch.setattr(model, "response_template", {}, raising=False)
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
     monkeypatch.setattr(model, "parse_response", lambda *_, **__: {"tool_calls": calls})
-    assert CallParser(model, TOOLS).calls([1], [2]) == [Call("add", {"a": 1, "b": 2})]
+    assert CallParser(model, TOOLS).parse_calls([1], [2]) == [ToolCall("add", {"a": 1, "b": 2})]
 
     def fails(*_, **__):
         raise ValueError("no such tag")
 
     monkeypatch.setattr(model, "parse_response", fails)
-    (call,) = CallParser(model, TOOLS).calls([1], [2])
+    (call,) = CallParser(model, TOOLS).parse_calls([1], [2])
     assert call.refused == "the response cannot be read: no such tag"
 
 
@@ -101,15 +101,15 @@ def test_a_model_with_a_template_of_its_own_for_responses_is_read_by_it(parts, m
 )
 def test_a_call_that_cannot_be_run_is_told_why(parts, text, refused):
     model, _, parser = parts
-    (call,) = parser.calls(model.encode(f"<tool_call>{text}</tool_call>"), [])
+    (call,) = parser.parse_calls(model.encode(f"<tool_call>{text}</tool_call>"), [])
     assert refused in call.refused
 
 
 def test_a_call_without_end_and_too_many_calls_are_told_so(parts):
     model, _, parser = parts
-    (call,) = parser.calls(model.encode('<tool_call>{"name": "add"'), [])
+    (call,) = parser.parse_calls(model.encode('<tool_call>{"name": "add"'), [])
     assert "no end" in call.refused
     one = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    calls = parser.calls(model.encode(one * (CALLS_MAX + 1)), [])
+    calls = parser.parse_calls(model.encode(one * (CALLS_MAX + 1)), [])
     assert [bool(c.refused) for c in calls] == [False] * CALLS_MAX + [True]
-    assert parser.calls(model.encode("no call"), []) == []
+    assert parser.parse_calls(model.encode("no call"), []) == []

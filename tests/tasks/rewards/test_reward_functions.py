@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar.config import ConfigError, DataConfig, resolve
+from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.rewards.results import (
     EXTRAS_MAX,
@@ -36,7 +36,7 @@ def spec_of(path="", name="", dataset="", **reward):
     flat = {"model.name": "m", **{f"reward.{k}": v for k, v in reward.items()}}
     flat |= {"data.dataset": dataset} if dataset else {"data.train_files": ["t.jsonl"]}
     flat |= {f"reward.custom_reward_function.{k}": v for k, v in (("path", path), ("name", name))}
-    return reward_spec(resolve(flat))
+    return reward_spec(resolve_config(flat))
 
 
 def row(prompt="2+2?", truth="4", **columns):

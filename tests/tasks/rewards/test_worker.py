@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from laminar.tasks.data.prompts import PromptRow
-from laminar.tasks.pipe_frames import LENGTH, frame
+from laminar.tasks.pipe_frames import LENGTH, encode_frame
 from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardResult, RewardSpec
-from laminar.tasks.rewards.worker import Ready, Refused, Scored, Start
+from laminar.tasks.rewards.worker import CallScored, WorkerReady, WorkerRefused, WorkerStart
 
 pytestmark = pytest.mark.process
 
@@ -21,20 +21,20 @@ def start(tmp_path, body, limit_s=1000.0):
     spec = RewardSpec(
         "trajectory", [FunctionSpec("custom", style="single", path=str(path), name="f")]
     )
-    return Start(spec, limit_s)
+    return WorkerStart(spec, limit_s)
 
 
 CALL = RewardCall(PromptRow(0, "q", "a", {}, "test"), [("x", [1])])
 
 
 def talk(worker, message):
-    worker.stdin.write(frame(message))
+    worker.stdin.write(encode_frame(message))
     worker.stdin.flush()
 
 
 def hear(worker):
     body = worker.stdout.read(LENGTH.unpack(worker.stdout.read(LENGTH.size))[0])
-    return msgspec.msgpack.decode(body, type=Ready | Refused | Scored)
+    return msgspec.msgpack.decode(body, type=WorkerReady | WorkerRefused | CallScored)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def worker():
 
 def test_a_busy_worker_dies_when_stdin_closes(worker, tmp_path):
     talk(worker, start(tmp_path, "time.sleep(1000)"))
-    assert hear(worker) == Ready()
+    assert hear(worker) == WorkerReady()
     talk(worker, CALL)
     worker.stdin.close()
     assert worker.wait(timeout=20) == -signal.SIGKILL
@@ -56,9 +56,9 @@ def test_a_busy_worker_dies_when_stdin_closes(worker, tmp_path):
 
 def test_an_idle_worker_ends_by_itself_when_stdin_closes(worker, tmp_path):
     talk(worker, start(tmp_path, "return 1.0"))
-    assert hear(worker) == Ready()
+    assert hear(worker) == WorkerReady()
     talk(worker, CALL)
-    assert hear(worker) == Scored([RewardResult(1.0)])
+    assert hear(worker) == CallScored([RewardResult(1.0)])
     worker.stdin.close()
     assert worker.wait(timeout=20) == 0
 
@@ -66,7 +66,7 @@ def test_an_idle_worker_ends_by_itself_when_stdin_closes(worker, tmp_path):
 def test_a_worker_that_its_parent_forgot_ends_at_its_limit(worker, tmp_path):
     """A long match holds the interpreter, so that no thread of the worker can run."""
     talk(worker, start(tmp_path, "return float(bool(re.match('(a+)+$', 'a' * 64 + 'b')))", 0.3))
-    assert hear(worker) == Ready()
+    assert hear(worker) == WorkerReady()
     talk(worker, CALL)
     assert worker.wait(timeout=20) == 1
 
@@ -74,7 +74,7 @@ def test_a_worker_that_its_parent_forgot_ends_at_its_limit(worker, tmp_path):
 def test_a_refusal_says_why(worker, tmp_path):
     talk(worker, start(tmp_path, "return 1.0\nraise ValueError('boom')"))
     reply = hear(worker)
-    assert isinstance(reply, Refused)
+    assert isinstance(reply, WorkerRefused)
     assert "reward.py does not import: ValueError: boom (reward.py:3)" in reply.reason
 
 

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from laminar.actors.system.replica import OutputLog
-from laminar.config import ConfigError, DataConfig, resolve
+from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardSpec
 from laminar.tasks.rewards.reward_functions import reward_spec
@@ -89,7 +89,7 @@ def spec_for(tmp_path, source):
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(source))
     flat = {"model.name": "m", "data.train_files": ["t.jsonl"]}
-    return reward_spec(resolve({**flat, "reward.custom_reward_function.path": str(path)}))
+    return reward_spec(resolve_config({**flat, "reward.custom_reward_function.path": str(path)}))
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +125,7 @@ async def ends(pid):
 
 async def test_scores_errors_and_extras_in_order(spec):
     async with pool_of(spec, workers=2) as pool:
-        results = await pool.score(call("right", "wrong", "raise", "nan", "dict", "none"))
+        results = await pool.compute_rewards(call("right", "wrong", "raise", "nan", "dict", "none"))
     assert summary(results) == [
         (1.0, "ok"),
         (0.0, "ok"),
@@ -143,7 +143,10 @@ async def test_what_a_function_prints_goes_to_whoever_wants_it_and_not_to_the_te
     """Nor does it touch the channel: the calls are answered."""
     printed = bytearray()
     async with pool_of(spec, on_output=printed.extend) as pool:
-        assert summary(await pool.score(call("print", "right"))) == [(1.0, "ok"), (1.0, "ok")]
+        assert summary(await pool.compute_rewards(call("print", "right"))) == [
+            (1.0, "ok"),
+            (1.0, "ok"),
+        ]
     assert capfd.readouterr() == ("", "")
     for text in ("printed" * 1000, "raw bytes", "from a child"):
         assert text in printed.decode()
@@ -153,7 +156,7 @@ async def test_where_a_call_hangs_is_printed(spec):
     """The worker is killed and says nothing more; its stack, printed before, names the line."""
     printed = bytearray()
     async with pool_of(spec, timeout_s=LIMIT_S, on_output=printed.extend) as pool:
-        assert summary(await pool.score(call("sleep"))) == [(-1.0, "timeout")]
+        assert summary(await pool.compute_rewards(call("sleep"))) == [(-1.0, "timeout")]
     assert "reward.py" in printed.decode() and "in compute_score" in printed.decode()
 
 
@@ -172,10 +175,10 @@ def test_the_file_of_what_is_printed_has_a_limit(tmp_path):
 @pytest.mark.parametrize("what", ["sleep", "await", "deaf"])
 async def test_a_call_that_runs_too_long_is_a_timeout(spec, counted, what):
     async with pool_of(spec, timeout_s=LIMIT_S) as pool:
-        (before,) = await pool.score(call("pid"))
-        (late,) = await pool.score(call(what))
+        (before,) = await pool.compute_rewards(call("pid"))
+        (late,) = await pool.compute_rewards(call(what))
         assert not running(int(before.score))
-        (after,) = await pool.score(call("pid"))
+        (after,) = await pool.compute_rewards(call("pid"))
     assert (late.score, late.reason) == (-1.0, "timeout")
     assert "0.5 s" in late.detail
     assert after.reason == "ok" and after.score != before.score
@@ -185,16 +188,18 @@ async def test_a_call_that_runs_too_long_is_a_timeout(spec, counted, what):
 
 async def test_a_timeout_concerns_one_response_only(spec):
     async with pool_of(spec, timeout_s=LIMIT_S) as pool:
-        results = await pool.score(call("right", "sleep", "wrong"))
+        results = await pool.compute_rewards(call("right", "sleep", "wrong"))
     assert summary(results) == [(1.0, "ok"), (-1.0, "timeout"), (0.0, "ok")]
 
 
 async def test_what_the_function_started_dies_with_it(spec, tmp_path):
     async with pool_of(spec, timeout_s=LIMIT_S, max_retries=0) as pool:
-        assert summary(await pool.score(call(f"child {tmp_path / 'pid'}"))) == [(-1.0, "timeout")]
+        assert summary(await pool.compute_rewards(call(f"child {tmp_path / 'pid'}"))) == [
+            (-1.0, "timeout")
+        ]
         await ends(int((tmp_path / "pid").read_text()))
         with pytest.raises(RewardWorkerLost, match="exit code 6"):
-            await pool.score(call(f"leave {tmp_path / 'pid'}"))
+            await pool.compute_rewards(call(f"leave {tmp_path / 'pid'}"))
         await ends(int((tmp_path / "pid").read_text()))
 
 
@@ -205,37 +210,39 @@ async def test_what_the_function_started_dies_with_it(spec, tmp_path):
 async def test_a_worker_that_dies_is_lost_and_never_a_score(spec, counted, what, cause):
     async with pool_of(spec, max_retries=1) as pool:
         with pytest.raises(RewardWorkerLost, match=f"lost 2 times.*{cause}"):
-            await pool.score(call(what))
+            await pool.compute_rewards(call(what))
         assert counted.read_text().split() == [what, what]
         assert pool.workers_lost == 2
-        assert summary(await pool.score(call("right"))) == [(1.0, "ok")]
+        assert summary(await pool.compute_rewards(call("right"))) == [(1.0, "ok")]
 
 
 async def test_a_lost_call_is_made_again(spec, tmp_path):
     async with pool_of(spec, max_retries=1) as pool:
-        assert summary(await pool.score(call(f"once {tmp_path / 'mark'}"))) == [(0.0, "ok")]
+        assert summary(await pool.compute_rewards(call(f"once {tmp_path / 'mark'}"))) == [
+            (0.0, "ok")
+        ]
         assert pool.workers_lost == 1
 
 
 async def test_a_worker_that_dies_between_calls_costs_no_retry(spec):
     async with pool_of(spec, max_retries=0) as pool:
-        worker, child = (int(r.score) for r in await pool.score(call("pid", "spawn")))
+        worker, child = (int(r.score) for r in await pool.compute_rewards(call("pid", "spawn")))
         os.kill(worker, signal.SIGKILL)
         await ends(worker)
         await ends(child)
-        assert summary(await pool.score(call("right"))) == [(1.0, "ok")]
+        assert summary(await pool.compute_rewards(call("right"))) == [(1.0, "ok")]
         assert pool.workers_lost == 0
 
 
 async def test_uvloop_gives_the_same_verdicts(spec):
     async def scenario():
         async with pool_of(spec, timeout_s=LIMIT_S, max_retries=0) as pool:
-            assert summary(await pool.score(call("right", "sleep"))) == [
+            assert summary(await pool.compute_rewards(call("right", "sleep"))) == [
                 (1.0, "ok"),
                 (-1.0, "timeout"),
             ]
             with pytest.raises(RewardWorkerLost, match="exit code 4"):
-                await pool.score(call("fork"))
+                await pool.compute_rewards(call("fork"))
 
     await asyncio.to_thread(uvloop.run, scenario())
 
@@ -255,26 +262,26 @@ async def test_workers_run_at_the_same_time_and_no_more(tmp_path):
             return float(seen)
     """
     async with pool_of(spec_for(tmp_path, source), workers=2) as pool:
-        assert [r.score for r in await pool.score(call("a", "b"))] == [2.0, 2.0]
+        assert [r.score for r in await pool.compute_rewards(call("a", "b"))] == [2.0, 2.0]
 
 
 async def test_one_worker_takes_calls_in_the_order_of_asking(spec, counted):
     async with pool_of(spec) as pool:
         names = [f"call{i}" for i in range(12)]
-        await asyncio.gather(*(pool.score(call(name)) for name in names))
+        await asyncio.gather(*(pool.compute_rewards(call(name)) for name in names))
     assert counted.read_text().split() == names
 
 
 async def test_a_cancelled_caller_frees_its_worker(spec):
     async with pool_of(spec) as pool:
-        (worker,) = await pool.score(call("pid"))
-        waiting = asyncio.create_task(pool.score(call("sleep")))
+        (worker,) = await pool.compute_rewards(call("pid"))
+        waiting = asyncio.create_task(pool.compute_rewards(call("sleep")))
         await asyncio.sleep(0.2)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await ends(int(worker.score))
-        assert summary(await pool.score(call("right"))) == [(1.0, "ok")]
+        assert summary(await pool.compute_rewards(call("right"))) == [(1.0, "ok")]
 
 
 async def test_a_group_is_one_call(tmp_path):
@@ -288,27 +295,27 @@ async def test_a_group_is_one_call(tmp_path):
             return [None if c == "none" else float(len(completions)) for c in completions]
     """
     async with pool_of(spec_for(tmp_path, source), workers=2, timeout_s=LIMIT_S) as pool:
-        found = summary(await pool.score(call("a", "none", "b")))
+        found = summary(await pool.compute_rewards(call("a", "none", "b")))
         assert found == [(3.0, "ok"), (None, "unscored"), (3.0, "ok")]
-        assert summary(await pool.score(call("a", "raise"))) == [(-1.0, "error")] * 2
-        assert summary(await pool.score(call("a", "sleep"))) == [(-1.0, "timeout")] * 2
+        assert summary(await pool.compute_rewards(call("a", "raise"))) == [(-1.0, "error")] * 2
+        assert summary(await pool.compute_rewards(call("a", "sleep"))) == [(-1.0, "timeout")] * 2
 
 
 async def test_the_environment_reaches_the_workers(spec):
     async with pool_of(spec, env={"LAMINAR_TEST_VALUE": "2.5"}) as pool:
-        assert (await pool.score(call("env LAMINAR_TEST_VALUE")))[0].score == 2.5
+        assert (await pool.compute_rewards(call("env LAMINAR_TEST_VALUE")))[0].score == 2.5
 
 
 async def test_built_in_scorers_run_in_workers():
     async with pool_of(RewardSpec("trajectory", [FunctionSpec("math")])) as pool:
-        found = await pool.score(call(r"\boxed{\frac12}", "0.4", truth="0.5"))
+        found = await pool.compute_rewards(call(r"\boxed{\frac12}", "0.4", truth="0.5"))
         assert summary(found) == [(1.0, "ok"), (0.0, "ok")]
     rows = load_prompts(DataConfig(dataset="spell_backward", dataset_size=1, val_size=0)).train
     answer = (f"<answer>{rows[0].ground_truth}</answer>", [])
     async with pool_of(
         RewardSpec("trajectory", [FunctionSpec("dataset", dataset="spell_backward")])
     ) as pool:
-        assert summary(await pool.score(RewardCall(rows[0], [answer]))) == [(1.0, "ok")]
+        assert summary(await pool.compute_rewards(RewardCall(rows[0], [answer]))) == [(1.0, "ok")]
 
 
 # --- start and end
@@ -336,19 +343,19 @@ async def test_a_file_that_breaks_later_is_a_lost_worker(spec, tmp_path):
     async with pool_of(spec, max_retries=1) as pool:
         (tmp_path / "reward.py").write_text("import gone")
         with pytest.raises(RewardWorkerLost, match="No module named 'gone'"):
-            await pool.score(call("exit"))
+            await pool.compute_rewards(call("exit"))
 
 
 async def test_close_ends_busy_workers_and_their_callers(spec):
     pool = RewardPool(spec, workers=1)
     await pool.start()
-    (worker,) = await pool.score(call("pid"))
-    calls = [asyncio.create_task(pool.score(call("sleep"))) for _ in range(3)]
+    (worker,) = await pool.compute_rewards(call("pid"))
+    calls = [asyncio.create_task(pool.compute_rewards(call("sleep"))) for _ in range(3)]
     await asyncio.sleep(0.2)
     await pool.close()
     for result in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(result, RewardWorkerLost)
     assert not running(int(worker.score))
     with pytest.raises(RewardWorkerLost, match="not running"):
-        await pool.score(call("right"))
+        await pool.compute_rewards(call("right"))
     await pool.close()  # twice is once

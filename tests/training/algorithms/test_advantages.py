@@ -34,7 +34,7 @@ def advantages(make_config: Make, make_samples: Callable[..., list[TrainSample]]
             for i, (row, reward) in enumerate(zip(rows, rewards, strict=True)):
                 sample = replace(row, sample_id=f"{number}.{i}", group_id=str(number))
                 samples.append(replace(sample, reward=reward))
-        found = Estimator(make_config(keys).algorithm).with_advantages(samples)
+        found = Estimator(make_config(keys).algorithm).assign_advantages(samples)
         return np.array([s.advantage for s in found])
 
     return estimate
@@ -74,9 +74,9 @@ def test_a_row_that_is_left_out_is_in_no_baseline(
     samples = make_samples(3, 4)
     gone = {samples[1].sample_id, samples[6].sample_id}
     kept = [s for s in samples if s.sample_id not in gone]
-    found = {s.sample_id: s.advantage for s in estimator.with_advantages(samples, gone)}
+    found = {s.sample_id: s.advantage for s in estimator.assign_advantages(samples, gone)}
     assert [found[name] for name in gone] == [0.0, 0.0]
-    for sample in estimator.with_advantages(kept):
+    for sample in estimator.assign_advantages(kept):
         np.testing.assert_array_equal(sample.advantage, found[sample.sample_id])
 
 
@@ -98,7 +98,7 @@ def test_a_user_may_give_each_token_an_advantage(
     )
     config = make_config({"algorithm.adv_estimator": f"{file}:growing"})
     samples = make_samples(2, 3, extras={"bonus": 0.5})
-    for sample in Estimator(config.algorithm).with_advantages(samples):
+    for sample in Estimator(config.algorithm).assign_advantages(samples):
         expected = np.arange(len(sample.response_ids)) + 0.5
         np.testing.assert_array_equal(sample.token_advantages, expected)
 
@@ -123,7 +123,7 @@ def test_the_last_tokens_before_the_longest_answer_cost_reward(
     assert [s.penalty for s in found] == penalties
     assert [s.reward for s in found] == [0.5] * 5, "the score is as it was"
     keys = {**keys, "algorithm.adv_estimator": "rloo"}
-    estimated = Estimator(make_config(keys).algorithm).with_advantages(found)
+    estimated = Estimator(make_config(keys).algorithm).assign_advantages(found)
     others = [(sum(penalties) - own) / 4 for own in penalties]
     expected = [own - other for own, other in zip(penalties, others, strict=True)]
     np.testing.assert_allclose([s.advantage for s in estimated], expected, atol=1e-12)

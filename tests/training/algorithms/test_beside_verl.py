@@ -23,7 +23,7 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.config.algorithm_rules import ESTIMATORS, LOSS_OPTIONS, REJECTIONS
 from laminar.training.algorithms.advantages import AdvantageInputs, Estimator, later_errors
-from laminar.training.algorithms.correction import correction
+from laminar.training.algorithms.correction import compute_correction
 from laminar.training.algorithms.loss_terms import BatchCounts, token_coefficients, value_losses
 from laminar.training.algorithms.policy_losses import PolicyLoss
 
@@ -168,7 +168,7 @@ def test_value_and_gradient_of_every_loss(
     loss = PolicyLoss(algorithm)
     for batch in batches(12):
         lengths = torch.tensor(batch.lengths)
-        found = correction(
+        found = compute_correction(
             batch.flat(batch.old), batch.flat(batch.engine), lengths, algorithm.rollout_correction
         )
         weights = None
@@ -234,7 +234,7 @@ def test_every_estimator(name: str, by_std: bool, verl: Any, make_config: Make) 
             **more,
         )
         inputs = AdvantageInputs(rewards, index, lengths, {}, estimator.options)
-        found = inputs.per_token(np.array(estimator.estimate(inputs)))
+        found = inputs.per_token(np.array(estimator.estimate_advantages(inputs)))
         np.testing.assert_allclose(found, expected[mask.bool()], rtol=1e-6, atol=1e-6)
 
 
@@ -268,7 +268,7 @@ def test_advantages_and_returns_of_gae(
             estimator.options,
             values[keep].numpy(),
         )
-        found = np.concatenate(estimator.estimate(inputs))
+        found = np.concatenate(estimator.estimate_advantages(inputs))
         np.testing.assert_allclose(found, expected[keep], rtol=1e-6, atol=1e-6)
         found = later_errors(inputs, lam) + inputs.values
         np.testing.assert_allclose(found, returns[keep], rtol=1e-6, atol=1e-6)
@@ -314,7 +314,7 @@ def test_every_rule_masks_what_verl_masks(rule: str, verl: Any, make_config: Mak
         expected, _ = verl.corrections.compute_rollout_rejection_mask(
             batch.old - batch.engine, batch.mask, rule, bound
         )
-        found = correction(
+        found = compute_correction(
             batch.flat(batch.old), batch.flat(batch.engine), torch.tensor(batch.lengths), settings
         )
         assert found.keep is not None

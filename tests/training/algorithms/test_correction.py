@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laminar.config import Config, ConfigError
-from laminar.training.algorithms.correction import Correction, correction
+from laminar.training.algorithms.correction import Correction, compute_correction
 
 SECTION = "algorithm.rollout_correction."
 LENGTHS = torch.tensor([3, 1])
@@ -24,7 +24,9 @@ def corrected(make_config: Callable[..., Config]) -> Callable[..., Correction]:
         config = make_config({SECTION + key: value for key, value in keys.items()})
         scores = RHO.log() if trainer is None else trainer
         settings = config.algorithm.rollout_correction
-        return correction(scores, torch.zeros(len(scores)), LENGTHS[: len(scores)], settings)
+        return compute_correction(
+            scores, torch.zeros(len(scores)), LENGTHS[: len(scores)], settings
+        )
 
     return build
 

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar.actors.model_files import save_model
 from laminar.tasks.data.tokenizer import end_ids, load_tokenizer
-from laminar.training.learner import Learner, take_weights
+from laminar.training.learner import Learner, replace_weights
 from laminar.training.model.policy import LoadedPolicy, load_policy
 from laminar.training.threaded import ThreadedFiles
-from laminar.weights.version.checkpoint import describe
+from laminar.weights.version.checkpoint import build_tensor_manifest
 
 Make = Callable[..., Any]
 
 
 async def export(model: Any, source: str, target: Path) -> None:
     learner = SimpleNamespace(policy=SimpleNamespace(model=model))
-    await save_model(ThreadedFiles(lambda: learner, source, describe), target)  # type: ignore[arg-type, return-value]
+    await save_model(ThreadedFiles(lambda: learner, source, build_tensor_manifest), target)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -48,7 +48,7 @@ async def test_trained_weights_come_back_byte_for_byte(
         assert tensor.dtype == torch.float32
         assert tensor.numpy().tobytes() == expected[name].numpy().tobytes()
     again = Learner(make_config(), load_policy(str(target), "cpu", tokenizer_size=48))
-    assert again.score([[1, 2, 3, 4]]) == learner.score([[1, 2, 3, 4]])
+    assert again.compute_logprobs([[1, 2, 3, 4]]) == learner.compute_logprobs([[1, 2, 3, 4]])
 
 
 def test_an_export_is_read_back_into_the_room_of_the_gradients(
@@ -67,9 +67,9 @@ def test_an_export_is_read_back_into_the_room_of_the_gradients(
         assert all(parameter.grad is None for parameter in parameters)
         return load_policy(source, "cpu", tokenizer_size=48)
 
-    take_weights(learner, load)
+    replace_weights(learner, load)
     first = Learner(make_config(), load_policy(source, "cpu", tokenizer_size=48))
-    assert learner.score([[1, 2, 3, 4]]) == first.score([[1, 2, 3, 4]])
+    assert learner.compute_logprobs([[1, 2, 3, 4]]) == first.compute_logprobs([[1, 2, 3, 4]])
 
 
 async def test_everything_a_user_needs_lies_beside_the_weights(
@@ -126,7 +126,7 @@ async def test_an_export_that_dies_leaves_nothing_under_the_name(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr("laminar.training.shared_safetensors.create", die)
+        patch.setattr("laminar.training.shared_safetensors.create_file", die)
         await export(make_model(), source, target)
     assert not target.exists()
     await export(make_model(), source, target)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from laminar.config import ConfigError
-from laminar.training.checkpoints.checkpoint import named_moments
+from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner
 from laminar.training.model.policy import recompute_layers
 from tools.kit import live_bytes as saved
@@ -46,7 +46,7 @@ def trained(learner: Learner, make_samples: Make) -> dict[str, bytes]:
     for step in range(2):
         learner.train_step(make_samples(seed=step), step)
     model = learner.policy.model
-    found = dict(model.state_dict()) | dict(named_moments(model, learner.optimizer))
+    found = dict(model.state_dict()) | dict(iter_moments(model, learner.optimizer))
     found |= {f"grad.{name}": p.grad for name, p in model.named_parameters()}
     return {name: tensor.detach().numpy().tobytes() for name, tensor in found.items()}
 

@@ -20,30 +20,30 @@ from laminar.config import Config
 from laminar.storage.rules import Span
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
-from laminar.training.learner import Learner, measured_step
+from laminar.training.learner import Learner, run_measured_step
 from laminar.training.metrics import memory_metrics
 from laminar.training.model import lora
 from laminar.training.model.footprint import (
     TrainingPlan,
     _adapter_activations,
     activation_bytes,
-    footprint,
+    estimate_footprint,
     pass_tokens,
     sizes_of,
-    total,
+    sum_bytes,
     way_of,
 )
-from laminar.training.model.micro_batches import collate
+from laminar.training.model.micro_batches import collate_samples
 from laminar.training.model.policy import (
     Compute,
     LoadedPolicy,
-    _autocast,
-    base_weights,
+    _make_autocast,
     cast_linear,
+    get_base_weights,
     named_weights,
     recompute_layers,
 )
-from laminar.training.objective import ObjectiveConfig, objective
+from laminar.training.objective import ObjectiveConfig, compute_objective
 from laminar.training.steps import TrainSample
 from tools.kit.extras import needs_peft
 from tools.kit.live_bytes import LiveBytes, saved_bytes
@@ -85,7 +85,7 @@ def made(family: str, vocabulary: int = 64, *, tied: bool = True, layers: int = 
 
 
 def sizes(model: Any) -> Any:
-    shapes = {name: tuple(tensor.shape) for name, tensor in base_weights(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in get_base_weights(model).items()}
     return sizes_of(model.config.to_dict(), shapes)
 
 
@@ -122,7 +122,7 @@ def peak_of_a_pass(model: Any, way: TrainingPlan, config: Config) -> int:
     if way.recomputes:
         recompute_layers(model)
     vocabulary = model.config.vocab_size
-    micro = collate(samples(vocabulary), torch.device("cpu"))
+    micro = collate_samples(samples(vocabulary), torch.device("cpu"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -132,7 +132,7 @@ def peak_of_a_pass(model: Any, way: TrainingPlan, config: Config) -> int:
     how = ObjectiveConfig(config.algorithm, PolicyLoss(config.algorithm), RESPONSE, chunks)
     counts = BatchCounts(ROWS * RESPONSE, ROWS)
     with LiveBytes([*model.parameters(), *model.buffers(), *gradients]) as live:
-        part = objective(LoadedPolicy(model, vocabulary), None, micro, None, counts, how)
+        part = compute_objective(LoadedPolicy(model, vocabulary), None, micro, None, counts, how)
         torch.autograd.backward(part.loss)
     return live.peak
 
@@ -154,7 +154,7 @@ def kept_of_a_token(dtype: str, make: Callable[[int], Any]) -> float:
             ids = torch.zeros(1, tokens, dtype=torch.int64)
 
             def forward(model: Any = model, ids: torch.Tensor = ids) -> None:
-                with _autocast(torch.device("cpu"), DTYPES[dtype]):
+                with _make_autocast(torch.device("cpu"), DTYPES[dtype]):
                     model.base_model(input_ids=ids, use_cache=False)
 
             kept[layers, tokens] = saved_bytes(model.parameters(), forward)
@@ -178,7 +178,7 @@ def test_a_pass_takes_what_is_said_within_a_fifth(
     """With a small vocabulary a layer takes the most, with a large one the head."""
     model = made(family, vocabulary)
     asked = way(dtype, recomputes=recomputes)
-    said = total(footprint(sizes(model), asked).device) - 16 * sizes(model).parameters
+    said = sum_bytes(estimate_footprint(sizes(model), asked).device) - 16 * sizes(model).parameters
     assert said == pytest.approx(peak_of_a_pass(model, asked, make_config()), rel=0.2)
 
 
@@ -191,7 +191,7 @@ def test_the_head_takes_what_is_said_within_a_fifth(
     """In one chunk logits are the most; in small ones the gradients of the head that are added."""
     model = made("qwen2", 30_000, tied=tied, layers=1)
     asked = way("float32", recomputes=True, chunk_tokens=chunk, entropy_bonus=bool(bonus))
-    said = total(footprint(sizes(model), asked).device) - 16 * sizes(model).parameters
+    said = sum_bytes(estimate_footprint(sizes(model), asked).device) - 16 * sizes(model).parameters
     found = peak_of_a_pass(model, asked, make_config({"algorithm.entropy_coeff": bonus}))
     assert said == pytest.approx(found, rel=0.2)
 
@@ -212,13 +212,13 @@ def test_the_state_is_exact(family: str, tied: bool, make_config: Make) -> None:
         state[kind] for state in learner.optimizer.state.values() for kind in state
         if kind != "step"
     ]  # fmt: skip
-    found = footprint(sizes(model), way("float32", copies=True))
+    found = estimate_footprint(sizes(model), way("float32", copies=True))
     assert found.device["parameters"] == bytes_of(model.parameters())
     assert found.device["gradients"] == bytes_of(p.grad for p in model.parameters())
     assert found.device["Adam's moments"] == bytes_of(moments)
     assert found.host["checkpoint copies"] == bytes_of([*model.parameters(), *moments])
     cast_linear(model, torch.bfloat16)
-    asked = footprint(sizes(model), way("bfloat16", reference=True))
+    asked = estimate_footprint(sizes(model), way("bfloat16", reference=True))
     assert asked.device["reference model"] == bytes_of(model.parameters())
 
 
@@ -230,7 +230,7 @@ def adapted(config: Config, dtype: str, family: str, vocabulary: int = 64, **mor
     model = made(family, vocabulary, **more)
     if dtype == "bfloat16":
         cast_linear(model, torch.bfloat16)
-    lora.inject(model, config.lora)
+    lora.inject_adapters(model, config.lora)
     return model
 
 
@@ -246,7 +246,7 @@ def test_the_state_of_adapters_is_exact(dtype: str, tied: bool, make_config: Mak
     config = make_config({"trainer.device": "cpu", "lora.rank": RANK})
     model = adapted(config, dtype, "qwen3", 300, tied=tied)
     learner = Learner(config, LoadedPolicy(model, 300, base="of a test"))
-    adapters = [parameter for _, parameter in lora.adapters(model)]
+    adapters = [parameter for _, parameter in lora.list_adapter_parameters(model)]
     for parameter in adapters:
         parameter.grad = torch.zeros_like(parameter)
     learner.optimizer.step()
@@ -254,14 +254,14 @@ def test_the_state_of_adapters_is_exact(dtype: str, tied: bool, make_config: Mak
         state[kind] for state in learner.optimizer.state.values() for kind in state
         if kind != "step"
     ]  # fmt: skip
-    found = footprint(sizes(model), adapting(dtype, copies=True, reference=True))
-    assert found.device["base"] == bytes_of(base_weights(model).values())
+    found = estimate_footprint(sizes(model), adapting(dtype, copies=True, reference=True))
+    assert found.device["base"] == bytes_of(get_base_weights(model).values())
     assert found.device["adapters"] == found.device["gradients"] == bytes_of(adapters)
     assert found.device["Adam's moments"] == bytes_of(moments)
     assert not {"parameters", "reference model"} & found.device.keys()
     copied = [tensor for _, tensor in named_weights(model)]
     assert found.host["checkpoint copies"] == bytes_of([*copied, *adapters, *moments])
-    shared = footprint(sizes(model), adapting(dtype, ranks=2))
+    shared = estimate_footprint(sizes(model), adapting(dtype, ranks=2))
     assert 2 * shared.device["base"] == 4 * sizes(model).parameters
 
 
@@ -290,20 +290,20 @@ def test_a_pass_with_adapters_takes_what_is_said_within_a_fifth(
     config = make_config({"lora.rank": RANK})
     model = adapted(config, dtype, family, vocabulary)
     asked = adapting(dtype, recomputes=recomputes)
-    parts = footprint(sizes(model), asked).device
+    parts = estimate_footprint(sizes(model), asked).device
     said = sum(parts.get(n, 0) for n in ("activations", "casts of the weights", "head and logits"))
     assert said == pytest.approx(peak_of_a_pass(model, asked, config), rel=0.2)
 
 
 def test_ranks_and_offload_move_the_state() -> None:
     model = sizes(made("llama", layers=2))
-    alone, shared = (footprint(model, way("bfloat16", ranks=ranks)) for ranks in (1, 4))
+    alone, shared = (estimate_footprint(model, way("bfloat16", ranks=ranks)) for ranks in (1, 4))
     for name in ("parameters", "gradients", "Adam's moments"):
         assert 4 * shared.device[name] == alone.device[name]
     whole = shared.device["layers gathered whole"]
     assert whole >= 4 * model.largest_layer and "layers gathered whole" not in alone.device
-    moved = footprint(model, way("bfloat16", offload="all", reference=True))
-    assert total(moved.host) == 20 * model.parameters
+    moved = estimate_footprint(model, way("bfloat16", offload="all", reference=True))
+    assert sum_bytes(moved.host) == 20 * model.parameters
     assert "Adam's moments" not in moved.device
     assert moved.device["layers gathered whole"] == whole
 
@@ -337,9 +337,9 @@ def test_a_step_says_what_was_estimated_and_what_was_measured(
     """Without a GPU the measure is of the process; the step itself is a function of its samples."""
     policy = make_policy()
     learner = Learner(make_config(), policy)
-    found = measured_step(learner, make_samples(), 0).metrics
-    asked = footprint(sizes(policy.model), way_of(make_config(), gpu=False))
-    assert found["perf/estimated_memory_gb"] == total(asked.device) / 1e9
+    found = run_measured_step(learner, make_samples(), 0).metrics
+    asked = estimate_footprint(sizes(policy.model), way_of(make_config(), gpu=False))
+    assert found["perf/estimated_memory_gb"] == sum_bytes(asked.device) / 1e9
     resident = psutil.Process().memory_info().rss / 1e9
     assert 0.9 * resident <= found["perf/max_resident_gb"] <= 100 * resident
     assert not [name for name in learner.train_step(make_samples(), 1).metrics if "_gb" in name]

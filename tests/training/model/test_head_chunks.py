@@ -23,7 +23,7 @@ from transformers import (
 
 from laminar.config import ConfigError
 from laminar.training.learner import Learner
-from laminar.training.model.micro_batches import TokenRows, token_rows
+from laminar.training.model.micro_batches import TokenRows, pad_token_rows
 from laminar.training.model.policy import Compute, Entropy, LoadedPolicy, load_policy
 
 Make = Callable[..., Any]
@@ -44,7 +44,7 @@ class Largest(TorchDispatchMode):
 
 def scored_rows(vocabulary: int) -> TokenRows:
     ids = np.random.default_rng(0).integers(0, vocabulary, (2, 1 + TOKENS // 2)).astype(np.int32)
-    return token_rows(list(ids), [1, 1], torch.device("cpu"))
+    return pad_token_rows(list(ids), [1, 1], torch.device("cpu"))
 
 
 def backward(
@@ -89,7 +89,7 @@ def test_in_bfloat16_the_gradient_of_the_head_is_summed_over_chunks_in_float32(
     """512 terms summed in bfloat16 would be off by several hundredths."""
     policy = make_policy(tied=False)
     ids = [np.random.default_rng(i).integers(0, 48, 65).astype(np.int32) for i in range(8)]
-    rows = token_rows(ids, [1] * 8, torch.device("cpu"))
+    rows = pad_token_rows(ids, [1] * 8, torch.device("cpu"))
     head = policy.model.get_output_embeddings().weight
     found = {}
     for chunk in (10**6, 1):
@@ -135,8 +135,8 @@ def test_what_waits_for_the_backward_pass_has_no_vocabulary(
 
 def test_sequences_of_one_token_have_no_scores(make_policy: Make, make_config: Make) -> None:
     learner = Learner(make_config({"trainer.logit_chunk_tokens": 2}), make_policy())
-    assert learner.score([[3]]) == [[]]
-    assert [len(found) for found in learner.score([[3], [1, 2, 3, 4, 5]])] == [0, 4]
+    assert learner.compute_logprobs([[3]]) == [[]]
+    assert [len(found) for found in learner.compute_logprobs([[3], [1, 2, 3, 4, 5]])] == [0, 4]
 
 
 def save_model(directory: Path, config: PreTrainedConfig) -> str:

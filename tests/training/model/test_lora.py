@@ -21,21 +21,21 @@ from laminar.cli.fork import _check_adapters
 from laminar.config import Config, ConfigError
 from laminar.run.directory import RESUME_FILE
 from laminar.training.checkpoints import checkpoint
-from laminar.training.checkpoints.checkpoint import named_moments
+from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner
 from laminar.training.model import lora, lora_targets
 from laminar.training.model.policy import (
     BasePolicy,
     LoadedPolicy,
-    base_weights,
-    digest,
+    digest_base_weights,
+    get_base_weights,
     load_policy,
     named_weights,
 )
 from laminar.training.threaded import ThreadedFiles
-from laminar.training.trainer_state import CheckpointError, Resume, encode
+from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.checkpoint import describe
+from laminar.weights.version.checkpoint import build_tensor_manifest
 from tools.kit.extras import needs_peft
 
 pytestmark = needs_peft
@@ -76,8 +76,10 @@ def load(source: Path, config: Config | None = None) -> LoadedPolicy:
 def published(model: Any, dtype: str) -> str:
     """The digest of a version."""
     tensors = list(named_weights(model))
-    specs = mf.layout([(name, tuple(t.shape)) for name, t in tensors], dtype)
-    return describe(version=0, step=0, specs=specs, tensors=tensors, probe=NO_PROBE).digest
+    specs = mf.make_layout([(name, tuple(t.shape)) for name, t in tensors], dtype)
+    return build_tensor_manifest(
+        version=0, step=0, specs=specs, tensors=tensors, probe=NO_PROBE
+    ).digest
 
 
 def apart(scores: list[list[float]], others: list[list[float]]) -> float:
@@ -103,8 +105,10 @@ def test_a_run_begins_with_the_version_of_its_base(
 ) -> None:
     learner = make_learner()
     assert published(learner.policy.model, dtype) == published(load(source).model, dtype)
-    assert learner.policy.base == digest(load(source))
-    first = [p for name, p in lora.adapters(learner.policy.model) if ".lora_A." in name]
+    assert learner.policy.base == digest_base_weights(load(source))
+    first = [
+        p for name, p in lora.list_adapter_parameters(learner.policy.model) if ".lora_A." in name
+    ]
     assert len({p.detach().numpy().tobytes() for p in first}) == len(first) == 14
     assert all(0 < float(p.detach().std()) < 1 for p in first)
 
@@ -113,13 +117,13 @@ def test_what_is_published_scores_as_base_and_adapters(
     source: Path, make_learner: Make, make_samples: Make, make_config: Make
 ) -> None:
     learner = make_learner()
-    before = learner.score(TEXTS)
+    before = learner.compute_logprobs(TEXTS)
     for step in range(3):
         assert learner.train_step(make_samples(), step).changed
-    after = learner.score(TEXTS)
+    after = learner.compute_logprobs(TEXTS)
     assert apart(before, after) > 0.1
     merged = Learner(make_config(), merged_policy(learner, source))
-    assert apart(merged.score(TEXTS), after) <= CLOSE
+    assert apart(merged.compute_logprobs(TEXTS), after) <= CLOSE
 
 
 def test_an_adapter_without_its_scale_is_seen(
@@ -131,10 +135,10 @@ def test_an_adapter_without_its_scale_is_seen(
 ) -> None:
     learner = make_learner()
     learner.train_step(make_samples(), 0)
-    usual = lora._merged
-    monkeypatch.setattr(lora, "_merged", lambda base, a, b, scale: usual(base, a, b, 1.0))
+    usual = lora._merge_matrices
+    monkeypatch.setattr(lora, "_merge_matrices", lambda base, a, b, scale: usual(base, a, b, 1.0))
     wrong = Learner(make_config(), merged_policy(learner, source))
-    assert apart(wrong.score(TEXTS), learner.score(TEXTS)) > 100 * CLOSE
+    assert apart(wrong.compute_logprobs(TEXTS), learner.compute_logprobs(TEXTS)) > 100 * CLOSE
 
 
 def _in_place(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -147,15 +151,15 @@ def test_the_base_keeps_its_bytes(
 ) -> None:
     """However often it is published; a merge in place would add the adapter each time."""
     if planted:
-        monkeypatch.setattr(lora, "_merged", _in_place)
+        monkeypatch.setattr(lora, "_merge_matrices", _in_place)
     learner = make_learner()
-    before = bytes_of(base_weights(learner.policy.model))
+    before = bytes_of(get_base_weights(learner.policy.model))
     learner.train_step(make_samples(), 0)
     twice = {published(learner.policy.model, "float32") for _ in range(2)}
     assert (len(twice) == 1) != planted
-    assert (bytes_of(base_weights(learner.policy.model)) == before) != planted
+    assert (bytes_of(get_base_weights(learner.policy.model)) == before) != planted
     if not planted:
-        assert digest(learner.policy) == learner.policy.base
+        assert digest_base_weights(learner.policy) == learner.policy.base
 
 
 # --- the reference ----------------------------------------------------------------------------
@@ -172,17 +176,21 @@ def test_without_its_adapters_a_policy_is_its_base_to_the_bit(
 ) -> None:
     """The KL term compares with that: with the adapters on, it would always be 0."""
     if planted:
-        monkeypatch.setattr(lora, "adapters_off", lambda model: nullcontext())
+        monkeypatch.setattr(lora, "disable_adapters", lambda model: nullcontext())
     learner = make_learner(algorithm__use_kl_loss=True)
     first, second = (learner.train_step(make_samples(), step) for step in range(2))
     assert first.metrics["actor/kl_loss"] == 0.0
     assert (second.metrics["actor/kl_loss"] > 1e-4) != planted
 
-    base = Learner(make_config(), load(source)).score(TEXTS)
-    with lora.adapters_off(learner.policy.model):
-        assert (learner.score(TEXTS) == base) != planted
-    assert apart(learner.score(TEXTS), base) > 0.01
-    assert learner.facts().reference == learner.facts().base == digest(load(source))
+    base = Learner(make_config(), load(source)).compute_logprobs(TEXTS)
+    with lora.disable_adapters(learner.policy.model):
+        assert (learner.compute_logprobs(TEXTS) == base) != planted
+    assert apart(learner.compute_logprobs(TEXTS), base) > 0.01
+    assert (
+        learner.collect_facts().reference
+        == learner.collect_facts().base
+        == digest_base_weights(load(source))
+    )
 
 
 def test_the_reference_has_the_gradient_of_a_second_model(
@@ -206,9 +214,9 @@ def test_optimizer_and_gradients_are_those_of_adapters_alone(
     learner = make_learner()
     learner.train_step(make_samples(), 0)
     model = learner.policy.model
-    names = {name for name, _ in lora.adapters(model)}
+    names = {name for name, _ in lora.list_adapter_parameters(model)}
     assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
-    moments = {name.partition(".")[2] for name, _ in named_moments(model, learner.optimizer)}
+    moments = {name.partition(".")[2] for name, _ in iter_moments(model, learner.optimizer)}
     assert moments == names
     assert {name for name, p in model.named_parameters() if p.grad is not None} == names
     assert {name for name, p in model.named_parameters() if p.requires_grad} == names
@@ -230,11 +238,11 @@ def test_prompts_once_and_padded_rows_have_one_gradient(
         learner = make_learner(**more)
         assert learner.policy.prompts_once
         object.__setattr__(learner.policy, "prompts_once", once)
-        for name, parameter in lora.adapters(learner.policy.model):
+        for name, parameter in lora.list_adapter_parameters(learner.policy.model):
             if ".lora_B." in name:
                 torch.nn.init.constant_(parameter, 0.02)
         learner.train_step(make_samples(), 0)
-        grads = [p.grad.flatten() for _, p in lora.adapters(learner.policy.model)]
+        grads = [p.grad.flatten() for _, p in lora.list_adapter_parameters(learner.policy.model)]
         found.append(torch.cat(grads).double())
     assert float((found[0] - found[1]).norm() / found[1].norm()) <= 1e-5
     assert float(found[1].norm()) > 0
@@ -246,15 +254,15 @@ def test_a_base_of_the_compute_type_has_its_adapters_in_float32(
     """bfloat16 where nothing that is published has room for more."""
     learner = make_learner(trainer__dtype="bfloat16", weights__dtype="bfloat16")
     model = learner.policy.model
-    held = {name: tensor.dtype for name, tensor in base_weights(model).items()}
+    held = {name: tensor.dtype for name, tensor in get_base_weights(model).items()}
     assert held["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
     assert held["model.norm.weight"] == held["model.embed_tokens.weight"] == torch.float32
-    assert {p.dtype for _, p in lora.adapters(model)} == {torch.float32}
+    assert {p.dtype for _, p in lora.list_adapter_parameters(model)} == {torch.float32}
     assert {tensor.dtype for _, tensor in named_weights(model)} == {torch.float32}
     assert published(model, "bfloat16") == published(load(source).model, "bfloat16")
     assert learner.train_step(make_samples(), 0).changed
     wider = make_learner(trainer__dtype="bfloat16", weights__dtype="float32")
-    assert {t.dtype for t in base_weights(wider.policy.model).values()} == {torch.float32}
+    assert {t.dtype for t in get_base_weights(wider.policy.model).values()} == {torch.float32}
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -268,10 +276,10 @@ async def test_an_export_is_merged_and_its_adapter_is_read_by_peft(
     learner = make_learner(lora__target_modules=["q_proj", "down_proj"])
     learner.train_step(make_samples(), 0)
     target = tmp_path / "export"
-    await save_model(ThreadedFiles(lambda: learner, str(source), describe), target)
-    expected = learner.score(TEXTS)
+    await save_model(ThreadedFiles(lambda: learner, str(source), build_tensor_manifest), target)
+    expected = learner.compute_logprobs(TEXTS)
     merged = Learner(make_config(), load(target))
-    assert apart(merged.score(TEXTS), expected) <= CLOSE
+    assert apart(merged.compute_logprobs(TEXTS), expected) <= CLOSE
     assert published(merged.policy.model, "float32") == published(learner.policy.model, "float32")
 
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -293,8 +301,8 @@ async def test_an_export_is_merged_and_its_adapter_is_read_by_peft(
 
 
 async def save(learner: Learner, source: Path, directory: Path) -> Path:
-    files = ThreadedFiles(lambda: learner, str(source), describe)
-    found = Resume(version=1, step=1, before="", batches=(), learner=learner.facts())
+    files = ThreadedFiles(lambda: learner, str(source), build_tensor_manifest)
+    found = ResumeState(version=1, step=1, before="", batches=(), learner=learner.collect_facts())
     await save_model(files, directory, await files.copy(), {RESUME_FILE: encode(found)})
     return directory
 
@@ -302,14 +310,14 @@ async def save(learner: Learner, source: Path, directory: Path) -> Path:
 @contextmanager
 def any_base(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Planted: the base is whatever model.name has now."""
-    usual = Learner.restore
+    usual = Learner.restore_facts
 
     def restore(self: Learner, facts: Any) -> None:
         object.__setattr__(self.policy, "base", facts.base)
         usual(self, facts)
 
     with patch.context() as planted:
-        planted.setattr(Learner, "restore", restore)
+        planted.setattr(Learner, "restore_facts", restore)
         yield
 
 
@@ -328,7 +336,7 @@ async def test_training_goes_on_from_a_checkpoint_with_its_own_base_alone(
     expected = published(learner.policy.model, "float32")
 
     again = make_learner()
-    checkpoint.load(saved, again)
+    checkpoint.load_checkpoint(saved, again)
     assert published(again.policy.model, "float32") == version
     again.train_step(make_samples(), 1)
     assert published(again.policy.model, "float32") == expected
@@ -339,10 +347,10 @@ async def test_training_goes_on_from_a_checkpoint_with_its_own_base_alone(
     weights["model.norm.weight"] += 0.01
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"belong to a base of digest .* model.name has"):
-        checkpoint.load(saved, make_learner())
+        checkpoint.load_checkpoint(saved, make_learner())
     with any_base(monkeypatch):
         other = make_learner()
-        checkpoint.load(saved, other)
+        checkpoint.load_checkpoint(saved, other)
         assert published(other.policy.model, "float32") != version
 
 
@@ -371,7 +379,7 @@ async def test_another_adapter_is_refused(
     else:
         found = make_learner(**other)
     with pytest.raises(ConfigError, match=text):
-        checkpoint.load(saved, found)
+        checkpoint.load_checkpoint(saved, found)
 
 
 async def test_a_damaged_adapter_is_seen(
@@ -385,10 +393,10 @@ async def test_a_damaged_adapter_is_seen(
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is damaged"):
-        checkpoint.load(saved, make_learner())
+        checkpoint.load_checkpoint(saved, make_learner())
     path.unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors"):
-        checkpoint.load(saved, make_learner())
+        checkpoint.load_checkpoint(saved, make_learner())
 
 
 def test_a_fork_keeps_its_adapters(make_config: Make) -> None:

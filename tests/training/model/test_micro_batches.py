@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from laminar.storage.rules import Span
 from laminar.training.model.micro_batches import (
-    collate,
+    collate_samples,
     micro_batches,
     mini_batches,
-    token_rows,
+    pad_token_rows,
 )
 from laminar.training.steps import TrainSample, ids_digest
 
@@ -50,7 +50,7 @@ def test_mini_batches_are_whole_groups_in_their_order(make_samples: Samples) -> 
 
 def test_rows_point_at_the_logits_before_each_scored_token() -> None:
     sequences = [np.array([7, 8, 9, 10], np.int32), np.array([1, 2, 3, 4, 5, 6], np.int32)]
-    rows = token_rows(sequences, [2, 3], CPU)
+    rows = pad_token_rows(sequences, [2, 3], CPU)
     assert rows.input_ids.tolist() == [[7, 8, 9, 10, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert rows.targets.tolist() == [9, 10, 4, 5, 6]
     width = rows.input_ids.shape[1]
@@ -62,7 +62,7 @@ def test_rows_point_at_the_logits_before_each_scored_token() -> None:
 
 def test_collate_repeats_what_belongs_to_a_sample(make_samples: Samples) -> None:
     samples = [replace(s, advantage=float(i)) for i, s in enumerate(make_samples(1, 3))]
-    micro = collate(samples, CPU)
+    micro = collate_samples(samples, CPU)
     lengths = [len(s.response_ids) for s in samples]
     assert micro.sample_ids == ("0.0.0", "0.0.1", "0.0.2")
     assert micro.advantages.tolist() == np.repeat([0.0, 1.0, 2.0], lengths).tolist()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from laminar.config import ConfigError
 from laminar.training.learner import Learner
-from laminar.training.model.micro_batches import token_rows
+from laminar.training.model.micro_batches import pad_token_rows
 from laminar.training.model.policy import Compute, cast_linear, load_policy, named_weights
 
 Make = Callable[..., Any]
@@ -105,7 +105,7 @@ def test_linear_layers_in_the_compute_type_give_the_same_scores(
     tied: bool, make_policy: Make
 ) -> None:
     policy = make_policy(tied=tied)
-    rows = token_rows([np.arange(40, dtype=np.int32)], [1], policy.device)
+    rows = pad_token_rows([np.arange(40, dtype=np.int32)], [1], policy.device)
     compute = Compute(torch.bfloat16, 16)
     temperature = torch.full((39,), 0.7)
     with torch.no_grad():

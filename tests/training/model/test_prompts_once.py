@@ -32,11 +32,11 @@ from laminar.training.model import (
 )
 from laminar.training.model import packing as passes_module
 from laminar.training.model import policy as policy_model
-from laminar.training.model.micro_batches import Run, SharedPrompt, TokenRows
-from laminar.training.model.packing import passes
+from laminar.training.model.micro_batches import SequenceRun, SharedPrompt, TokenRows
+from laminar.training.model.packing import build_passes
 from laminar.training.model.policy import Compute, LoadedPolicy, load_policy
 from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
-from laminar.training.objective import ObjectiveConfig, objective, score
+from laminar.training.objective import ObjectiveConfig, compute_objective, score_micro_batch
 from laminar.training.ranks import Ranks
 from laminar.training.steps import TrainSample
 
@@ -124,8 +124,8 @@ def gradient_of(
     loss = 0.0
     policy_loss = PolicyLoss(config.algorithm)
     settings = ObjectiveConfig(config.algorithm, policy_loss, 40, Compute(torch.float32, 64))
-    for micro in passes(samples, max_tokens, CPU, prompts_once=prompts_once):
-        part = objective(policy, reference, micro, None, counts, settings)
+    for micro in build_passes(samples, max_tokens, CPU, prompts_once=prompts_once):
+        part = compute_objective(policy, reference, micro, None, counts, settings)
         torch.autograd.backward(part.loss)
         loss += float(part.loss.detach())
     return loss, torch.cat(
@@ -196,7 +196,7 @@ def siblings_as_one(rows: TokenRows) -> TokenRows:
     return replace(
         rows,
         prompts=tuple(
-            SharedPrompt(prompt, (Run(runs[0].start, runs[-1].stop, 1),) if runs else ())
+            SharedPrompt(prompt, (SequenceRun(runs[0].start, runs[-1].stop, 1),) if runs else ())
             for prompt, runs in rows.prompts
         ),
     )
@@ -214,10 +214,10 @@ def last_of_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_sums_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    merge = shared_prefix_attention._merge
+    merge = shared_prefix_attention._merge_attention
     monkeypatch.setattr(
         shared_prefix_attention,
-        "_merge",
+        "_merge_attention",
         lambda output, sums, *rest: merge(output, sums.clone(), *rest),
     )
 
@@ -275,7 +275,7 @@ def test_a_step_is_that_of_padded_rows(
         results = [learner.train_step(samples, step) for step in range(2)]
         found.append([result.metrics for result in results])
         found[-1].append({n: p.sum().item() for n, p in models[0].named_parameters()})
-        assert learner.facts().prompts_once == once
+        assert learner.collect_facts().prompts_once == once
     for once_figures, padded_figures in zip(*found, strict=True):
         assert once_figures == pytest.approx(padded_figures, rel=1e-4, abs=1e-5)
 
@@ -284,7 +284,7 @@ def test_a_step_is_that_of_padded_rows(
 def test_every_sample_is_in_one_pass_within_the_budget(max_tokens: int) -> None:
     samples = [s for seed in range(20) for s in ragged(seed)]
     samples = [replace(s, sample_id=str(i)) for i, s in enumerate(samples)]
-    found = passes(samples, max_tokens, CPU, prompts_once=True)
+    found = build_passes(samples, max_tokens, CPU, prompts_once=True)
     assert sorted(i for micro in found for i in micro.sample_ids) == sorted(
         map(str, range(len(samples)))
     )
@@ -304,7 +304,7 @@ def test_a_rank_reads_whole_groups_unless_there_are_too_few(size: int, make_samp
     read = {}
     for count in (1, size):
         of_ranks = [
-            passes(many, 4096, CPU, prompts_once=True, ranks=Ranks(rank, count))
+            build_passes(many, 4096, CPU, prompts_once=True, ranks=Ranks(rank, count))
             for rank in range(count)
         ]
         read[count] = [sum(m.rows.input_ids.numel() for m in own) for own in of_ranks]
@@ -312,7 +312,8 @@ def test_a_rank_reads_whole_groups_unless_there_are_too_few(size: int, make_samp
     assert max(read[size]) <= 1.25 * sum(read[1]) / size
     few = many[:8]
     of_ranks = [
-        passes(few, 4096, CPU, prompts_once=True, ranks=Ranks(rank, size)) for rank in range(size)
+        build_passes(few, 4096, CPU, prompts_once=True, ranks=Ranks(rank, size))
+        for rank in range(size)
     ]
     assert all(not micro.empty for own in of_ranks for micro in own)
 
@@ -332,14 +333,16 @@ def test_a_pass_is_one_row_with_positions_that_restart(make_samples: Make) -> No
         )
         for i, ids in enumerate(responses)
     ]
-    (micro,) = passes(siblings, 100, CPU, prompts_once=True)
+    (micro,) = build_passes(siblings, 100, CPU, prompts_once=True)
     assert micro.sample_ids == ("2", "3", "1", "0")
     assert micro.rows.input_ids.tolist() == [[40, 41, 1, 8, 9, 5, 6]]
     assert micro.rows.positions is not None
     assert micro.rows.positions.tolist() == [[0, 1, 2, 2, 3, 2, 3]]
     assert micro.rows.index.tolist() == [1, 1, 2, 1, 3, 4, 1, 5, 6]
     assert micro.rows.targets.tolist() == [4, 1, 2, 8, 9, 10, 5, 6, 7]
-    assert micro.rows.prompts == (SharedPrompt(Run(0, 2, 1), (Run(2, 3, 1), Run(3, 7, 2))),)
+    assert micro.rows.prompts == (
+        SharedPrompt(SequenceRun(0, 2, 1), (SequenceRun(2, 3, 1), SequenceRun(3, 7, 2))),
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,7 +371,7 @@ def test_how_a_model_reads_is_chosen_when_it_is_loaded(
 def test_a_model_with_attention_of_its_own_refuses_rows_with_shared_prompts(
     make_policy: Make, make_samples: Make
 ) -> None:
-    (micro,) = passes(make_samples(1, 3), 100, CPU, prompts_once=True)
+    (micro,) = build_passes(make_samples(1, 3), 100, CPU, prompts_once=True)
     with pytest.raises(ValueError, match="cannot read rows that hold a prompt once"):
         make_policy().log_probs(micro.rows, micro.temperature, Compute(torch.float32, 64))
 
@@ -384,8 +387,10 @@ def test_in_bfloat16_scores_are_as_close_as_those_of_padded_rows(
     for once in (True, False):
         for dtype in (torch.float32, torch.bfloat16):
             found = scores.setdefault((once, dtype), {})
-            for micro in passes(samples, 4096, CPU, prompts_once=once):
-                values = score(policy, micro, Compute(dtype, 64)).split(micro.rows.counts.tolist())
+            for micro in build_passes(samples, 4096, CPU, prompts_once=once):
+                values = score_micro_batch(policy, micro, Compute(dtype, 64)).split(
+                    micro.rows.counts.tolist()
+                )
                 found |= zip(micro.sample_ids, values, strict=True)
     exact = scores[False, torch.float32]
     for sample, values in scores[True, torch.float32].items():

@@ -39,8 +39,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from laminar.config import Config, load
-from laminar.core.scheduling.dispatch import permutation
+from laminar.config import Config, load_config
+from laminar.core.scheduling.dispatch import permute_rows
 from laminar.tasks.data.chat import encode_prompt
 from laminar.tasks.data.prompts import load_prompts
 from laminar.tasks.data.tokenizer import load_tokenizer
@@ -245,7 +245,7 @@ def _cpu_of(root: int) -> Cpu:
 def job_of(config: Config, overrides: list[str], steps: int) -> dict[str, Any]:
     """The run for TRL: rows in the order in which Laminar takes them, settings by its names."""
     rows = load_prompts(config.data).train
-    order = permutation(config.seed, 0, len(rows))
+    order = permute_rows(config.seed, 0, len(rows))
     count = config.data.train_batch_size * steps
     chosen = [rows[i] for i in (order if config.data.shuffle else range(len(rows)))[:count]]
     tokenizer = load_tokenizer(config.model.name)
@@ -327,7 +327,7 @@ def main() -> None:
         "trainer.max_ckpt_to_keep=0",
         "trainer.logger=[]",
     ]
-    config = load([QUICKSTART], overrides)
+    config = load_config([QUICKSTART], overrides)
     job, held_out = job_of(config, overrides, options.steps), HeldOut(config)
     torch.set_num_threads(1)
     python = (options.venv / "bin/python").absolute()

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from laminar.config import load
+from laminar.config import load_config
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import RewardCall
 from laminar.tasks.rewards.reward_functions import open_scorer, reward_spec
@@ -72,7 +72,7 @@ class Lines(TrainerCallback):
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    config = load([Path(path) for path in job["configs"]], job["overrides"])
+    config = load_config([Path(path) for path in job["configs"]], job["overrides"])
     scorer = open_scorer(reward_spec(config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.name)
     rows = {row["index"]: PromptRow(**row) for row in job["rows"]}

@@ -134,7 +134,7 @@ class Cluster(Bench):
         link = self._links[name]
         for event in events:
             if isinstance(event, ev.TokenProgress):
-                link.gauge(encode(event))
+                link.send_gauge(encode(event))
             else:
                 link.send(encode(event))
         return self._poll(name)
@@ -144,7 +144,7 @@ class Cluster(Bench):
         assert self.tick is not None
         self.now_ms += 1
         begun = time.process_time()
-        out = self.tick.turn(frames, own, self.now_ms * MS, True)
+        out = self.tick.run_turn(frames, own, self.now_ms * MS, True)
         self.turn_s = time.process_time() - begun
         for route, frame in out:
             link = self._links.get(route.decode().partition("/")[0])

@@ -27,7 +27,7 @@ from pathlib import Path
 from laminar.coordinator.system import RealDisk
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import DecisionRecord, EventRecord
-from laminar.eventlog.replay import replay
+from laminar.eventlog.replay import replay_records
 from laminar.events.codec import decode_command, decode_event
 from laminar.weights.arena.arena import SHARED_MEMORY
 from tools.bench.core.traffic import Traffic
@@ -55,7 +55,7 @@ def measure(directory: Path) -> tuple[float, float, float]:
     disk = RealDisk(directory)
     read_s = cpu_seconds(lambda: read(disk))
     start = time.process_time()
-    found = replay(disk)
+    found = replay_records(disk)
     replay_s = time.process_time() - start
     if found.difference is not None:
         sys.exit(f"the replay differs from the log: {found.difference}")

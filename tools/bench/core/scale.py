@@ -38,9 +38,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from laminar.coordinator.background import Forked
+from laminar.coordinator.background import ForkedBackground
 from laminar.coordinator.system import RealDisk
-from laminar.core.state.state import Trajectory, digest
+from laminar.core.state.state import Trajectory, hash_state
 from laminar.eventlog.record import Takeover
 from laminar.eventlog.snapshot import write_snapshot
 from laminar.events import events as ev
@@ -133,10 +133,10 @@ def losses(cluster: Cluster, situation: str) -> Iterator[Figure]:
 
 def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
     """What is not an event and takes long all the same."""
-    state, background = cluster.state, Forked(get_logger())
+    state, background = cluster.state, ForkedBackground(get_logger())
     disk = RealDisk(directory)
     work = {
-        "state-hash": lambda: digest(state).encode(),
+        "state-hash": lambda: hash_state(state).encode(),
         "snapshot": lambda: write_snapshot(disk, state, Takeover(1, 0, 0)) or b"",
     }
     for what, do in work.items():
@@ -148,7 +148,7 @@ def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
             found.append(1e3 * (time.process_time() - begun))
             while len(answers) <= number:
                 time.sleep(0.01)
-                background.collect()
+                background.collect_results()
         if None in answers:
             sys.exit(f"{what} failed: {dict(background.failed)}")
         yield Figure(f"blocked_ms_{what}", median(found), "ms", BLOCKED_MS)
@@ -166,7 +166,7 @@ def status_ms(cluster: Cluster, directory: Path) -> list[float]:
         )
         begun = time.process_time()
         writer(stamped, [], cluster.state)
-        telemetry.drain(60.0)
+        telemetry.wait_drained(60.0)
         found.append(1e3 * (time.process_time() - begun))
     return found
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laminar.coordinator.tick import Frame, Tick
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings
-from laminar.events.codec import decode_order, encode
+from laminar.events.codec import decode_envelope, encode
 from laminar.names.ports import Disk
 from laminar.net.session import ClientLink, Limits
 from tools.kit.logs import begin_log
@@ -98,7 +98,7 @@ class Traffic:
         self._next_loss = EVENTS_PER_LOSS
         writer = begin_log(disk)
         self.tick = Tick(
-            Machine(),
+            StateMachine(),
             writer,
             boot="c1",
             lease_ms=LEASE_MS,
@@ -136,7 +136,7 @@ class Traffic:
 
     def _turn(self, frames: list[Frame], own: list[Event]) -> None:
         begun = time.process_time()
-        out = self.tick.turn(frames, own, self._now_ns, True)
+        out = self.tick.run_turn(frames, own, self._now_ns, True)
         self.turn_s += time.process_time() - begun
         self.turns += 1
         for route, frame in out:
@@ -156,7 +156,7 @@ class Traffic:
         link = peer.link
         assert link is not None
         for body in link.receive(frame, self._now_ns):
-            order, command = decode_order(body)
+            order, command = decode_envelope(body)
             self._obey(peer, order.command_id, command)
         if link.incarnation and not peer.ready:
             peer.ready = True
@@ -175,7 +175,7 @@ class Traffic:
     def _say(self, peer: Peer, event: Event) -> None:
         assert peer.link is not None
         if isinstance(event, ev.TokenProgress):
-            peer.link.gauge(encode(event))
+            peer.link.send_gauge(encode(event))
         else:
             peer.link.send(encode(event))
         self._speaking[peer.name] = peer
@@ -287,7 +287,7 @@ class Traffic:
         seconds = self._random.expovariate(1 / TRAJECTORY_S)
         self._later(peer, 4 * MS + int(seconds * SECOND), finished)
 
-    def _rewarded(self, item: cmd.Placed) -> ev.TrajectoryRewarded:
+    def _rewarded(self, item: cmd.PlacedTrajectory) -> ev.TrajectoryRewarded:
         return ev.TrajectoryRewarded(
             trajectory_id=item.trajectory_id,
             placement=item.placement,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event
+from laminar.analysis.log.run_log import WallClock, parse_command, parse_event, read_records
 from laminar.analysis.log.timeline import read_steps
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
@@ -62,12 +62,12 @@ class Log(NamedTuple):
 
 def read_log(run_dir: Path) -> Log:
     clock, log = WallClock(), Log([], [])
-    for record in records(run_dir):
+    for record in read_records(run_dir):
         if isinstance(record, EventRecord):
-            said = typed_event(record)
+            said = parse_event(record)
             log.events.append(Told(clock.unix_ns(said), said.seq, said.peer, said.event))
         elif isinstance(record, DecisionRecord):
-            log.orders.append((record.cause, typed_command(record)))
+            log.orders.append((record.cause, parse_command(record)))
     return log
 
 

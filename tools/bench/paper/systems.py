@@ -62,8 +62,8 @@ class Lengths(NamedTuple):
         for share, lengths in self.parts[:-1]:
             upto += share
             if drawn < upto:
-                return lengths.of(seed)
-        return self.parts[-1][1].of(seed)
+                return lengths.draw_length(seed)
+        return self.parts[-1][1].draw_length(seed)
 
 
 def lengths_of(model: str) -> Lengths:
@@ -103,7 +103,7 @@ def totals(model: str, seed: int) -> tuple[int, ...]:
     """The answers of a step, sibling by sibling."""
     lengths = lengths_of(model)
     return tuple(
-        lengths.of(ids.trajectory_seed(seed, ids.train_group(0, order), sibling, 1))
+        lengths.draw_length(ids.trajectory_seed(seed, ids.train_group(0, order), sibling, 1))
         for order in range(K["batch"] // GROUP_SIZE)
         for sibling in range(GROUP_SIZE)
     )
@@ -203,10 +203,10 @@ class Run(NamedTuple):
             for number, total in enumerate(totals(self.model, seed)):
                 if number // GROUP_SIZE % replicas == replica:
                     batch.add(str(number), 0, 0, total, 0.0)
-            batch.advance(0.0)
+            batch.advance_to(0.0)
             while batch.next_ns < math.inf:
                 last = max(last, batch.next_ns)
-                batch.advance(batch.next_ns)
+                batch.advance_to(batch.next_ns)
             sampled += batch.sampled
         all_tokens_are_there(sampled, sum(totals(self.model, seed)), 0)
         return last / SECOND

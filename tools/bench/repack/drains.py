@@ -23,8 +23,8 @@ from laminar.core.state import indexes
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import Replica, State
 
-_why_not_admitted, _plan_pull = admission.why_not_admitted, loading.plan_pull
-_why_nothing_newer = stragglers._why_nothing_newer
+_why_not_admitted, _plan_pull = admission.find_not_admitted_reason, loading.plan_pull
+_why_nothing_newer = stragglers._find_not_newer_reason
 
 
 def _drains(state: State, replica: Replica) -> str:
@@ -40,8 +40,8 @@ def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
     busy = replica.running or replica.incoming or replica.given or replica.loading
     if not busy and replica.took >= state.settings.groups_per_version:
         replica.took = 0
-        indexes.replica_changed(state, replica)
-        ctx.touch(replica.name)
+        indexes.update_replica(state, replica)
+        ctx.touch_replica(replica.name)
 
 
 def _takes_nothing(state: State, replica: Replica) -> str:
@@ -50,7 +50,7 @@ def _takes_nothing(state: State, replica: Replica) -> str:
     return "" if why in ("no-newer-weights", "weights-not-here") else why
 
 
-def _may_admit(others: planner._Others, kind: Kind) -> bool:
+def _may_admit(others: planner._UntouchedReplicas, kind: Kind) -> bool:
     return kind.serving and not kind.satisfied and kind.step not in others._refused
 
 
@@ -59,11 +59,11 @@ def drains() -> Iterator[None]:
     """Until the end of this block."""
     with ExitStack() as stack:
         for owner, name, rule in (
-            (admission, "why_not_admitted", _drains),
-            (stragglers, "why_not_admitted", _drains),
-            (stragglers, "_why_nothing_newer", _takes_nothing),
+            (admission, "find_not_admitted_reason", _drains),
+            (stragglers, "find_not_admitted_reason", _drains),
+            (stragglers, "_find_not_newer_reason", _takes_nothing),
             (loading, "plan_pull", _pulls_or_goes_on),
-            (planner._Others, "_may_admit", _may_admit),
+            (planner._UntouchedReplicas, "_may_admit", _may_admit),
         ):
             stack.enter_context(patch.object(owner, name, rule))
         yield

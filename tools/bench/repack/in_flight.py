@@ -40,7 +40,7 @@ class Batch(TimedBatch):
 
     def load(self, now: float, pause_s: float, recompute: bool) -> dict[str, int]:
         """The step that has begun ends later; gives the tokens of all that is unfinished."""
-        self.advance(now)
+        self.advance_to(now)
         self._end_stretch()
         if self._length:
             self._first_ns += pause_s * SECOND
@@ -50,14 +50,14 @@ class Batch(TimedBatch):
         if recompute and self._running:
             ready = self._start + self._first_ns
             for sequence in reversed([*self._running.values()]):
-                self._leave(sequence)
+                self._remove_running(sequence)
                 self._waiting.appendleft(sequence)
             self._start, self._length = ready, 0
         return done
 
     def unfinished(self) -> dict[str, int]:
         """Tokens so far of what runs or waits."""
-        return {name: self.tokens(name) for name in self._sequences}
+        return {name: self.count_tokens(name) for name in self._sequences}
 
 
 class Group:
@@ -119,7 +119,7 @@ class InFlight:
 
     def _end(self, batch: Batch) -> None:
         """What is finished, its last tokens by the weights of now."""
-        batch.advance(float(self.now))
+        batch.advance_to(float(self.now))
         ended, batch.finished = batch.finished, []
         for name in ended:
             order, _, tokens = map(int, name.split("."))
@@ -153,7 +153,7 @@ class InFlight:
         group_id = ids.train_group(0, order)
         for sibling in range(GROUP_SIZE):
             seed = ids.trajectory_seed(self.setup.seed, group_id, sibling, 1)
-            total = self.setup.lengths.of(seed)
+            total = self.setup.lengths.draw_length(seed)
             batch.add(f"{order}.{sibling}.{total}", 0, 0, total, float(self.now))
         self._groups[order] = Group(self.now, self._step)
         self._deadlines[deadline] = self._deadlines.get(deadline, 0) + 1
@@ -161,7 +161,7 @@ class InFlight:
 
     def _plan(self, number: int) -> None:
         batch = self.batches[number]
-        batch.advance(float(self.now))
+        batch.advance_to(float(self.now))
         self._plans[number] += 1
         when = self.now if batch.finished else batch.next_ns
         if when < math.inf:

@@ -171,7 +171,7 @@ class Meter:
 def _counts(now: int, batches: Sequence[TimedBatch]) -> tuple[int, ...]:
     """Tokens sampled and prefilled, and preemptions, until now."""
     for batch in batches:
-        batch.advance(float(now))
+        batch.advance_to(float(now))
     return tuple(
         sum(values)
         for values in zip(*((b.sampled, b.prefilled, b.preempted) for b in batches), strict=True)

@@ -18,8 +18,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from laminar.core.context import COMMANDS_PER_EVENT_MAX
-from laminar.core.machine import Machine
-from laminar.core.state.indexes import due_timers, next_timer_ns
+from laminar.core.machine import StateMachine
+from laminar.core.state.indexes import due_timers, get_next_timer_ns
 from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -57,7 +57,7 @@ class RepackWorld:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.now = 0
-        self.machine = Machine()
+        self.machine = StateMachine()
         self.meter = Meter(setup)
         self.completed = 0
         self._chance = random.Random(f"repack/{setup.seed}")
@@ -87,7 +87,7 @@ class RepackWorld:
         heappush(self._heap, (when, self._order, action, args))
 
     def _step(self) -> None:
-        timer = next_timer_ns(self.machine.state)
+        timer = get_next_timer_ns(self.machine.state)
         if timer is not None and timer <= self._heap[0][0]:
             self.now = max(self.now, timer)
             for name in due_timers(self.machine.state, self.now):
@@ -111,7 +111,7 @@ class RepackWorld:
             peer_seq=0,
             event=event,
         )
-        for number, command in enumerate(self.machine.handle(stamped)):
+        for number, command in enumerate(self.machine.handle_event(stamped)):
             self._obey(seq * COMMANDS_PER_EVENT_MAX + number, command)
 
     def _say(self, name: str, event: Event) -> None:
@@ -200,7 +200,7 @@ class RepackWorld:
         replica, trajectory_id = self._replicas[command.to], command.trajectory_id
         total = self._totals.get(trajectory_id)
         if total is None:
-            total = self._totals[trajectory_id] = self.setup.lengths.of(command.seed)
+            total = self._totals[trajectory_id] = self.setup.lengths.draw_length(command.seed)
             self._issued[trajectory_id] = self.now
             self._untrained.add(trajectory_id)
         done = self._tokens.get(trajectory_id, 0)
@@ -215,7 +215,7 @@ class RepackWorld:
 
     def _plan(self, replica: Replica) -> None:
         """Wake up when the batch changes next."""
-        replica.batch.advance(float(self.now))
+        replica.batch.advance_to(float(self.now))
         self._report(replica)
         replica.plan += 1
         if replica.batch.next_ns < math.inf:
@@ -245,21 +245,21 @@ class RepackWorld:
         )
         self._say(replica.name, finished)
 
-    def _take_out(self, replica: Replica, item: cmd.Placed) -> None:
+    def _take_out(self, replica: Replica, item: cmd.PlacedTrajectory) -> None:
         """Its tokens are in the store."""
         trajectory_id = item.trajectory_id
         if replica.placements.get(trajectory_id, item.placement + 1) > item.placement:
             return
-        if not replica.batch.has(trajectory_id):
+        if not replica.batch.has_sequence(trajectory_id):
             return  # it has ended, and that will be reported
-        self._tokens[trajectory_id] = replica.batch.tokens(trajectory_id)
+        self._tokens[trajectory_id] = replica.batch.count_tokens(trajectory_id)
         replica.batch.remove(trajectory_id, float(self.now))
         del replica.placements[trajectory_id]
         self._changed[replica.name] = None
 
     def _release(self, command_id: int, command: cmd.ReleaseTrajectories) -> None:
         replica = self._replicas[command.to]
-        replica.batch.advance(float(self.now))
+        replica.batch.advance_to(float(self.now))
         self._report(replica)
         for item in command.items:
             self._take_out(replica, item)
@@ -270,17 +270,17 @@ class RepackWorld:
 
     def _abort(self, command: cmd.AbortTrajectories) -> None:
         replica = self._replicas[command.to]
-        replica.batch.advance(float(self.now))
+        replica.batch.advance_to(float(self.now))
         self._report(replica)
         for item in command.items:
             self._take_out(replica, item)
 
     def _gauge(self, replica: Replica) -> None:
         batch = replica.batch
-        batch.advance(float(self.now))
+        batch.advance_to(float(self.now))
         self._report(replica)
         tail = not batch.waiting and batch.running <= self.setup.max_batch
-        names = [t for t in replica.placements if batch.has(t)] if tail else []
+        names = [t for t in replica.placements if batch.has_sequence(t)] if tail else []
         gauge = ev.TokenProgress(
             tokens_total=batch.sampled,
             kv_used_tokens=batch.cached,
@@ -288,7 +288,7 @@ class RepackWorld:
             waiting=batch.waiting,
             max_batch=self.setup.max_batch,
             as_of=replica.as_of,
-            lengths={name: batch.tokens(name) for name in names},
+            lengths={name: batch.count_tokens(name) for name in names},
         )
         self._say(replica.name, gauge)
         self._after(GAUGE_S, self._gauge, replica)
@@ -358,10 +358,10 @@ class RepackWorld:
         tokens = {t: self._totals[t] for t in self._untrained}
         tokens |= {t: self._tokens.get(t, 0) for t in self._issued}
         for replica in self._replicas.values():
-            replica.batch.advance(float(self.now))
+            replica.batch.advance_to(float(self.now))
             for t in replica.placements:
-                there = replica.batch.has(t)
-                tokens[t] = replica.batch.tokens(t) if there else self._totals[t]
+                there = replica.batch.has_sequence(t)
+                tokens[t] = replica.batch.count_tokens(t) if there else self._totals[t]
         return sum(tokens.values())
 
     def _sample(self) -> None:
@@ -370,7 +370,7 @@ class RepackWorld:
         self._after(SAMPLE_S, self._sample)
 
 
-def _rewarded(item: cmd.Placed) -> ev.TrajectoryRewarded:
+def _rewarded(item: cmd.PlacedTrajectory) -> ev.TrajectoryRewarded:
     return ev.TrajectoryRewarded(
         trajectory_id=item.trajectory_id,
         placement=item.placement,

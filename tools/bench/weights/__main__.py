@@ -49,7 +49,7 @@ import numpy as np
 import xxhash
 
 from laminar.actors.system.warm import COPY_TUNABLE
-from laminar.weights.version.chunking import CHUNK_BYTES_MIN, broadcast_seconds
+from laminar.weights.version.chunking import CHUNK_BYTES_MIN, estimate_broadcast_s
 from tools.bench.weights import network as net
 from tools.bench.weights.hop import Hop, buffers
 from tools.bench.weights.ranks import layout, ranks_rounds
@@ -266,7 +266,7 @@ def _compared(
 def _formula(relays: int, size: int, hop_s: float) -> float:
     """Of the paper, for chunks that cost nothing to start."""
     chunks = -(-size // CHUNK)
-    return round(broadcast_seconds(relays + 1, chunks, size, hop_s / size, 0.0), 4)
+    return round(estimate_broadcast_s(relays + 1, chunks, size, hop_s / size, 0.0), 4)
 
 
 def fetch(scale: Scale) -> Iterator[Figure]:

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from laminar.training.ranks import Ranks, meet
-from laminar.training.shared_safetensors import bounds, rows_of
+from laminar.training.ranks import Ranks, join_rank_group
+from laminar.training.shared_safetensors import get_row_range, rows_of
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.restored import SharedBytes
 from laminar.weights.version.shared_rows import RowWriter
-from laminar.weights.version.slot_writer import Target, encode
+from laminar.weights.version.slot_writer import WriteTarget, encode
 from laminar.weights.version.tensors import write_tensors
 
 RANKS = 2
@@ -47,7 +47,7 @@ def layout(size: int) -> tuple[mf.TensorSpec, ...]:
     each = sum(math.prod(shape) for _, shape in layer)
     for number in range(max(1, (size // 4 - VOCABULARY * WIDTH) // each)):
         shapes += [(f"{number}.{name}", shape) for name, shape in layer]
-    return mf.layout(shapes, "float32")
+    return mf.make_layout(shapes, "float32")
 
 
 def ranks_rounds(specs: tuple[mf.TensorSpec, ...], rounds: int) -> Iterator[dict[str, float]]:
@@ -99,7 +99,7 @@ def _serve(
     rank: int, store: Path, slot: str, specs: tuple[mf.TensorSpec, ...], pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
-    ranks = meet(store, rank, RANKS, CPU, LIMIT_S)
+    ranks = join_rank_group(store, rank, RANKS, CPU, LIMIT_S)
     ways = dict(zip(WAYS, _ways(ranks, slot, specs), strict=True))
     while way := pipe.recv():
         dist.barrier()
@@ -110,14 +110,14 @@ def _serve(
 
 
 def _ways(ranks: Ranks, slot: str, specs: tuple[mf.TensorSpec, ...]) -> tuple[Way, Way]:
-    mesh, put = ranks.mesh(CPU), RowWriter()
+    mesh, put = ranks.build_mesh(CPU), RowWriter()
     tensors = {}
     for spec in specs:
-        first, end = bounds(spec.shape[0], ranks.rank, ranks.size)
+        first, end = get_row_range(spec.shape[0], ranks.rank, ranks.size)
         own = _values(spec)[first:end].clone()
         tensors[spec.name] = DTensor.from_local(own, mesh, [Shard(0)])
     nbytes = mf.check_tensors(specs)
-    target = encode(Target(path=slot, offset=0, nbytes=nbytes, specs=specs, kept=True))
+    target = encode(WriteTarget(path=slot, offset=0, nbytes=nbytes, specs=specs, kept=True))
     view = np.memmap(slot, np.uint8, "r+")
 
     def publish() -> None:

@@ -30,7 +30,7 @@ from laminar.weights.arena.slots import SlotTable
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Status
 from laminar.weights.chain.transfer_thread import Plane
-from laminar.weights.chain.upstream import Identity
+from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version import copy
 from laminar.weights.version import manifest as mf
 
@@ -51,7 +51,7 @@ class Happened:
 
 
 def draft(
-    version: int, total_bytes: int, chunk_bytes: int, parts: tuple[mf.Part, ...] | None = None
+    version: int, total_bytes: int, chunk_bytes: int, parts: tuple[mf.RankPart, ...] | None = None
 ) -> mf.Draft:
     """A version of one bfloat16 tensor, written by one rank unless `parts` says otherwise."""
     return mf.Draft(
@@ -60,8 +60,8 @@ def draft(
         kind="full",
         dtype="bfloat16",
         total_bytes=total_bytes,
-        tensors=mf.layout([("weights", (total_bytes // 2,))], "bfloat16"),
-        parts=parts or (mf.Part(rank=0, offset=0, nbytes=total_bytes),),
+        tensors=mf.make_layout([("weights", (total_bytes // 2,))], "bfloat16"),
+        parts=parts or (mf.RankPart(rank=0, offset=0, nbytes=total_bytes),),
         chunk_bytes=chunk_bytes,
         probe=None,
     )
@@ -96,7 +96,7 @@ class RelayProcess:
             os.truncate(file, slot_bytes)
         self.memory = [mmap.mmap(file, slot_bytes) for file in files]
         self._pipe, theirs = context.Pipe()
-        identity = Identity(run=run, name=name, incarnation=incarnation, key=KEY)
+        identity = RelayIdentity(run=run, name=name, incarnation=incarnation, key=KEY)
         stub = _Stub(identity, self.memory, files, fill, options or PlaneOptions(), grants)
 
         def main() -> None:
@@ -233,7 +233,7 @@ class _Stub:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RelayIdentity,
         memory: list[mmap.mmap],
         files: list[int],
         fill: Fill,
@@ -256,7 +256,7 @@ class _Stub:
             lambda report: self.todo.put(("report", Happened(time.monotonic(), report))),
             self.options,
         )
-        self.slots = SlotTable(len(self.memory), self.plane.forget)
+        self.slots = SlotTable(len(self.memory), self.plane.try_forget)
         self.host = host
         threading.Thread(target=self._take_calls, args=(pipe,), daemon=True).start()
         while True:
@@ -280,30 +280,30 @@ class _Stub:
 
     def _handle(self, report: Report) -> None:
         if isinstance(report, SlotWanted) and report.fetched:
-            grant = self.slots.grant("fetch")
+            grant = self.slots.grant_slot("fetch")
             self.plane.fetch_into(-1 if grant is None else grant.slot)
         elif isinstance(report, SlotWanted):
             self.slot_due = True
         elif isinstance(report, SlotReturned):
-            state = self.slots.state(report.slot)
-            self.slots.abandon(getattr(state, "writer", ""))
+            state = self.slots.get_state(report.slot)
+            self.slots.abandon_slot(getattr(state, "writer", ""))
         elif isinstance(report, Received):
             self._received(report.slot, report.manifest.version, report.fetched)
 
     def _received(self, slot: int, version: int, fetched: bool) -> None:
-        writer = getattr(self.slots.state(slot), "writer", "")
+        writer = getattr(self.slots.get_state(slot), "writer", "")
         if not fetched and version > (-1 if self.slots.latest is None else self.slots.latest):
             self.slots.commit(slot, writer, version)
-        elif self.plane.forget(version):
-            self.slots.abandon(writer)
+        elif self.plane.try_forget(version):
+            self.slots.abandon_slot(writer)
 
     def _grant_due(self) -> None:
         """A slot may have become free by whatever was just done."""
         if self.slot_due and self.grants:
-            grant = self.slots.grant("plane")
+            grant = self.slots.grant_slot("plane")
             if grant is not None:
                 self.slot_due = False
-                self.plane.grant(grant.slot)
+                self.plane.grant_slot(grant.slot)
 
     def do_start(self) -> tuple[str, int]:
         return self.plane.start(self.host)
@@ -320,10 +320,10 @@ class _Stub:
         like = draft(version, view.nbytes, chunk_bytes)
         bounds = mf.chunk_bounds(like)
         sums = [xxhash.xxh3_64_intdigest(view[a:b]) for a, b in itertools.pairwise(bounds)]
-        manifest = mf.seal(like, sums, digest_of(view))
+        manifest = mf.seal_draft(like, sums, digest_of(view))
         self.slots.commit(slot, "trainer", version)
         at = time.monotonic()
-        self.plane.publish(manifest, slot)
+        self.plane.publish_version(manifest, slot)
         return manifest.digest, at
 
     def do_publish_share(self, like: mf.Draft, rank: int) -> None:
@@ -341,7 +341,7 @@ class _Stub:
         self.grants = True
 
     def do_status(self) -> Status:
-        return self.plane.status()
+        return self.plane.get_status()
 
     def do_usage(self) -> tuple[float, float]:
         mover = next(t for t in threading.enumerate() if t.name == "bulk-plane")
@@ -353,7 +353,7 @@ class _Stub:
         self.plane.close()
 
     def _filled(self, writer: str, version: int) -> int:
-        grant = self.slots.grant(writer)
+        grant = self.slots.grant_slot(writer)
         assert grant is not None, self.slots
         self.fill(version, np.frombuffer(self.memory[grant.slot], np.uint8))
         return grant.slot

@@ -15,15 +15,15 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.rules import LOGIC_VERSION, LogicError
-from laminar.core.state.state import digest
-from laminar.eventlog.reader import beginning, read_log
+from laminar.core.state.state import hash_state
+from laminar.eventlog.reader import find_beginning, read_log
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, LogCorrupt
-from laminar.eventlog.replay import Replay, replay
-from laminar.eventlog.restore import restore, take_over
+from laminar.eventlog.replay import Replay, replay_records
+from laminar.eventlog.restore import restore_log, take_over_log
 from laminar.eventlog.writer import LogTaken, LogWriter
-from laminar.names.ports import AtOnce, Disk
+from laminar.names.ports import Disk, InlineBackground
 from tools.kit.logs import digests, real_run, records_of
 from tools.simulator.disk import CrashMode, PowerCut, SimDisk
 
@@ -106,12 +106,12 @@ def _live(disk: Disk, scenario: Scenario, book: Book) -> None:
     _go_on(machine, writer, scenario.events, book)
 
 
-def _start(disk: Disk, scenario: Scenario) -> tuple[Machine, LogWriter]:
+def _start(disk: Disk, scenario: Scenario) -> tuple[StateMachine, LogWriter]:
     """What a coordinator does first; LogicError when the log does not lead where the run did."""
-    restored = restore(disk)
+    restored = restore_log(disk)
     if restored.replay.difference is not None:
         raise LogicError(str(restored.replay.difference))
-    writer = take_over(
+    writer = take_over_log(
         disk,
         restored,
         logic=LOGIC_VERSION,
@@ -125,20 +125,20 @@ def _start(disk: Disk, scenario: Scenario) -> tuple[Machine, LogWriter]:
     return restored.replay.machine, writer
 
 
-def _seq(machine: Machine) -> int:
+def _seq(machine: StateMachine) -> int:
     return machine.state.seq if machine.started else 0
 
 
-def _go_on(machine: Machine, writer: LogWriter, events: int, book: Book) -> None:
+def _go_on(machine: StateMachine, writer: LogWriter, events: int, book: Book) -> None:
     """Log the run up to an event."""
     for stamped, _ in real_run()[_seq(machine) : events]:
-        for record in records_of(stamped, machine.handle(stamped)):
+        for record in records_of(stamped, machine.handle_event(stamped)):
             writer.append(record)
         book.handled = stamped.seq
         if stamped.seq % 4:
             writer.commit()
             book.committed = stamped.seq
-            writer.snapshot(machine.state, AtOnce())
+            writer.snapshot_if_due(machine.state, InlineBackground())
         else:  # a turn that has nothing to send
             writer.flush()
 
@@ -148,20 +148,20 @@ def _go_on(machine: Machine, writer: LogWriter, events: int, book: Book) -> None
 
 def _difference(disk: Disk, last: int) -> str:
     """How the log differs from the run up to event `last`; its beginning may be gone."""
-    start = beginning(disk)
+    start = find_beginning(disk)
     found = [record for _, record in read_log(disk, start=start) if isinstance(record, EventRecord)]
     expected = [records_of(stamped, [])[0] for stamped, _ in real_run()[:last]]
     if start is not None:
         expected = expected[-len(found) :]
     if found != expected:
         return f"other events in the log than the {len(expected)} that there were: {len(found)}"
-    said = _led_astray(restore(disk).replay, last)
-    return said or ("" if start is not None else _led_astray(replay(disk), last))
+    said = _led_astray(restore_log(disk).replay, last)
+    return said or ("" if start is not None else _led_astray(replay_records(disk), last))
 
 
 def _led_astray(found: Replay, last: int) -> str:
     if found.difference is not None:
         return f"the replay differs: {found.difference}"
-    if digest(found.machine.state) != digests()[last]:
+    if hash_state(found.machine.state) != digests()[last]:
         return f"after event {last} the state is not what it was"
     return ""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laminar.analysis.log.run_log import WallClock, records, typed_command, typed_event
+from laminar.analysis.log.run_log import WallClock, parse_command, parse_event, read_records
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -271,16 +271,16 @@ def _may(cut: Cut, name: str) -> bool:
 
 def _history(run_dir: Path) -> Iterator[tuple[int, Event]]:
     clock = WallClock()
-    for record in records(run_dir):
+    for record in read_records(run_dir):
         if isinstance(record, EventRecord):
-            stamped = typed_event(record)
+            stamped = parse_event(record)
             yield clock.unix_ns(stamped), stamped.event
 
 
 def _commands(run_dir: Path, kind: type[Any]) -> Iterator[Any]:
-    for record in records(run_dir):
+    for record in read_records(run_dir):
         if isinstance(record, DecisionRecord):
-            command = typed_command(record)
+            command = parse_command(record)
             if isinstance(command, kind):
                 yield command
 

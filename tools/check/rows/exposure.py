@@ -61,7 +61,7 @@ class Shown:
 
 def forms_of(secret: Secret, content: bytes) -> dict[str, bytes]:
     """The secret and its keys, as they may be written; by a name for each."""
-    hidden = {"secret": content, **{use: secret.key(use) for use in KEYS}}
+    hidden = {"secret": content, **{use: secret.derive_key(use) for use in KEYS}}
     return {
         f"{name} as {form}": written
         for name, raw in hidden.items()

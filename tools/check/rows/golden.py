@@ -15,12 +15,12 @@ import msgspec
 import zstandard
 
 from laminar.core.rules import LOGIC_VERSION, LogicError
-from laminar.core.state.state import digest
+from laminar.core.state.state import hash_state
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.record import LogRefused
-from laminar.eventlog.replay import Replay, replay
-from laminar.eventlog.restore import restore, take_over
-from laminar.eventlog.snapshot import Snapshot, snapshots
+from laminar.eventlog.replay import Replay, replay_records
+from laminar.eventlog.restore import restore_log, take_over_log
+from laminar.eventlog.snapshot import Snapshot, read_snapshots
 from laminar.events.base import COORDINATOR, Stamped
 from laminar.names.ports import Disk
 from tools.check.rows.base import Figure, Gate, Row
@@ -95,8 +95,10 @@ def follow(disk: Disk) -> Facts:
     """Replay a log in every way, then take it over; raises Refused where that cannot be."""
     try:
         decided: list[int] = []
-        whole = _identical(replay(disk, observer=lambda _, made, state: decided.append(len(made))))
-        found = snapshots(disk)
+        whole = _identical(
+            replay_records(disk, observer=lambda _, made, state: decided.append(len(made)))
+        )
+        found = read_snapshots(disk)
         for name, why in found.unusable.items():
             raise Refused(f"{name}: {why}")
         for snapshot in found.usable:
@@ -107,7 +109,7 @@ def follow(disk: Disk) -> Facts:
             sum(decided) - whole.decisions,
             whole.hashes,
             len(found.usable),
-            digest(whole.machine.state),
+            hash_state(whole.machine.state),
         )
         _go_on(disk)
     except (LogRefused, LogicError, NotInHistory) as error:
@@ -122,19 +124,19 @@ def _identical(found: Replay) -> Replay:
 
 
 def _same_state(whole: Replay, disk: Disk, snapshot: Snapshot) -> None:
-    rest = _identical(replay(disk, snapshot=snapshot))
-    if digest(rest.machine.state) != digest(whole.machine.state):
+    rest = _identical(replay_records(disk, snapshot=snapshot))
+    if hash_state(rest.machine.state) != hash_state(whole.machine.state):
         raise Refused(f"from {snapshot.name} on it leads to another state")
 
 
 def _go_on(disk: Disk) -> None:
     """What the next coordinator does first."""
-    restored = restore(disk)
+    restored = restore_log(disk)
     machine = _identical(restored.replay).machine
     state = machine.state
-    take_over(disk, restored, logic=LOGIC_VERSION, run="golden", seed=0, config_hash="")
+    take_over_log(disk, restored, logic=LOGIC_VERSION, run="golden", seed=0, config_hash="")
     started = coordinator_started(state.settings, restored.incarnation)
-    machine.handle(
+    machine.handle_event(
         Stamped(
             seq=state.seq + 1,
             time_ns=state.time_ns,
@@ -144,7 +146,7 @@ def _go_on(disk: Disk) -> None:
             event=started,
         )
     )
-    _identical(replay(disk))
+    _identical(replay_records(disk))
 
 
 def replay_all(gate: Gate) -> Figure:

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from laminar.eventlog.reader import read_log, scan
+from laminar.eventlog.reader import read_log, scan_log
 from laminar.eventlog.record import (
     Header,
     LogCorrupt,
@@ -108,7 +108,7 @@ def cut_at(log: Log, cut: int) -> str:
     disk = SimDisk({FIRST: log.data[:cut]})
     whole = bisect_right(log.ends, cut)
     try:
-        tail = scan(disk)
+        tail = scan_log(disk)
         writer = begin_log(disk, tail, segment_bytes=SEGMENT_BYTES)
         writer.append(MARK)
         writer.commit()
@@ -140,7 +140,7 @@ def flip_at(log: Log, at: int) -> str:
     found: list[Record] = []
     try:
         found.extend(record for _, record in read_log(disk))
-        verdict: tuple[int, int] | str = f"torn {scan(disk).torn_bytes}"
+        verdict: tuple[int, int] | str = f"torn {scan_log(disk).torn_bytes}"
     except LogCorrupt as error:
         verdict = (error.segment, error.offset)
     last = number == len(log.ends) - 1

@@ -75,7 +75,7 @@ class LossyLink(RuleBasedStateMachine):
     def client_measures(self, value):
         body = b"gauge %d" % value
         self.gauges[self.client.boot_id].add(body)
-        self.client.gauge(body)
+        self.client.send_gauge(body)
         self.poll()
 
     @precondition(lambda self: self.client.boot_id in self.links)

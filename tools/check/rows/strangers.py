@@ -183,7 +183,7 @@ def secret_of_others(place: Place) -> str:
 def replayed_greeting(place: Place) -> str:
     """All that a predecessor has said to the relay, said to it once more."""
     with socket.create_connection(place.bulk()) as sock:
-        said = greet(sock, place.run, place.secret.key("bulk"))
+        said = greet(sock, place.run, place.secret.derive_key("bulk"))
         if not isinstance(received(sock, wire.successor_decoder), wire.Welcome):
             raise NotRefused("the greeting that is to be replayed was none")
     with socket.create_connection(place.bulk()) as sock:
@@ -273,7 +273,7 @@ def _client_of(keys: RunKeys, address: str) -> str:
     try:
         client.connect(address)
         client.send(b"hello")
-        return _until(client.refusal)
+        return _until(client.find_refusal_reason)
     finally:
         client.close()
 

@@ -50,14 +50,14 @@ class Target(NamedTuple):
 def targets() -> tuple[Target, ...]:
     events, commands = _seen_in_runs()
     orders = [
-        cmd.Order(command_id=(7 << 20) + i, cause=7, command=msgspec.Raw(codec.encode(c)))
+        cmd.Envelope(command_id=(7 << 20) + i, cause=7, command=msgspec.Raw(codec.encode(c)))
         for i, c in enumerate(commands)
     ]
     requests, replies = _store_messages()
     wire = [
         ("event", codec.decode_event, WireError, codec.encode, events),
         ("command", codec.decode_command, WireError, codec.encode, commands),
-        ("order", codec.decode_order, WireError, _encode_order, orders),
+        ("order", codec.decode_envelope, WireError, _encode_order, orders),
         ("client frame", _client_frame, WireError, frames.encode, _client_frames(events)),
         ("server frame", _server_frame, WireError, frames.encode, _server_frames(commands)),
         ("store request", store.decode_request, store.StoreWireError, store.encode, requests),
@@ -84,7 +84,7 @@ def _distinct(encode: Callable[[Any], bytes], messages: Iterable[Any]) -> Iterab
     return dict.fromkeys(map(encode, messages))
 
 
-def _encode_order(order: cmd.Order | tuple[cmd.Order, Command]) -> bytes:
+def _encode_order(order: cmd.Envelope | tuple[cmd.Envelope, Command]) -> bytes:
     """Of an order, or of what `decode_order` makes of one."""
     return codec.encode(order[0] if isinstance(order, tuple) else order)
 
@@ -187,10 +187,10 @@ def _to_relay() -> list[relay.Request]:
 def _from_relay() -> list[relay.Reply]:
     return [
         relay.ArenaOpened(arena=ARENA),
-        relay.OtherArena(),
+        relay.ArenaReplaced(),
         relay.SlotGranted(slot=-1),
-        relay.Committed(),
-        relay.Leased(lease_id=3, slot=1, arena=ARENA, manifest=manifest.encode(build())),
-        relay.Gone(held=(6, 7)),
-        relay.Released(valid=True),
+        relay.SlotCommitted(),
+        relay.VersionLeased(lease_id=3, slot=1, arena=ARENA, manifest=manifest.encode(build())),
+        relay.VersionUnavailable(held=(6, 7)),
+        relay.LeaseReleased(valid=True),
     ]

@@ -35,7 +35,7 @@ class Durability:
 
     def begin(self, disk: SimDisk) -> None:
         """Another coordinator writes from now on."""
-        self._offsets = {name: disk.durable_size(name) for name in disk.names()}
+        self._offsets = {name: disk.durable_size(name) for name in disk.list_names()}
         self._durable, self._logged, self._must = [0, 0], (0, 0), (0, 0)
 
     def logged(self, decisions: int, told: bool) -> None:
@@ -61,7 +61,7 @@ class Durability:
 
     def _count_new(self, disk: SimDisk) -> None:
         """The records of this incarnation that have become durable."""
-        for name in disk.names():
+        for name in disk.list_names():
             size, offset = disk.durable_size(name), self._offsets.get(name, 0)
             if name.endswith(".log") and size > offset:
                 if not offset:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from laminar.core import invariants
-from laminar.core.state.state import State, digest
+from laminar.core.state.state import State, hash_state
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
-from laminar.eventlog.replay import replay
-from laminar.eventlog.snapshot import snapshots
+from laminar.eventlog.replay import replay_records
+from laminar.eventlog.snapshot import read_snapshots
 from laminar.events.base import Command, Settings, Stamped
 from laminar.events.reasons import FinishReason
 from laminar.storage import books
@@ -38,7 +38,7 @@ class AllChecks(Checks):
             return given_up_run_can_go_on(self, disk)
         if state is None:
             raise Violation("run_ends", "no coordinator ever made a turn")
-        invariants.check(state)
+        invariants.check_invariants(state)
         self.recoveries.run_failed_for_a_cause(state)
         self.training.none_to_go_on_from(state)
         store_agrees_with_itself(world)
@@ -56,10 +56,10 @@ class AllChecks(Checks):
 def given_up_run_can_go_on(checks: Checks, disk: SimDisk) -> str:
     """A run whose disk stayed full has no end; its log is whole and leads to a state."""
     events_once(checks, disk)
-    found = replay(disk)
+    found = replay_records(disk)
     if found.difference is not None:
         raise Violation("replay_equal", str(found.difference))
-    return digest(found.machine.state) if found.machine.started else ""
+    return hash_state(found.machine.state) if found.machine.started else ""
 
 
 def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
@@ -111,7 +111,7 @@ def books_are_closed(state: State, rows: dict[str, Row]) -> None:
 def store_agrees_with_itself(world: World) -> None:
     """The store passes an audit of its file, and has each row as it was saved last."""
     tables = world.database.tables
-    for problem in books.contradictions(tables):
+    for problem in books.find_contradictions(tables):
         raise Violation("nothing_is_damaged", problem)
     for trajectory in tables.changed():
         raise Violation("nothing_is_damaged", f"{trajectory} is not what was saved", trajectory)
@@ -170,21 +170,21 @@ def replay_equal(checks: Checks, disk: SimDisk, state: State) -> str:
     The log alone meets every snapshot on its way. What follows the newest is replayed in each
     run, what follows the older ones in a sample of the runs.
     """
-    live, kept = digest(state), snapshots(disk).usable
+    live, kept = hash_state(state), read_snapshots(disk).usable
     known = {snapshot.seq: snapshot for snapshot in kept}
 
     def meet(stamped: Stamped, commands: list[Command], state: State) -> None:
         met = known.get(stamped.seq)
-        if met is not None and digest(state) != met.digest:
+        if met is not None and hash_state(state) != met.digest:
             raise Violation("replay_equal", f"{met.name} holds another state than the log")
 
     sampled = checks.world.scenario.seed % SNAPSHOTS_SAMPLE == 0
     for start in (None, *(kept if sampled else kept[:1])):
-        found = replay(disk, observer=None if start else meet, snapshot=start)
+        found = replay_records(disk, observer=None if start else meet, snapshot=start)
         checks.replays += 1
         name = start.name if start is not None else "the first event"
         if found.difference is not None:
             raise Violation("replay_equal", f"from {name}: {found.difference}")
-        if digest(found.machine.state) != live:
+        if hash_state(found.machine.state) != live:
             raise Violation("replay_equal", f"from {name} on it leads to another state")
     return live

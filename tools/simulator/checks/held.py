@@ -13,7 +13,7 @@ from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.weights.version.hashes import WeightsCorrupt, verify
+from laminar.weights.version.hashes import WeightsCorrupt, verify_weights
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
@@ -28,7 +28,7 @@ def reported(world: World, relay: str, event: Event) -> None:
     if copy is None or not copy.complete or copy.digest != event.digest:
         raise Violation("held_is_published", f"{what}, and does not hold it")
     try:
-        verify(machine.slots.view(copy.slot), copy.manifest())
+        verify_weights(machine.slots.view(copy.slot), copy.get_manifest())
     except WeightsCorrupt as error:
         raise Violation("held_is_published", f"{what}: {error}") from error
 
@@ -37,7 +37,7 @@ def obeyed(world: World, relay: str, command: Command) -> None:
     """A version to be kept may not be here yet."""
     if not isinstance(command, cmd.PinVersion) or command.version < 0:
         return
-    if command.version not in world.machine_of(relay).versions.complete():
+    if command.version not in world.machine_of(relay).versions.get_complete_digests():
         world.coverage.hit("relay:pin-of-a-version-not-here")
 
 
@@ -48,7 +48,7 @@ def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
     kind, name = keys.parse_timer(stamped.event.timer)
     overdue = kind == keys.TimerKind.RECEIVE and name in state.chain
     position = state.chain.index(name) if overdue else 0
-    if not position or keys.restart(name) in state.commands:
+    if not position or keys.restart_key(name) in state.commands:
         return
     relay, before = state.relays[name], state.relays[state.chain[position - 1]]
     if relay.newest < state.newest <= before.newest:

@@ -9,7 +9,7 @@ Raises  Violation
 
 from __future__ import annotations
 
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import indexes_of
@@ -48,7 +48,7 @@ class Leases:
         self._ordered: dict[str, int] = {}  #: incarnation of whom a node is to start again, by name
         self.silent_nodes: dict[str, None] = {}
 
-    def coordinator_started(self, machine: Machine) -> None:
+    def coordinator_started(self, machine: StateMachine) -> None:
         """A successor has recovered."""
         self._membership = (-1, -1)
         if machine.started:

@@ -94,7 +94,7 @@ class Moves:
 
 
 def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:
-    return event.timer == keys.deadline(keys.release(order.to))
+    return event.timer == keys.deadline_timer(keys.release_key(order.to))
 
 
 def _share(state: State) -> int:

@@ -75,7 +75,7 @@ class NodeReports:
             return
         kind, _ = keys.parse_timer(event.timer)
         process = self._world.processes.get(failed.subject)
-        if kind != keys.TimerKind.REJOIN or process is None or state.actor_alive(process.node):
+        if kind != keys.TimerKind.REJOIN or process is None or state.is_actor_alive(process.node):
             return
         if not self._world.faults.is_gone(self._world.processes[process.node]):
             raise Violation("machine_comes_back", failed.sentence, process.node)
@@ -121,7 +121,7 @@ class NodeReports:
             raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
 
     def _later(self, node: Process, look: Callable[..., None], *args: object) -> None:
-        node.after(LOOK_NS, self._again, LOOKS, node, look, args)
+        node.call_later(LOOK_NS, self._again, LOOKS, node, look, args)
 
     def _again(
         self, left: int, node: Process, look: Callable[..., None], args: tuple[object, ...]
@@ -129,6 +129,6 @@ class NodeReports:
         if node.stopping:
             return
         if left > 1:
-            node.after(LOOK_NS, self._again, left - 1, node, look, args)
+            node.call_later(LOOK_NS, self._again, left - 1, node, look, args)
         else:
             look(*args)

@@ -10,12 +10,12 @@ what the other run had not ended, then the rest of its pass; what that had ended
 
 from __future__ import annotations
 
-from laminar.core.scheduling.dispatch import permutation
+from laminar.core.scheduling.dispatch import permute_rows
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.of_coordinator import Origin
+from laminar.events.of_coordinator import ForkOrigin
 from laminar.names import ids
 from laminar.names.ids import GroupId, Purpose
 from tools.simulator.runtime.violation import Violation
@@ -38,9 +38,9 @@ def answers_its_prompt(
         raise Violation("answers_its_prompt", what, command.trajectory_id)
 
 
-def _before(origin: Origin) -> dict[str, int]:
+def _before(origin: ForkOrigin) -> dict[str, int]:
     """What the other run has handed out: row by group."""
-    rows = permutation(origin.seed, 0, origin.num_train)
+    rows = permute_rows(origin.seed, 0, origin.num_train)
     return {ids.train_group(0, at): rows[at] for at in range(origin.cursor)}
 
 
@@ -111,7 +111,7 @@ class Prompts:
         number = self._begin + index - len(self._again)
         return ids.train_group(*divmod(number, self._scenario.num_train))
 
-    def _end(self, seq: int, ending: cmd.Ending) -> None:
+    def _end(self, seq: int, ending: cmd.TrajectoryEnding) -> None:
         """prompt_ends_once: every sibling, as trained, or as dropped with a reason."""
         known = self._ended.get(ending.trajectory_id)
         if known is not None and known[0] != seq:
@@ -130,7 +130,7 @@ class Prompts:
         settings, num_train = self._scenario.settings, self._scenario.num_train
         for group in self._given:
             for sibling in range(settings.group_size):
-                trajectory = ids.trajectory(GroupId(group), sibling)
+                trajectory = ids.make_trajectory_id(GroupId(group), sibling)
                 if trajectory not in self._ended:
                     what = f"{trajectory} was handed out and has no end"
                     raise Violation("every_prompt_ends", what, trajectory)

@@ -24,7 +24,7 @@ from laminar.core.state.statuses import Phase
 from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
-from laminar.eventlog.replay import stamped
+from laminar.eventlog.replay import decode_stamped
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Settings, Stamped
@@ -167,7 +167,7 @@ class Recoveries:
             awaited.clear()
         elif isinstance(event, ev.TimerFired):
             awaited.pop(event.timer.rpartition(":")[2], None)
-        for name in [n for n in awaited if not state.actor_alive(state.actors[n].node)]:
+        for name in [n for n in awaited if not state.is_actor_alive(state.actors[n].node)]:
             del awaited[name]
 
     def _await_load(self, stamped: Stamped, state: State, opened: Opened) -> None:
@@ -209,13 +209,13 @@ class Recoveries:
     def _logged(self) -> Iterable[Stamped]:
         for _, record in read_log(self._world.coordinator.disk):
             if isinstance(record, EventRecord):
-                yield stamped(record)
+                yield decode_stamped(record)
 
 
 def _has_failed_to_load(state: State, name: str) -> bool:
     replica = state.replicas.get(name)
     failed = replica is not None and replica.failed_loads > 0
-    return failed and keys.restart(name) not in state.commands
+    return failed and keys.restart_key(name) not in state.commands
 
 
 def _longest_ms(kind: str, settings: Settings) -> int:

@@ -19,9 +19,9 @@ from collections import Counter
 import msgspec
 
 from laminar.core import invariants, store_orders
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.state import keys
-from laminar.core.state.state import State, digest
+from laminar.core.state.state import State, hash_state
 from laminar.core.state.statuses import GroupStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -92,7 +92,7 @@ class Checks:
         self._last_seq = 0
         self._recent: list[Stamped] = []  #: that a crash may take back
         self.durability = Durability(world.coverage)
-        self._machine: Machine | None = None
+        self._machine: StateMachine | None = None
         self._until_full = 0
         self._progress = (-1, "")
         self.progress_ns = 0
@@ -250,7 +250,7 @@ class Checks:
                 for g in state.groups.values()
                 if g.status == GroupStatus.OPEN and g.purpose == Purpose.TRAIN
             ]
-            self._idle_waits += bool(waits) and not store_orders.awaited(state)
+            self._idle_waits += bool(waits) and not store_orders.is_store_awaited(state)
             if self._idle_waits > WAITS_MAX:
                 what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
@@ -281,7 +281,7 @@ class Checks:
             what = f"{process.boot_id} was acknowledged up to {acknowledged}, the log has {logged}"
             raise Violation("acknowledged_is_logged", what, process.name)
 
-    def ordered(self, process: Process, order: cmd.Order, command: Command) -> None:
+    def ordered(self, process: Process, order: cmd.Envelope, command: Command) -> None:
         """cause_exists: a command names the event that caused it, and was decided there."""
         kind = self._decided.get(order.command_id)
         right = order.cause == order.command_id >> 20 and kind == type(command).__name__
@@ -289,7 +289,7 @@ class Checks:
             what = f"{process.name} was told {command!r}, of event {order.cause}: {kind}"
             raise Violation("cause_exists", what, process.name)
 
-    def obeyed(self, process: Process, order: cmd.Order, command: Command) -> None:
+    def obeyed(self, process: Process, order: cmd.Envelope, command: Command) -> None:
         self._acted.note(order.command_id, command, process.name, process.boot_id)
         self.training.told(process, command)
         held.obeyed(self.world, process.name, command)
@@ -306,7 +306,7 @@ class Checks:
 
     # --- the coordinator's deaths -----------------------------------------------------------------
 
-    def coordinator_started(self, disk: SimDisk, machine: Machine) -> None:
+    def coordinator_started(self, disk: SimDisk, machine: StateMachine) -> None:
         """A successor has recovered: it must be where its predecessor was."""
         if machine.started and self._machine is not None:
             self.same_state_as_before(machine.state)
@@ -357,11 +357,11 @@ class Checks:
         live = self._machine.state if self._machine is not None else None
         if live is None or live.seq < state.seq:
             raise Violation("same_state_as_before", f"the log goes on to event {state.seq}")
-        clone = Machine(_decode_state(_encode_state(state)))
+        clone = StateMachine(_decode_state(_encode_state(state)))
         for stamped in self._recent:
             if stamped.seq > state.seq:
-                clone.handle(stamped)
-        if digest(clone.state) != digest(live):
+                clone.handle_event(stamped)
+        if hash_state(clone.state) != hash_state(live):
             what = f"event {state.seq} of the log leads to another state than it did"
             raise Violation("same_state_as_before", what)
 
@@ -448,7 +448,7 @@ class LogTime:
         self._log_ns = 0
         self._world_ns = 0
 
-    def coordinator_started(self, machine: Machine, now_ns: int) -> None:
+    def coordinator_started(self, machine: StateMachine, now_ns: int) -> None:
         """A successor goes on where its predecessor's log ends: no time passes in between."""
         self._log_ns = machine.state.time_ns if machine.started else 0
         self._world_ns = now_ns
@@ -464,7 +464,7 @@ class LogTime:
 def state_is_sound(state: State, seq: int) -> None:
     """The state after this event keeps every invariant."""
     try:
-        invariants.check(state)
+        invariants.check_invariants(state)
     except AssertionError as error:
         what = f"after event {seq}: {error}"
         raise Violation(_failed_invariant(error), what, *_named(error)) from error

@@ -21,7 +21,7 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.run.directory import VERSION_FILE
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify_weights
 from tools.simulator.context import Process
 from tools.simulator.runtime.boot import RUN_DIR
 from tools.simulator.runtime.violation import Violation
@@ -206,7 +206,7 @@ class TrainingChecks:
             raise Violation("saved_is_whole", f"{event.path} is not on the disk")
         try:
             manifest = mf.decode(found.extra[VERSION_FILE])
-            verify(found.weights, manifest)
+            verify_weights(found.weights, manifest)
         except (KeyError, mf.ManifestError, WeightsCorrupt) as error:
             raise Violation("saved_is_whole", f"{event.path}: {error!r}") from error
         if manifest.version != event.version or not self.made_as(event.version, manifest.digest):

@@ -144,7 +144,7 @@ class Effects:
         coordinator = self.world.coordinator
         if not coordinator.up or coordinator.state is None:
             return False
-        return broadcast.ending(coordinator.state) and self.world.checks.log_is_whole()
+        return broadcast.is_run_ending(coordinator.state) and self.world.checks.log_is_whole()
 
     def lose_node(self, node: SimProcess) -> None:
         """Lose one node for good, and alone, once it has started its processes. One of a run.

@@ -74,7 +74,7 @@ def _leaves(faults: Effects, chance: random.Random, process: SimProcess) -> None
     if process.welcomed and not process.paused:
         faults.harm(process.name, LOST)
         process.emit(ev.ActorLeft())
-        process.after(10 * MS, process.die, exit_codes.FAILED)
+        process.call_later(10 * MS, process.die, exit_codes.FAILED)
 
 
 def _complains(faults: Effects, chance: random.Random, process: SimProcess) -> None:

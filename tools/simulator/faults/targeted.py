@@ -12,7 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from laminar.core.scheduling.groups import members
+from laminar.core.scheduling.groups import list_members
 from laminar.core.state.state import State, Trajectory
 from laminar.core.state.statuses import GroupStatus
 from laminar.core.state.transitions import IN_ENGINE
@@ -71,7 +71,7 @@ def evaluated(state: State) -> Iterator[Trajectory]:
     """All answers of the evaluation whose groups have no end yet."""
     for group in state.groups.values():
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
-            yield from members(state, group.id)
+            yield from list_members(state, group.id)
 
 
 def hold_up_evaluation(faults: Effects, state: State) -> None:

@@ -16,12 +16,12 @@ import random
 from collections.abc import Iterator
 
 from laminar.core.scheduling.admission import groups_wanted
-from laminar.core.scheduling.groups import members
+from laminar.core.scheduling.groups import list_members
 from laminar.core.scheduling.recovery import DEATHS_MAX
 from laminar.core.state.state import State, Trajectory
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
-from laminar.core.steps.batching import awaited, trainer_idle
+from laminar.core.steps.batching import find_awaited_group, is_trainer_idle
 from laminar.events import events as ev
 from laminar.names import ids
 from tools.simulator.faults.effects import Effects
@@ -108,8 +108,8 @@ class LastAnswer(TargetedFault):
 def _last_of_batch(state: State) -> Iterator[Trajectory]:
     """The only sibling that is missing in the group that completes a batch."""
     due = len(state.ready) + 1 >= state.settings.groups_per_step or groups_wanted(state) <= 0
-    if due and state.phase == Phase.RUNNING and trainer_idle(state):
-        group = awaited(state)
+    if due and state.phase == Phase.RUNNING and is_trainer_idle(state):
+        group = find_awaited_group(state)
         missing = _unfinished(state, group.id) if group is not None else []
         if len(missing) == 1 and state.settings.group_size - 1 >= state.settings.min_scored:
             yield missing[0]
@@ -120,7 +120,7 @@ def _last_of_data(state: State) -> Iterator[Trajectory]:
     if state.phase != Phase.RUNNING or state.batch is not None or state.settings.total_steps:
         return
     if groups_wanted(state) <= 0 and sum(state.deadlines.values()) == len(state.ready) + 1:
-        group = awaited(state)
+        group = find_awaited_group(state)
         if group is not None:
             yield from _unfinished(state, group.id)
 
@@ -132,7 +132,7 @@ def _last_of_evaluation(state: State) -> Iterator[Trajectory]:
 
 
 def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
-    return [t for t in members(state, group) if t.status in UNFINISHED]
+    return [t for t in list_members(state, group) if t.status in UNFINISHED]
 
 
 class DrainInPhase(TargetedFault):

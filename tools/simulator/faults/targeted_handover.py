@@ -107,7 +107,7 @@ class DestinationEnds(HandoverFault):
         destination = state.replicas.get(_destination(state, source))
         if destination is None:
             return
-        order = state.commands[keys.release(source.name)].command_id
+        order = state.commands[keys.release_key(source.name)].command_id
         process = self.world.processes[destination.name]
         if order != self._held:
             self._held = order
@@ -200,7 +200,7 @@ class EvaluationInHandover(HandoverFault):
         if evaluation is not None and evaluation.index != self._known:
             self._known = evaluation.index
             return self.struck()
-        order = state.commands[keys.release(source.name)].command_id
+        order = state.commands[keys.release_key(source.name)].command_id
         if order != self._held:
             self._held = order
             release_s = state.settings.repack_release_ms / 1000
@@ -228,7 +228,7 @@ class PoisonInTail(HandoverFault):
 
 def _has_released(state: State, source: Replica) -> bool:
     """The source has said so, or was not waited for any longer."""
-    return keys.release(source.name) not in state.commands
+    return keys.release_key(source.name) not in state.commands
 
 
 def _destination(state: State, source: Replica) -> str:

@@ -162,7 +162,7 @@ class EvaluationInLoad(LoadFault):
 
 def loads_in_flight(state: State, replica: Replica) -> int:
     """The order to load that it has not answered yet, if it is to go on with that; else 0."""
-    ordered = state.commands.get(keys.pull(replica.name))
+    ordered = state.commands.get(keys.pull_key(replica.name))
     command = ordered.command if ordered is not None else None
     in_flight = isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT
     return ordered.command_id if ordered is not None and in_flight and replica.running else 0

@@ -13,7 +13,7 @@ from laminar.core.state import keys
 from laminar.core.state.indexes import master_relay
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.core.steps.batching import batch_size, trainer_idle
+from laminar.core.steps.batching import batch_size, is_trainer_idle
 from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
@@ -54,7 +54,9 @@ class RelayWhilePublishing(TargetedFault):
         """There will be another batch before the relay is back, and one after it."""
         under_way = sum(state.deadlines.values()) >= 2 * state.settings.groups_per_step
         return (
-            trainer_idle(state) and master_relay(state) is not None and (under_way or self._drains)
+            is_trainer_idle(state)
+            and master_relay(state) is not None
+            and (under_way or self._drains)
         )
 
     def _hold(self, state: State) -> None:
@@ -200,5 +202,5 @@ class PinLate(TargetedFault):
         self.done = not self._tries
 
     def _holds(self, relay: str, version: int) -> bool:
-        held = self.world.machine_of(relay).versions.complete()
+        held = self.world.machine_of(relay).versions.get_complete_digests()
         return self.world.processes[relay].welcomed and version in held

@@ -74,7 +74,9 @@ class VersionElsewhere(TargetedFault):
 
     def _suits(self, state: State, replica: Replica) -> bool:
         older = 0 <= replica.version < state.newest
-        return older and bool(replica.running) and replica.version in state.held_for(replica)
+        return (
+            older and bool(replica.running) and replica.version in state.list_held_versions(replica)
+        )
 
     def _lose_replicas(self, state: State) -> None:
         self._until_ns = self.now + seconds(2 * self.faults.lease_s)

@@ -114,7 +114,7 @@ class OnlyOneOfItsVersion(TargetedFault):
         if not idle:
             return
         versions = Counter(r.version for r in replicas)
-        in_reach = {version for r in idle for version in state.held_for(r)}
+        in_reach = {version for r in idle for version in state.list_held_versions(r)}
         for replica in replicas:
             if replica.running and versions[replica.version] == 1 and replica.version in in_reach:
                 self.from_ns = self.now + seconds(2 * self.faults.lease_s)

@@ -19,7 +19,7 @@ from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.handshake import NONCE_BYTES
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
-from laminar.weights.chain.wire import Header, Kind
+from laminar.weights.chain.wire import FrameKind, Header
 from laminar.weights.version.table import VersionTable
 from tools.simulator.context import Context
 from tools.simulator.runtime.violation import Violation
@@ -54,7 +54,7 @@ class End:
 
     def __init__(self, bulk: BulkNetwork, owner: Owner, handler: FrameHandler[Any]) -> None:
         self.handler, self.owner = handler, owner
-        self.message_bytes_max = wire.GREETING_BYTES_MAX
+        self.message_bytes_max = wire.HANDSHAKE_BYTES_MAX
         self.bytes_in = self.bytes_out = 0
         self.moved_at = bulk.now_s()
         self.peer: End | None = None  #: None: the connection is being made
@@ -77,7 +77,7 @@ class End:
     def fileno(self) -> int:
         return self._number
 
-    def interest(self) -> int:
+    def get_interest(self) -> int:
         return READABLE if self.idle else READABLE | WRITABLE
 
     def ready(self) -> int:
@@ -87,7 +87,7 @@ class End:
         writable = self.peer is not None and not self._busy and self._unread < WINDOW
         return (READABLE if self._arrived else 0) | (WRITABLE if writable else 0)
 
-    def connected(self) -> None:
+    def finish_connect(self) -> None:
         if self.error is not None:
             raise self.error
 
@@ -137,9 +137,9 @@ class End:
             message = wire.decode(self.decoder, header, body)
             if isinstance(message, wire.Hello):
                 self.order = message.chain
-            return self.handler.message(message)
-        self.handler.place(frame.header)[:] = frame.body
-        self.handler.landed(frame.header)
+            return self.handler.handle_message(message)
+        self.handler.get_buffer(frame.header)[:] = frame.body
+        self.handler.handle_body(frame.header)
 
     def _was_read(self) -> None:
         self._unread -= 1
@@ -288,7 +288,7 @@ class BulkNetwork:
     def carry(self, end: End, frame: Frame, taking_ns: int) -> None:
         """Bring a frame to the other side, from when it has been handed over."""
         faults = self._world.faults
-        if frame.header is not None and frame.header.kind == Kind.CHUNK:
+        if frame.header is not None and frame.header.kind == FrameKind.CHUNK:
             end.stuck = end.stuck or faults.sticks()
             if faults.damages_chunk():
                 frame = Frame(frame.header, frame.body[:-1] + bytes([frame.body[-1] ^ 1]))
@@ -332,7 +332,7 @@ class BulkNetwork:
             self._orders[boot_id] = end.order
         elif isinstance(message, wire.Want) and any(message.have):
             self._world.coverage.hit("relay:resumed")
-        elif isinstance(message, wire.Refused):
+        elif isinstance(message, wire.PeerRefused):
             self._world.coverage.hit("relay:stale-predecessor")
 
     def pushed(self, owner: Owner, header: Header, body: Region) -> None:

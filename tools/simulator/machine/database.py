@@ -47,9 +47,9 @@ class StoreDatabase(Transactions):
         self._must_have_room()
         super().load_prompts(train, held_out, digest)
 
-    def keep_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
+    def save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
         self._must_have_room()
-        super().keep_prompt_ids(ids)
+        super().save_prompt_ids(ids)
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
         if not all(isinstance(request, READS) for request in requests):
@@ -63,9 +63,9 @@ class StoreDatabase(Transactions):
         if self.full:
             raise DiskFull(errno.ENOSPC, "the disk of the store is full")
 
-    def _handle(self, request: m.Request) -> m.Reply | NotTokenised:
+    def _handle_request(self, request: m.Request) -> m.Reply | NotTokenised:
         self.tables.begin(request)
-        reply = super()._handle(request)
+        reply = super()._handle_request(request)
         if isinstance(reply, m.ErrorReply):
             raise Violation("nothing_is_damaged", reply.reason)
         trains = isinstance(request, m.Fetch) and not request.with_prompt  # not a late scorer
@@ -130,9 +130,9 @@ class WatchedTables(Tables):
 
     def changed(self) -> Iterator[str]:
         """Trajectories of which it says something else than was written."""
-        for row in self.rows():
+        for row in self.iter_rows():
             sampled = tuple(self._sampled.get(row.id, ()))
-            if row != self.saved[row.id] or self.spans(row) != sampled:
+            if row != self.saved[row.id] or self.get_spans(row) != sampled:
                 yield row.id
 
     def _placement(self, trajectory_id: str) -> int:
@@ -145,7 +145,7 @@ class WatchedTables(Tables):
     def _require_own_tokens(self, row: Row) -> None:
         """Whichever replica generated which part: the response is the one of its seed."""
         seed = self._world.scenario.seed_of(row)
-        found = b"".join(chunk.tokens for chunk in self.chunks(row.id))
+        found = b"".join(chunk.tokens for chunk in self.load_chunks(row.id))
         made = made_of(self._world.scenario, seed)
         if found != made.tokens[: TOKEN_BYTES * row.num_tokens] or (
             row.num_tokens not in accumulate(made.counts)

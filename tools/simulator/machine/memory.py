@@ -21,7 +21,7 @@ from laminar.run.directory import VERSION_FILE
 from laminar.weights import messages as m
 from laminar.weights.arena.region import ArenaError, Region
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, WeightsCorrupt, manifest_of, verify
+from laminar.weights.version.hashes import Bytes, WeightsCorrupt, build_manifest, verify_weights
 from tools.simulator.machine.versions import CHUNK_BYTES, ModelDirectory, manifest_for
 from tools.simulator.runtime.process import SimProcess
 
@@ -54,23 +54,23 @@ class SimMemory:
         self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
         self._process, self._arenas = process, arenas
 
-    def create(self, slots: int, slot_bytes: int) -> None:
+    def create_slots(self, slots: int, slot_bytes: int) -> None:
         self._arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
         self.slot_bytes = slot_bytes
 
-    def region(self, slot: int) -> Region:
+    def get_region(self, slot: int) -> Region:
         return Region(self.view(slot).data)
 
     def view(self, slot: int) -> Bytes:
         """uint8 [slot_bytes]"""
         return self._arena.slot(slot)
 
-    async def fill(self) -> None:
+    async def populate_slots(self) -> None:
         """There is always enough."""
 
-    async def describe(self, commit: m.CommitSlot) -> mf.Manifest:
+    async def build_manifest(self, commit: m.CommitSlot) -> mf.Manifest:
         await asyncio.sleep(DIGEST_S * self._process.slow)
-        return manifest_of(
+        return build_manifest(
             self._arena.slot(commit.slot),
             version=commit.version,
             step=commit.step,
@@ -91,7 +91,7 @@ class SimSlotWriter:
             raise ArenaError(f"{path} is not there")
         self._arena = arenas[path]
 
-    async def prepare(self, slot: int) -> None:
+    async def populate_slot(self, slot: int) -> None:
         """Memory may, as a fault, come late, and then be too little."""
         world = self._process.world
         if world.faults.publish_fails():
@@ -116,10 +116,10 @@ class MappedArena:
     def __init__(self, arena: SimArena) -> None:
         self._arena = arena
 
-    def offset(self, index: int) -> int:
+    def get_slot_offset(self, index: int) -> int:
         return index
 
-    def slot(self, index: int) -> Bytes:
+    def get_slot(self, index: int) -> Bytes:
         try:
             return self._arena.slot(index)
         except ArenaError as error:
@@ -152,7 +152,7 @@ class ReachableWeights:
         self._mapped: dict[str, MappedArena] = {}
         self._copy: CheckpointCopy | None = None
 
-    def attach(self, arena: str) -> MappedArena:
+    def attach_arena(self, arena: str) -> MappedArena:
         if arena not in self._arenas:
             raise NotReadable(f"there is no {arena}")
         mapped = self._mapped[arena] = MappedArena(self._arenas[arena])
@@ -176,10 +176,10 @@ class ReachableWeights:
         """The digest of what an engine loads now."""
         if self._copy is not None and source.path == self._copy.path:
             return self._copy.manifest.digest
-        return manifest_for(self._mapped[source.path].slot(source.offset), 0, 0).digest
+        return manifest_for(self._mapped[source.path].get_slot(source.offset), 0, 0).digest
 
-    async def verify(self, view: Bytes, manifest: mf.Manifest) -> None:
+    async def verify_weights(self, view: Bytes, manifest: mf.Manifest) -> None:
         copied = self._copy is not None and view is self._copy.view
         if not copied and self._world.faults.corrupts_weights(self._process):
             raise WeightsCorrupt("wrong digest")
-        verify(view, manifest)
+        verify_weights(view, manifest)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar.run.directory import ORIGIN_DIR, RESUME_FILE, VERSION_FILE
-from laminar.training.trainer_state import LearnerFacts, Resume, encode
+from laminar.training.trainer_state import LearnerFacts, ResumeState, encode
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, manifest_of
+from laminar.weights.version.hashes import Bytes, build_manifest
 from laminar.weights.version.manifest import encode as encode_manifest
 from tools.simulator.context import Context
 from tools.simulator.machine.memory import COPY_S
@@ -73,10 +73,10 @@ class SimModelFiles:
         await self._disk.takes(COPY_S)
         return copied
 
-    async def describe(self, weights: Copied, *, specs: Any, **facts: Any) -> mf.Manifest:
-        return manifest_of(weights.weights, tensors=specs, **facts)
+    async def build_manifest(self, weights: Copied, *, specs: Any, **facts: Any) -> mf.Manifest:
+        return build_manifest(weights.weights, tensors=specs, **facts)
 
-    async def begin(self, directory: Path) -> Path:
+    async def create_partial(self, directory: Path) -> Path:
         partial = directory.with_name(f".{directory.name}.partial")
         self._models[str(partial)] = ModelDirectory()
         return partial
@@ -101,7 +101,7 @@ class SimModelFiles:
         if not found.synced:
             raise Violation("whole_under_its_name", f"{name} is not on the disk yet")
 
-    async def found(self, parent: Path, name: str) -> dict[Path, bytes]:
+    async def find_directories(self, parent: Path, name: str) -> dict[Path, bytes]:
         paths = {Path(path): model for path, model in self._models.items()}
         return {
             path: model.extra[name]
@@ -137,7 +137,7 @@ def lay_origin(world: Context, models: dict[str, ModelDirectory], names: dict[by
         return
     weights = weights_of(ORIGIN_NAME)
     facts = LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
-    resume = Resume(
+    resume = ResumeState(
         version=origin.version, step=origin.step, before=origin.digest, batches=(), learner=facts
     )
     manifest = manifest_for(weights, origin.version, origin.step)

@@ -68,9 +68,9 @@ class MachineProcesses(Idle):
         roles = Counter(other.role for other in self._others.values())
         return Node(host, list(roles.items()), self)
 
-    def begin(self) -> None: ...
+    def prepare_launches(self) -> None: ...
 
-    async def launch(self, name: str, role: str) -> Child:
+    async def launch_actor(self, name: str, role: str) -> Child:
         faults, process = self.world.faults, self._others[name]
         await asyncio.sleep(0.0 if faults.storm else self.chance.uniform(0, LAUNCH_MAX_S))
         if not process.alive:

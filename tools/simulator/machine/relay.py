@@ -15,9 +15,9 @@ from contextlib import nullcontext
 
 from laminar.actors import relay
 from laminar.actors.host import Actor, Host
-from laminar.weights.chain.core import PlaneCore, PlaneOptions, Surroundings
+from laminar.weights.chain.core import PlaneCore, PlaneOptions, PlaneRuntime
 from laminar.weights.chain.reports import Report
-from laminar.weights.chain.upstream import Identity
+from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version.table import VersionTable
 from tools.simulator.machine.bulk import BulkNetwork, End, Listening, Owner, View
 from tools.simulator.machine.memory import DIGEST_S, Arenas, SimMemory
@@ -33,7 +33,7 @@ class SimPlane:
     def __init__(
         self,
         machine: SimMachine,
-        identity: Identity,
+        identity: RelayIdentity,
         notify: Callable[[Report], object],
         options: PlaneOptions,
     ) -> None:
@@ -45,7 +45,7 @@ class SimPlane:
         owner = Owner(
             identity.name, boot_id, machine.versions, lambda: self._process.slow, self._wake
         )
-        world = Surroundings(
+        world = PlaneRuntime(
             View(machine.bulk, owner),
             lambda: scheduler.now / 1e9,
             machine.bulk.nonce,
@@ -55,13 +55,16 @@ class SimPlane:
         self._core = PlaneCore(
             identity,
             machine.versions,
-            machine.slots.region,
+            machine.slots.get_region,
             notify,
             options,
             world,
         )
-        self.set_successor, self.publish = self._core.set_successor, self._core.publish
-        self.grant, self.deny = self._core.grant, self._core.deny
+        self.set_successor, self.publish_version = (
+            self._core.set_successor,
+            self._core.publish_version,
+        )
+        self.grant_slot, self.deny_slot = self._core.grant_slot, self._core.deny_slot
         self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
 
     def start(self, host: str, port: int = 0) -> tuple[str, int]:
@@ -79,7 +82,7 @@ class SimPlane:
     def _wake(self) -> None:
         if not self._turn_due and not self._turning and not self._closed:
             self._turn_due = True
-            self._process.after(0, self._turn)
+            self._process.call_later(0, self._turn)
 
     def _turn(self) -> None:
         """Take turns until there is nothing to do at this instant."""
@@ -89,7 +92,7 @@ class SimPlane:
         self._turning = busy = True
         while busy or self._inbox:
             busy = self._act()
-            wait_s = self._core.turn()
+            wait_s = self._core.run_turn()
         self._turning = False
         if wait_s is not None:
             self._set_alarm(wait_s or DIGEST_S * self._process.slow)
@@ -97,7 +100,7 @@ class SimPlane:
     def _act(self) -> bool:
         """Act on what is ready, carry out orders; whether there was anything."""
         acted = bool(self._inbox)
-        for endpoint, interest, action in list(self._core.readiness()):
+        for endpoint, interest, action in list(self._core.iter_poll_entries()):
             assert isinstance(endpoint, End | Listening)
             ready = endpoint.ready() & interest
             if ready:
@@ -112,7 +115,7 @@ class SimPlane:
         now, delay_ns = self._process.world.scheduler.now, max(1, seconds(delay_s))
         if not now < self._alarm_ns <= now + delay_ns:
             self._alarm_ns = now + delay_ns
-            self._process.after(delay_ns, self._ring, self._alarm_ns)
+            self._process.call_later(delay_ns, self._ring, self._alarm_ns)
 
     def _ring(self, when_ns: int) -> None:
         if when_ns == self._alarm_ns:
@@ -132,15 +135,15 @@ class SimMachine:
         self._plane: SimPlane | None = None
         self._chance = process.world.chance_of(process)
 
-    async def sweep(self) -> list[tuple[str, int]]:
+    async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
         """The arenas of earlier boots; who has them mapped keeps them."""
         await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
         arenas, name = self._arenas, f"arena-{self.process.name}/"
         former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
         return [(path, arenas.pop(path).num_bytes) for path in former]
 
-    def plane(
-        self, identity: Identity, notify: Callable[[Report], None], options: PlaneOptions
+    def make_plane(
+        self, identity: RelayIdentity, notify: Callable[[Report], None], options: PlaneOptions
     ) -> SimPlane:
         loop = asyncio.get_running_loop()
         in_loop = lambda report: loop.call_soon(notify, report)  # noqa: E731

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from laminar.weights.version.hashes import Bytes, manifest_of
-from laminar.weights.version.manifest import Manifest, Probe, layout
+from laminar.weights.version.hashes import Bytes, build_manifest
+from laminar.weights.version.manifest import Manifest, Probe, make_layout
 
 PROBE_LOGPROB = -0.5
 SHAPES = (("w", (32,)),)
-TENSORS = layout(SHAPES, "float32")
+TENSORS = make_layout(SHAPES, "float32")
 PROBE = Probe(sequences=((1, 2),), logprobs=((PROBE_LOGPROB,),), tolerance=0.1, mean_tolerance=0.1)
 VERSION_BYTES, CHUNK_BYTES = 128, 16
 
@@ -40,6 +40,6 @@ def weights_of(name: str) -> Bytes:
 
 def manifest_for(view: Bytes, version: int, step: int) -> Manifest:
     """The manifest of these bytes under this number."""
-    return manifest_of(
+    return build_manifest(
         view, version=version, step=step, tensors=TENSORS, probe=PROBE, chunk_bytes=CHUNK_BYTES
     )

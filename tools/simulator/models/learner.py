@@ -21,7 +21,7 @@ from laminar.actors.trainer import Trainer
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import Row
 from laminar.training import steps
-from laminar.training.trainer_state import CheckpointError, LearnerFacts, Resume, decode
+from laminar.training.trainer_state import CheckpointError, LearnerFacts, ResumeState, decode
 from laminar.weights.version.hashes import Bytes
 from tools.simulator.machine.memory import Arenas, SimSlotWriter
 from tools.simulator.machine.model_files import (
@@ -115,7 +115,7 @@ class SimTrainer(Idle):
     ) -> tuple[dict[steps.Origin, steps.MismatchSource], str | None]:
         """The outcome of a batch that is trained the first time; it follows from the batch ever
         after."""
-        origins = dict.fromkeys(steps.origin_of(span) for s in samples for span in s.spans)
+        origins = dict.fromkeys(steps.get_origin(span) for s in samples for span in s.spans)
         suspects = {o: steps.MismatchSource(1.0, 0.5) for o in origins if self._differs()}
         left_out = steps.sampled_by(samples, suspects)
         reason = steps.NO_SIGNAL if self.chance.random() < UNCHANGED else None
@@ -125,15 +125,15 @@ class SimTrainer(Idle):
     def weights(self) -> Bytes:
         return weights_of(self.name)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences]
 
-    async def reload(self, directory: Path) -> None:
+    async def reload_weights(self, directory: Path) -> None:
         """Nothing to do: it is what was written just now, as the digest of what is published then
         says."""
         await self.work(SAVE_S)
 
-    async def restore(self, directory: Path) -> Resume:
+    async def restore_checkpoint(self, directory: Path) -> ResumeState:
         await self.work(SAVE_S)
         found = self._models.get(str(directory))
         if found is None and str(directory) in self.world.checks.training.lost:
@@ -148,7 +148,7 @@ class SimTrainer(Idle):
         self._made(self.weights)
         return resume
 
-    def facts(self) -> LearnerFacts:
+    def collect_facts(self) -> LearnerFacts:
         return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
 
     def content(self) -> Bytes:

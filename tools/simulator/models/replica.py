@@ -19,9 +19,9 @@ import numpy as np
 
 from laminar.actors.host import Actor, Host
 from laminar.actors.rollout import Rollout
-from laminar.engines.emulated.clock_engine import ClockEngine, Response
-from laminar.engines.emulated.fake_tokens import END_ID, prompt_of
-from laminar.engines.emulated.timing import P99
+from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse
+from laminar.engines.emulated.fake_tokens import END_ID, make_prompt
+from laminar.engines.emulated.timing import P99_QUANTILE
 from laminar.engines.protocol import (
     GenerateRequest,
     KvOnUpdate,
@@ -30,7 +30,14 @@ from laminar.engines.protocol import (
 )
 from laminar.names import exit_codes
 from laminar.storage.rules import TOKEN_BYTES, Row
-from laminar.tasks.environments.turns import Done, Effect, GoesOn, Session, SessionLost, TurnCall
+from laminar.tasks.environments.turns import (
+    Effect,
+    NextTurn,
+    Session,
+    SessionLost,
+    TrajectoryDone,
+    TurnCall,
+)
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
 from tools.simulator.machine.memory import Arenas, ReachableWeights
 from tools.simulator.machine.versions import PROBE_LOGPROB, ModelDirectory
@@ -69,20 +76,22 @@ class ReplicaEngine(ClockEngine):
         else:
             world.checks.generates(command, self.digest, request.prompt_ids)
         world.checks.contents.begun(command)
-        response = Response(request, scenario.lengths.of(request.seed), faults.hangs(command))
+        response = EmulatedResponse(
+            request, scenario.lengths.draw_length(request.seed), faults.hangs(command)
+        )
         if faults.poisonous(command):
             world.checks.poisoned(command, replica.process.node)
-            replica.process.after(seconds(DIES_S), replica.process.die, exit_codes.KILLED)
+            replica.process.call_later(seconds(DIES_S), replica.process.die, exit_codes.KILLED)
         else:
             response.spoiled = faults.refuses(command)
             self.clock.add(response)
-        return self._done()
+        return self._make_done_future()
 
-    def abort(self, request_id: str) -> asyncio.Future[bool]:
+    def abort_request(self, request_id: str) -> asyncio.Future[bool]:
         response = self.clock.sequences.get(request_id)
-        aborted = super().abort(request_id)
+        aborted = super().abort_request(request_id)
         if response is not None:
-            assert isinstance(response, Response)
+            assert isinstance(response, EmulatedResponse)
             self._replica.world.checks.released.stopped(request_id, response.sent)
         return aborted
 
@@ -92,7 +101,7 @@ class ReplicaEngine(ClockEngine):
         refused, self.digest = self._begin_load(on_update), ""
         self.streams = False
         if refused is not None:
-            return self._done(refused)
+            return self._make_done_future(refused)
         replica = self._replica
         duration_s = replica.scenario.load_s * replica.chance.uniform(0.5, 1.5)
         loaded: asyncio.Future[None] = self._loop.create_future()
@@ -105,18 +114,18 @@ class ReplicaEngine(ClockEngine):
         self._streamed.clear()
         return super().expect_weights()
 
-    def arrived(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         if num_bytes == source.nbytes:
             self.digest = self._replica.weights.digest_of(source)
-        return self._done()
+        return self._make_done_future()
 
-    def go_on(self) -> asyncio.Future[None]:
+    def resume_sampling(self) -> asyncio.Future[None]:
         self.streams, replica = False, self._replica
         for request in self._streamed:
             if request.request_id in self.clock.sequences:
                 command = replica.process.current.placed[request.request_id]
                 replica.world.checks.generates(command, self.digest, request.prompt_ids)
-        return super().go_on()
+        return super().resume_sampling()
 
     def _loaded(
         self, loaded: asyncio.Future[None], source: WeightSource, on_update: KvOnUpdate | None
@@ -126,14 +135,16 @@ class ReplicaEngine(ClockEngine):
             self._end_load(on_update)
             loaded.set_result(None)
 
-    def _delta(self, response: Response, end: int, reason: str | None) -> TokenDelta:
+    def _build_delta(self, response: EmulatedResponse, end: int, reason: str | None) -> TokenDelta:
         command = self._replica.process.current.placed[response.id]
         contents = self._replica.world.checks.contents
         begin = begin_of(self._replica.scenario, command.seed, response.seed)
         contents.sampled(command, begin + response.sent, begin + end, self.digest)
-        return super()._delta(response, end, reason)
+        return super()._build_delta(response, end, reason)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> asyncio.Future[list[list[float]]]:
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> asyncio.Future[list[list[float]]]:
         scores: asyncio.Future[list[list[float]]] = self._loop.create_future()
         scores.set_result([[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences])
         return scores
@@ -151,7 +162,7 @@ class Rewards:
 
     async def close(self) -> None: ...
 
-    async def score(self, call: RewardCall) -> list[RewardResult]:
+    async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         replica, faults = self._replica, self._replica.world.faults
         duration_s = replica.scenario.score_s * replica.chance.uniform(0.5, 1.5)
         await asyncio.sleep(duration_s * faults.reward_slow * replica.process.slow)
@@ -184,7 +195,7 @@ def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
 
 def _tailed(chance: random.Random, p99_to_median: float) -> float:
     """Log-normal with median 1. No answer takes four times as long as the p99: calls are killed."""
-    deviation = math.log(p99_to_median) / P99
+    deviation = math.log(p99_to_median) / P99_QUANTILE
     return min(chance.lognormvariate(0.0, deviation), 4 * p99_to_median)
 
 
@@ -204,11 +215,11 @@ class Environments:
         self._sessions[session.trajectory_id] = (session.attempt, 0)
         row = session.row.index
         prompt_ids = prompt_with(self._replica.scenario, session.purpose, row)
-        return None if prompt_ids == prompt_of(session.purpose, row) else prompt_ids
+        return None if prompt_ids == make_prompt(session.purpose, row) else prompt_ids
 
-    async def turn(
+    async def answer_turn(
         self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
-    ) -> GoesOn | Done:
+    ) -> NextTurn | TrajectoryDone:
         replica, session = self._replica, call.session
         once = replica.scenario.effects == "once"
         known, answered = self._sessions.get(session.trajectory_id, (0, 0))
@@ -221,17 +232,17 @@ class Environments:
         made = made_of(replica.scenario, replica.scenario.seed_of(row))
         if call.turn >= len(made.contexts):
             await self._pause()
-            self.forget(session.trajectory_id)
-            return Done(None, f"{row.num_tokens} tokens")
+            self.end_session(session.trajectory_id)
+            return TrajectoryDone(None, f"{row.num_tokens} tokens")
         effect = Effect(0, "ask", "{}", "intended")
         if once and answered == call.turn:
             self._sessions[session.trajectory_id] = (session.attempt, call.turn + 1)
             await intend((effect,))
             replica.world.checks.contents.called(session.trajectory_id, session.attempt, call.turn)
         await self._pause()
-        return GoesOn(made.contexts[call.turn], (effect._replace(status="done"),))
+        return NextTurn(made.contexts[call.turn], (effect._replace(status="done"),))
 
-    def forget(self, trajectory_id: str) -> None:
+    def end_session(self, trajectory_id: str) -> None:
         self._sessions.pop(trajectory_id, None)
 
     async def _pause(self) -> None:
@@ -274,13 +285,13 @@ class Replica(Idle):
     def decode(self, tokens: list[int]) -> str:
         return f"{len(tokens)} tokens"
 
-    def keep_steps(self, rows: bytes) -> None:
+    def record_steps(self, rows: bytes) -> None:
         """Nothing reads engine steps here."""
 
     def pause(self) -> None:
         if self.engine is not None:
-            self.engine.clock.freeze()
+            self.engine.clock.freeze_time()
 
     def resume(self) -> None:
         if self.engine is not None:
-            self.engine.clock.thaw()
+            self.engine.clock.resume_time()

@@ -12,7 +12,7 @@ import numpy as np
 
 from laminar.actors.host import Actor, Host
 from laminar.actors.store import Store
-from laminar.engines.emulated.fake_tokens import prompt_of
+from laminar.engines.emulated.fake_tokens import make_prompt
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
 from tools.simulator.machine.database import StoreDatabase
@@ -38,9 +38,9 @@ class StoreProcess(Idle):
         train, held_out = self.scenario.num_train, self.scenario.num_eval
         return LoadedPrompts([_PROMPT] * train, [_PROMPT] * held_out, 0, DATA_DIGEST)
 
-    async def tokenise(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
+    async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         await self._work(self.chance.uniform(0, TOKENISE_S))
-        return {key: np.array(prompt_of(*key), "<i4").tobytes() for key in prompts}
+        return {key: np.array(make_prompt(*key), "<i4").tobytes() for key in prompts}
 
     async def _work(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s * self.process.slow)

@@ -18,7 +18,7 @@ from typing import Any
 from laminar.actors.host import Actor, Host
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Event, WireError
-from laminar.events.codec import decode_order, encode
+from laminar.events.codec import decode_envelope, encode
 from laminar.names import exit_codes
 from laminar.net.calls import FLUSH_S, Handler
 from laminar.net.session import NEVER_NS, ClientLink, LinkClosed, LinkState
@@ -82,7 +82,7 @@ class Obedient:
             process.world.checks.node_reports.node_started(process)
         await self._actor.start()
 
-    def handle(self, orders: list[tuple[cmd.Order, Command]]) -> None:
+    def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         process = self._boot.process
         checks, faults = process.world.checks, process.world.faults
         obeyed = []
@@ -93,7 +93,7 @@ class Obedient:
             if isinstance(command, cmd.GenerateTrajectory):
                 self._boot.placed[f"{command.trajectory_id}@{command.placement}"] = command
         if obeyed:
-            self._actor.handle(obeyed)
+            self._actor.handle_orders(obeyed)
 
     async def stop(self) -> None:
         await self._actor.stop()
@@ -197,7 +197,7 @@ class Boot:
     def incarnation(self) -> int:
         return self.link.incarnation
 
-    async def reached(self, point: str) -> None:
+    async def hit_failpoint(self, point: str) -> None:
         if self.process.world.faults.dies_at(self.process, point):
             self.process.die(exit_codes.KILLED)
             await self.loop.create_future()
@@ -232,41 +232,45 @@ class Boot:
         self.process.world.checks.sent(self.process, event, body)
         self.flush_soon()
 
-    def gauge(self, event: Event) -> None:
-        self.link.gauge(encode(event))
+    def send_gauge(self, event: Event) -> None:
+        self.link.send_gauge(encode(event))
         self.flush_soon()
 
-    def client(self, server: str) -> SimClient:
+    def make_client(self, server: str) -> SimClient:
         found = self._clients[server] = SimClient(self, server)
         return found
 
-    def server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> SimServer:
+    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> SimServer:
         self._server = SimServer(self, handle_batch, on_peer_lost)
         return self._server
 
-    async def tell_address(self, address: str) -> None:
+    async def publish_address(self, address: str) -> None:
         self.process.world.servers[self.name] = self._server
 
     def now_ns(self) -> int:
         return self._scheduler.now
 
-    def span(self, line: dict[str, Any]) -> None: ...
+    def record_span(self, line: dict[str, Any]) -> None: ...
 
-    def tell(self, text: str) -> None: ...
+    def print_message(self, text: str) -> None: ...
 
-    def outlet(self, name: str, write: Callable[[list[Any]], None], *, kept: int = 0) -> Dropped:
+    def add_outlet(
+        self, name: str, write: Callable[[list[Any]], None], *, kept: int = 0
+    ) -> Dropped:
         return Dropped()
 
-    def listen(self, terminated: Callable[[str], None], starter_gone: Callable[[], None]) -> None:
+    def watch_for_stop(
+        self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
+    ) -> None:
         self.terminate, self.starter_gone = terminated, starter_gone
 
-    def end_by_force(self, after_s: float) -> None:
+    def force_exit_after(self, after_s: float) -> None:
         self.after(int(after_s * 1e9), self.process.die, 1)
 
     async def directory_lost(self) -> str:
         return str(await self.loop.create_future())
 
-    def started(self) -> None: ...
+    def freeze_heap(self) -> None: ...
 
     # --- the line to the coordinator ------------------------------------------------------------
 
@@ -303,15 +307,15 @@ class Boot:
         seen = self._seen
         self._seen = (self.link.server_boot, self.link.state)
         if seen != self._seen and self.link.state is LinkState.UP:
-            self.host.welcomed(self.link.incarnation)
+            self.host.handle_welcome(self.link.incarnation)
         elif seen != self._seen and self.link.state is LinkState.REFUSED:
             process.world.coverage.hit("session:refused")
-            self.host.refused(self.link.reason, self.link.again)
+            self.host.handle_refusal(self.link.reason, self.link.again)
         for body in bodies:
             self._obey(body)
 
     def _obey(self, body: bytes) -> None:
-        order, command = decode_order(body)
+        order, command = decode_envelope(body)
         world = self.process.world
         world.checks.ordered(self.process, order, command)
         if isinstance(command, cmd.StopActor):
@@ -320,7 +324,7 @@ class Boot:
                 self._kept_back[number] = world.faults.ignores(self.process, command)
             if self._kept_back[number]:
                 return
-        if not self.host.obey(order, command):
+        if not self.host.accept_command(order, command):
             world.coverage.hit("session:command-repeated")
 
     def flush_soon(self) -> None:

@@ -17,19 +17,19 @@ from heapq import heappop, heappush
 
 from laminar.coordinator.restarts import GiveUp
 from laminar.coordinator.tick import Tick
-from laminar.core.machine import Machine
+from laminar.core.machine import StateMachine
 from laminar.core.members import resumption
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.restore import Restored, restore, take_over
+from laminar.eventlog.restore import Restored, restore_log, take_over_log
 from laminar.eventlog.writer import LogTaken
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.names.ports import AtOnce, Background, DiskError
+from laminar.names.ports import Background, DiskError, InlineBackground
 from laminar.net.session import MS, NEVER_NS, Limits
-from laminar.observe.warnings import Watch
+from laminar.observe.warnings import WarningMonitor
 from tools.simulator.context import Context, Process
 from tools.simulator.disk import PowerCut, SimDisk
 from tools.simulator.network import Garbage
@@ -59,7 +59,9 @@ class SimCoordinator:
         self.over: GiveUp | None = None  #: why it was given up
         self.exits = Exits(world)
         self.keep_bytes = 0  #: of the log; 0: all
-        self.background: Callable[[], Background] = AtOnce  #: what a process gives work to
+        self.background: Callable[[], Background] = (
+            InlineBackground  #: what a process gives work to
+        )
         self.wall_offset_ns = 0  #: of its clock of the day: steps of it must change nothing
         self.state: State | None = None  #: of the last process, also after its death
         self._chance = stream(world.scenario.seed, "coordinator")
@@ -99,14 +101,14 @@ class SimCoordinator:
 
     def _recover(self) -> None:
         scenario = self.world.scenario
-        restored = restore(self.disk, self.world.checks.replayed)
+        restored = restore_log(self.disk, self.world.checks.replayed)
         found = restored.replay
         if found.difference is not None:
             raise Violation("replay_equal", str(found.difference))
         _note_start(restored, self.world.coverage.hit)
         self.incarnations = restored.incarnation
-        self._watch = Watch(self.report)
-        writer = take_over(
+        self._watch = WarningMonitor(self.report)
+        writer = take_over_log(
             self.disk,
             restored,
             logic=LOGIC_VERSION,
@@ -134,7 +136,7 @@ class SimCoordinator:
         self.world.connect_all()
         self._plan(self.world.scheduler.now)
 
-    def _tell_start(self, machine: Machine) -> None:
+    def _tell_start(self, machine: StateMachine) -> None:
         scenario = self.world.scenario
         self._own = [
             ev.CoordinatorStarted(
@@ -149,7 +151,7 @@ class SimCoordinator:
             *(event for event in self._own if isinstance(event, ev.DrainRequested)),
         ]
 
-    def _resumed(self, machine: Machine) -> list[Event]:
+    def _resumed(self, machine: StateMachine) -> list[Event]:
         """What it says when it finds no process, or the user has stopped the run and wants it to
         go on."""
         asked, self._asked = self._asked, False
@@ -158,7 +160,7 @@ class SimCoordinator:
         alive = [process for process in self.world.processes.values() if process.alive]
         living = {(process.name, process.pid) for process in alive}
         settings = self.world.scenario.settings
-        news = resumption.news(machine.state, settings, living, asked=asked)
+        news = resumption.make_resume_event(machine.state, settings, living, asked=asked)
         if news is None:
             return []
         self.world.coverage.hit(f"coordinator:resumes-{'asked' if asked else 'unasked'}")
@@ -295,7 +297,7 @@ class SimCoordinator:
         now = self.world.scheduler.now
         self.world.faults.before_disk_use(self.disk)
         try:
-            down = tick.turn(frames, own, now, not self._inbox)
+            down = tick.run_turn(frames, own, now, not self._inbox)
         except (PowerCut, DiskError, LogTaken) as error:
             self._own = own
             self.world.coverage.hit(f"coordinator:{type(error).__name__.lower()}-in-a-turn")

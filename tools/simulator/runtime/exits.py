@@ -10,7 +10,7 @@ raises ends no coordinator here: it breaks the promise nothing_raises.
 
 from __future__ import annotations
 
-from laminar.coordinator.exit_reason import exit_code_of
+from laminar.coordinator.exit_reason import get_exit_code
 from laminar.coordinator.restarts import SERVED_S, GiveUp, Restart, Restarts
 from laminar.names import exit_codes
 from tools.simulator.context import Context
@@ -43,12 +43,12 @@ class Exits:
             return Restart(0.0)
         self._served_ns = -1
         served_s = (now_ns - served_ns) / SECOND if served_ns >= 0 else 0.0
-        code = exit_code_of(error)
+        code = get_exit_code(error)
         if code != exit_codes.LOG_UNWRITABLE:
             self._unwritable_ns = -1
         elif self._unwritable_ns < 0 or served_s >= SERVED_S:
             self._unwritable_ns = now_ns
-        verdict = self._restarts.ended(code, served_s, now_ns / SECOND)
+        verdict = self._restarts.decide_restart(code, served_s, now_ns / SECOND)
         if isinstance(verdict, GiveUp):
             self._disk_was_full(verdict)
         return verdict

@@ -8,7 +8,7 @@ A node that a fault has lost for good is not started again: its machine is gone,
 
 from __future__ import annotations
 
-from laminar.actors.restart_limit import RestartLimit, node_again
+from laminar.actors.restart_limit import RestartLimit, decide_node_restart
 from tools.simulator.context import Context
 from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds, stream
@@ -38,7 +38,7 @@ class Machines:
             return
         limit = self._limits.setdefault(node.name, RestartLimit(world.config))
         now = world.scheduler.now
-        pause_s = node_again(limit, code, (now - node.started_ns) / SECOND, now / SECOND)
+        pause_s = decide_node_restart(limit, code, (now - node.started_ns) / SECOND, now / SECOND)
         if isinstance(pause_s, float):
             delay_s = pause_s + self._chance.uniform(*START_S)
             world.scheduler.after(seconds(delay_s), self._start, node)

@@ -100,7 +100,7 @@ class SimProcess(Process):
     def starter_gone(self) -> None:
         """The process notices that its node is gone."""
         if self.alive:
-            self.after(0, self.current.loop.enter, self.current.starter_gone)
+            self.call_later(0, self.current.loop.enter, self.current.starter_gone)
 
     def replace(self) -> None:
         """A new process has its name before anybody has heard that this one died."""
@@ -120,7 +120,7 @@ class SimProcess(Process):
 
     def fail(self, reason: str) -> None:
         """The process cannot go on: it says so, and ends."""
-        self.current.loop.enter(self.current.host.fail, reason)
+        self.current.loop.enter(self.current.host.fail_process, reason)
 
     def pause(self) -> None:
         if self.alive and not self.paused:
@@ -141,13 +141,13 @@ class SimProcess(Process):
     def now_ns(self) -> int:
         return self.world.scheduler.now
 
-    def after(self, delay_ns: int, action: Action, *args: Any) -> None:
+    def call_later(self, delay_ns: int, action: Action, *args: Any) -> None:
         """Call later, if this boot still lives then."""
         self.world.scheduler.after(delay_ns, self.due, self.boot, action, args)
 
     def compute(self, duration_s: float, action: Action, *args: Any) -> None:
         """Call when work is done that takes so long at full speed."""
-        self.after(int(duration_s * self.slow * 1e9), action, *args)
+        self.call_later(int(duration_s * self.slow * 1e9), action, *args)
 
     def due(self, boot: int, action: Action, args: tuple[Any, ...]) -> None:
         """Call what is meant for this boot, or, when it stands still, keep it until it goes on."""

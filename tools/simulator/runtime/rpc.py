@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from laminar.config import Config
-from laminar.net.calls import FLUSH_S, Batch, Handler, RpcError, Serving
+from laminar.net.calls import FLUSH_S, Batch, Handler, RpcError, ServingState
 from laminar.net.session import LinkClosed
 from tools.simulator.context import Process
 from tools.simulator.runtime.loop import SimLoop
@@ -189,17 +189,17 @@ class SimServer:
         self._held: dict[str, Peer] = {}  #: with a request that could not be handled yet
         self._planned = self._again_planned = False
         self._looked_ns = self._world.scheduler.now
-        self._serving = Serving()
+        self._serving = ServingState()
 
     @property
     def address(self) -> str:
         return self._boot.name
 
     async def start(self) -> None:
-        self._serving.begin(self._boot.loop)
+        self._serving.mark_started(self._boot.loop)
         self._boot.after(self._lease_ns // LEASE_LOOKS, self._look)
 
-    def again(self) -> None:
+    def retry_held(self) -> None:
         self._awake |= self._held
         self._held.clear()
         self._plan(0)
@@ -208,7 +208,7 @@ class SimServer:
         await self._serving.wait_closed()
 
     async def close(self) -> None:
-        self._serving.end(None)
+        self._serving.mark_ended(None)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class SimServer:
 
     def _hand_over_again(self) -> None:
         self._again_planned = False
-        self.again()
+        self.retry_held()
 
     def _turn(self) -> None:
         self._planned = False
@@ -264,7 +264,7 @@ class SimServer:
             try:
                 replies = self._handle_batch(batch)
             except Exception as error:
-                return self._serving.end(error)
+                return self._serving.mark_ended(error)
             self._note(asked, replies)
         for peer in awake.values():
             self._answer(peer)
