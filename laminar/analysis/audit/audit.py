@@ -1,13 +1,13 @@
-"""The audit of a run: three records that were kept apart must agree.
+"""Audit of a run: three independently kept records must agree.
 
 Reads   the event log (the coordinator's ledger), store.sqlite, trainer_book.jsonl
-Gives   Audit: the closed ledger, rewards that went wrong by reason, problems and notes
+Gives   Audit: the closed ledger, failed rewards by reason, problems and notes
 Raises  ConfigError when there is no run to audit
 
-Each process wrote its book from what it did itself, before it reported it. So a loss in one of
-them shows as a difference to another: a row that is gone, a sample trained twice, a reward that was
-changed. A run that goes on can be audited, too: its log is read once before the other books, which
-must hold at least that, and once after them, which must hold at least what they do.
+Each process wrote its book from its own actions, before it reported them. A loss in one book
+therefore shows as a difference from another: a missing row, a sample trained twice, a changed
+reward. A running run can be audited too: its log is read once before the other books, which must
+hold at least as much, and once after them, when it must hold at least as much as they do.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from laminar.run.directory import STORE_FILE
 
 @dataclass
 class Audit:
-    """What an audit found."""
+    """Findings of an audit."""
 
     ledger: list[LedgerRow]
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  #: unusual, but no contradiction
+    notes: list[str] = field(default_factory=list)  #: unusual, but consistent
     bad_rewards: dict[str, int] = field(default_factory=dict)  #: stored rewards by reason, not "ok"
 
 
 class _ReplayedLog(NamedTuple):
-    """The coordinator's book, from one pass over the log."""
+    """Coordinator's book, from one pass over the log."""
 
     state: State
     account: Account
@@ -47,7 +47,7 @@ class _ReplayedLog(NamedTuple):
 
 
 def audit_run(run_dir: Path) -> Audit:
-    """Hold the three books of a run against each other."""
+    """Compare the three books of a run."""
     first = _read_log(run_dir)
     found = Audit(ledger_rows(first.state))
     if first.difference is not None:
@@ -85,7 +85,7 @@ def _read_log(run_dir: Path) -> _ReplayedLog:
 
 
 def _read_store(run_dir: Path, account: Account, found: Audit) -> StoreBook | None:
-    """None when it cannot be read, which is a problem unless the run never had a store."""
+    """Read the store; None if that fails, which is a problem unless the run never had a store."""
     if not (run_dir / STORE_FILE).exists() and account.data is None and not account.started:
         found.notes.append("the run ended before it had a store")
         return None

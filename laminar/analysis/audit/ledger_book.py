@@ -1,10 +1,10 @@
-"""The account of a run by its event log: what was issued, how each trajectory ended, what was said.
+"""Account of a run, from its event log: the trajectories issued, their ends and their rewards.
 
 Reads   the events and commands of a replay
 Gives   Account; `ledger_rows`, the closed ledger as a table; `ledger_problems`
 
-The coordinator's ledger is a few counters. This book keeps the items behind them, one entry per
-trajectory, so that the counters, the store's rows and the trainer's record can be held against it.
+The coordinator's ledger consists of a few counters. This book keeps the items behind them, one
+entry per trajectory, to compare the counters, the store's rows and the trainer's record with.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from laminar.names.ids import GroupId, TrajectoryId
 TRUNCATED = FinishReason.LENGTH
 ANY_REASON = "for any reason"
 ENDS = (EndKind.TRAINED, EndKind.EVALUATED, EndKind.DROPPED)
-"""A group ended as the first of these that one of its trajectories did."""
+"""Ends by precedence: a group ends as the first of these that one of its trajectories has."""
 
 
 class ClosedTrajectory(NamedTuple):
-    """An end that the store has confirmed."""
+    """End that the store has confirmed."""
 
     ending: cmd.TrajectoryEnding
     num_tokens: int
@@ -39,7 +39,7 @@ class ClosedTrajectory(NamedTuple):
 
 
 class AttemptWeights(NamedTuple):
-    """The weights of an attempt, and the completed steps that had made them."""
+    """Weights of an attempt, and the number of completed steps that made them."""
 
     version: int
     step: int
@@ -47,39 +47,39 @@ class AttemptWeights(NamedTuple):
 
 @dataclass
 class OrderedStep:
-    """A batch that the trainer was given, and its report."""
+    """Batch given to the trainer, and the trainer's report."""
 
     command: cmd.TrainStep
     completed: ev.StepCompleted | None = None
 
 
 class Account:
-    """An observer of a replay.
+    """Account of a run, kept as a replay observer.
 
-    A trajectory is finished and rewarded once, each of its turns but the last aside: what an event
-    says of it is durable in the store and never replaced, so the first word counts and a repeat
-    says the same.
+    Except for turns before the last, a trajectory is finished and rewarded once: its data is
+    durable
+    in the store and never replaced, so the first event counts and a repeated one says the same.
     """
 
     def __init__(self) -> None:
-        self.issued: dict[TrajectoryId, str] = {}  #: purpose
-        self.groups: dict[GroupId, int] = {}  #: trajectories
-        self.started: set[TrajectoryId] = set()  #: the store has a row
+        self.issued: dict[TrajectoryId, str] = {}  #: purpose by trajectory
+        self.groups: dict[GroupId, int] = {}  #: number of trajectories by group
+        self.started: set[TrajectoryId] = set()  #: trajectories with a row in the store
         self.finished: dict[TrajectoryId, ev.TrajectoryFinished] = {}
         self.rewarded: dict[TrajectoryId, ev.TrajectoryRewarded] = {}
         self.commanded: dict[TrajectoryId, cmd.TrajectoryEnding] = {}
         self.closed: dict[TrajectoryId, ClosedTrajectory] = {}
-        self.steps: dict[int, OrderedStep] = {}  #: as they were ordered last
-        #: every order, by step and version: a batch that was interrupted is ordered again
+        self.steps: dict[int, OrderedStep] = {}  #: latest order of each step
+        #: every order, by step and version: an interrupted batch is ordered again
         self.orders: dict[tuple[int, int], cmd.TrainStep] = {}
         self.data: ev.DataLoaded | None = None
-        #: what each attempt was ordered to generate with first, by its number
+        #: weights of each attempt's first order, by attempt number
         self.stamps: dict[TrajectoryId, dict[int, AttemptWeights]] = {}
-        #: who may have sampled of it, with which version: ordered to, or ordered to load it while
-        #: it ran the trajectory
+        #: replicas and versions that may have sampled it: by order to generate, or by order to load
+        #: the version while running it
         self.sources: dict[TrajectoryId, set[tuple[str, int]]] = {}
-        self.in_flight = False  #: versions may change under a trajectory
-        self.mixed: set[GroupId] = set()  #: ended, with siblings of several versions
+        self.in_flight = False  #: whether versions may change during a trajectory
+        self.mixed: set[GroupId] = set()  #: ended groups with siblings of several versions
         self._asked: dict[int, tuple[cmd.TrajectoryEnding, ...]] = {}  #: by command id
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -96,7 +96,7 @@ class Account:
         elif isinstance(event, ev.TrajectoryContinues):
             finished = self.finished.get(event.trajectory_id)
             if finished is not None and finished.placement == event.placement:
-                del self.finished[event.trajectory_id]  # of a turn that was not the last one
+                del self.finished[event.trajectory_id]  # the finish of a turn before the last
         elif isinstance(event, ev.TrajectoryRewarded):
             self.rewarded.setdefault(event.trajectory_id, event)
         elif isinstance(event, ev.TrajectoriesEnded):
@@ -130,7 +130,7 @@ class Account:
             self.orders[command.step_index, command.version] = command
 
     def _close(self, event: ev.TrajectoriesEnded, state: State) -> None:
-        """The answer to a command; what the machine still holds it did not accept as ended."""
+        """Close the trajectories that the store ended, unless the state still holds them."""
         rows = {row.trajectory_id: row for row in event.ended}
         for ending in self._asked.pop(event.command_id, ()):
             row = rows.get(ending.trajectory_id)
@@ -140,13 +140,12 @@ class Account:
                 )
 
     def compute_staleness(self, closed: ClosedTrajectory) -> int:
-        """The staleness of a trained trajectory: steps between the one that made its weights and
-        the batch."""
+        """Return the staleness of a trained trajectory, in steps from weights to batch."""
         last = max(self.stamps[closed.ending.trajectory_id].items())[1]
         return closed.ending.step - last.step
 
     def list_trained(self, step: int) -> list[TrajectoryId]:
-        """Ids that were decided to end as trained by this step, sorted."""
+        """Return the sorted ids of the trajectories decided to end as trained by this step."""
         return sorted(
             e.trajectory_id
             for e in self.commanded.values()
@@ -155,7 +154,7 @@ class Account:
 
 
 class LedgerRow(NamedTuple):
-    """One line of the ledger."""
+    """Row of the ledger table."""
 
     name: str
     groups: int
@@ -164,7 +163,7 @@ class LedgerRow(NamedTuple):
 
 
 def ledger_rows(state: State) -> list[LedgerRow]:
-    """issued, trained, evaluated, one line per drop reason, live."""
+    """Return the rows issued, trained, evaluated, one per drop reason, and live."""
     books = (state.ledger.groups, state.ledger.trajectories, state.ledger.tokens)
     reasons = sorted({reason for book in books for reason in book.dropped})
     rows = [
@@ -180,7 +179,7 @@ def ledger_rows(state: State) -> list[LedgerRow]:
 
 
 def ledger_problems(state: State, account: Account) -> list[str]:
-    """Where the coordinator's counters differ from the items that they count."""
+    """Return the differences between the coordinator's counters and the items they count."""
     ledger = state.ledger
     groups = msgspec.structs.replace(ledger.groups, dropped=_sum_dropped(ledger.groups.dropped))
     problems = [
@@ -199,7 +198,7 @@ def ledger_problems(state: State, account: Account) -> list[str]:
 
 
 def _group_book(account: Account) -> Book:
-    """A group ends with its last sibling: trained if any was; reasons of drops are not kept."""
+    """Count groups: each ends with its last sibling, as trained if any was; reasons are merged."""
     book = Book(issued=len(account.groups))
     ends: dict[GroupId, list[EndKind]] = {}
     for closed in account.closed.values():
@@ -219,7 +218,7 @@ def _trajectory_book(account: Account) -> Book:
 
 
 def _token_book(state: State, account: Account) -> Book:
-    """Issued is what has ended and what the core knows of the live ones."""
+    """Count tokens: issued are those of ended trajectories and those known of live ones."""
     book = Book(issued=sum(t.num_tokens for t in state.trajectories.values()))
     for closed in account.closed.values():
         book.issued += closed.num_tokens + closed.tokens_lost
@@ -233,7 +232,7 @@ def _sum_dropped(dropped: dict[str, int]) -> dict[str, int]:
 
 
 def _compare_books(name: str, counted: Book, items: Book) -> list[str]:
-    """Per class of the book; a class that is absent counts 0."""
+    """Compare two books class by class; an absent class counts 0."""
     sides = [
         {"issued": b.issued, "trained": b.trained, "evaluated": b.evaluated, "live": b.live}
         | {f"dropped: {reason}": count for reason, count in b.dropped.items()}

@@ -1,11 +1,12 @@
-"""The store's rows, held against the log.
+"""Audit of the store's rows against the log.
 
 Reads   RUN/store.sqlite, in one read transaction
-Gives   StoreBook, and problems, each one sentence
+Gives   StoreBook, and problems, one sentence each
 Raises  ConfigError or sqlite3.Error when the database cannot be read
 
-What has ended is exact: end, tokens, reward. What lives in a running run may be further in the
-store than in the log that was read before it, so there only an end that was never decided is wrong.
+Ended trajectories must match exactly: end, tokens, reward. In a running run, live trajectories may
+be further in the store than in the log read before it, so only an end without a decision is an
+error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from laminar.storage.rules import Row, Span
 
 
 class EndRecord(NamedTuple):
-    """How a trajectory ended, by one account."""
+    """End of a trajectory according to one record."""
 
     end: str | None
     reason: str | None
@@ -36,16 +37,16 @@ class EndRecord(NamedTuple):
 
 
 class StoreBook(NamedTuple):
-    """What the database holds."""
+    """Contents of the database."""
 
     rows: dict[TrajectoryId, Row]
     meta: dict[str, str]
     removed: set[str]  #: trajectories whose tokens were removed
-    #: who sampled which part with which weights, by trajectory; of a run with weights in flight
+    #: replica and weights of each part, by trajectory; only with weight updates in flight
     spans: dict[TrajectoryId, tuple[Span, ...]]
 
     def bad_rewards(self) -> dict[str, int]:
-        """Stored rewards that no reward function gave, by reason."""
+        """Count the stored rewards that no reward function gave, by reason."""
         rewarded = (row.reward_reason for row in self.rows.values() if row.status == "rewarded")
         return dict(Counter(reason for reason in rewarded if reason and reason != "ok"))
 
@@ -60,12 +61,12 @@ def read_store(run_dir: Path, *, in_flight: bool) -> StoreBook:
 
 
 def own_problems(run_dir: Path) -> list[str]:
-    """Where the database contradicts itself."""
+    """Return the contradictions within the database."""
     return [f"store: {problem}" for problem in books.check_integrity(run_dir / STORE_FILE)]
 
 
 def store_problems(store: StoreBook, first: Account, latest: Account) -> list[str]:
-    """`first` was read before the store, and must be in it; `latest` after, and must cover it."""
+    """Compare the store with `first`, read before and contained in it, and the later `latest`."""
     problems = _data_problems(store, first)
     for name in first.issued:
         row = store.rows.get(name)
@@ -83,7 +84,7 @@ def store_problems(store: StoreBook, first: Account, latest: Account) -> list[st
 
 
 def removal_problems(store: StoreBook, state: State) -> list[str]:
-    """A trainer that is lost at the end of the log finds all that it has to do again."""
+    """Return the removed tokens that a trainer lost at the end of the log would need again."""
     trained = state.trained
     covered = min((step_of(state, version) for version in state.saved), default=0)
     if trained and trained[0].step_index > 0:  # the step of the oldest checkpoint
@@ -108,7 +109,7 @@ def removal_notes(store: StoreBook) -> list[str]:
 
 
 def _data_problems(store: StoreBook, account: Account) -> list[str]:
-    """The prompts that were reported are those that are there."""
+    """Compare the stored prompts with those reported in the log."""
     if account.data is None:
         return []
     logged = {
@@ -124,7 +125,7 @@ def _data_problems(store: StoreBook, account: Account) -> list[str]:
 
 
 def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str]:
-    """Everything that the log says of a trajectory that has ended."""
+    """Compare a stored ended trajectory with everything the log says about it."""
     ending, num_tokens, tokens_lost = account.closed[name]
     end = EndRecord(ending.end, ending.reason, max(ending.step, 0), num_tokens)
     stored_end = EndRecord(row.end, row.end_reason, row.end_step, row.num_tokens)
@@ -153,8 +154,11 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
 def _span_problems(
     name: TrajectoryId, row: Row, spans: Sequence[Span], account: Account
 ) -> list[str]:
-    """In flight: parts are all of it, each of weights that were loaded there then, none older than
-    the part before. (Of other runs the weights are compared above.)"""
+    """Check the parts of a trajectory of a run with in-flight weight updates.
+
+    They must add up to its tokens, name weights loaded there at the time, and never return to older
+    weights. (In other runs the weights are compared above.)
+    """
     if not account.in_flight:
         return []
     problems, known = [], account.sources.get(name, set())
@@ -176,7 +180,7 @@ def _span_problems(
 
 
 def _live_problems(name: TrajectoryId, row: Row, latest: Account) -> list[str]:
-    """An end in the store that was never decided."""
+    """Report an end in the store that was never decided."""
     ending = latest.commanded.get(name)
     decided = (ending.end, ending.reason) if ending else None
     if row.end is None or (row.end, row.end_reason) == decided:

@@ -1,10 +1,10 @@
-"""What the trainer was handed of each batch, held against what the store has of it.
+"""Audit of the contents of each trained batch against the store.
 
 Reads   the lines of the trainer's book; rows, chunks and prompts of the store
-Gives   content_problems, and a note of the batches that cannot be checked, each one sentence
+Gives   content_problems, and a note of the batches that cannot be checked, one sentence each
 
-The contents are worked out from the rows as the replicas wrote them, by code that the trainer does
-not use: its batches come with the replies of the store (storage/handlers.py, batch_fetch.py).
+The contents are rebuilt from the rows as the replicas wrote them, by code that the trainer does not
+use: its batches come with the replies of the store (storage/handlers.py, batch_fetch.py).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from laminar.storage.rules import Span
 from laminar.storage.tables import StoredChunk, Tables
 
 STOPPED = "stop"
-"""The finish reason of a response that the model has ended; any other one was cut off."""
+"""Finish reason of a response that the model ended; with any other it was truncated."""
 
 
 class _MissingContent(Exception):
-    """The store has not all of a row any more."""
+    """Raised when the store no longer has all of a row."""
 
 
 def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str], list[str]]:
-    """Problems and notes; none where the store cannot be read, which others say."""
+    """Return problems and notes; none if the store is unreadable, which other checks report."""
     problems, unknown = [], 0
     try:
         with books.open_tables(run_dir / STORE_FILE) as tables:
@@ -44,7 +44,7 @@ def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str
                 try:
                     found = digest_batch(_build_content(tables, name) for name in line.ids)
                 except (_MissingContent, DamageError, msgspec.MsgspecError, struct.error):
-                    unknown += 1  # what is damaged, others say
+                    unknown += 1  # damage is reported by other checks
                     continue
                 if not line.contents:
                     unknown += 1
@@ -68,7 +68,7 @@ def _format_difference(line: BookLine) -> str:
 
 
 def _build_content(tables: Tables, trajectory_id: str) -> Content:
-    """A response as its replicas have stored it."""
+    """Rebuild a response as its replicas stored it."""
     row = tables.get_row(trajectory_id)
     if row is None or row.reward_bits is None or row.temperature is None:
         raise _MissingContent
@@ -94,7 +94,7 @@ def _build_content(tables: Tables, trajectory_id: str) -> Content:
 
 
 def _count_turn_tokens(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
-    """Sampled tokens of each turn."""
+    """Return the number of sampled tokens of each turn."""
     counts = Counter[int]()
     for chunk in chunks:
         counts[chunk.segment] += chunk.num_tokens
@@ -102,7 +102,7 @@ def _count_turn_tokens(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
 
 
 def _merge_spans(chunks: Sequence[StoredChunk]) -> tuple[Span, ...]:
-    """Neighbours of one source are one span."""
+    """Merge neighbouring chunks of the same source into one span."""
     spans: list[Span] = []
     for chunk in chunks:
         if chunk.source is None:

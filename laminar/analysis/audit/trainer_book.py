@@ -1,11 +1,11 @@
-"""The trainer's own record of what it trained, held against the log.
+"""Audit of the trainer's record of trained steps against the log.
 
 Reads   RUN/trainer_book.jsonl: one line per step, synced before the step was reported
-Gives   BookLine, problems and notes, each one sentence
+Gives   BookLine, problems and notes, one sentence each
 
-Each id must be trained once, and each step as it was ordered, as it was reported, and as the ledger
-ended it. A step that was ordered again, since its trainer was lost, may have a line of each; the
-one of the last order counts, and the others were rolled back.
+Each id must be trained once, and each step as ordered, as reported, and as ended in the ledger. A
+step that was ordered again after its trainer was lost may have a line per order; the line of the
+latest order counts, and the others were rolled back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from laminar.run.directory import TRAINER_BOOK_FILE
 
 
 class BookLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the trainer consumed in one step, and what of that it did not train."""
+    """Line about one step: the ids that the trainer consumed, and those that it left out."""
 
     step: int
     version: int
@@ -32,12 +32,12 @@ class BookLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
     ids: list[TrajectoryId]
     left_out: list[TrajectoryId] = []
-    incarnation: int = 0  #: of the trainer; older books do not say
-    contents: str = ""  #: digest of what the learner was handed (storage/contents.py); likewise
+    incarnation: int = 0  #: of the trainer; 0 in older books
+    contents: str = ""  #: digest of the learner's input (storage/contents.py); empty in older books
 
 
 def read_book(run_dir: Path) -> tuple[list[BookLine], list[str]]:
-    """The lines, and the damaged ones as problems; a last line without its end is left out."""
+    """Return the lines, and the damaged ones as problems; skip a truncated last line."""
     lines, problems = [], []
     for number, text in whole_lines(run_dir / TRAINER_BOOK_FILE):
         try:
@@ -48,7 +48,7 @@ def read_book(run_dir: Path) -> tuple[list[BookLine], list[str]]:
 
 
 def book_problems(lines: list[BookLine], first: Account, latest: Account) -> list[str]:
-    """`first` was read before the book, and must be in it; `latest` after, and must cover it."""
+    """Compare the book with `first`, read before and contained in it, and the later `latest`."""
     rolled_back = [line for line in lines if _is_rolled_back(line, latest)]
     lines = [line for line in lines if line not in rolled_back]
     counts = Counter(name for line in lines for name in line.ids)
@@ -73,13 +73,13 @@ def book_problems(lines: list[BookLine], first: Account, latest: Account) -> lis
 
 
 def _is_rolled_back(line: BookLine, latest: Account) -> bool:
-    """Whether the step of a line was ordered again, under another number."""
+    """Return whether the step of a line was ordered again, under another version."""
     ordered = (line.step, line.version) in latest.orders
     return ordered and latest.steps[line.step].command.version != line.version
 
 
 def rolled_back(lines: list[BookLine], latest: Account) -> list[str]:
-    """What trainers have entered that were lost before the log had it."""
+    """Describe steps recorded by trainers that were lost before the log had the report."""
     return [
         f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE} under version {line.version}, by "
         f"{describe_trainer(line)}, which was lost: what counts is version "
@@ -94,7 +94,7 @@ def describe_trainer(line: BookLine) -> str:
 
 
 def find_unreported(lines: list[BookLine], latest: Account) -> list[str]:
-    """Steps that are trained and do not count: in flight, lost with their trainer, or too late."""
+    """Describe trained steps that do not count: in flight, lost with their trainer, or too late."""
     reported = {step for step, entry in latest.steps.items() if entry.completed is not None}
     return [
         f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE}, but the log does not count it: "
@@ -107,7 +107,7 @@ def find_unreported(lines: list[BookLine], latest: Account) -> list[str]:
 
 
 def _step_problems(line: BookLine, latest: Account) -> list[str]:
-    """One line against the order, its own digest, the report, and the ends of the ledger."""
+    """Compare a line with the order, its own digest, the report, and the ends of the ledger."""
     entry = latest.steps.get(line.step)
     if entry is None:
         return [f"trainer: step {step_number(line.step)} was never ordered"]
@@ -131,7 +131,7 @@ def _step_problems(line: BookLine, latest: Account) -> list[str]:
 
 
 def _order_problems(line: BookLine, latest: Account) -> list[str]:
-    """One line against its order and its own digest."""
+    """Compare a line with its order and its own digest."""
     ordered = latest.orders.get((line.step, line.version))
     problems = []
     if ordered is None or line.ids != list(ordered.trajectories):
@@ -146,5 +146,5 @@ def _order_problems(line: BookLine, latest: Account) -> list[str]:
 
 
 def ids_digest(ids: list[TrajectoryId]) -> str:
-    """xxh3_128 (hex) of the MessagePack array of the ids, in order: as the trainer forms it."""
+    """Return the xxh3_128 (hex) of the MessagePack array of the ids, as the trainer forms it."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(ids))

@@ -1,12 +1,12 @@
-"""A run as Parquet tables, for pandas, DuckDB or Polars.
+"""Export of a run as Parquet tables, for pandas, DuckDB or Polars.
 
 Reads   the event log of a run directory, by replay
 Writes  DIR/events.parquet, decisions.parquet, trajectories.parquet, each by rename
-Raises  ConfigError for tables that exist and shall not be replaced, and for what cannot be written
+Raises  ConfigError for existing tables without `force`, and for failed writes
 
 events has a row per event, decisions a row per command with the event that caused it, trajectories
-a row per trajectory with the times of its life, also of those that were open at the end of the log.
-Rows are written in groups, so a long log needs no more memory than a short one.
+a row per trajectory with the times of its stages, including those open at the end of the log. Rows
+are written in groups, so memory does not depend on the length of the log.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.run.renames import rename
 
 ROW_GROUP = 50_000
-"""Rows that are held before they are written: some 20 MB of events."""
+"""Rows held before they are written: some 20 MB of events."""
 
 TIME = pa.timestamp("us", tz="UTC")  # Python and pandas read it without loss
 SCHEMAS = {
     "events": pa.schema(
         [
             ("seq", pa.int64()),
-            ("time_ns", pa.int64()),  # of the coordinator's clock, which is not the time of day
+            ("time_ns", pa.int64()),  # of the coordinator's clock, not the time of day
             ("time", TIME),
             ("peer", pa.string()),
             ("incarnation", pa.int64()),
@@ -68,7 +68,7 @@ SCHEMAS = {
             ("sibling", pa.int32()),
             ("purpose", pa.string()),
             ("row_index", pa.int64()),
-            ("replica", pa.string()),  # the last one; all of them, in order:
+            ("replica", pa.string()),  # the latest; all of them, in order:
             ("replicas", pa.list_(pa.string())),
             ("version", pa.int64()),
             ("version_step", pa.int64()),
@@ -87,8 +87,8 @@ SCHEMAS = {
             ("reward_reason", pa.string()),
             ("end", pa.string()),  # trained | evaluated | dropped; null while it is open
             ("end_reason", pa.string()),
-            ("step", pa.int64()),  # that trained it, from 1, or completed before it was evaluated
-            ("staleness", pa.int64()),  # of what was trained
+            ("step", pa.int64()),  # that trained it, from 1, or completed before its evaluation
+            ("staleness", pa.int64()),  # of trained trajectories
         ]
     ),
 }
@@ -97,7 +97,7 @@ Row = tuple[Any, ...]
 
 
 def export_tables(run_dir: Path, directory: Path, *, force: bool = False) -> dict[str, int]:
-    """Write the tables; returns the rows of each by its name."""
+    """Write the tables; return the number of rows by table name."""
     paths = {name: directory / f"{name}.parquet" for name in SCHEMAS}
     present = [path for path in paths.values() if path.exists()]
     if present and not force:
@@ -110,7 +110,7 @@ def export_tables(run_dir: Path, directory: Path, *, force: bool = False) -> dic
 
 
 def _write_tables(run_dir: Path, paths: dict[str, Path]) -> dict[str, int]:
-    """All tables get their names once all of them are whole."""
+    """Write all tables under temporary names; rename them once all are complete."""
     with ExitStack() as stack:
         tables = {}
         for name, path in paths.items():
@@ -127,7 +127,7 @@ def _write_tables(run_dir: Path, paths: dict[str, Path]) -> dict[str, int]:
 
 
 class _Table:
-    """One Parquet file that grows by row groups under a name of its own."""
+    """Parquet file that grows by row groups under a temporary name."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path, self.rows = path, 0
@@ -147,7 +147,7 @@ class _Table:
         self._writer.close()
 
     def discard(self) -> None:
-        """Leave nothing behind that was not finished."""
+        """Remove the temporary file if it is unfinished."""
         self._writer.close()
         self.new.unlink(missing_ok=True)
 
@@ -159,7 +159,7 @@ class _Table:
 
 
 class _Exporter:
-    """An observer of a replay that makes the rows."""
+    """Replay observer that builds the rows."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Exporter:
                 self._add_trajectory(_build_trajectory_row(life))
 
     def finish(self) -> None:
-        """What has not ended."""
+        """Add the trajectories that have not ended."""
         for life in self._lives.open.values():
             self._add_trajectory(_build_trajectory_row(life))
 

@@ -1,14 +1,14 @@
-"""A run as a trace that ui.perfetto.dev and chrome://tracing open.
+"""Export of a run as a trace for ui.perfetto.dev and chrome://tracing.
 
-Reads   the event log of a run directory, by replay; timeline/, where processes recorded themselves
-Writes  one JSON file, as a stream, under its name only once it is whole
+Reads   the event log of a run directory, by replay; timeline/, the processes' own records
+Writes  one JSON file, as a stream, renamed once it is complete
 Raises  ConfigError for a file that cannot be written
 
 Trajectories lie on the slots of their replica, versions on the relay, steps and publishes on the
-trainer, phases, evaluations and lost work on the coordinator. An arrow has both its ends at one
+trainer, phases, evaluations and lost work on the coordinator. Both ends of an arrow belong to one
 event: a publish leads from the trainer's work to the version, a pull from the version to the
-replica, a move (repack: what was given away) from one placement to the next. What is open at the
-end of the log is closed there.
+replica, a move (repack: work given away) from one placement to the next. Spans open at the end of
+the log are closed there.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ KINDS = (
     REWARD,
     OWN,
 )
-"""The tracks of a process, from top to bottom."""
+"""Tracks of a process, from top to bottom."""
 
 ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
 
-#: Rare events that say why something else happened.
+#: Rare events that explain others.
 NOTABLE_EVENTS = (
     ev.CoordinatorStarted,
     ev.TimerFired,
@@ -93,7 +93,7 @@ NOTABLE_EVENTS = (
     ev.VersionGone,
     ev.TrajectoryFailed,
 )
-#: What makes and ends nothing but a trajectory.
+#: Events and commands that only begin or end trajectories.
 FREQUENT_EVENTS = (
     ev.TokenProgress,
     ev.TrajectoryStarted,
@@ -103,7 +103,7 @@ FREQUENT_EVENTS = (
 
 
 def write_trace(run_dir: Path, path: Path) -> int:
-    """Replay the run into a trace file; returns the number of trace events."""
+    """Replay the run into a trace file; return the number of trace events."""
     new = get_temp_path(path)
     try:
         with open(new, "w") as file:
@@ -133,7 +133,7 @@ def _write(run_dir: Path, file: TextIO) -> int:
 
 
 def _rank_process(process: str) -> int:
-    """The place of a process by role, machine and number; rollout-3.0 is of the fourth machine."""
+    """Return a process's sort key: role, machine, number; rollout-3.0 is on machine 3 (from 0)."""
     role, _, place = process.rpartition("-")
     machine, _, number = place.rpartition(".")
     order = ROLES.index(role or process)
@@ -141,7 +141,7 @@ def _rank_process(process: str) -> int:
 
 
 class TraceWriter:
-    """An observer of a replay; `finish` once it is over."""
+    """Replay observer that writes the trace; call `finish` at the end."""
 
     def __init__(self, tracks: Tracks) -> None:
         self._tracks = tracks
@@ -173,7 +173,7 @@ class TraceWriter:
         self._trace_refusals(stamped, now, us, state)
 
     def finish(self, run_dir: Path) -> None:
-        """Close what is open, and add what the processes recorded of themselves."""
+        """Close open spans, and add those that the processes recorded."""
         self._tracks.close_all(self._to_us(self._moments.now.unix_ns), open_at_the_end=True)
         for name in self._actors:
             spans = [s for s in read_spans(run_dir, name) if s.state != "waiting"]
@@ -228,16 +228,16 @@ class TraceWriter:
         if placement.number > 1 and lost in self._tracks:
             self._tracks.add_arrow("move", us, lost, span)
             self._tracks.end_span(lost, us, event=now.seq)
-        elif placement.number > 1:  # by the event that lost it
+        elif placement.number > 1:  # lost and placed by the same event
             before = _slot_span(life, life.placements[-2])
             self._tracks.add_arrow("repack" if given else "move", us, before, span)
             how = {"given_away": True} if given else {"lost": True}
             self._tracks.end_span(before, us, event=now.seq, **how)
 
     def _trace_loss(self, life: TrajectoryHistory, now: Moment, us: float) -> None:
-        """The old placement leads to a span among the lost work, until there is a new one."""
+        """Link the old placement to a lost-work span, which lasts until the next placement."""
         if life.placement.dispatched == now:
-            return  # placed again by the same event: the next change does both
+            return  # placed again by the same event: the next change draws both
         before, lost = _slot_span(life, life.placement), _lost_span(life)
         self._tracks.begin_span(lost, us, life.trajectory_id, event=now.seq)
         self._tracks.add_arrow("move", us, before, lost)
@@ -294,14 +294,14 @@ class TraceWriter:
     def _begin_order(
         self, span: Span, seq: int, us: float, name: str, facts: dict[str, Any]
     ) -> None:
-        """The key of the span is the key of the command in the state."""
+        """Open a span whose key is the key of the command in the state."""
         self._orders[span] = CommandKey(span[2])
         self._tracks.begin_span(span, us, name, event=seq, **facts)
 
     def _trace_publish(self, trainer: str, version: int, us: float, state: State) -> None:
-        """Weights that are handed over, and not yet a version of the relay."""
+        """Open a span for weights that are handed over but not yet a version of the relay."""
         known = version <= state.newest or version == state.owed
-        if not known and version not in self._publishing:  # else it is reported once more
+        if not known and version not in self._publishing:  # else it was reported already
             span = self._publishing[version] = (trainer, PUBLISHING, str(version))
             self._tracks.begin_span(span, us, f"publish v{version}", event=state.seq)
 
@@ -321,7 +321,7 @@ class TraceWriter:
     def _trace_held(
         self, relay: str, before: list[int], held: list[int], us: float, state: State
     ) -> None:
-        """What a relay has evicted, and what it has got since."""
+        """Trace the versions that a relay evicted and received since the last call."""
         for version in [v for v in before if v not in held]:
             self._tracks.end_span((relay, VERSION, str(version)), us, event=state.seq)
         for version in [v for v in held if v not in before]:
@@ -335,8 +335,7 @@ class TraceWriter:
                 self._tracks.add_arrow("broadcast", us, source, span)
 
     def _link_publish(self, version: int, span: Span, us: float) -> None:
-        """The arrow to a version from what made it: the publish under way, or work not reported
-        yet."""
+        """Draw the arrow to a version from its publish, or else from work not reported yet."""
         work = [s for s in self._orders if s[1] == WORK]
         source = self._publishing.get(version) or next(iter(work), None)
         if source is not None:
@@ -365,7 +364,7 @@ class TraceWriter:
         self._evaluation = span
 
     def _trace_refusals(self, stamped: Stamped, now: Moment, us: float, state: State) -> None:
-        """Idle time by reason; pulls have spans of their own."""
+        """Trace idle time by reason; pulls have separate spans."""
         for idle in self._idleness.record_event(now, stamped, state):
             self._end_refusal(idle.replica, now, us)
         for name, idle in self._idleness.open.items():
@@ -396,27 +395,27 @@ def _get_tag(event: Event) -> str:
 
 
 def _select_fields(event: Event) -> dict[str, Any]:
-    """The short ones; the configuration is in the log."""
+    """Return the short fields; the configuration is in the log."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
     left_out = ("type", "config")
     return {k: v for k, v in fields.items() if isinstance(v, str | int) and k not in left_out}
 
 
 class EngineTracks:
-    """The engines in a trace: what they hold and run as charts, hand-overs as spans.
+    """Engine tracks of a trace: gauges as charts, migrations as spans.
 
-    Such a span goes from the order to give everything away until all of it goes on elsewhere.
+    A migration span lasts from the order to give everything away until all of it runs elsewhere.
     """
 
     def __init__(self, tracks: Tracks) -> None:
         self._tracks = tracks
-        self._giving: dict[str, Span] = {}  #: by replica that hands its work over
-        self._figures: dict[str, tuple[int, ...]] = {}  #: the last ones by replica
+        self._giving: dict[str, Span] = {}  #: by replica that gives its work away
+        self._figures: dict[str, tuple[int, ...]] = {}  #: latest figures by replica
 
     def record_event(
         self, stamped: Stamped, us: float, commands: list[Command], state: State
     ) -> None:
-        """Enter one event."""
+        """Record one event."""
         if isinstance(stamped.event, ev.TokenProgress):
             self._trace_gauges(stamped.peer, stamped.event, us)
         for name in list(self._giving):

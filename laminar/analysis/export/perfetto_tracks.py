@@ -1,10 +1,11 @@
 """Spans, arrows and flags in the trace-event format that Perfetto and Chrome read.
 
 Reads   nothing
-Gives   Tracks: every begin, end, arrow, flag and figure as a JSON object, handed to `emit` at once
+Gives   Tracks: every begin, end, arrow, flag and figure as a JSON object, passed to `emit` at once
 
 A process of the trace is given by name; a thread is one lane of one kind of span, so that spans on
-a thread never overlap, and each end finds its begin. Times are microseconds and must not decrease.
+a thread never overlap, and each end matches its begin. Times are microseconds and must not
+decrease.
 """
 
 from __future__ import annotations
@@ -15,33 +16,33 @@ from typing import Any
 from msgspec import Struct
 
 Emit = Callable[[dict[str, Any]], None]
-Span = tuple[str, str, str]  #: (process, kind, key); the key is its name until its end
+Span = tuple[str, str, str]  #: (process, kind, key); the key is unique among open spans
 
 LANES_PER_KIND = 10_000
-FLAGS = "happenings"  #: the kind of lane that carries flags
+FLAGS = "happenings"  #: kind of the lane that carries flags
 
 
 class _OpenSpan(Struct):
-    """A span that has not ended."""
+    """Span that has not ended."""
 
     lane: int
     depth: int = 1  #: 2 once its inner part has begun
 
 
 class Tracks:
-    """`kinds` of lanes in the order in which they are shown; `rank` orders the processes."""
+    """Tracks of a trace; `kinds` of lanes in display order, `rank` orders the processes."""
 
     def __init__(self, emit: Emit, kinds: Sequence[str], rank: Callable[[str], int]) -> None:
         self._emit, self._kinds, self._rank = emit, kinds, rank
         self._pids: dict[str, int] = {}
         self._named: set[tuple[int, int]] = set()  #: threads
-        self._free: dict[tuple[str, str], list[int]] = {}  #: lanes that were used and are free
-        self._used: dict[tuple[str, str], int] = {}  #: lanes that were ever used
+        self._free: dict[tuple[str, str], list[int]] = {}  #: used lanes that are free
+        self._used: dict[tuple[str, str], int] = {}  #: number of lanes used so far
         self._open: dict[Span, _OpenSpan] = {}
         self._arrows = 0
 
     def __contains__(self, span: Span) -> bool:
-        """Whether it is open."""
+        """Return whether the span is open."""
         return span in self._open
 
     def begin_span(self, span: Span, us: float, name: str, /, **args: Any) -> None:
@@ -58,12 +59,12 @@ class Tracks:
         self._emit_begin(span, us, name, args)
 
     def begin_inner(self, span: Span, us: float, name: str, /, **args: Any) -> None:
-        """Begin a second part inside an open span; it ends with it."""
+        """Begin a second part inside an open span; both end together."""
         self._open[span].depth += 1
         self._emit_begin(span, us, name, args)
 
     def end_span(self, span: Span, us: float, /, **args: Any) -> None:
-        """Close a span with its inner part; one that is not open is left alone."""
+        """Close a span with its inner part; do nothing if it is not open."""
         found = self._open.get(span)
         if found is None:
             return
@@ -74,24 +75,24 @@ class Tracks:
         self._free[span[:2]].append(found.lane)
 
     def add_arrow(self, name: str, us: float, source: Span, target: Span) -> None:
-        """An arrow from one open span to another."""
+        """Draw an arrow from one open span to another."""
         self._arrows += 1
         common = {"name": name, "cat": "arrow", "id": self._arrows, "ts": us}
         self._emit({"ph": "s", **common, **self._locate_span(source)})
         self._emit({"ph": "f", "bp": "e", **common, **self._locate_span(target)})
 
     def add_instant(self, process: str, us: float, name: str, /, **args: Any) -> None:
-        """A moment."""
+        """Add a flag at one moment."""
         place = self._locate_lane(process, FLAGS, 0)
         self._emit({"ph": "i", "s": "t", "name": name, "ts": us, **place, "args": args})
 
     def add_counters(self, process: str, us: float, name: str, /, **values: int) -> None:
-        """Figures that hold from now on, drawn as a chart of the process."""
+        """Add figures that hold from now on, drawn as a chart of the process."""
         place = self._locate_lane(process, FLAGS, 0)
         self._emit({"ph": "C", "name": name, "ts": us, **place, "args": values})
 
     def add_span(self, process: str, kind: str, us: float, length_us: float, name: str) -> None:
-        """A span that is known from begin to end; they come in order and do not overlap."""
+        """Add a complete span; such spans come in order and do not overlap."""
         place = self._locate_lane(process, kind, 0)
         self._emit({"ph": "X", "name": name, "cat": kind, "ts": us, "dur": length_us, **place})
 
@@ -107,7 +108,7 @@ class Tracks:
         return self._locate_lane(span[0], span[1], self._open[span].lane)
 
     def _locate_lane(self, process: str, kind: str, lane: int) -> dict[str, int]:
-        """pid and tid; the first use of either gives it its name."""
+        """Return pid and tid; name them on first use."""
         pid = self._pids.get(process)
         if pid is None:
             pid = self._pids[process] = len(self._pids) + 1

@@ -1,10 +1,11 @@
-"""Events and commands as people read them: steps are counted from 1, scores are numbers.
+"""Display form of events and commands: steps are counted from 1, scores are numbers.
 
 Reads   an event or a command
-Gives   plain: its fields as plain values; step_number
+Gives   display_fields: its fields as plain values; step_number
 
-Inside, a step has the index of its batch, from 0, and a score its bits, so that no float is decided
-on. `laminar log dump --raw` and the tables of `laminar log export` show events as they are stored.
+Internally, a step is the index of its batch, from 0, and a score is its bits, so that no decision
+depends on a float. `laminar log dump --raw` and the tables of `laminar log export` show events as
+they are stored.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event
 
 BATCH_MESSAGES = (ev.StepCompleted, ev.BatchProposed, cmd.TrainStep, cmd.ProposeBatch)
-"""Whose `step` is the index of a batch; that of all others counts the completed steps behind some
-weights."""
+"""Messages whose `step` is the index of a batch; in all others it counts completed steps."""
 
 
 def step_number(index: int) -> int:
-    """What people call the step of the batch with this index."""
+    """Return the number displayed for the step of the batch with this index."""
     return index + 1
 
 
 def display_fields(message: Event | Command) -> dict[str, Any]:
-    """All fields, with `type`, under their own names; `score` for `score_bits`."""
+    """Return all fields, with `type`, under their own names; `score` replaces `score_bits`."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message, BATCH_MESSAGES):
         fields["step"] = step_number(message.step_index)

@@ -1,10 +1,10 @@
-"""How the engines of the replicas were used over time: cache, running and waiting sequences.
+"""Engine use of the replicas over time: cache, running and waiting sequences.
 
 Reads   a replay: the gauges of the replicas
-Gives   EngineUse; `facts`, its means for the summary
+Gives   EngineUse; `compute_summary`, its means for the summary
 
-A gauge is a report of one replica, sent in a fixed rhythm; means are over the gauges of the time in
-which the run generates and trains.
+A gauge is a report that a replica sends at a fixed interval; means are over the gauges of the time
+in which the run generates and trains.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ COLUMNS = 5
 
 
 class ReplicaGauges(NamedTuple):
-    """The gauges of one replica, in the order of time."""
+    """Gauges of one replica, in order of time."""
 
     unix_ns: NDArray[np.int64]
     kv_used: NDArray[np.int64]  #: tokens
-    kv_capacity: NDArray[np.int64]  #: tokens; 0: not said
+    kv_capacity: NDArray[np.int64]  #: tokens; 0 if not reported
     running: NDArray[np.int64]
     waiting: NDArray[np.int64]
 
     @property
     def kv_use(self) -> NDArray[np.float64]:
-        """Share of the capacity; nan where none was said."""
+        """Used share of the cache; NaN where the capacity was not reported."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.kv_capacity > 0, self.kv_used / self.kv_capacity, np.nan)
 
 
 class EngineUse:
-    """An observer of a replay."""
+    """Replay observer that collects the gauges."""
 
     def __init__(self) -> None:
         self._rows: dict[str, array[int]] = {}
@@ -52,7 +52,7 @@ class EngineUse:
         if not isinstance(event, ev.TokenProgress) or state.phase != Phase.RUNNING:
             return
         if name not in state.replicas or state.actors[name].incarnation != stamped.incarnation:
-            return  # of an earlier process of its name
+            return  # from an earlier process of this name
         rows = self._rows.setdefault(name, array("q"))
         rows.extend(
             (now, event.kv_used_tokens, event.kv_capacity_tokens, event.running, event.waiting)
@@ -64,11 +64,11 @@ class EngineUse:
 
     @property
     def replicas(self) -> list[str]:
-        """The replicas that reported."""
+        """Names of the replicas that reported."""
         return sorted(self._rows)
 
     def compute_summary(self) -> dict[str, Any]:
-        """Means over the gauges of all replicas, and of the cache of each; None without a basis."""
+        """Return means over all gauges, and the cache use per replica; None without data."""
         found = {name: self.get_gauges(name) for name in self.replicas}
         uses = {name: _mean(gauges.kv_use) for name, gauges in found.items()}
         whole = np.concatenate([np.zeros(0), *(gauges.kv_use for gauges in found.values())])

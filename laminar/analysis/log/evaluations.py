@@ -1,7 +1,8 @@
-"""An evaluation in words, for terminal and report.
+"""Text form of an evaluation, for terminal and report.
 
-Reads   facts of core/state/evaluation_scores.py, as status.json and summary.json have them
-Gives   held_out, a line; beside, its parts without the score; share, score; is_shaped
+Reads   facts of core/state/evaluation_scores.py, as stored in status.json and summary.json
+Gives   format_evaluation, a line; format_details, its parts without the score; format_accuracy,
+        format_score; is_shaped
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 SAME_SCORE = 1e-9
-"""A mean score of right or wrong is the share of right answers, up to rounding."""
+"""Tolerance for rounding: with rewards of 0 or 1 the mean score equals the accuracy."""
 
 
 def format_evaluation(facts: Mapping[str, Any]) -> str:
-    """An evaluation in a line: the share of right answers, and what else there is to know."""
+    """Return an evaluation as one line: its accuracy, and further details."""
     answered = facts["total"] - (facts["missing"] or 0)
     right = f"{facts['correct']}/{answered} right = {format_accuracy(facts)}"
     mean = [f"mean score {format_score(facts)}"] if is_shaped(facts) else []
@@ -22,7 +23,7 @@ def format_evaluation(facts: Mapping[str, Any]) -> str:
 
 
 def format_details(facts: Mapping[str, Any]) -> list[str]:
-    """What helps to judge a score."""
+    """Return the details that help to judge a score."""
     parts, n = [], facts["answers_per_prompt"]
     if n > 1 and facts["passed"] is not None:
         parts.append(f"pass@{n} {facts['passed']:.3f}")
@@ -44,7 +45,7 @@ def format_score(facts: Mapping[str, Any]) -> str:
 
 
 def is_shaped(facts: Mapping[str, Any]) -> bool:
-    """The mean score says something else than the share of right answers."""
+    """Return whether the mean score differs from the accuracy."""
     known = facts["score"] is not None and facts["share"] is not None
     return known and abs(facts["score"] - facts["share"]) > SAME_SCORE
 

@@ -1,8 +1,8 @@
-"""Sets of time as sorted, disjoint intervals, and what can be asked of them.
+"""Sets of time as sorted, disjoint intervals, and operations on them.
 
 Reads   nothing
 Gives   union, intersection, difference, length; all over int64 arrays [n, 2] of (start, end) in ns,
-        start included, end not
+        start inclusive, end exclusive
 
 Shares of time are differences of such sets, so that no moment is counted twice or lost.
 """
@@ -21,7 +21,7 @@ EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
 
 
 def merge_intervals(pairs: Iterable[tuple[int, int]] | Intervals, gap_ns: int = 0) -> Intervals:
-    """The time that any of these (start, end) covers; gaps of at most `gap_ns` are filled."""
+    """Return the time covered by any (start, end); gaps of at most `gap_ns` are filled."""
     rows = pairs if isinstance(pairs, np.ndarray) else np.array(list(pairs), dtype=np.int64)
     rows = rows.reshape(-1, 2)
     rows = rows[rows[:, 1] > rows[:, 0]]
@@ -39,7 +39,7 @@ def intersect_intervals(a: Intervals, b: Intervals) -> Intervals:
 
 
 def subtract_intervals(a: Intervals, b: Intervals) -> Intervals:
-    """The time of `a` that is not in `b`."""
+    """Return the time of `a` that is not in `b`."""
     return _combine_intervals(a, b, lambda in_a, in_b: in_a & ~in_b)
 
 
@@ -48,14 +48,14 @@ def length_ns(a: Intervals) -> int:
 
 
 def mask_covered_points(points: NDArray[np.int64], a: Intervals) -> Mask:
-    """Which of the points lie in `a`."""
+    """Return a mask of the points that lie in `a`."""
     begun = np.searchsorted(a[:, 0], points, side="right")
     ended = np.searchsorted(a[:, 1], points, side="right")
     return begun > ended
 
 
 def mask_inside_spans(spans: Intervals, a: Intervals) -> Mask:
-    """Which of the spans lie in one interval of `a` as a whole."""
+    """Return a mask of the spans that lie entirely within one interval of `a`."""
     index = np.searchsorted(a[:, 0], spans[:, 0], side="right") - 1
     if not len(a):
         return np.zeros(len(spans), dtype=np.bool_)
@@ -64,7 +64,7 @@ def mask_inside_spans(spans: Intervals, a: Intervals) -> Mask:
 
 
 def mask_touching_spans(spans: Intervals, a: Intervals) -> Mask:
-    """Which of the spans share some time with `a`."""
+    """Return a mask of the spans that overlap `a`."""
     begun_by_end = np.searchsorted(a[:, 0], spans[:, 1], side="left")
     ended_by_start = np.searchsorted(a[:, 1], spans[:, 0], side="right")
     shared: Mask = begun_by_end > ended_by_start
@@ -72,7 +72,7 @@ def mask_touching_spans(spans: Intervals, a: Intervals) -> Mask:
 
 
 def _combine_intervals(a: Intervals, b: Intervals, keep: Callable[[Mask, Mask], Mask]) -> Intervals:
-    """Cut time at every bound and keep the pieces that the rule wants."""
+    """Cut time at every bound and keep the pieces selected by `keep`."""
     bounds = np.unique(np.concatenate((a.ravel(), b.ravel())))
     kept = keep(mask_covered_points(bounds, a), mask_covered_points(bounds, b))[:-1]
     return merge_intervals(np.stack((bounds[:-1], bounds[1:]), axis=1)[kept])

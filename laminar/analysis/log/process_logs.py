@@ -1,10 +1,10 @@
-"""What the processes of a run wrote into their logs, as lines that can be placed along the events.
+"""Log lines of the processes of a run, in a form that can be merged with the events.
 
 Reads   RUN/logs/attempt_*/PROCESS.jsonl
-Gives   LogLine, log_lines: of all processes and attempts; machines: what each node runs on
+Gives   LogLine, log_lines: of all processes and attempts; read_machines: each node's machine
 Raises  ConfigError for a file that cannot be read
 
-A line that a crash or a full disk cut short is left out.
+Lines truncated by a crash or a full disk are skipped.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from laminar.analysis.log.timeline import left_out
 from laminar.config import ConfigError
 from laminar.run.directory import LOGS_DIR, older_parts
 
-MACHINE = "machine"  #: the line in which a node says what it runs on
+MACHINE = "machine"  #: name of the line in which a node describes its machine
 OWN_KEYS = ("run", "process", "timestamp", "level", "event", "event_seq")
 
 
 class LogLine(NamedTuple):
-    """One happening, as its process saw it."""
+    """Log line of one process."""
 
     unix_ns: int  #: by the clock of the process's machine
     process: str
-    event_seq: int  #: of the event that caused it, 0 where it belongs to none
+    event_seq: int  #: event that caused the line; 0 if there is none
     level: str
     name: str
-    fields: dict[str, Any]  #: everything else
+    fields: dict[str, Any]  #: remaining fields
 
 
 def log_lines(run_dir: Path) -> Iterator[LogLine]:
-    """File by file, attempt by attempt."""
+    """Yield the log lines file by file, attempt by attempt."""
     for newest in _list_log_files(run_dir):
         for path in [*(path for _, path in older_parts(newest)), newest]:
             yield from _read_lines(path)
 
 
 def read_machines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """The machines by node, as each said when it started last; none in a log that has lost its
-    beginning."""
+    """Return the machine of each node, as its latest start logged it.
+
+    Nodes whose log has lost its beginning are left out.
+    """
     files = sorted((run_dir / LOGS_DIR).glob("attempt_*/node-*.jsonl"))
     said = [
         line
@@ -56,7 +58,7 @@ def read_machines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def cut_logs(run_dir: Path) -> list[str]:
-    """Files whose first lines are gone, because they grew large."""
+    """Return the log files whose first lines were removed because the files grew large."""
     return [
         f"{path.parent.name}/{path.name}" for path in _list_log_files(run_dir) if left_out(path)
     ]

@@ -1,12 +1,13 @@
-"""A run directory opened for reading: its event log as records or as a replay, and its clock.
+"""Read access to a run directory: its event log as records or as a replay, and its clock.
 
 Reads   RUN/events/
-Raises  ConfigError, one sentence, for a path that is no run directory and for a log that cannot be
-        read or trusted
+Raises  ConfigError, in one sentence, for a path that does not name a run directory and for a log
+        that cannot be read or trusted
 
-Every command that takes a run apart begins here, so the same mistake gets the same sentence
-everywhere. A running run can be read as well: the log then simply ends earlier. Where old segments
-were removed, records begin with the oldest one left; what needs the whole history is refused.
+Every command that analyzes a run starts here, so the same mistake gets the same message everywhere.
+A running run can be read as well: the log then simply ends earlier. Where old segments were
+removed, records begin with the oldest remaining segment; operations that need the whole history are
+refused.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from laminar.run.directory import EVENTS_DIR
 
 
 class WallClock:
-    """Time of day of events: the log's own times are relative to its coordinator's start.
+    """Converter of event times to Unix time.
 
-    Where the beginning of the log is gone, all times stay relative to that unknown moment.
+    Times in the log are relative to the start of its coordinator. Where the beginning of the log
+    was removed, all times stay relative to that unknown moment.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class WallClock:
         self._known: bool | None = None  #: whether the first event was the first of the run
 
     def unix_ns(self, event: Stamped) -> int:
-        """Unix time in ns, never decreasing; call it for every event, in the order of the log."""
+        """Return Unix time in ns, never decreasing; call it for every event, in log order."""
         if self._known is None:
             self._known = event.seq == 1
         if self._known and isinstance(event.event, ev.CoordinatorStarted):
@@ -61,7 +63,7 @@ class WallClock:
 
 
 class ReadOnlyDisk:
-    """ports.Disk over the files of a directory, for those who must change nothing."""
+    """Implementation of ports.Disk over the files of a directory that refuses every change."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -91,7 +93,7 @@ class ReadOnlyDisk:
 
 
 def read_records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
-    """Every record of the log, in order; only those after the oldest snapshot when `recent`."""
+    """Yield the records in log order; with `recent`, only those after the oldest snapshot."""
     with _open_log(run_dir) as disk:
         kept = read_snapshots(disk).usable if recent else []
         for _, record in read_log(disk, start=kept[-1].position if kept else find_beginning(disk)):
@@ -99,20 +101,20 @@ def read_records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
 
 
 def raw_records(run_dir: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(segment, offset, plain map) of every record, also of a later schema than ours."""
+    """Yield (segment, offset, plain map) of every record, even of a later schema."""
     with _open_log(run_dir) as disk:
         yield from read_raw_log(disk, find_beginning(disk))
 
 
 def segments_gone(run_dir: Path) -> int:
-    """How many segments are missing at the beginning of the log."""
+    """Return the number of segments missing at the beginning of the log."""
     with _open_log(run_dir) as disk:
         start = find_beginning(disk)
         return start.segment - 1 if start else 0
 
 
 def parse_event(record: EventRecord) -> Stamped:
-    """The event of a record; ConfigError for one of another release."""
+    """Return the event of a record; raise ConfigError if another release wrote it."""
     try:
         return decode_stamped(record)
     except WireError as error:
@@ -120,7 +122,7 @@ def parse_event(record: EventRecord) -> Stamped:
 
 
 def parse_command(record: DecisionRecord) -> Command:
-    """The command of a record; ConfigError for one of another release."""
+    """Return the command of a record; raise ConfigError if another release wrote it."""
     try:
         return decode_command(record.command)
     except WireError as error:
@@ -135,7 +137,7 @@ def _other_release_error(what: str, error: WireError) -> ConfigError:
 
 
 def log_size(run_dir: Path) -> tuple[int, LogTail]:
-    """Bytes of all segment files, and where the history ends."""
+    """Return the total bytes of the segment files, and the end of the history."""
     with _open_log(run_dir) as disk:
         return sum(measure_segments(disk).values()), scan_log(disk, find_beginning(disk))
 
@@ -143,11 +145,11 @@ def log_size(run_dir: Path) -> tuple[int, LogTail]:
 def replay_log(
     run_dir: Path, *observers: Observer, until: int | None = None, must_be_identical: bool = True
 ) -> Replay:
-    """Replay the whole log, every observer seeing every event; ConfigError for a log without
-    events, or without its beginning.
+    """Replay the whole log and pass every event to every observer.
 
-    With `must_be_identical` a difference is an error, too: a state that the run never had would
-    make every figure drawn from it wrong.
+    Raise ConfigError for a log without events or without its beginning and, with
+    `must_be_identical`, for a replay that differs: figures drawn from a state that the run never
+    had would be wrong.
     """
 
     def observe(event: Stamped, commands: list[Command], state: State) -> None:
@@ -176,8 +178,10 @@ def replay_log(
 def replay_part(
     run_dir: Path, *, until: int | None = None, newest: bool
 ) -> tuple[Replay, Snapshot]:
-    """Replay from the newest, or else the oldest, snapshot that belongs to the history; ConfigError
-    when there is none (of event `until` or before)."""
+    """Replay from the newest, or else the oldest, usable snapshot.
+
+    Raise ConfigError when there is none (of event `until` or before).
+    """
     with _open_log(run_dir) as disk:
         usable, why_not = read_snapshots(disk)
         for snapshot in usable if newest else reversed(usable):
@@ -197,7 +201,7 @@ def replay_part(
 
 @contextmanager
 def _open_log(run_dir: Path) -> Iterator[ReadOnlyDisk]:
-    """The disk of the log; whatever is wrong with path or log becomes one sentence."""
+    """Yield the log's disk; turn every fault of path or log into a one-sentence ConfigError."""
     events = run_dir / EVENTS_DIR
     if not run_dir.is_dir():
         what = "is not a directory" if run_dir.exists() else "does not exist"

@@ -1,12 +1,12 @@
-"""When something held in the coordinator's state: from one event of the log to the next.
+"""Intervals during which a condition held in the coordinator's state, between events of the log.
 
 Reads   the events of a replay and the state after each
-Gives   windows by name, in unix ns
+Gives   intervals by name, in unix ns
 
-The processes record what they did; only the state knows what they were allowed to do. Names are
-tuples: ("bound",) all serving replicas are refused by the staleness bound and idle, ("phase", p),
+The processes record what they did; only the state records what they were permitted to do. Names are
+tuples: ("bound",) all serving replicas are idle and refused by the staleness bound, ("phase", p),
 ("trainer-free",) no command to the trainer is outstanding, and per actor ("live", a),
-("running", a), ("loading", a), ("bound", a), ("spare", a) refused though it is not full.
+("running", a), ("loading", a), ("bound", a), ("spare", a) refused although it is not full.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from laminar.events.base import Command, Stamped
 
 Name = tuple[str, ...]
 _Filed = tuple[tuple[Kind, Load], bool]
-"""Of a replica: what decisions about it depend on, and whether it runs nothing."""
+"""Inputs of the decisions about a replica, and whether it runs nothing."""
 
-STALENESS_BOUND = "staleness-bound"  #: as admission.why_not_admitted says it
+STALENESS_BOUND = "staleness-bound"  #: reason returned by admission.find_not_admitted_reason
 
 
 class StateIntervals:
-    """An observer of a replay. What an event does not change costs next to nothing."""
+    """Replay observer whose cost is negligible for events that change no condition."""
 
     def __init__(self) -> None:
         self.first_ns = 0
         self.last_ns = 0
         self._clock = WallClock()
         self._now = 0
-        self._held: dict[str, frozenset[Name]] = {}  #: by whom it is about
+        self._held: dict[str, frozenset[Name]] = {}  #: conditions by owner
         self._reasons: dict[Kind, str] = {}  #: why replicas of a kind take no new group
-        self._filed: dict[str, _Filed] = {}  #: of live replicas
+        self._filed: dict[str, _Filed] = {}  #: inputs of the live replicas
         self._since: dict[Name, int] = {}
         self._closed: dict[Name, list[tuple[int, int]]] = {}
 
@@ -46,7 +46,7 @@ class StateIntervals:
         self._now = self.last_ns = self._clock.unix_ns(stamped)
         self.first_ns = self.first_ns or self._now
         if isinstance(stamped.event, ev.TokenProgress):
-            return  # a gauge: it changes nothing that is named here
+            return  # a gauge, which changes none of these conditions
         over = state.phase in (Phase.STOPPING, Phase.ENDED)
         live = () if over else (a.name for a in state.actors.values() if a.alive and a.ready)
         self._set_held("live", frozenset(("live", name) for name in live))
@@ -54,14 +54,14 @@ class StateIntervals:
         self._set_held("", _of_run(state, held_back))
 
     def _update_replicas(self, state: State) -> bool:
-        """Whether the staleness bound lets none start anything, and none has anything to do."""
+        """Return whether the staleness bound blocks every serving replica and none has work."""
         index = indexes_of(state).replicas
         reasons = {  # the same for all of a kind
             kind: find_not_admitted_reason(state, index.replicas[next(iter(loads.values()))[0]])
             for kind, loads in index.kinds.items()
         }
         as_before, self._reasons = reasons == self._reasons, reasons
-        for name in self._filed.keys() - index.filed.keys():  # it does not live any more
+        for name in self._filed.keys() - index.filed.keys():  # no longer live
             del self._filed[name]
             self._set_held(name, frozenset())
         for name, filed in index.filed.items():
@@ -84,14 +84,14 @@ class StateIntervals:
                 self._toggle_interval(name)
 
     def _toggle_interval(self, name: Name) -> None:
-        """Begin or end the window of this name."""
+        """Begin or end the interval of this name."""
         if name in self._since:
             self._closed.setdefault(name, []).append((self._since.pop(name), self._now))
         else:
             self._since[name] = self._now
 
     def __getitem__(self, name: Name) -> Intervals:
-        """When it held; what still holds is cut at the last event."""
+        """Return the intervals of this name; open ones are cut at the last event."""
         closed = self._closed.get(name, [])
         open_since = [(self._since[name], self.last_ns)] if name in self._since else []
         return merge_intervals(closed + open_since)
@@ -107,7 +107,7 @@ def _of_run(state: State, held_back: bool) -> frozenset[Name]:
 
 
 def _of_replica(replica: Replica, reason: str) -> frozenset[Name]:
-    """`reason`: why it takes no new group."""
+    """Return the conditions that hold for a replica; `reason`: why it takes no new group."""
     holds = {
         "running": bool(replica.running),
         "loading": replica.loading,

@@ -1,12 +1,11 @@
-"""The log as lines for people: every record, or the story of one trajectory, group, actor, version.
+"""Text lines of the log: every record, or the story of one trajectory, group, actor or version.
 
 Reads   the event log of a run directory; for a story with logs, the log lines of its processes
 Gives   lines of text, in the order of the log, with the seconds since the run's first event
 
 An event line begins with its number, a decision line with the number of the event that caused it
-and an arrow to its receiver, a line of a process's own log with the number of the event that it
-belongs to (if it has one) and a `|`. Long lists and texts are shortened; the raw dump has
-everything.
+and an arrow to its receiver, a line of a process's log with the number of its event (if it has one)
+and a `|`. Long lists and texts are shortened; the raw dump is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.events.reasons import PullPurpose
 
-LIST_MAX, TEXT_MAX = 4, 100  #: items and characters that are shown
+LIST_MAX, TEXT_MAX = 4, 100  #: most items and characters shown
 WARNINGS = ("warning", "error", "critical")
 
 #: kind of subject -> the form of its name
@@ -54,14 +53,14 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What a story is about."""
+    """Subject of a story."""
 
     kind: str
     name: str
 
     @classmethod
     def parse(cls, text: str) -> Subject:
-        """`0.17.3` a trajectory, `0.17` a group, `v12` or `12` a version, `rollout-0` an actor."""
+        """Parse `0.17.3` (trajectory), `0.17` (group), `v12`, `12` (version), `node-0` (actor)."""
         for kind, form in FORMS.items():
             if match := re.fullmatch(form, text):
                 return cls(kind, match[1])
@@ -71,7 +70,7 @@ class Subject:
         )
 
     def named_by(self, value: Any, field: str = "") -> bool:
-        """Whether a plain value (of an event or command) names the subject."""
+        """Return whether a plain value (of an event or command) names the subject."""
         if isinstance(value, dict):
             return any(self.named_by(item, key) for key, item in value.items())
         if isinstance(value, list | tuple):
@@ -83,7 +82,7 @@ class Subject:
 
 
 class _StoryLine(NamedTuple):
-    """One line of a story, and where it belongs."""
+    """Line of a story, with its position."""
 
     unix_ns: int
     seq: int
@@ -92,9 +91,9 @@ class _StoryLine(NamedTuple):
 
 
 def read_story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]:
-    """Every event and decision that names the subject; ConfigError when there is none.
+    """Yield every event and decision that names the subject; raise ConfigError if there is none.
 
-    With `logs` also what the processes logged about it, and what they warned of meanwhile.
+    With `logs`, also the lines that the processes logged about it, and their warnings meanwhile.
     """
     subject, moments = Subject.parse(name), EventClock()
     told = _format_records(run_dir, subject, moments)
@@ -108,7 +107,7 @@ def read_story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]
 
 
 def last_lines(run_dir: Path, stamped: Stamped, count: int) -> list[str]:
-    """The newest lines about what an event is about, which need not be in the log itself."""
+    """Return the newest lines about an event's subject; the event need not be in the log."""
     fields = ("trajectory_id", "actor", "name")
     named = next((n for f in fields if (n := getattr(stamped.event, f, ""))), stamped.peer)
     subject = None if named == COORDINATOR else Subject.parse(named)
@@ -117,7 +116,7 @@ def last_lines(run_dir: Path, stamped: Stamped, count: int) -> list[str]:
 
 
 def dump_log(run_dir: Path) -> Iterator[str]:
-    """One line per record."""
+    """Yield one line per record."""
     return (line.text for line in _format_records(run_dir, None, EventClock()))
 
 
@@ -143,15 +142,15 @@ def _format_records(
 
 
 class _Loads:
-    """Loads in flight under the trajectory that a story is about: they do not name it."""
+    """Tracker of in-flight weight loads of the subject trajectory, which do not name it."""
 
     def __init__(self, subject: Subject | None) -> None:
         self._name = subject.name if subject and subject.kind == "trajectory" else ""
-        self._holder = ""  #: the replica that it was placed on last
+        self._holder = ""  #: replica of its latest placement
         self._loading = False
 
     def match_command(self, command: Command) -> bool:
-        """Whether this is an order to load, of the replica that runs it."""
+        """Return whether this command orders the replica that runs it to load weights."""
         if isinstance(command, cmd.GenerateTrajectory) and command.trajectory_id == self._name:
             self._holder, self._loading = command.to, False
         in_flight = (
@@ -163,7 +162,7 @@ class _Loads:
         return False
 
     def match_event(self, stamped: Stamped) -> bool:
-        """Whether this is what came of such an order."""
+        """Return whether this event is the outcome of such an order."""
         event = stamped.event
         over = isinstance(event, ev.TrajectoryFinished) and event.trajectory_id == self._name
         gone = isinstance(event, ev.ReplicaReady) and stamped.peer == self._holder
@@ -177,7 +176,7 @@ class _Loads:
 
 
 def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> str:
-    """Empty when the event does not name the subject."""
+    """Return the line of an event; empty when the event does not name the subject."""
     sender = subject is not None and subject.kind == "actor" and subject.name == stamped.peer
     text = describe_message(stamped.event, None if sender else subject)
     return f"{stamped.seq:>8} {seconds:>10.3f}  {stamped.peer:<11} {text}" if text else ""
@@ -200,7 +199,7 @@ def _other_line(record: Record) -> str:
 def _merge_logs(
     run_dir: Path, subject: Subject, moments: EventClock, told: list[_StoryLine]
 ) -> Iterator[_StoryLine]:
-    """A line that belongs to an event comes after it, whatever the clock of its machine says."""
+    """Merge log lines into the story; a line never precedes its event, whatever its clock says."""
     times = {line.seq: line.unix_ns for line in told}
     orders = {(line.seq, line.process) for line in told}
     processes = {line.process for line in told}
@@ -217,7 +216,7 @@ def _merge_logs(
 
 
 def _is_about(line: LogLine, subject: Subject, orders: set[tuple[int, str]]) -> bool:
-    """Whether a line names the subject, or comes of what the story ordered of its process."""
+    """Return whether a line names the subject, or results from an order in the story."""
     if subject.kind == "actor" and line.process == subject.name:
         return True
     if any(field in line.fields for field in FIELDS[subject.kind]):
@@ -236,7 +235,7 @@ def _log_line(line: LogLine, seconds: float, subject: Subject) -> str:
 
 
 def describe_message(message: Event | Command, subject: Subject | None = None) -> str:
-    """`tag field=value ...` on one line; empty when it does not name the given subject."""
+    """Return `tag field=value ...` on one line; empty if it does not name the given subject."""
     fields = display_fields(message)
     if subject is not None and not subject.named_by(fields):
         return ""
@@ -250,7 +249,7 @@ def _format_fields(fields: dict[str, Any], subject: Subject | None) -> str:
 
 
 def _format_value(value: Any, field: str, subject: Subject | None) -> str:
-    """One value; of a list only what names the subject, of a long one only its beginning."""
+    """Format a value; shorten lists to the items naming the subject, else to their first items."""
     if isinstance(value, str):
         text = value if len(value) <= TEXT_MAX else value[: TEXT_MAX - 3] + "..."
         return text if re.fullmatch(r"[^\s=\[\](){}\"]+", text) else repr(text)

@@ -1,12 +1,12 @@
-"""What each process did when, by its own record.
+"""Timeline files of the processes: spans and engine steps.
 
 Reads   RUN/timeline/NAME.jsonl (spans) and NAME.steps (engine steps), all times unix ns
 Gives   Span, and engine steps as int64 arrays [n, 4] of (start, end, sequences, tokens); left_out
-Raises  ConfigError for a damaged file; entries that a crash or a full disk cut short are left out
+Raises  ConfigError for a damaged file; entries truncated by a crash or a full disk are skipped
 
-A restarted process appends to the file of the one before it. Of a file of spans that grew large
-only the newest parts are there. Beyond the first two million engine steps those of half a second
-are one row, with 0 sequences, for each time without a pause.
+A restarted process appends to the file of its predecessor. A file of spans that grew large keeps
+only its newest parts. Beyond the first two million engine steps, the steps of each half second are
+merged into one row, with 0 sequences, for each time without a pause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from laminar.run.directory import TIMELINE_DIR, older_parts
 
 ROW_BYTES = 4 * 8
 JOIN_NS = 20_000_000
-"""An engine whose next step begins within 20 ms has not stopped: commands pass between steps."""
+"""Longest gap within continuous stepping, 20 ms: commands are processed between steps."""
 
 Steps = NDArray[np.int64]
 
@@ -33,17 +33,17 @@ EMPTY_STEPS: Steps = np.zeros((0, 4), dtype=np.int64)
 
 
 class Span(NamedTuple):
-    """One thing that a process did."""
+    """Activity of a process."""
 
     state: str
     start_ns: int
     end_ns: int
-    step: int  #: -1 where it belongs to none
-    version: int  #: -1 where there is none
+    step: int  #: -1 if it belongs to none
+    version: int  #: -1 if there is none
 
 
 def read_spans(run_dir: Path, process: str) -> list[Span]:
-    """The spans in the order in which they ended; none when the process never wrote one."""
+    """Return the spans in the order in which they ended; empty if the process wrote none."""
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
     for path in [*(path for _, path in older_parts(newest)), newest]:
@@ -55,19 +55,19 @@ def read_spans(run_dir: Path, process: str) -> list[Span]:
 
 
 def left_out(newest: Path) -> bool:
-    """Whether older parts of this file of a log or timeline are gone."""
+    """Return whether older parts of this file of a log or timeline were removed."""
     parts = older_parts(newest)
     return bool(parts) and parts[0][0] > 1
 
 
 def cut_timelines(run_dir: Path) -> list[str]:
-    """Processes whose first spans are gone."""
+    """Return the processes whose first spans were removed."""
     files = sorted((run_dir / TIMELINE_DIR).glob("*.jsonl"))
     return [path.name.removesuffix(".jsonl") for path in files if left_out(path)]
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of every line that has its end; none when there is no file."""
+    """Yield (number from 1, text) of every complete line; nothing if the file is missing."""
     try:
         with open(path, newline="\n") as lines:
             for number, line in enumerate(lines, 1):
@@ -80,7 +80,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_steps(run_dir: Path, process: str) -> Steps:
-    """Engine steps by start."""
+    """Return the engine steps, sorted by start."""
     path = run_dir / TIMELINE_DIR / f"{process}.steps"
     try:
         data = path.read_bytes()
@@ -96,7 +96,7 @@ def read_steps(run_dir: Path, process: str) -> Steps:
 
 
 def merge_steps(steps: Iterable[Steps]) -> Intervals:
-    """The time in which any of these engines was stepping."""
+    """Return the time in which any of these engines was stepping."""
     return merge_intervals(np.concatenate([EMPTY_STEPS, *steps])[:, :2], gap_ns=JOIN_NS)
 
 
@@ -105,7 +105,7 @@ def select_state(spans: Iterable[Span], state: str) -> Intervals:
 
 
 def _parse_fields(line: str) -> Any:
-    """None for a torn line: what is left of an object is none."""
+    """Parse a line; None for a truncated one, since part of an object is never valid JSON."""
     try:
         return json.loads(line)
     except ValueError:

@@ -1,10 +1,10 @@
-"""What an environment cost, and how its calls ended.
+"""Cost of an environment's tool calls, and how the calls ended.
 
 Reads   the event log, by replay; the calls of RUN/store.sqlite
-Gives   Calls, an observer whose `facts` are the part `calls` of the summary
+Gives   ToolCallStats, an observer whose `compute_summary` is the part `calls` of the summary
 
-The log has no call, since none decides anything; so this is no part of ledger_book.py, which closes
-the books of the log alone.
+The log does not contain calls, since no decision depends on one. They are therefore kept out of
+ledger_book.py, which checks the log alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from laminar.storage import books
 
 
 class ToolCallStats:
-    """Counts what the log has of turns."""
+    """Counter of the turns in the log."""
 
     def __init__(self) -> None:
         self._environment = False
@@ -46,7 +46,7 @@ class ToolCallStats:
             self._ended_by[event.ended_by] += 1
 
     def compute_summary(self, run_dir: Path) -> dict[str, Any] | None:
-        """None without an environment. `seconds_*` are of calls that have ended."""
+        """Return the figures, None without an environment; `seconds_*` cover finished calls."""
         if not self._environment or not (run_dir / STORE_FILE).is_file():
             return None
         with books.open_tables(run_dir / STORE_FILE) as tables:

@@ -1,7 +1,7 @@
-"""What a run trained, step after step, by its event log, and which weights came of it.
+"""Steps that a run trained, according to its event log, and the resulting weights.
 
 Reads   RUN/events/
-Gives   trained: the first weights and all completed steps
+Gives   read_trained_steps: the first weights and all completed steps
 Raises  ConfigError for a log that cannot be read
 """
 
@@ -20,32 +20,32 @@ from laminar.names.ids import TrajectoryId
 
 
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One that was completed."""
+    """Completed step."""
 
     step_index: int
     version: int
-    trajectories: tuple[TrajectoryId, ...]  #: as the trainer was given them
-    digest: str  #: of the version as it was published; empty: it was not
+    trajectories: tuple[TrajectoryId, ...]  #: in the order given to the trainer
+    digest: str  #: digest of the version as published; empty if it was not
 
 
 class TrainedSteps(msgspec.Struct, frozen=True, kw_only=True):
     """The trained steps of one run, in order."""
 
-    first_step: int  #: completed when it began: of a fork, those of its checkpoint
+    first_step: int  #: steps completed at the start; for a fork, those of its checkpoint
     first_version: int
-    first_digest: str  #: of the weights that it began with; empty: none were published
-    first_chain: str  #: digest of what made those weights; empty: nothing was trained
-    functions: dict[str, str]  #: of the user, by setting: digest of the file
+    first_digest: str  #: digest of the initial weights; empty if none were published
+    first_chain: str  #: digest of the training that made those weights; empty if none
+    functions: dict[str, str]  #: digest of each user function's file, by setting
     steps: tuple[TrainedStep, ...]
 
 
 class _StepReader:
-    """Takes down what is ordered, what is completed and what is published."""
+    """Replay observer of ordered steps, completed steps and published digests."""
 
     def __init__(self) -> None:
         self.completed: list[cmd.TrainStep] = []
         self.digests: dict[int, str] = {}
-        self._ordered: dict[int, cmd.TrainStep] = {}  #: the last time, by index of the step
+        self._ordered: dict[int, cmd.TrainStep] = {}  #: latest order, by index of the step
         self._steps = 0
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -61,7 +61,7 @@ class _StepReader:
 
 
 def read_trained_steps(run_dir: Path) -> TrainedSteps:
-    """All that the log has by now."""
+    """Return all steps completed in the log so far."""
     reader = _StepReader()
     state = replay_log(run_dir, reader).machine.state
     steps = (

@@ -1,11 +1,11 @@
-"""The life of every trajectory, from its first placement to its end, with the event of each part.
+"""History of every trajectory, from first placement to end, with the event of each stage.
 
 Reads   the events and commands of a replay, and the state after each
-Gives   Moments (when an event was), Life and its Placements, Lives.take: what an event changed
+Gives   Moment and EventClock, TrajectoryHistory and its Placements, HistoryTracker.record_event
 
-Only what the machine accepted is entered: a late event of a lost replica is in the log, but it is
-not part of a life. A life that has ended is handed out with its last change and forgotten here, so
-a long log costs no more memory than the trajectories that are open at one time.
+Only accepted events are entered: a late event of a lost replica is in the log, but not in a
+history. A history that has ended is returned with its last change and dropped here, so memory
+depends on the number of trajectories open at one time, not on the length of the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
 
-#: what can change in a life, in the order in which it usually does
+#: changes of a history, in their usual order
 DISPATCHED, STARTED, UPDATED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
     "dispatched",
     "started",
@@ -40,18 +40,18 @@ DISPATCHED, STARTED, UPDATED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING,
 
 
 class Moment(NamedTuple):
-    """One event's place and time."""
+    """Number and time of an event."""
 
     seq: int
     unix_ns: int
 
 
 class EventClock:
-    """Moments of a replay; ask for every event, in the order of the log."""
+    """Clock of a replay; call `locate_event` for every event, in the order of the log."""
 
     def __init__(self) -> None:
         self.now = Moment(0, 0)
-        self.first_ns = 0  #: of the first event
+        self.first_ns = 0  #: time of the first event
         self._clock = WallClock()
 
     def locate_event(self, stamped: Stamped) -> Moment:
@@ -62,34 +62,34 @@ class EventClock:
         return self.now
 
     def seconds_since_start(self, moment: Moment) -> float:
-        """Seconds since the first event."""
+        """Return the seconds since the first event."""
         return (moment.unix_ns - self.first_ns) / 1e9
 
     def format_time(self, moment: Moment) -> str:
-        """A moment for people: `45.210 s (#8123)`."""
+        """Format a moment for display: `45.210 s (#8123)`."""
         return f"{self.seconds_since_start(moment):.3f} s (#{moment.seq})"
 
 
 @dataclass(slots=True)
 class Placement:
-    """A trajectory's stay on one replica, under one placement number."""
+    """Stay of a trajectory on one replica, under one placement number."""
 
     number: int
     replica: str
     version: int
-    step: int  #: that made the version
+    step: int  #: step that made the version
     attempt: int
     dispatched: Moment
     started: Moment | None = None
     tokens_resumed: int = 0
     left: Moment | None = None
-    #: versions with which it went on there, loaded in flight
+    #: versions loaded in flight, with which it continued there
     updates: list[tuple[Moment, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class TrajectoryHistory:
-    """One trajectory; what has not happened is None or empty."""
+    """History of one trajectory; stages not yet reached are None or empty."""
 
     trajectory_id: TrajectoryId
     group: GroupId
@@ -99,35 +99,35 @@ class TrajectoryHistory:
     placements: list[Placement] = field(default_factory=list)
     finished: Moment | None = None
     num_tokens: int = 0
-    finish_reason: str = ""  #: of its last turn, as the engine said
-    ended_by: str = ""  #: why its environment ended it then
-    scorer: str = ""  #: replica that was asked
+    finish_reason: str = ""  #: of its last turn, as reported by the engine
+    ended_by: str = ""  #: reason why its environment ended it
+    scorer: str = ""  #: replica asked to score it
     rewarded: Moment | None = None
     score: float | None = None
     reward_reason: str = ""
     chosen: Moment | None = None
-    ending: Moment | None = None  #: its end was decided
-    ended: Moment | None = None  #: the store has written it
+    ending: Moment | None = None  #: when its end was decided
+    ended: Moment | None = None  #: when the store had written it
     end: str = ""  #: trained | evaluated | dropped
     end_reason: str = ""
     end_step: int = -1
-    tokens_lost: int = 0  #: of earlier attempts
+    tokens_lost: int = 0  #: tokens of earlier attempts
 
     @property
     def placement(self) -> Placement:
-        """The latest one."""
+        """Latest placement."""
         return self.placements[-1]
 
 
 class Change(NamedTuple):
-    """Something that an event changed in a life."""
+    """Change that an event made to a history."""
 
     what: str
     life: TrajectoryHistory
 
 
 class HistoryTracker:
-    """Lives that have not ended."""
+    """Histories that have not ended."""
 
     def __init__(self) -> None:
         self.open: dict[TrajectoryId, TrajectoryHistory] = {}
@@ -135,9 +135,9 @@ class HistoryTracker:
     def record_event(
         self, now: Moment, event: Event, commands: list[Command], state: State
     ) -> list[Change]:
-        """Enter one event with what it caused; returns the changes in order."""
+        """Record one event with its commands; return the changes in order."""
         if isinstance(event, ev.TokenProgress):
-            return []  # a gauge: it changes no life
+            return []  # a gauge: it changes no history
         changes = [
             *self._apply_event(now, event, state),
             *self._record_updates(now, event, commands, state),
@@ -160,7 +160,7 @@ class HistoryTracker:
     def _record_updates(
         self, now: Moment, event: Event, commands: list[Command], state: State
     ) -> Iterator[Change]:
-        """What a replica runs goes on with weights that it has loaded in flight."""
+        """Record the running trajectories that continue with weights loaded in flight."""
         if not isinstance(event, ev.WeightsLoaded) or not state.settings.in_flight:
             return
         placed = {c.trajectory_id for c in commands if isinstance(c, cmd.GenerateTrajectory)}
@@ -197,7 +197,7 @@ class HistoryTracker:
     def _find_accepted(
         self, name: TrajectoryId, placement: int, state: State, status: str
     ) -> TrajectoryHistory | None:
-        """The life of the trajectory whose event the machine accepted."""
+        """Return the history of the trajectory if the state accepted its event."""
         trajectory = state.trajectories.get(name)
         if trajectory is None or (trajectory.placement, trajectory.status) != (placement, status):
             return None
@@ -212,7 +212,7 @@ class HistoryTracker:
         )
         if life is None or trajectory is None or life.rewarded is not None:
             return
-        if trajectory.score_bits == event.score_bits:  # of a fenced sender it is still -1
+        if trajectory.score_bits == event.score_bits:  # still -1 if the sender is fenced
             life.rewarded, life.score = now, float_of(event.score_bits)
             life.reward_reason, life.ended_by = event.reason, event.ended_by
             yield Change(REWARDED, life)

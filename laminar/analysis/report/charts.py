@@ -1,11 +1,11 @@
 """Charts as inline SVG: lines with error bars or bands, bars of figures, bars of shares.
 
-Reads   numbers, the width that a chart is given on its page
-Gives   SVG text that needs nothing else: no script, no font, no link; alone, such a text as a file
+Reads   numbers, the width of a chart on its page
+Gives   self-contained SVG text: no script, no font, no link; build_svg_file makes it a file
 
-A chart has a title, its axes have a unit, and every point shows its values when the mouse rests on
-it (`<title>`). More points than can be distinguished are drawn as the means of neighbours. Lines of
-the same points are one line that has the names of all.
+A chart has a title, its axes have a unit, and every point shows its values on mouse hover
+(`<title>`). More points than can be distinguished are drawn as the means of neighbours. Lines with
+the same points are merged into one that has the names of all.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from itertools import pairwise
 COLOURS = (
     "#1f5fa8", "#c4501b", "#23804a", "#7d3fb0", "#a67a00", "#b8336a", "#1b8a8f", "#5c5c5c",
 )  # fmt: skip
-"""The colours of lines; each has a contrast of at least 3 to white."""
+"""Colours of lines; each has a contrast of at least 3 to white."""
 POINTS_MAX = 400
 
-WIDTH, HEIGHT = 421, 260  #: of three beside one another
+WIDTH, HEIGHT = 421, 260  #: of a chart in a row of three
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 40, 42
-LEGEND_HEIGHT = 17  #: of each row but the first, for which there is room
+LEGEND_HEIGHT = 17  #: of each row after the first, for which there is room
 BAR_HEIGHT, BAR_LEFT, BARS_TOP = 26, 104, 26
 STYLE = (
     "svg{font:12px system-ui,-apple-system,'Segoe UI',sans-serif}text{fill:#1c1c1c}"
     ".title{font-size:13.5px;font-weight:600}.label{fill:#555}.faint{fill:#666}"
     ".grid{stroke:#e6e8eb}.axis{stroke:#59636e}"
 )
-"""The style of the parts of a chart, wherever it is."""
+"""Style of the parts of a chart, on a page or in a file."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of x; y of a point is None where there is none."""
+    """Points in order of x; y is None where a point has no value."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    error: Sequence[float] = ()  #: half the length of an error bar, of each point
+    error: Sequence[float] = ()  #: half the length of the error bar at each point
     dashed: bool = False
-    colour: int = -1  #: of COLOURS; -1: by its place in the chart
-    marks: bool = False  #: few points, each of which counts
-    band: Sequence[tuple[float, float]] = ()  #: lowest and highest at each point
-    stairs: bool = False  #: a level around each x, as of a histogram
+    colour: int = -1  #: index into COLOURS; -1: by position in the chart
+    marks: bool = False  #: mark each point, for lines of few points
+    band: Sequence[tuple[float, float]] = ()  #: lowest and highest value at each point
+    stairs: bool = False  #: a level around each x, as in a histogram
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn, with the units of both axes."""
+    """Lines to draw, with the units of both axes."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
-    y_range: tuple[float, float] | None = None  #: None: what the values need
+    y_range: tuple[float, float] | None = None  #: None: the range of the values
     x_range: tuple[float, float] | None = None
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A measured figure; `error`: half the length of its interval, 0: not known."""
+    """Measured figure; `error`: half the length of its interval, 0 if unknown."""
 
     name: str
     value: float
@@ -73,7 +73,7 @@ class Bar:
 
 @dataclass
 class _Scale:
-    """The scale of one axis, from values to pixels."""
+    """Scale of one axis, from values to pixels."""
 
     low: float
     high: float
@@ -82,12 +82,12 @@ class _Scale:
     ticks: list[float] = field(default_factory=list)
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
 def draw_chart(chart: Chart, width: float = WIDTH) -> str:
-    """The chart; with a sentence in it where there is nothing to draw."""
+    """Draw a chart; without points, it says so."""
     coloured = [(_pick_colour(line, i), line) for i, line in enumerate(chart.lines)]
     lines = [(colour, _thin_line(line)) for colour, line in _merge_equal_lines(coloured)]
     points = [p for _, line in lines for p in _list_points(line)]
@@ -107,7 +107,7 @@ def draw_chart(chart: Chart, width: float = WIDTH) -> str:
 
 
 def build_svg_file(svg: str) -> str:
-    """A chart as a file of its own, on white."""
+    """Return a chart as a standalone SVG file with a white background."""
     head, _, body = svg.partition(">")
     ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
     name = 'xmlns="http://www.w3.org/2000/svg"'
@@ -123,7 +123,7 @@ def _build_svg(title: str, width: float, height: float, body: Iterable[str]) -> 
 
 
 def _merge_equal_lines(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
-    """Lines that would lie exactly on one another are one."""
+    """Merge lines that would cover each other exactly."""
     found: dict[object, tuple[str, Line]] = {}
     for colour, line in lines:
         values = (*line.x,), (*line.y,), (*line.error,), (*line.band,)
@@ -137,7 +137,7 @@ def _merge_equal_lines(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Lin
 
 
 def _band_ends(lines: Iterable[Line]) -> Iterator[tuple[float, float, float]]:
-    """The ends of error bars, as points without an error."""
+    """Yield the ends of the bands, as points without an error."""
     for line in lines:
         for x, ends in zip(line.x, line.band, strict=bool(line.band)):
             yield from ((x, end, 0.0) for end in ends)
@@ -148,7 +148,7 @@ def _pick_colour(line: Line, place: int) -> str:
 
 
 def _thin_line(line: Line) -> Line:
-    """Means of neighbours, at most POINTS_MAX of them."""
+    """Replace neighbouring points by their means, so that at most POINTS_MAX remain."""
     per = -(-len(line.x) // POINTS_MAX)
     if per < 2:
         return line
@@ -169,7 +169,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _list_points(line: Line) -> Iterator[tuple[float, float, float]]:
-    """(x, y, half of the error bar) of every point that is there."""
+    """Yield (x, y, half of the error bar) of every point that has a finite value."""
     errors = line.error or [0.0] * len(line.x)
     for x, y, error in zip(line.x, line.y, errors, strict=True):
         if y is not None and math.isfinite(y):
@@ -187,7 +187,7 @@ def _build_scales(
         choose_ticks(x.low, x.high, max(int(width / 75), 4)),
         choose_ticks(y.low, y.high, 5),
     )
-    if chart.y_range is None:  # end at a tick, so that the highest value has a figure above it
+    if chart.y_range is None:  # end at a tick, so that the highest value has a label above it
         step = y.ticks[1] - y.ticks[0]
         y.low, y.high = math.floor(y.low / step) * step, math.ceil(y.high / step) * step
         y.ticks = choose_ticks(y.low, y.high, 5)
@@ -195,11 +195,10 @@ def _build_scales(
 
 
 def value_range(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """The range from the lowest to the highest value, error bars included; from 0 where 0 is not
-    far away."""
+    """Return the lowest and the highest value, error bars included; start at 0 if 0 is near."""
     listed = list(points)
     low, high = min(y - e for _, y, e in listed), max(y + e for _, y, e in listed)
-    if -high / 50 <= low <= high / 2:  # also what rounding has put just below 0
+    if -high / 50 <= low <= high / 2:  # also values that rounding put just below 0
         low = 0.0
     elif low / 2 <= high < 0:
         high = 0.0
@@ -207,7 +206,7 @@ def value_range(points: Iterable[tuple[float, float, float]]) -> tuple[float, fl
 
 
 def _widen_range(low: float, high: float) -> tuple[float, float]:
-    """A single value has a range around it."""
+    """Widen the range of a single value."""
     if high > low:
         return low, high
     around = abs(low) / 2 or 0.5
@@ -215,7 +214,7 @@ def _widen_range(low: float, high: float) -> tuple[float, float]:
 
 
 def choose_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from `low` to `high`: about `count`, at least two."""
+    """Return about `count`, and at least two, round numbers from `low` to `high`."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw * 0.999)
@@ -225,7 +224,7 @@ def choose_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Short, as it stands on an axis."""
+    """Format a number briefly, as an axis label."""
     if value and not 1e-3 <= abs(value) < 1e6:
         digits, _, power = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
@@ -233,7 +232,7 @@ def format_number(value: float) -> str:
 
 
 def _draw_axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[str]:
-    """Figures at both axes, a faint line at each of y, the labels with the units."""
+    """Yield the tick labels of both axes, the grid lines of y, and the axis labels with units."""
     for value in y.ticks:
         if y.low - 1e-9 <= value <= y.high * (1 + 1e-9) + 1e-12:
             yield _draw_rule(y(value), "grid", x)
@@ -296,7 +295,7 @@ def _draw_line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
 def _build_stairs(
     places: Sequence[tuple[float, float]], ground: float
 ) -> list[tuple[float, float]]:
-    """A level around each place, half way to its neighbours; from the ground and back to it."""
+    """Return a step outline: a level around each place, half way to its neighbours."""
     xs = [px for px, _ in places]
     half = (xs[1] - xs[0]) / 2 if len(xs) > 1 else 4.0
     edges = [xs[0] - half, *((a + b) / 2 for a, b in pairwise(xs)), xs[-1] + half]
@@ -312,7 +311,7 @@ def _error_bar(x: float, low: float, high: float, colour: str) -> str:
 
 
 def _split_legend(lines: Sequence[tuple[str, Line]], width: float) -> list[list[tuple[str, Line]]]:
-    """The entries of a legend, in rows that are not too wide; a single line needs none."""
+    """Split a legend into rows that fit the width; a single line needs no legend."""
     rows: list[list[tuple[str, Line]]] = []
     left = 0.0
     for colour, line in lines if len(lines) > 1 else ():
@@ -329,7 +328,7 @@ def _entry_width(line: Line) -> float:
 
 
 def _draw_legend(rows: Sequence[Sequence[tuple[str, Line]]], width: float) -> Iterator[str]:
-    """Above the plot, each row up to the right."""
+    """Yield the legend above the plot, each row aligned to the right."""
     for number, row in enumerate(rows):
         at, y = float(width - RIGHT), 29 + LEGEND_HEIGHT * number
         for colour, line in reversed(row):
@@ -346,7 +345,7 @@ def _draw_legend(rows: Sequence[Sequence[tuple[str, Line]]], width: float) -> It
 
 
 def draw_bars(title: str, bars: Sequence[Bar], unit: str, width: float = WIDTH) -> str:
-    """A bar for each figure, with its interval."""
+    """Draw a bar for each figure, with its interval."""
     below = BARS_TOP + len(bars) * BAR_HEIGHT
     body: list[str] = []
     if bars:
@@ -394,7 +393,7 @@ def draw_shares(
     unit: str = "share",
     width: float = WIDTH,
 ) -> str:
-    """A bar for each name, cut into its shares; the legend has what occurs."""
+    """Draw a bar for each name, divided into its shares; the legend lists the shares that occur."""
     body: list[str] = []
     room = width - RIGHT - BAR_LEFT
     for index, (name, shares) in enumerate(bars.items()):
@@ -433,7 +432,7 @@ def _draw_bar(
 def _share_legend(
     bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], top: float, room: float
 ) -> Iterator[tuple[int, str]]:
-    """(row, entry), in the order of the colours."""
+    """Yield (row, entry), in the order of the colours."""
     found = {part for shares in bars.values() for part, share in shares.items() if share >= 0.001}
     row, at = 0, 0.0
     for part in (p for p in colours if p in found):

@@ -1,7 +1,7 @@
-"""Means of a few measurements, and how sure they are.
+"""Means of a few measurements, with confidence intervals.
 
 Reads   measurements that are taken to be independent
-Gives   Estimate: a mean with half the length of its 95 % interval; relative_gain, of pairs
+Gives   Estimate: a mean with half the length of its 95 % interval; estimate_gain, of pairs
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ T_975 = (
     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
     2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-NORMAL_975 = 1.960  #: for more than these
+NORMAL_975 = 1.960  #: beyond the table
 
 
 class Estimate(NamedTuple):
-    """A mean; `half` is None where a single measurement says nothing of how they vary."""
+    """Mean; `half` is None for a single measurement, which says nothing about the variance."""
 
     mean: float
     half: float | None
 
 
 def estimate_mean(values: Sequence[float]) -> Estimate | None:
-    """Mean and half of its 95 % interval; None without measurements."""
+    """Return the mean and half of its 95 % interval; None without measurements."""
     if not values:
         return None
     if len(values) == 1:
@@ -39,5 +39,5 @@ def estimate_mean(values: Sequence[float]) -> Estimate | None:
 
 
 def estimate_gain(without: Sequence[float], with_it: Sequence[float]) -> Estimate | None:
-    """The mean gain, as a share, of pairs that are measured alike; None without pairs."""
+    """Return the mean relative gain over pairs of comparable measurements; None without pairs."""
     return estimate_mean([b / a - 1 for a, b in zip(without, with_it, strict=True) if a])

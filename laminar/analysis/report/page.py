@@ -1,7 +1,7 @@
-"""A page about one run, or about several side by side: one HTML file that needs nothing else.
+"""Report page of one run, or of several for comparison: one self-contained HTML file.
 
 Reads   PageData
-Gives   HTML text: head, charts as inline SVG, answers of the model; no font, link or network. A
+Gives   HTML text: head, charts as inline SVG, responses of the model; no font, link or network. A
         few lines of script show the values under the pointer; without them each point has a title
 
 A chart of one line has a line for each run. A chart of several lines is drawn once for each run, on
@@ -27,9 +27,9 @@ from laminar.analysis.report.samples import Sample
 from laminar.run.command_line import shell_command
 
 SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
-GLANCE_CHARS = 52  #: of a prompt, a response, a right answer that is not opened
-REPLICAS_SHOWN = 16  #: bars of what each did
-SPECIAL = re.compile(r"<\|[^|<>]*\|>")  #: tokens of a chat template, which fill a glance
+GLANCE_CHARS = 52  #: of a prompt, a response or a reference answer in collapsed form
+REPLICAS_SHOWN = 16  #: most replicas with a bar each
+SPECIAL = re.compile(r"<\|[^|<>]*\|>")  #: chat template tokens, left out of the collapsed form
 
 STEPS = "completed steps"
 
@@ -50,8 +50,8 @@ FIGURES = (
     ("Reward failures", "reward/errors/total", "answers so far"),
 )
 ADVANTAGE = "critic/advantages/mean"
-ADVANTAGES = ("max", "mean", "min")  #: of critic/advantages
-EXTRA = "reward_extra/"  #: figures of this name are the reward's own, each with a chart
+ADVANTAGES = ("max", "mean", "min")  #: suffixes of critic/advantages
+EXTRA = "reward_extra/"  #: prefix of the reward's extra figures, each with a chart
 
 TIME_COLOURS = {
     "busy": "#1f5fa8",
@@ -68,7 +68,7 @@ TIME_COLOURS = {
     "waiting_for_evaluation": "#d9c9e6",
     "no_work": "#e8eaed",
     "other": "#e3b7b7",
-}  #: what a process did: work is coloured, waiting is pale; none twice, they share a legend
+}  #: states of a process: work is coloured, waiting is pale; colours are unique in the legend
 
 STALENESS_COLOURS = ("#bcd7ee", "#8dbbe3", "#5e9fd6", "#3a7fbf", "#1f5fa8", "#174a85", "#0f3561")
 
@@ -142,7 +142,7 @@ for (const svg of document.querySelectorAll("svg")) {
 
 
 def render_page(runs: Sequence[PageData]) -> str:
-    """The whole page."""
+    """Render the whole page."""
     title = escape(" beside ".join(data.name for data in runs))
     body = [
         *render_head(runs),
@@ -177,7 +177,7 @@ def render_page(runs: Sequence[PageData]) -> str:
 
 
 def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
-    """The part of a title that names the run, where there are several."""
+    """Return the part of a title that names the run; empty for a single run."""
     return f" ({data.name})" if len(runs) > 1 else ""
 
 
@@ -185,7 +185,7 @@ def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
 
 
 def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
-    """Figures that change as charts; those that do not, in a line."""
+    """Yield charts of the figures that change, and one line for those that do not."""
     found: list[Drawn] = [partial(draw_chart, chart) for chart in chart_evaluations(runs)]
     still = []
     for title, key, unit in FIGURES:
@@ -207,7 +207,7 @@ def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
 
 
 def chart_evaluations(runs: Sequence[PageData]) -> list[Chart]:
-    """What is right; where a reward is shaped, the mean score, too."""
+    """Return the chart of the accuracy and, for a shaped reward, of the mean score."""
     right = _build_evaluation_lines(runs, "share", 100)
     title = "Held-out answers that are right, ± standard error"
     found = [Chart(title, STEPS, "% of the answers", right, y_range=(0, 100))]
@@ -218,7 +218,7 @@ def chart_evaluations(runs: Sequence[PageData]) -> list[Chart]:
 
 
 def _build_evaluation_lines(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
-    """One figure of every evaluation that has it."""
+    """Return a line per run: one figure of every evaluation that has it."""
     lines = []
     for data in runs:
         found = [facts for facts in data.summary["evaluations"] if facts[key] is not None]
@@ -242,7 +242,7 @@ def _chart_advantages(data: PageData, runs: Sequence[PageData]) -> Drawn:
 
 
 def _render_extras(runs: Sequence[PageData]) -> list[str]:
-    """What the reward functions gave besides the score."""
+    """Render the extra figures of the reward functions."""
     keys = sorted({key for data in runs for key in data.keys(EXTRA)})
     if not keys:
         return []
@@ -254,13 +254,13 @@ def _render_extras(runs: Sequence[PageData]) -> list[str]:
 
 
 def _same_y(runs: Sequence[PageData], found: Sequence[Sequence[Points]]) -> tuple[float, float]:
-    """One range for the same chart of every run."""
+    """Return one y range for the same chart of every run."""
     values = [y for points in found for _, ys in points for y in ys]
     return 0.0, max(values, default=0.0) * 1.05 or 1.0
 
 
 def _chart_lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
-    """How they are distributed, and how that changes."""
+    """Yield charts of the distribution of response lengths, and of its change over the run."""
     parts = [[*data.lengths.trained.values(), *data.lengths.generated.values()] for data in runs]
     y_range = _same_y(runs, parts)
     for data in runs:
@@ -322,7 +322,7 @@ def _chart_times(data: PageData, runs: Sequence[PageData]) -> Drawn:
 
 
 def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float]]:
-    """The shares of each process; many replicas are one, the mean of all."""
+    """Return the shares of each process; many replicas are replaced by their mean."""
     replicas = [name for name in shares if name.startswith("rollout")]
     if len(replicas) <= REPLICAS_SHOWN:
         return shares
@@ -332,7 +332,7 @@ def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mappin
     return {**others, f"{len(replicas)} replicas": mean}
 
 
-# --- answers ------------------------------------------------------------------------------------
+# --- responses ----------------------------------------------------------------------------------
 
 
 def _render_samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
@@ -384,7 +384,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
 
 
 def _shorten_text(text: str, *, end: bool = False) -> str:
-    """The beginning of a text, or of a prompt its end, where the question is."""
+    """Shorten a text to its beginning, or a prompt to its end, where the question is."""
     line = " ".join(text.split())
     if len(line) <= GLANCE_CHARS:
         return line

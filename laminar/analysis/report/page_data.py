@@ -1,7 +1,7 @@
-"""What a page about a run shows: its summary, its figures over the steps, and some of its answers.
+"""Data of a report page: the summary of a run, its figures over the steps, and some samples.
 
 Reads   the event log, timeline/, metrics.jsonl, store.sqlite, config.toml and the logs of the nodes
-        of a run directory, at work or ended
+        of a run directory, running or ended
 Gives   PageData
 Raises  ConfigError for a run directory that cannot be read
 """
@@ -34,20 +34,20 @@ from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
 from laminar.storage import books
 from laminar.storage.rows import Response
 
-STEP = "training/global_step"  #: in a line of metrics.jsonl that is about a step
-RATE_BINS = 40  #: of the time of a run
-LENGTH_BINS = 6  #: of trained responses, each with about as many of them
-SCORE_BINS = 16  #: likewise
+STEP = "training/global_step"  #: in a line of metrics.jsonl about a step
+RATE_BINS = 40  #: over the time of a run
+LENGTH_BINS = 6  #: of trained responses, with about equally many in each
+SCORE_BINS = 16  #: of trained responses, with about equally many in each
 HISTOGRAM_BINS = 30  #: of response lengths
-SAMPLES = 3  #: of each kind that are shown
+SAMPLES = 3  #: shown of each kind
 
 
 class StepTimes:
-    """An observer of a replay: when each step was completed, with its response tokens."""
+    """Replay observer of each step's completion time and response tokens."""
 
     def __init__(self) -> None:
         self.first_ns = 0
-        self.done: dict[int, tuple[int, int]] = {}  #: by index
+        self.done: dict[int, tuple[int, int]] = {}  #: by index of the step
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -72,7 +72,7 @@ class Lengths(NamedTuple):
 
 
 class PageData(NamedTuple):
-    """One run."""
+    """Data of one run."""
 
     name: str
     run_dir: Path
@@ -82,25 +82,25 @@ class PageData(NamedTuple):
     lengths: Lengths
     staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
     scores: Points  #: mean score of trained responses over their mean length
-    samples: dict[str, list[Sample]]  #: by what they are
+    samples: dict[str, list[Sample]]  #: by title of the kind
     series: ReplicaSeries  #: of its replicas
     histogram: dict[str, Points]  #: share of the trained responses by length, early and late
-    config: Config | None  #: None where its file is gone
+    config: Config | None  #: None if its file is missing
     machines: dict[str, dict[str, Any]]  #: by node
     started: datetime | None
 
     def get_points(self, key: str) -> Points:
-        """One figure of metrics.jsonl, over the completed steps."""
+        """Return one figure of metrics.jsonl over the completed steps."""
         found = [(line[STEP], line[key]) for line in self.steps if key in line]
         return [float(step) for step, _ in found], [float(value) for _, value in found]
 
     def keys(self, prefix: str) -> list[str]:
-        """Names of figures that begin so."""
+        """Return the names of figures with this prefix."""
         return sorted({key for line in self.steps for key in line if key.startswith(prefix)})
 
 
 def page_data(run_dir: Path, decode: Decode | None) -> PageData:
-    """The data of a page; without `decode`, no answers."""
+    """Collect the data of a page; without `decode`, no samples."""
     times, use, course = StepTimes(), EngineUse(), LatencyStats()
     summary = summary_of(run_dir, times, use=use, course=course)
     responses = _read_responses(run_dir)
@@ -130,7 +130,7 @@ def _load_config(run_dir: Path) -> Config | None:
 
 
 def _read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Lines that a crash cut short are left out."""
+    """Return the lines about steps; skip lines truncated by a crash."""
     found = []
     for _, text in whole_lines(run_dir / METRICS_FILE):
         try:
@@ -162,7 +162,7 @@ def _compute_rates(run_dir: Path, summary: Mapping[str, Any], times: StepTimes) 
 
 
 def _bin_rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
-    """Tokens of each part of the time by its length; at the middle of the part."""
+    """Return the token rate of each part of the time, at the middle of the part."""
     edges = np.linspace(0.0, seconds, RATE_BINS + 1)
     tokens = np.zeros(RATE_BINS)
     for when_ns, count in parts:
@@ -191,7 +191,7 @@ def _compute_percentiles(responses: list[Response]) -> dict[int, Points]:
 
 
 def _by_length(responses: list[Response], count: int) -> Iterator[list[Response]]:
-    """The trained ones from the shortest to the longest, in parts with about as many each."""
+    """Yield the trained responses, shortest first, in parts of about equal size."""
     trained = [r for r in responses if r.trained]
     lengths = np.array(sorted(r.num_tokens for r in trained), dtype=np.int64)
     for low, high in split_ranges(lengths, count):
@@ -209,7 +209,7 @@ def _compute_staleness(responses: list[Response]) -> dict[str, dict[str, float]]
 
 
 def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
-    """Histograms of what the first and the last third of the steps trained, in equal bins."""
+    """Return length histograms of the first and the last third of the steps, in equal bins."""
     trained = [
         (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
     ]
@@ -232,7 +232,7 @@ def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
 
 
 def _compute_scores(responses: list[Response]) -> Points:
-    """The mean score of each part, at its mean length."""
+    """Return the mean score of each part, at its mean length."""
     lengths, scores = [], []
     for part in _by_length([r for r in responses if r.score is not None], SCORE_BINS):
         lengths.append(float(np.mean([r.num_tokens for r in part])))
@@ -241,7 +241,7 @@ def _compute_scores(responses: list[Response]) -> Points:
 
 
 def _select_samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
-    """The worst and the best samples of the last evaluation, the last step and the first one."""
+    """Select the worst and best samples of the last evaluation, the last step and the first."""
     if not (run_dir / STORE_FILE).is_file():
         return {}
     with books.open_tables(run_dir / STORE_FILE) as tables:

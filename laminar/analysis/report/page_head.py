@@ -1,10 +1,10 @@
-"""The head of a page: how each run ended, its main figures, what was set, and where it ran.
+"""Head of a report page: outcome, main figures, settings and hardware of each run.
 
 Reads   PageData
-Gives   HTML: one run with tiles, several side by side in tables
+Gives   HTML: one run with tiles, several in tables, a column for each
 
-What a reader compares before any chart: two runs with other settings, seeds, machines or commits
-are two experiments.
+A reader compares these before any chart: two runs with different settings, seeds, machines or
+commits are two experiments.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def render_problems(runs: Sequence[PageData]) -> Iterator[str]:
 
 
 def list_run_facts(data: PageData) -> Iterator[tuple[str, str]]:
-    """What was trained, how, by which code and on what; a name may come several times."""
+    """Yield (name, text) facts about task, settings, code and hardware; names may repeat."""
     c = data.config
     if c is not None:
         yield from _describe_training(c)
@@ -136,7 +136,7 @@ def _render_badge(data: PageData) -> str:
 
 
 def _render_tiles(data: PageData) -> Iterator[str]:
-    """The figures that are looked for first."""
+    """Yield the main figures as tiles."""
     summary = data.summary
     evaluations = [e for e in summary["evaluations"] if e["share"] is not None]
     if evaluations:
@@ -177,7 +177,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def _by_name(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
-    """A name may have several lines."""
+    """Group the texts by name."""
     found: dict[str, list[str]] = {}
     for name, text in pairs:
         found.setdefault(name, []).append(escape(text))
@@ -187,7 +187,7 @@ def _by_name(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
 def _render_table(
     runs: Sequence[PageData], columns: Sequence[dict[str, list[str]]]
 ) -> Iterator[str]:
-    """A row for each name, a column for each run."""
+    """Yield a table with a row for each name and a column for each run."""
     yield "<table>"
     if len(runs) > 1:
         yield f"<tr><th></th>{''.join(f'<th>{escape(data.name)}</th>' for data in runs)}</tr>"
@@ -198,7 +198,7 @@ def _render_table(
 
 
 def _render_settings(data: PageData, of: str) -> Iterator[str]:
-    """The settings that are not the defaults, and all of them."""
+    """Yield the settings that differ from the defaults, then all of them."""
     if data.config is None:
         return
     default = _flatten_config(Config())
@@ -211,7 +211,7 @@ def _render_settings(data: PageData, of: str) -> Iterator[str]:
 
 
 def _flatten_config(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted key."""
+    """Return every setting by its dotted key."""
     tree = msgspec.to_builtins(config)
     found = {}
     for key in known_keys():

@@ -1,9 +1,9 @@
-"""How charts stand on a page: three in a row, and no row that is half empty.
+"""Layout of charts on a page: three in a row, and no row that is half empty.
 
 Reads   charts that are drawn once their width is known
-Gives   Drawn, rows: HTML
+Gives   Drawn; render_rows: HTML
 
-Each part of a page lays out its own charts with it, so it belongs to none of them.
+Each part of a page uses it to lay out its own charts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 PAGE_WIDTH, GAP, IN_A_ROW = 1320, 28, 3
 
 Drawn = Callable[[float], str]
-"""A chart, given its width: letters have one size, however many stand in a row."""
+"""Chart that is drawn for a given width, so that letters have one size in every row."""
 
 
 def render_rows(charts: Sequence[Drawn]) -> Iterator[str]:
-    """What is left over for a last row takes a chart from the row before it, or fills it."""
+    """Yield rows of charts; a short last row takes a chart from the row before or is stretched."""
     at = 0
     for count in _count_columns(len(charts)):
         width = (PAGE_WIDTH - GAP * (count - 1)) / count

@@ -1,7 +1,7 @@
-"""The held-out score by the length of the prompts: a mean over easy and hard ones hides both.
+"""Evaluation score by prompt length; a mean over easy and hard prompts hides both.
 
-Reads   RUN/store.sqlite (held-out prompts and answers), the rewards of the log
-Gives   by_prompt_length: for the first and the last evaluation, the correct answers of each length
+Reads   RUN/store.sqlite (evaluation prompts and samples), the rewards of the log
+Gives   by_prompt_length: for the first and the last evaluation, the correct samples of each length
 
 Prompts of equal length stay together, and each range has about a quarter of them.
 """
@@ -29,9 +29,9 @@ RANGES = 4
 
 
 class EvaluationResponse(msgspec.Struct, frozen=True):
-    """A held-out one."""
+    """Evaluation sample."""
 
-    evaluation: int  #: its index
+    evaluation: int  #: index of the evaluation
     prompt_tokens: int
     correct: bool
 
@@ -41,8 +41,10 @@ def by_prompt_length(
     evaluations: Sequence[EvaluationResult],
     rewarded: Mapping[TrajectoryId, TrajectoryRewarded],
 ) -> list[dict[str, int]]:
-    """The parts by prompt length, shortest first; none where all have one length or nothing is
-    evaluated."""
+    """Return the counts by prompt length, shortest first.
+
+    Empty if all prompts have the same length or nothing was evaluated.
+    """
     if not evaluations or not (run_dir / STORE_FILE).is_file():
         return []
     answers = _read_responses(run_dir, rewarded)
@@ -60,8 +62,10 @@ def by_prompt_length(
 
 
 def split_ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
-    """(shortest, longest) of up to `count` parts of sorted lengths, with about as many of them
-    each; equal ones stay together."""
+    """Split sorted lengths into up to `count` (shortest, longest) ranges of about equal size.
+
+    Equal lengths stay together.
+    """
     if not len(lengths):
         return []
     quantiles = [i / count for i in range(1, count)]

@@ -1,13 +1,13 @@
-"""What repack did in a run: which replicas were emptied, what moved, what it cost, what it gained.
+"""Repack statistics of a run: the replicas emptied, the trajectories migrated, cost and gain.
 
 Reads   a replay
-Gives   RepackBook: every hand-over; Course: how long answers took, beside it; `facts` of each, its
-        figures for the summary; given_away
+Gives   RepackStats: every migration; LatencyStats: latencies of the responses; `compute_summary`
+        of each, its figures for the summary; was_given_away
 
-A replica is freed when everything that it gave away has started elsewhere, or has ended. Without
-repack it would have run until the last of that was finished: that it is free earlier is measured up
-to the moment when the last of it is finished where it went on. There it runs in a larger batch than
-it would have had, so that this is what the replica gained at most.
+A replica is freed when everything that it gave away has started elsewhere or has ended. Without
+repack it would have run until the last of those trajectories finished, so its gain is measured up
+to the moment when the last of them finishes at the destination. There it runs in a larger batch
+than it would have had, so this figure is an upper bound.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ from laminar.names.ids import Purpose, TrajectoryId
 
 @dataclass(slots=True)
 class Migration:
-    """Everything that a replica ran, given to another one."""
+    """Migration of everything that a replica runs to another replica."""
 
     source: str
     destination: str
     ordered: Moment
-    given: int  #: trajectories that it was to give away
-    moves: int = 0  #: those of them that went on at the destination
-    placed: Moment | None = None  #: its work goes on elsewhere from here on
+    given: int  #: trajectories to give away
+    moves: int = 0  #: trajectories that continued at the destination
+    placed: Moment | None = None  #: when nothing is left to place
     expired: bool = False  #: the source did not answer in time
     freed: Moment | None = None  #: all of it has started elsewhere or has ended
-    done: Moment | None = None  #: the last of it was finished, lost or ended
+    done: Moment | None = None  #: the last trajectory was finished, lost or ended
     awaited: set[TrajectoryId] = field(default_factory=set)  #: not finished yet
-    prefilled: int = 0  #: tokens, prompts included, that were sampled or prefilled before
+    prefilled: int = 0  #: tokens prefilled again, prompts included
 
 
 def was_given_away(stamped: Stamped) -> bool:
-    """Whether what left its replica at this event was given away: the replica has let go of it, or
-    has not done so in time."""
+    """Return whether this event gave work away: the replica released it, or failed to in time."""
     event = stamped.event
     if isinstance(event, ev.TimerFired):
         return event.timer.startswith(keys.deadline_timer(keys.release_key("")))
@@ -61,8 +60,7 @@ def was_given_away(stamped: Stamped) -> bool:
 
 
 class RepackStats:
-    """Give it what an observer sees, with the changes that analysis.log.trajectory_history makes of
-    it."""
+    """Collector of migrations, fed with events and the changes made by a HistoryTracker."""
 
     def __init__(self) -> None:
         self.policy = ""
@@ -78,7 +76,7 @@ class RepackStats:
         changes: list[Change],
         state: State,
     ) -> None:
-        """Enter one event."""
+        """Record one event."""
         self.policy = self.policy or state.settings.repack_policy
         if not self.policy:
             return
@@ -106,7 +104,7 @@ class RepackStats:
             self._moved[trajectory_id] = hand_over
 
     def _record_completion(self, now: Moment, stamped: Stamped, state: State) -> None:
-        """The order is over; and the source is free once nothing of it waits to start."""
+        """Close the orders that are over; free the sources whose work has all started."""
         for source, hand_over in list(self._open.items()):
             if hand_over.placed is None and keys.release_key(source) not in state.commands:
                 hand_over.placed = now
@@ -138,7 +136,7 @@ class RepackStats:
             hand_over.done = now
 
     def compute_summary(self) -> dict[str, Any] | None:
-        """None for a run without repack."""
+        """Return the figures of the summary; None for a run without repack."""
         if not self.policy:
             return None
         freed = [h for h in self.hand_overs if h.freed is not None]
@@ -170,15 +168,15 @@ def _summarize_seconds(seconds: list[float]) -> dict[str, float] | None:
 
 
 class LatencyStats:
-    """How long answers took from their first placement to their last token, and what repack did.
+    """Latencies of responses, from first placement to last token, and the repack statistics.
 
-    An observer of a replay.
+    Replay observer.
     """
 
     def __init__(self) -> None:
         self.moments, self.repack = EventClock(), RepackStats()
         self._lives = HistoryTracker()
-        self._count, self._sum_ns, self._max_ns = 0, 0, 0  #: of training answers
+        self._count, self._sum_ns, self._max_ns = 0, 0, 0  #: of training responses
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self.moments.locate_event(stamped)

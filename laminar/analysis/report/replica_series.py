@@ -1,10 +1,10 @@
-"""What a page shows of the replicas over time: cache, running and waiting sequences, moves.
+"""Series of the replicas over time: cache, running and waiting sequences, migrations.
 
-Reads   EngineUse, RepackBook
-Gives   Series: over the seconds since the run's first event
+Reads   EngineUse, RepackStats
+Gives   ReplicaSeries: over the seconds since the run's first event
 
-A gauge goes up and down with every group that a replica takes. So a part of the time has one
-figure: the mean of each replica in it, and of these their mean, the lowest and the highest.
+A gauge varies with every group that a replica takes. Therefore each part of the time has one
+figure per gauge: the mean of each replica in it, then their mean, lowest and highest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Column = NDArray[np.float64]
 
 
 class Band(NamedTuple):
-    """A gauge over the replicas; empty where no engine said anything."""
+    """Gauge over the replicas; empty if no engine reported it."""
 
     x: list[float]
     mean: list[float]
@@ -33,11 +33,11 @@ class Band(NamedTuple):
 
 
 class ReplicaSeries(NamedTuple):
-    """The lines of one run."""
+    """Series of one run."""
 
     kv_percent: Band
     running: Band
-    waiting: Band  #: empty where none ever waited
+    waiting: Band  #: empty if none ever waited
     emptied: Points  #: replicas so far
     moved: Points  #: trajectories so far
 
@@ -62,7 +62,7 @@ def build_series(use: EngineUse, repack: RepackStats, first_ns: int) -> ReplicaS
 def _build_band(
     found: Mapping[str, ReplicaGauges], values: Mapping[str, Column], first_ns: int
 ) -> Band:
-    """Parts of the time in which no replica said anything are left out."""
+    """Build the band of one gauge; leave out parts of the time in which no replica reported."""
     seconds = {name: (found[name].unix_ns - first_ns) / 1e9 for name in values}
     if not seconds:
         return Band([], [], [])

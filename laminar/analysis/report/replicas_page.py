@@ -1,8 +1,8 @@
-"""The part of a page about the replicas over time, and about repack.
+"""Section of a report page about the replicas over time, and about repack.
 
 Reads   PageData
-Gives   HTML: charts of cache, running and waiting sequences; of runs with and without repack, what
-        each policy reached. Nothing where there is nothing to show
+Gives   HTML: charts of cache, running and waiting sequences; for runs with and without repack, the
+        results of each policy. Empty where there is nothing to show
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFF = "off"
 
 
 def chart_replicas(runs: Sequence[PageData]) -> list[Drawn]:
-    """Cache, running and waiting sequences: a line for each run, the mean over its replicas."""
+    """Chart cache, running and waiting sequences: a line per run, the mean over its replicas."""
     charts: list[Drawn] = []
     for title, unit, bands in (
         ("Cache in use", "% of its tokens", {d.name: d.series.kv_percent for d in runs}),
@@ -41,7 +41,7 @@ def chart_replicas(runs: Sequence[PageData]) -> list[Drawn]:
 
 
 def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
-    """Only where a run has it; what the policies reached only where there are several."""
+    """Yield the section if a run uses repack; compare policies only if there are several."""
     with_it = [data for data in runs if data.summary["repack"]]
     if not with_it:
         return
@@ -108,10 +108,11 @@ def _format_percent(share: float | None) -> str:
 
 
 class PolicyStats(NamedTuple):
-    """What the runs with one repack policy reached: means, None where none has the figure.
+    """Mean results of the runs with one repack policy; None where none has the figure.
 
-    Of several runs the interval is of their mean, over the runs; of a single one it is that of its
-    own throughput. Gains are of pairs: two runs with the same seed.
+    With several runs, the interval is that of their mean; with a single run, that of its
+    throughput.
+    Gains are of pairs: two runs with the same seed.
     """
 
     name: str
@@ -129,7 +130,7 @@ def get_policy(summary: Summary) -> str:
 
 
 def summarize_policies(summaries: Sequence[Summary]) -> list[PolicyStats]:
-    """The policies of some runs: without repack first, then in the order in which they come."""
+    """Return the policies of some runs: without repack first, then in order of appearance."""
     names = dict.fromkeys(map(get_policy, summaries))
     order = sorted(names, key=lambda name: name != OFF)
     return [
@@ -160,7 +161,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def compute_gains(summaries: Sequence[Summary]) -> Iterator[tuple[str, int, Estimate]]:
-    """(policy, pairs, share by which its throughput is higher), where there are pairs."""
+    """Yield (policy, pairs, relative gain in throughput) of each policy that has pairs."""
     by_policy: dict[str, dict[int, float]] = {}
     for summary in summaries:
         if summary["tokens_per_s"] is not None:

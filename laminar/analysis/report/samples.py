@@ -1,12 +1,12 @@
-"""What the model wrote: answers of a run with their prompts and scores, as they are in the store.
+"""Samples of a run: the model's responses with prompts and scores, read from the store.
 
 Reads   RUN/store.sqlite and its payload files
 Gives   Sample; find_samples, an iterator that holds nothing open between two samples
-Raises  ConfigError for a step, an evaluation or an id that is not there
+Raises  ConfigError for a step, an evaluation or an id that does not exist
 
-A run may be at work on the database. It is opened for reading only, and each read transaction ends
-before anything is handed out: one that stayed open while a user reads a page of output would
-keep the store from beginning its write-ahead log anew, which would grow until then.
+The database may be in use by a run. It is opened read-only, and each read transaction ends before
+anything is returned: a transaction held open while a user reads a page of output would prevent the
+store from restarting its write-ahead log, which would grow until then.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ Item = TypeVar("Item")
 
 
 class SampleFilter(NamedTuple):
-    """Which answers are wanted; of a step or an evaluation, by name, or all of training."""
+    """Selection of samples: of a step, an evaluation or a name, else all of training."""
 
-    step: int | None = None  #: completed steps, counted from 1: what this one trained
-    evaluation: int | None = None  #: after so many completed steps
-    name: str = ""  #: a trajectory, or a group
-    search: str = ""  #: in prompt or response, whatever the case
-    worst: int = 0  #: so many, lowest score first
-    best: int = 0  #: so many, highest score first
+    step: int | None = None  #: trained by this step, counted from 1
+    evaluation: int | None = None  #: after this number of completed steps
+    name: str = ""  #: a trajectory or a group
+    search: str = ""  #: text in prompt or response, ignoring case
+    worst: int = 0  #: number of samples, lowest score first
+    best: int = 0  #: number of samples, highest score first
 
 
 class Sample(NamedTuple):
-    """One answer."""
+    """Response of the model, with its prompt, score and origin."""
 
     row: Row
-    prompt: str  #: as the model saw it, special tokens included; empty when it never did
-    response: str  #: likewise; of a payload that was removed, as the reward function saw it
-    answer: Any  #: the right one, as the data has it
-    extras: m.Extras  #: what the reward functions gave besides the score
-    spans: tuple[Span, ...]  #: who sampled which part of it, in order
+    prompt: str  #: as the model saw it, special tokens included; empty if it never did
+    response: str  #: with special tokens; if the payload was removed, as the reward function saw it
+    answer: Any  #: reference answer of the data
+    extras: m.Extras  #: extra figures of the reward functions
+    spans: tuple[Span, ...]  #: replica and version that sampled each part, in order
 
     @property
     def score(self) -> float | None:
@@ -67,19 +67,18 @@ class Sample(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step that trained it, counted from 1."""
+        """Step that trained it, counted from 1."""
         index = self.row.end_step if self.row.end == "trained" else None
         return None if index is None else index + 1
 
     @property
     def evaluation(self) -> int | None:
-        """The steps that were completed before a held-out answer."""
+        """Number of steps completed before an evaluation sample."""
         return self.row.version_step if self.row.purpose == Purpose.EVAL else None
 
     @property
     def sampled_on(self) -> str:
-        """The replica; of an answer that was moved, or went on with other weights, each part with
-        the number of its tokens."""
+        """Replica; after a migration or a weight update, each part with its number of tokens."""
         if len(self.spans) < 2:
             return self.spans[0].replica if self.spans else self.row.replica or "-"
         several = len({span.weight_version for span in self.spans}) > 1
@@ -90,7 +89,7 @@ class Sample(NamedTuple):
 
     @property
     def sampled_by(self) -> str:
-        """The version, or the first and the last, with the steps that made them."""
+        """Version, or first and last version, with the steps that made them."""
         row, (last, last_step) = self.row, self.row.latest
         if last == row.weight_version:
             return f"version {row.weight_version} (made by {row.version_step} steps)"
@@ -100,7 +99,7 @@ class Sample(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, under the names of docs/debugging.md."""
+        """Return all fields, under the names of docs/debugging.md."""
         row = self.row
         return {
             "id": row.id,
@@ -126,19 +125,18 @@ class Sample(NamedTuple):
 
 
 class _StoredSample(NamedTuple):
-    """What the store has of an answer besides its row."""
+    """Stored data of a response, except its row."""
 
     prompt: m.PromptPayload
     prompt_ids: bytes
-    tokens: bytes  #: of the response, with what was read between its turns; none when they were
-    #: removed, and then there is
+    tokens: bytes  #: of response and context; empty if removed, and then there is text
     text: str
     extras: m.Extras
     spans: tuple[Span, ...]
 
 
 def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterator[Sample]:
-    """The latest first, siblings in order; or the worst or the best, of those that have a score."""
+    """Yield the latest first, siblings in order; or the worst or best of those with a score."""
     path = run_dir / STORE_FILE
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {STORE_FILE} yet: its store has not begun")
@@ -154,7 +152,7 @@ def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterato
 
 
 def _build_condition(path: Path, choice: SampleFilter) -> TrajectoryFilter:
-    """The condition on rows; a mistake is reported before anything is read."""
+    """Return the condition on rows; report a mistake before anything is read."""
     with books.open_tables(path) as tables:
         if choice.step is not None:
             _check_step(tables, choice.step)
@@ -188,7 +186,7 @@ def _check_evaluation(tables: Tables, step: int) -> None:
 
 
 def _format_steps(steps: list[int]) -> str:
-    """`steps 1 to 7`, or what there is of them."""
+    """Return `steps 1 to 7`, or a list of the steps if some are missing."""
     if steps == list(range(steps[0], steps[-1] + 1)) and len(steps) > 2:
         return f"steps {steps[0]} to {steps[-1]}"
     return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
@@ -227,7 +225,7 @@ def _contains_text(sample: Sample, text: str) -> bool:
 
 
 def _load_samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
-    """Samples in the order of the rows, a few from each read transaction."""
+    """Yield samples in the order of the rows, a few per read transaction."""
     batch: list[Row] = []
     for row in rows:
         batch.append(row)
@@ -267,7 +265,7 @@ def _read_stored(tables: Tables, row: Row) -> _StoredSample:
 
 
 def _with_contexts(chunks: Iterable[Chunk], contexts: dict[int, bytes]) -> bytes:
-    """Token ids of a response in the order in which the model sampled and read them."""
+    """Join the token ids of a response in the order in which the model sampled and read them."""
     parts: list[bytes] = []
     for chunk in chunks:
         parts += [contexts.pop(chunk.segment, b""), chunk.tokens]

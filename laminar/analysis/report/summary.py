@@ -1,4 +1,4 @@
-"""The summary of a run: its outcome, its lengths, its figures, in one JSON file.
+"""Summary of a run: outcome, lengths and figures, in one JSON file.
 
 Reads   the event log, timeline/, coordinator.json
 Writes  RUN/summary.json (by rename); every key is explained in docs/metrics.md
@@ -55,25 +55,25 @@ from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
 
 RATE_PARTS = 20
-"""Parts of the time in which a run samples: the throughput's interval is from the rates in them."""
+"""Parts of the sampling time; the interval of the throughput is taken over their rates."""
 LEFT_OUT_SHOWN = 32
-"""Replicas and versions whose rows were left out; the log has all."""
+"""Most excluded replicas and versions listed; the log has all."""
 
 MEMORY = (
     "perf/max_memory_allocated_gb", "perf/max_resident_gb", "perf/estimated_memory_gb",
 )  # fmt: skip
-"""What a step says of its trainer's memory: measured on a GPU, on a CPU, and the estimate."""
+"""Memory figures that a step reports: measured on a GPU, on a CPU, and the estimate."""
 CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in training
-CLASSES = 4  #: of lengths
+CLASSES = 4  #: of response lengths
 
 
 class Milestones:
-    """An observer of a replay: counts and times that neither state nor account hold."""
+    """Replay observer of counts and times that neither the state nor Account holds."""
 
     def __init__(self) -> None:
         self.coordinators = 0
         self.published_ns: dict[int, int] = {}  #: by version
-        self.names: dict[str, list[str]] = {}  #: processes that were ready, by role
+        self.names: dict[str, list[str]] = {}  #: processes that became ready, by role
         self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
         self.losses = ProcessFailures()
         self._clock = WallClock()
@@ -90,12 +90,12 @@ class Milestones:
             names = self.names.setdefault(role, [])
             if stamped.peer not in names:
                 names.append(stamped.peer)
-        if isinstance(event, ev.ReplicaReady):  # it takes a group more, which waits for slots
+        if isinstance(event, ev.ReplicaReady):  # one more group, which waits for slots, is included
             self.slots[stamped.peer] = event.max_num_seqs - state.settings.group_size
 
 
 def summarize_run(run_dir: Path) -> dict[str, Any]:
-    """Work out the summary and write it to RUN/summary.json."""
+    """Compute the summary and write it to RUN/summary.json."""
     summary = summary_of(run_dir)
     write_summary(run_dir, summary)
     return summary
@@ -107,8 +107,10 @@ def summary_of(
     use: EngineUse | None = None,
     course: LatencyStats | None = None,
 ) -> dict[str, Any]:
-    """The summary; nothing is written. `observers` see the same replay, as do `use` and `course`,
-    which are made here unless they are given."""
+    """Compute the summary without writing it.
+
+    All observers see the same replay; `use` and `course` default to new ones.
+    """
     account, windows, milestones = Account(), StateIntervals(), Milestones()
     use, course = use or EngineUse(), course or LatencyStats()
     calls = ToolCallStats()
@@ -144,7 +146,7 @@ def summary_of(
 
 
 def _summarize_origin(state: State) -> dict[str, Any] | None:
-    """What a fork began with; None for another run."""
+    """Return the origin of a fork; None for another run."""
     origin = state.origin
     if origin is None:
         return None
@@ -153,7 +155,7 @@ def _summarize_origin(state: State) -> dict[str, Any] | None:
 
 
 def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
-    """How the run went, from the state at its end."""
+    """Return the outcome of the run, from the state at its end."""
     evaluations = [describe_evaluation(result) for result in state.evaluations]
     results = [result["share"] for result in evaluations]
     trained = state.ledger.trajectories.trained
@@ -180,13 +182,13 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
 
 
 def _count_unchanged(account: Account) -> int:
-    """Steps that left the weights as they were."""
+    """Count the steps that left the weights unchanged."""
     reports = (step.completed for step in account.steps.values())
     return sum(report is not None and not report.changed for report in reports)
 
 
 def _summarize_lengths(account: Account) -> dict[str, Any]:
-    """Response lengths in tokens, of what was trained beside what was generated."""
+    """Return percentiles of the trained and of the generated response lengths, in tokens."""
     trained = [c for c in account.closed.values() if c.ending.end == "trained"]
     names = [closed.ending.trajectory_id for closed in trained]
     cut = [
@@ -209,7 +211,7 @@ def _summarize_lengths(account: Account) -> dict[str, Any]:
 
 
 def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
-    """How scoring fared; an older log has no count of it, only its events."""
+    """Return the outcome of scoring; logs of older releases are counted by their events."""
     counted = state.rewards
     reasons = Counter(event.reason for event in account.rewarded.values())
     failed = {reason: n for reason, n in reasons.items() if reason != "ok"}
@@ -225,7 +227,7 @@ def _compute_percentiles(name: str, values: list[int]) -> dict[str, float | None
 
 
 def _left_out(account: Account) -> list[dict[str, Any]]:
-    """The first replicas and versions whose rows were not trained."""
+    """Return the first replicas and versions whose rows were excluded from training."""
     return [
         {"step": number + 1, **msgspec.to_builtins(part), "trajectories": len(part.trajectories)}
         for number, step in account.steps.items()
@@ -235,7 +237,7 @@ def _left_out(account: Account) -> list[dict[str, Any]]:
 
 
 def _compute_mismatch(account: Account) -> float | None:
-    """Mean over tokens: a step counts by the response tokens that it consumed."""
+    """Return the mean over tokens: each step is weighted by its response tokens."""
     reports = [s.completed for s in account.steps.values() if s.completed is not None]
     chosen = [r for r in reports if "mismatch_kl/mean" in r.metrics]
     tokens = sum(r.num_tokens for r in chosen)
@@ -244,7 +246,7 @@ def _compute_mismatch(account: Account) -> float | None:
 
 
 def _summarize_memory(account: Account) -> dict[str, float] | None:
-    """The most that a step reported, by what was measured, and the estimate beside it."""
+    """Return the highest value of each memory figure that a step reported."""
     found: dict[str, float] = {}
     for step in account.steps.values():
         metrics = step.completed.metrics if step.completed is not None else {}
@@ -256,7 +258,7 @@ def _summarize_memory(account: Account) -> dict[str, float] | None:
 
 
 def _compute_throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
-    """The throughput, with an error from parts long enough for one to say little of the next."""
+    """Return the throughput, with an error over parts long enough to be independent."""
     rates = estimate_mean(token_rates(steps, RATE_PARTS))
     return {
         "tokens_per_s": rates.mean if rates else None,
@@ -265,8 +267,7 @@ def _compute_throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
 
 
 def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
-    """Sampled tokens per second in equal parts of the time from the first to the last engine step;
-    none if there is no such time."""
+    """Return sampled tokens per second in equal parts of the engines' time; empty without steps."""
     rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *steps])
     if not len(rows) or rows[:, 1].max() == rows[:, 0].min():
         return []
@@ -307,7 +308,7 @@ def _summarize_timing(
     steps: dict[str, Steps],
     cut: list[str],
 ) -> dict[str, Any]:
-    """`cut`: processes whose first spans are gone."""
+    """Return the time figures; `cut`: processes whose first spans were removed."""
     trainer_spans = [span for spans in trainers.values() for span in spans]
     time_shares = _trainer_shares(windows, trainers, cut)
     pulling = {name: select_state(spans, "pulling") for name, spans in pulls.items()}
@@ -335,13 +336,13 @@ def _summarize_timing(
 
 
 def _find_covered(cut: bool, spans: list[Span]) -> Intervals:
-    """The time that the process's own record covers."""
+    """Return the time covered by a process's spans."""
     first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
     return merge_intervals([(first_ns, np.iinfo(np.int64).max)])
 
 
 def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:
-    """The times from the copy into the slot to the relay's word that the version is complete."""
+    """Return the times from the copy into the slot to the relay's report of a complete version."""
     return merge_intervals(
         (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
         for span in spans
@@ -350,14 +351,14 @@ def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Interval
 
 
 def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) -> float | None:
-    """Over the trained steps whose weights were published, those that were owed included."""
+    """Compute the stall over the trained steps whose weights were published, deferred included."""
     received = {span.step: span.start_ns for span in spans if span.state == "busy"}
     publishes, made_by = [], set()
     for index, step in account.steps.items():
         published = milestones.published_ns.get(step.command.version)
         if published is not None and index in received:
             publishes.append(PublishTiming(received[index], published))
-            made_by.add(index + 1)  # weights are named by the steps that they have seen
+            made_by.add(index + 1)  # weights are named by the number of steps that made them
     stalls = merge_intervals(
         (span.start_ns, span.end_ns)
         for span in spans
@@ -370,7 +371,7 @@ def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) 
 
 
 def _read_pids(run_dir: Path, state: State) -> dict[str, int | None]:
-    """Process id by name, of each one's latest start."""
+    """Return the process id of each process's latest start, by name."""
     try:
         coordinator = json.loads((run_dir / COORDINATOR_FILE).read_text()).get("pid")
     except (OSError, ValueError, AttributeError):
@@ -379,12 +380,12 @@ def _read_pids(run_dir: Path, state: State) -> dict[str, int | None]:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """ConfigError where it cannot be written."""
+    """Write the summary; raise ConfigError if that fails."""
     replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Readers see the old text or the new one; ConfigError."""
+    """Replace a file atomically; raise ConfigError if that fails."""
     try:
         write_whole(path, text.encode(), durable=False)
     except OSError as error:
@@ -392,7 +393,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def group_figures(account: Account) -> dict[str, Any]:
-    """Shares of the trained groups; what all siblings agree on teaches nothing."""
+    """Return shares of the trained groups; groups whose siblings agree teach nothing."""
     groups: dict[str, list[tuple[float, bool]]] = {}
     for name, closed in account.closed.items():
         if closed.ending.end == "trained":
@@ -418,11 +419,11 @@ def _compute_spread(group: list[tuple[float, bool]]) -> float:
 
 
 def by_length(account: Account) -> list[dict[str, Any]]:
-    """Training answers that have ended, in classes of about equal size by their tokens.
+    """Return figures of the ended training responses, in length classes of about equal size.
 
-    A system that prefers short answers shows by length first: in what it trains, in what it drops,
-    in what it leaves over at the end, and in how old the weights of the long ones are. One that was
-    dropped before it was finished is in the class of what it had by then.
+    Bias towards short responses shows by length first: in the share trained, the share dropped, the
+    share left over at the end, and the staleness of the long ones. Responses dropped before they
+    finished are classed by the tokens they had.
     """
     closed = [c for name, c in account.closed.items() if account.issued[name] == Purpose.TRAIN]
     lengths = np.array([c.num_tokens for c in closed], dtype=np.int64)

@@ -1,8 +1,9 @@
-"""A run in a dozen lines: what came out, what it cost, and what went wrong on the way.
+"""Text summary of a run in a dozen lines: results, cost and problems.
 
 Reads   PageData
-Gives   headline: (name, text) pairs; troubles: sentences; outcome, groups_line, skipped_line,
-        length_line, range_line, first_to_last: parts of them; count_of, a number with its noun
+Gives   format_headline: (name, text) pairs; list_problems: sentences; format_outcome, groups_line,
+        skipped_line, length_line, range_line, first_to_last: parts of them; format_count, a number
+        with its noun
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.utilization import NEARLY_EMPTY
 
 ENDS_SHARE = 0.1
-"""Of the steps: so many at either end are averaged, because single batches vary."""
+"""Share of the steps averaged at either end, because single batches vary."""
 
 
 def format_headline(data: PageData) -> Iterator[tuple[str, str]]:
-    """The figures of a run, in the order in which one asks for them."""
+    """Yield the figures of a run as (name, text), the most wanted first."""
     summary = data.summary
     yield "outcome", format_outcome(summary)
     if found := summary["forked_from"]:
@@ -62,7 +63,7 @@ def format_headline(data: PageData) -> Iterator[tuple[str, str]]:
 
 
 def calls_line(found: Mapping[str, Any]) -> str:
-    """How many calls were made, how they ended, how long they took, and what a turn costs."""
+    """Format the number of calls, their outcomes, their latency, and the cost of a turn."""
     ends = [f"{end} {count:,}" for end, count in sorted(found["by_end"].items())]
     ends += [f"{count:,} responses {end}" for end, count in sorted(found["ended_by"].items())]
     parts = [f"{found['made']:,}" + (f" ({', '.join(ends)})" if ends else "")]
@@ -73,7 +74,7 @@ def calls_line(found: Mapping[str, Any]) -> str:
 
 
 def list_problems(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Whatever a reader must not overlook, one sentence each."""
+    """Yield every problem that a reader must not overlook, one sentence each."""
     if summary["failure"]:
         yield f"the run FAILED: {summary['failure']}"
     if summary["interrupted"]:
@@ -102,7 +103,7 @@ def list_problems(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_memory(found: Mapping[str, float]) -> str:
-    """On a GPU what tensors took at most; without one, of the process all that was resident."""
+    """Format peak memory: allocated on the GPU, or the resident size without a GPU."""
     measured = next((n for n in ("max_memory_allocated", "max_resident") if n in found), None)
     parts = {
         "max_memory_allocated": "allocated on its GPU at most",
@@ -113,13 +114,13 @@ def _format_memory(found: Mapping[str, float]) -> str:
 
 
 def skipped_line(summary: Mapping[str, Any]) -> str:
-    """Steps after which the weights are what they were before."""
+    """Format the number of steps that left the weights unchanged."""
     skipped = format_count(summary["steps_unchanged"], "skipped update", "skipped updates")
     return f"{skipped} in {summary['steps']} steps"
 
 
 def groups_line(summary: Mapping[str, Any]) -> str:
-    """What siblings agree on teaches nothing."""
+    """Format the share of groups whose siblings agree and therefore teach nothing."""
     if not summary["groups_trained"]:
         return "-"
     names = {"all_right": "all right", "all_wrong": "all wrong", "no_variance": "no variance"}
@@ -130,7 +131,7 @@ def groups_line(summary: Mapping[str, Any]) -> str:
 
 
 def length_line(found: Mapping[str, Any]) -> str:
-    """What became of training answers of one class of lengths."""
+    """Format the outcome of the training responses of one length class."""
     low, high, age = found["tokens_min"], found["tokens_max"], found["staleness_mean"]
     parts = [f"{found['trained']:,} trained"]
     parts += [f"staleness {age:.2f}"] if age is not None else []
@@ -140,7 +141,7 @@ def length_line(found: Mapping[str, Any]) -> str:
 
 
 def range_line(found: Mapping[str, int]) -> str:
-    """The held-out score of prompts of one range of lengths, in the first and last evaluation."""
+    """Format the first and last evaluation score of prompts of one length range."""
     low, high = found["prompt_tokens_min"], found["prompt_tokens_max"]
     tokens = f"{low}" if low == high else f"{low}-{high}"
     shares = (
@@ -162,7 +163,7 @@ def format_outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _format_evaluations(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The first and the last; where the reward is shaped, the mean score beside what is right."""
+    """Yield the first and last evaluation; for a shaped reward, the mean score as well."""
     if not evaluations:
         yield "held-out right", "not evaluated"
         return
@@ -182,7 +183,7 @@ def _first_to_last(data: PageData, key: str) -> str:
 
 
 def first_to_last(data: PageData, key: str) -> tuple[str, str] | None:
-    """A figure at both ends of a run, and what that is a mean of."""
+    """Return a figure at both ends of a run, and a note on the steps averaged."""
     _, values = data.get_points(key)
     if not values:
         return None
@@ -212,7 +213,7 @@ def _format_throughput(summary: Mapping[str, Any]) -> str:
 
 
 def _format_repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Nothing for a run without it."""
+    """Yield the lines about repack; none for a run without it."""
     if found is None:
         return
     late = f", {found['expired']} of them without an answer in time" if found["expired"] else ""

@@ -1,6 +1,6 @@
-"""How well a run used its processes: figures from intervals, by the definitions in docs/metrics.md.
+"""Utilization figures computed from intervals, as defined in docs/metrics.md.
 
-Reads   windows of the log, spans and engine steps of the timeline
+Reads   intervals of the log, spans and engine steps of the timeline
 Gives   overlap, decode_gap_ratio, nearly_empty_share, publish_stall_share, time shares; None where
         there is no basis
 
@@ -27,23 +27,23 @@ from laminar.analysis.log.intervals import (
 )
 from laminar.analysis.log.timeline import Span, Steps, select_state
 
-NEARLY_EMPTY = 8  #: one in so many slots
+NEARLY_EMPTY = 8  #: threshold: one in this many slots
 GAPS_MIN = 20
-"""Fewer intervals than this have no 95th percentile worth the name."""
+"""Fewest intervals for a meaningful 95th percentile."""
 
 
 class PublishTiming(NamedTuple):
-    """One step's way from its payload to its published weights."""
+    """Time from a step's payload to its published weights."""
 
     received_ns: int
     published_ns: int
 
 
 def compute_overlap(busy: Intervals, held_back: Intervals, stepping: Intervals) -> float | None:
-    """Share of the trainer's busy time in which a replica was stepping.
+    """Return the share of the trainer's busy time in which a replica was stepping.
 
-    Time in which the staleness bound lets no replica do anything is not counted: there the bound
-    was chosen, not the system.
+    Time in which the staleness bound blocks every replica is excluded: it results from the chosen
+    bound, not from the system.
     """
     counted = subtract_intervals(busy, held_back)
     whole = length_ns(counted)
@@ -56,7 +56,7 @@ def decode_gap_ratio(
     publishing: Intervals,
     pulling: Mapping[str, Intervals],
 ) -> float | None:
-    """p95 of decode intervals beside a publish or another replica's pull, by p95 of the others."""
+    """Return p95 of decode intervals during publishes or others' pulls over p95 of the rest."""
     beside, others = [], []
     for name, rows in steps.items():
         gaps = _decode_gaps(rows, running[name])
@@ -72,7 +72,7 @@ def decode_gap_ratio(
 
 
 def _decode_gaps(steps: Steps, running: Intervals) -> Intervals:
-    """(start, next start) of steps between which the replica always had something to decode."""
+    """Return (start, next start) of steps between which the replica always had work to decode."""
     gaps = np.stack((steps[:-1, 0], steps[1:, 0]), axis=1)
     decoding = (steps[:-1, 2] > 0) & (steps[1:, 2] > 0)
     chosen: Intervals = gaps[decoding & mask_inside_spans(gaps, running)]
@@ -80,7 +80,7 @@ def _decode_gaps(steps: Steps, running: Intervals) -> Intervals:
 
 
 def nearly_empty_share(steps: Mapping[str, Steps], slots: Mapping[str, int]) -> float | None:
-    """The share of decode steps with at most an eighth of their replica's slots in use."""
+    """Return the share of decode steps with at most an eighth of their replica's slots in use."""
     sampling, empty = 0, 0
     for name, rows in steps.items():
         sequences = rows[rows[:, 2] > 0, 2]
@@ -90,13 +90,13 @@ def nearly_empty_share(steps: Mapping[str, Steps], slots: Mapping[str, int]) -> 
 
 
 def publish_stall_share(stalls: Intervals, publishes: Sequence[PublishTiming]) -> float | None:
-    """Time that publishing blocked the trainer, by time from payloads to published weights."""
+    """Return the time that publishing blocked the trainer over the time from payload to publish."""
     whole = sum(p.published_ns - p.received_ns for p in publishes)
     return length_ns(stalls) / whole if whole else None
 
 
 def compute_shares(life: Intervals, parts: Mapping[str, Intervals], rest: str) -> dict[str, float]:
-    """Shares of a life, in the order of the parts: an earlier one takes what two of them claim."""
+    """Return shares of a lifetime; where parts overlap, the earlier one takes the time."""
     whole = length_ns(life)
     found: dict[str, float] = {}
     for name, part in parts.items():
@@ -113,7 +113,7 @@ def trainer_shares(
     final_evaluation: Intervals,
     working: Intervals,
 ) -> dict[str, float]:
-    """What the trainer did; the last wait ends with its process, so no span covers it."""
+    """Return the trainer's time shares; the last wait ends with the process and has no span."""
     states = ("busy", "fetching", "publishing", "probe", "saving", "exporting")
     parts = {state: select_state(spans, state) for state in states}
     last_ns = max((span.end_ns for span in spans), default=0)
@@ -127,7 +127,7 @@ def trainer_shares(
 def replica_shares(
     life: Intervals, stepping: Intervals, spare: Intervals, pulling: Intervals, bound: Intervals
 ) -> dict[str, float]:
-    """What a replica did; draining is stepping below its capacity while it takes nothing new."""
+    """Return a replica's time shares; draining: stepping below capacity without taking new work."""
     parts = {
         "draining": intersect_intervals(stepping, spare),
         "stepping": stepping,

@@ -1,8 +1,9 @@
-"""Why a replica was idle: what it did instead of generating, who refused it work, what ended it;
-and while it ran something, why repack did not empty it.
+"""Report on why a replica was idle, or why repack did not empty it.
+
+The report says what it did instead of generating, why it was refused work, and what ended that.
 
 Reads   a replay; a time, as seconds since the run's first event or as an event number
-Gives   IdleTimes, an observer that ends with sentences
+Gives   IdleReport, an observer that ends with sentences
 Raises  ConfigError for a replica or a time that the log does not have
 """
 
@@ -27,25 +28,25 @@ from laminar.events import commands as cmd
 from laminar.events.base import Command, Stamped
 
 NO_USE = (DOWN, NO_WEIGHTS, RUN_ENDING)
-"""An idle time that begins so belongs to the start or the end of the process or of the run."""
+"""First reasons of idle times that belong to the start or end of the process or the run."""
 
 
 class _PeriodEnd(NamedTuple):
-    """What ended an idle time."""
+    """End of an idle time."""
 
     size: int
     first: str
 
 
 class IdleReport:
-    """The idle times of one replica, and which of them is asked about."""
+    """Idle times of one replica, and the selection of the requested one."""
 
     def __init__(self, name: str, at: str) -> None:
         self.name, self.at = name, at
         self._seq, self._seconds = _parse_instant(at)
         self._moments, self._idleness = EventClock(), IdleTracker()
-        self._asked: Moment | None = None  #: the last event not after the time asked about
-        self._running = ""  #: what it was doing then
+        self._asked: Moment | None = None  #: latest event up to the requested time
+        self._running = ""  #: activity at that time
         self._times: list[IdlePeriod] = []
         self._work: dict[int, _PeriodEnd] = {}  #: by the event that ended an idle time
         self._looks = RepackDecisions()
@@ -85,7 +86,7 @@ class IdleReport:
         yield from self._decision_lines()
 
     def _choose_period(self) -> IdlePeriod | None:
-        """The idle time at the instant that was asked about, else the longest in the run."""
+        """Return the idle time at the requested instant, else the longest in the run."""
         if not self.at:
             up = [t for t in self._times if t.spells[0].reason not in NO_USE]
             return max(up, key=self._length_ns, default=None)
@@ -119,7 +120,7 @@ class IdleReport:
             yield f"{self.name} was not idle at {self.at}: it ran {self._running}."
 
     def _decision_lines(self) -> Iterable[str]:
-        """What repack did with it while it ran something."""
+        """Yield repack's decisions about the replica while it was running trajectories."""
         looks = self._looks.of.get(self.name, [])
         asked = self._asked
         last = [look for look in looks if asked is not None and look.at.seq <= asked.seq]
@@ -162,7 +163,7 @@ class IdleReport:
 
 
 def _parse_instant(at: str) -> tuple[int, float]:
-    """(event number, seconds) up to which events lie before the instant; -1 for the other one."""
+    """Return (event number, seconds) of the instant; the one that is not given is -1."""
     try:
         if at.startswith("#"):
             return int(at[1:]), -1.0

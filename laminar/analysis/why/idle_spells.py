@@ -1,12 +1,12 @@
-"""When each replica ran nothing, and what refused it new work meanwhile.
+"""Idle times of each replica, with the reasons why it got no new work.
 
 Reads   a replay: each event, its commands, the state after it
-Gives   Idleness: per replica the times without a trajectory, in spells of one reason each;
-        source_of: where an exact version comes from, beside the other copies
+Gives   IdleTracker: per replica the times without a trajectory, in spells of one reason each;
+        source_of: the source of an exact version, and the alternatives
 
-The reasons are those of core.scheduling.admission.why_not_admitted, asked of the replayed state,
-and before them what a replica does instead of generating: it pulls weights, has none, or is down.
-What a reason means in figures is worked out from the same state when the spell begins.
+The reasons are those of core.scheduling.admission.find_not_admitted_reason on the replayed state,
+preceded by activities other than generating: the replica pulls weights, has none, or is down. The
+figures behind a reason are computed from the same state when the spell begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laminar.events.base import Event, Stamped
 
 DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
 NO_DATA, RUN_ENDING, REPACKED = "no-data", "run-ending", "repacked"
-"""Reasons as admission.why_not_admitted names them."""
+"""Reasons named as in admission.find_not_admitted_reason."""
 
 
 class Spell(NamedTuple):
@@ -36,24 +36,24 @@ class Spell(NamedTuple):
     reason: str
     since: Moment
     detail: str
-    #: batches chosen so far: with each of them the bound means something else; or the event that
+    #: batches chosen so far, each of which changes the figures of the bound; or the event that
     #: ordered the load
     mark: int = 0
 
 
 @dataclass(slots=True)
 class IdlePeriod:
-    """A time in which a replica ran nothing."""
+    """Time in which a replica ran nothing."""
 
     replica: str
     begin: Moment
     begun_by: Event
     spells: list[Spell] = field(default_factory=list)
-    end: Moment | None = None  #: None: it lasts
+    end: Moment | None = None  #: None while it lasts
     ended_by: Stamped | None = None
 
     def sum_by_reason(self, last: Moment) -> dict[str, int]:
-        """Nanoseconds by reason; `last` is the end of the log."""
+        """Return nanoseconds by reason; `last` is the end of the log."""
         end = self.end or last
         found: dict[str, int] = {}
         following = [spell.since for spell in self.spells[1:]] + [end]
@@ -64,16 +64,16 @@ class IdlePeriod:
 
 
 class IdleTracker:
-    """What every replica that was ever ready did not do."""
+    """Tracker of the idle times of every replica that was ever ready."""
 
     def __init__(self) -> None:
         self.open: dict[str, IdlePeriod] = {}
-        self.known: dict[str, Moment] = {}  #: replicas, and when each was first ready
+        self.known: dict[str, Moment] = {}  #: time of each replica's first ready event
 
     def record_event(self, now: Moment, stamped: Stamped, state: State) -> list[IdlePeriod]:
-        """Enter one event; returns the times that ended with it."""
+        """Record one event; return the idle times that ended with it."""
         if isinstance(stamped.event, ev.TokenProgress):
-            return []  # a gauge: it changes nothing that is asked here
+            return []  # a gauge, which changes none of these reasons
         for name in state.replicas.keys() - self.known.keys():
             self.known[name] = now
         ended = []
@@ -103,7 +103,7 @@ class IdleTracker:
 
 
 def idle_reason(state: State, replica: Replica | None) -> str:
-    """What an empty replica does, or why it gets nothing."""
+    """Return the activity of an empty replica, or the reason why it gets no work."""
     if replica is None or not state.is_actor_alive(replica.name):
         return DOWN
     if replica.loading:
@@ -114,7 +114,7 @@ def idle_reason(state: State, replica: Replica | None) -> str:
 
 
 def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
-    """The figures behind a reason, as the end of a sentence."""
+    """Return the figures behind a reason, as the end of a sentence."""
     if replica is None or reason == DOWN:
         return "its process is gone"
     if reason == PULLING:
@@ -149,8 +149,10 @@ def _describe_pull(state: State, replica: Replica) -> str:
 
 
 def source_of(state: State, order: cmd.PullWeights) -> str:
-    """Where it takes an exact version from and how long that was thought to take, beside the other
-    copies; empty where its own relay has it. `state`: as it was after the order."""
+    """Describe the source of an exact version, its estimated time, and the other sources.
+
+    Empty if the replica's own relay has the version. `state` is the state after the order.
+    """
     place = order.holder or order.checkpoint
     if not place:
         return ""
@@ -169,7 +171,7 @@ def source_of(state: State, order: cmd.PullWeights) -> str:
 
 
 def _describe_bound(state: State, step: int) -> str:
-    """The staleness bound in figures, for one more group of the weights of so many steps."""
+    """Describe the staleness bound in figures, for one more group of weights of `step` steps."""
     mine = step + state.settings.max_staleness
 
     def fit(deadline: int) -> int:
@@ -189,7 +191,7 @@ def _describe_bound(state: State, step: int) -> str:
 
 
 def _describe_newer(state: State, replica: Replica) -> str:
-    """What it would need instead: newer weights."""
+    """Describe the state of the newer weights that the replica needs."""
     making = state.commands.get(keys.TRAIN)
     if state.newest_for(replica) > replica.version or making is None:
         return ""

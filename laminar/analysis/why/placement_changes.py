@@ -1,8 +1,9 @@
-"""Why a trajectory moved: every placement after its first, with the events that caused it; and why
-repack left it where it was.
+"""Report on why a trajectory moved, and why repack left it in place.
+
+Lists every placement after its first, with the events that caused it.
 
 Reads   a replay
-Gives   Moves, an observer that ends with sentences
+Gives   PlacementChanges, an observer that ends with sentences
 Raises  ConfigError for a trajectory that the log does not have
 """
 
@@ -40,18 +41,18 @@ from laminar.names.ids import Purpose, TrajectoryId
 
 
 class _PlacementChange(NamedTuple):
-    """A placement after the first."""
+    """Placement after the first."""
 
     lost: Stamped
     placed: Stamped
     before: Placement
     after: Placement
     reason: str
-    source: str  #: of its version, if its new replica was ordered to load it for such work
+    source: str  #: of its version, if its new replica was ordered to load that for resumed work
 
 
 class PlacementChanges:
-    """Every placement of one trajectory after the first."""
+    """Placements of one trajectory after the first."""
 
     def __init__(self, name: TrajectoryId) -> None:
         self.name = name
@@ -60,9 +61,9 @@ class PlacementChanges:
         self._first: Stamped | None = None
         self._lost: Stamped | None = None
         self._restart = self._waited = False  #: since it was lost
-        self._sources: dict[str, str] = {}  #: since then, by the replica that loads its version
+        self._sources: dict[str, str] = {}  #: since it was lost, by the replica loading its version
         self._moves: list[_PlacementChange] = []
-        self._again = ""  #: the id under which an evaluation ran it again
+        self._again = ""  #: id under which an evaluation repeated it
         self._looks = RepackDecisions()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -99,13 +100,13 @@ class PlacementChanges:
             self._lost = None
 
     def _watch_lost_work(self, stamped: Stamped, state: State) -> None:
-        """What has come over lost work: a batch gave up on it, or its wait for a place is over."""
+        """Note whether a batch gave up on the lost work, and whether the resume timer fired."""
         trajectory = state.trajectories.get(self.name)
         self._restart = self._restart or (trajectory is not None and trajectory.restart)
         self._waited = self._waited or _get_timer(stamped) == keys.resume_timer(self.name)
 
     def _note_sources(self, commands: list[Command], state: State) -> None:
-        """Where replicas get its version from, if that is not from their own relays."""
+        """Note the sources of its version, other than the replicas' own relays."""
         version = self._life.placement.version if self._life is not None else -1
         for order in commands:
             if not isinstance(order, cmd.PullWeights) or order.purpose != PullPurpose.RESUME:
@@ -135,7 +136,7 @@ class PlacementChanges:
         return f"the relay no longer held v{before.version}, and no replica with room served it"
 
     def _is_repeated_by(self, life: TrajectoryHistory) -> bool:
-        """An evaluation repeats a lost answer as a group of its own."""
+        """Return whether `life` repeats this lost evaluation sample, in a separate group."""
         mine = self._life
         if mine is None or mine.purpose != Purpose.EVAL or life.purpose != Purpose.EVAL:
             return False
@@ -168,7 +169,7 @@ class PlacementChanges:
             )
 
     def _stay_lines(self) -> Iterable[str]:
-        """Why repack left it where it was, while its replica was in its tail."""
+        """Yield why repack left it in place while its replica was a straggler."""
         looks = [
             look
             for found in self._looks.of.values()

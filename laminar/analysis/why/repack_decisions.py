@@ -1,10 +1,10 @@
-"""Why repack left a replica as it was, each time that it looked for replicas to be emptied.
+"""Reasons why repack left a replica as it was, at each search for replicas to empty.
 
 Reads   a replay: each event, its commands, the state after it
-Gives   Looks: of one replica, a RepackDecision whenever it ran something then; look_lines
+Gives   RepackDecisions: a RepackDecision per search with the replica running; look_lines
 
-The reasons are the predicates of core/repack/stragglers.py and core/repack/packing.py, asked of the
-state after the event: what the same event decided besides is in it.
+The reasons are the predicates of core/repack/stragglers.py and core/repack/packing.py, evaluated on
+the state after the event, which includes all other decisions of that event.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ REASONS = {
     "no-gain": "prefill and slower steps elsewhere would have cost more steps than it gained",
     "changed": "with the same event others were emptied, or a batch was chosen",
 }
-"""Each reason in words, as the end of a sentence."""
+"""Text of each reason, as the end of a sentence."""
 NOT_STRAGGLING = ("admits", "not-heard", "waiting", "full", "loading")
 
 
 class RepackDecision(NamedTuple):
-    """What repack found of a replica at one time."""
+    """Decision of repack about a replica at one time."""
 
     at: Moment
     version: int
     running: tuple[str, ...]
-    reason: str  #: of REASONS
-    detail: str  #: with figures; empty: the reason says it all
+    reason: str  #: key of REASONS
+    detail: str  #: figures; empty if the reason is sufficient
 
 
 class RepackDecisions:
-    """An observer of a replay, told the moment of each event."""
+    """Replay observer that is also given the moment of each event."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[RepackDecision]] = {}  #: by replica
@@ -82,7 +82,7 @@ class RepackDecisions:
     def record_event(
         self, now: Moment, stamped: Stamped, commands: list[Command], state: State, names: set[str]
     ) -> None:
-        """Enter one event; only the replicas of these names are asked about."""
+        """Record one event for the replicas of these names."""
         if not names or not _is_decision_time(stamped, state):
             return
         released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
@@ -99,7 +99,7 @@ class RepackDecisions:
 
 
 def _is_decision_time(stamped: Stamped, state: State) -> bool:
-    """The time until the next look began with this event."""
+    """Return whether repack searched at this event, which then restarted its timer."""
     if not isinstance(stamped.event, ev.TimerFired | ev.WeightsPublished):
         return False
     next_ns = stamped.time_ns + state.settings.repack_interval_ms * 1_000_000
@@ -112,8 +112,10 @@ def _find_reason(
     mine: StragglerLoad | None,
     found: dict[int, list[StragglerLoad]],
 ) -> str:
-    """Why the replica keeps its work, asked in the core's order; `mine`: of the replica, in its
-    tail."""
+    """Return why the replica keeps its work, tested in the core's order.
+
+    `mine` is the replica's load if it is a straggler.
+    """
     if replica.given:
         return "given"
     if replica.loading or not state.is_actor_alive(replica.name):
@@ -141,7 +143,7 @@ def _no_new_groups(state: State) -> str:
 def _describe_reason(
     state: State, replica: Replica, mine: StragglerLoad | None, reason: str
 ) -> str:
-    """The figures behind a reason."""
+    """Return the figures behind a reason."""
     packing = replica.packing
     if reason == "no-room" and mine is not None:
         return f"{mine.running} trajectories, which need {mine.need} tokens of cache"
@@ -165,7 +167,7 @@ def _describe_reason(
 
 
 def one_look(look: RepackDecision, moments: EventClock) -> Iterable[str]:
-    """What repack found that time."""
+    """Yield the sentence about one decision."""
     detail = f" ({look.detail})" if look.detail else ""
     yield (
         f"At {moments.format_time(look.at)}, with {len(look.running)} trajectories of "
@@ -175,7 +177,7 @@ def one_look(look: RepackDecision, moments: EventClock) -> Iterable[str]:
 
 
 def look_lines(looks: Sequence[RepackDecision], moments: EventClock) -> Iterable[str]:
-    """How often it was left, by reason, and the last time that each was the reason."""
+    """Yield the count of each reason, with the last time that it applied."""
     counts = Counter(look.reason for look in looks)
     for reason, count in counts.most_common():
         last = [look for look in looks if look.reason == reason][-1]

@@ -1,4 +1,4 @@
-"""What a step waited for: the trainer's time before it, and the groups that its batch needed last.
+"""Report on the wait before a step: the trainer's idle time and the last groups of its batch.
 
 Reads   a replay
 Gives   StepWait, an observer that ends with sentences
@@ -33,14 +33,14 @@ from laminar.events.base import Command, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.names.roles import Role
 
-LAST_GROUPS = 3  #: of a batch that are shown
+LAST_GROUPS = 3  #: of a batch, in the report
 
 
 class StepWait:
-    """The time in which the trainer was free before one step, and what its batch then needed."""
+    """Time in which the trainer was free before one step, and the groups missing from its batch."""
 
     def __init__(self, step: int) -> None:
-        """`step` as people count, from 1."""
+        """Initialize; `step` is counted from 1."""
         self.step = step
         self._moments, self._lives, self._idleness = EventClock(), HistoryTracker(), IdleTracker()
         self._spells: list[Spell] = []  #: since the trainer was last training
@@ -132,7 +132,7 @@ class StepWait:
             yield from self._part_lines(life, chosen)
 
     def _part_lines(self, life: TrajectoryHistory, chosen: Moment) -> Iterable[str]:
-        """dispatched -> started -> finished -> rewarded -> chosen, each with its length."""
+        """Yield the stages from dispatched to chosen, each with its length."""
         placement = life.placement
         yield (
             f"  dispatched at {self._moments.format_time(placement.dispatched)} to "
@@ -155,7 +155,7 @@ class StepWait:
                 before = moment
 
     def _before_lines(self, placement: Placement, cause: Stamped) -> Iterable[str]:
-        """What its replica did before: an idle time, and the weights that ended it."""
+        """Yield the preceding idle time of its replica, and the weights that ended it."""
         idle = self._idle.get((placement.replica, placement.dispatched.seq))
         if idle is not None:
             parts = idle.sum_by_reason(placement.dispatched)
@@ -172,7 +172,7 @@ class StepWait:
 
 
 def _share_line(life: TrajectoryHistory, free: Moment, chosen: Moment) -> str:
-    """How the trainer's wait divides into the parts of the sibling that came last."""
+    """Divide the trainer's wait among the stages of the last sibling."""
     parts = (
         ("not dispatched", life.placement.dispatched),
         ("queued at its replica", life.placement.started),
@@ -193,7 +193,7 @@ def _rewarded_seq(life: TrajectoryHistory) -> int:
 
 
 def _trainer_wait_reason(state: State) -> str:
-    """What the trainer, being ready and not training, waits for; empty while it trains."""
+    """Return the reason why a ready trainer is not training; empty while it trains."""
     trainer = live_actor(state, Role.TRAINER)
     if trainer is None or not trainer.ready or state.batch is not None:
         return ""

@@ -1,15 +1,15 @@
-"""Why something was as it was: three questions, answered from the causes that the log recorded.
+"""Answers to three questions about a run, from the causes recorded in its log.
 
 Reads   the event log of a run directory, by replay
 Gives   sentences with event numbers and times (seconds since the run's first event)
-Raises  ConfigError for what the run never had
+Raises  ConfigError for an id or a time that the run never had
 
-    a trajectory   why did it move: what was lost, who said so, what placed it where
+    a trajectory   why did it move: what was lost, which process reported it, where it was placed
     a replica      why was it idle at a time: what refused it new work, what ended that
-    a step         what did it wait for: the groups that the batch needed last, and their parts
+    a step         what did it wait for: the groups that the batch needed last, and their stages
 
-Nothing is guessed from durations: every sentence names the event that it is drawn from, and what
-was refused is asked of the core's own predicates in the state as it was then.
+Nothing is inferred from durations: every sentence names its event, and refusals are found by the
+core's predicates on the state at that time.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from laminar.names.ids import TrajectoryId
 
 
 class Explanation(Protocol):
-    """An observer of a replay that has something to say at its end."""
+    """Replay observer that reports at its end."""
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None: ...
 
     def format_lines(self) -> Iterable[str]:
-        """Raises ConfigError when the log does not have what was asked about."""
+        """Yield the report; raise ConfigError if the log does not have its subject."""
 
 
 def explain_subject(run_dir: Path, name: str, at: str = "") -> Iterable[str]:
-    """The answer for one id; `at` is a time for a replica: seconds, or `#` and an event number."""
+    """Answer the question about one id; `at`: a time in seconds, or `#` and an event number."""
     answer = _parse_question(name, at)
     replay_log(run_dir, answer)
     return answer.format_lines()

@@ -1,7 +1,8 @@
-"""How answers name events, waits, and what can be asked.
+"""Wording of events and waits in answers, and of the possible questions.
 
 Reads   events, spells of idle time
-Gives   said, brief (an event), times, spell_lines (a wait by its reasons), WHAT_HAS_AN_ANSWER
+Gives   describe_event, abbreviate_event, format_times, spell_lines (a wait by its reasons),
+        QUESTION_HINT
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ NAMING_FIELDS = (
     "code",
     "reason",
 )
-"""Fields that tell an event from others of its type."""
+"""Fields that distinguish events of one type."""
 
 
 def describe_event(stamped: Stamped) -> str:
-    """An event by what it names, with its sender."""
+    """Describe an event by its naming fields and its sender."""
     sender = "" if stamped.peer == COORDINATOR else f" of {stamped.peer}"
     return f"{abbreviate_event(stamped.event)}{sender}"
 
 
 def abbreviate_event(event: Event) -> str:
-    """An event's tag and what it is about; `laminar log dump` has all of it."""
+    """Return an event's tag and its naming fields; `laminar log dump` shows all of them."""
     fields = display_fields(event)
     named = [
         f"{key}={fields[key]}" for key in NAMING_FIELDS if fields.get(key) not in (None, "", "ok")
@@ -52,7 +53,7 @@ def format_times(count: int) -> str:
 
 
 def spell_lines(spells: list[Spell], end: Moment, moments: EventClock) -> Iterable[str]:
-    """One line for each part of a wait: when it began, how long it was, and why."""
+    """Yield a line for each part of a wait: its start, length and reason."""
     following = [spell.since for spell in spells[1:]] + [end]
     for spell, until in zip(spells, following, strict=True):
         seconds = (until.unix_ns - spell.since.unix_ns) / 1e9
