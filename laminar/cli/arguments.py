@@ -1,11 +1,11 @@
-"""Parsing the words of a command line.
+"""Parser of the command line.
 
 Reads   the words
-Gives   Parser: argparse's, but every mistake is one sentence (ConfigError), nothing is abbreviated,
-        and a command may take settings of the config tree
+Gives   CommandParser: argparse's, but every mistake is one sentence (ConfigError), options cannot
+        be abbreviated, and a command may take settings of the config tree
 
 Settings are `key=value`, `--key=value` or `--key value`, anywhere between the options. They keep
-their order, and the last one of a key counts. A value may begin with a minus sign.
+their order, and the last value of a key wins. A value may begin with a minus sign.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laminar.run.command_line import NAME, shell_command
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of every Laminar command, and of its subcommands."""
+    """Parser of every Laminar command and its subcommands."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {command}")
 
     def take_settings(self, **aliases: str) -> None:
-        """`namespace.overrides` gets the settings; `max_steps="a.b"` makes --max-steps a key."""
+        """Accept settings in `namespace.overrides`; `max_steps="a.b"` makes --max-steps a key."""
         self._aliases = {f"--{name.replace('_', '-')}": key for name, key in aliases.items()}
         for name, key in self._aliases.items():
             self.add_argument(name, metavar="VALUE", help=f"the same as {key}=VALUE")
@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """argparse's entry, also for the words that belong to a subcommand."""
+        """Parse the words as argparse does; also called for the words of a subcommand."""
         words = list(sys.argv[1:] if args is None else args)
         options, overrides = words, None
         if self._aliases is not None:
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, []
 
     def _split_settings(self, words: Iterator[str], options: list[str]) -> Iterator[str]:
-        """The settings as key=value; all other words go to `options`."""
+        """Yield the settings as key=value; append all other words to `options`."""
         named = sum(not a.option_strings and a.dest != "overrides" for a in self._actions)
         for word in words:
             name, sign, value = word.partition("=")
@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
                 yield _check_setting(word)
 
     def _take_values(self, option: str, words: Iterator[str]) -> list[str]:
-        """The value of an option that takes one, if there is one; argparse judges."""
+        """Return the value of an option that takes one, if present; argparse validates it."""
         takes_none = self._option_string_actions[option].nargs == 0
         following = None if takes_none else next(words, None)
         return [] if following is None else [following]
@@ -93,7 +93,7 @@ class CommandParser(argparse.ArgumentParser):
         return value
 
     def _check_known(self, name: str) -> None:
-        """A key with a dot is left to the config, which names the nearest; so is a known one."""
+        """Reject unknown options; known keys and keys with a dot are left to the config."""
         key = name.removeprefix("--")
         if "." in key or is_key(key):
             return

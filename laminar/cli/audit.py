@@ -1,4 +1,4 @@
-"""laminar audit RUN: do the coordinator's, the store's and the trainer's books agree?"""
+"""laminar audit RUN: check that the coordinator's, the store's and the trainer's books agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
-    """Print the ledger and what contradicts it; 0 when the books agree, else 1."""
+    """Print the ledger and the contradictions; return 0 if the books agree, else 1."""
     found = audit_run(arguments.run)
     for line in [*list_notes(arguments.run), *format_audit(found)]:
         print(line)
@@ -26,7 +26,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
 
 
 def format_audit(found: Audit) -> list[str]:
-    """The closed ledger as a table, rewards that went wrong, notes, problems, the verdict."""
+    """Format the ledger as a table, then failed rewards, notes, problems and the verdict."""
     text = [f"{'':<28} {'groups':>9} {'trajectories':>13} {'tokens':>13}"]
     text += [_table_line(row) for row in found.ledger]
     text += [f"reward {reason}: {count}" for reason, count in sorted(found.bad_rewards.items())]

@@ -1,9 +1,9 @@
-"""laminar clean: give back the shared memory that killed runs of this user have left.
+"""laminar clean: free the shared memory left by killed runs of this user.
 
 Reads   /dev/shm
-Writes  nothing; removes weight arenas whose creator is dead, whichever run it was of
+Writes  nothing; removes weight arenas whose creator is dead, of any run
 
-The start of any run does the same. Memory of runs that live is left alone.
+The start of any run does the same. Memory of live runs is not touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_clean(arguments: argparse.Namespace) -> int:
-    """Say what was removed and how much memory that gave back."""
+    """Print the removed arenas and the memory freed."""
     swept = sweep_arenas()
     for arena in swept:
         print(f"removed {arena.path} ({arena.num_bytes} bytes)")

@@ -1,4 +1,4 @@
-"""The commands of `laminar`: which there are, and how each of them ends.
+"""The commands of `laminar`: their list, and the exit code of each.
 
 Reads   the words of the command line
 Writes  the mistake of a user, as one sentence on stderr
@@ -66,7 +66,7 @@ def build_parser() -> CommandParser:
 
 
 def run_command(words: Sequence[str] | None = None) -> int:
-    """One command, from its words to its exit code."""
+    """Run one command, from its words to its exit code."""
 
     def command() -> int:
         arguments = build_parser().parse_args(sys.argv[1:] if words is None else words)

@@ -2,13 +2,13 @@
 
     laminar-coord RUN_DIR [--resume | --resume-stopped]
 
-RUN_DIR holds config.toml, as `laminar train --prepare` writes it. Started again on the same
-directory it comes back to the state that its log describes; with --resume a run that was stopped
-goes on, and one that cannot is refused; with --resume-stopped a run that was stopped goes on.
-SIGTERM, SIGHUP and Ctrl-C end the run gracefully, a second Ctrl-C and SIGQUIT at once. Exit
-codes: 0 the run is complete, 1 it failed or an event could not be handled, 2 a mistake of the user,
-130 it was stopped before it began or at once; after 70 (it crashed) and 75 (the log could not be
-written: start it when the disk has room) it is to be started again.
+RUN_DIR holds config.toml, as written by `laminar train --prepare`. When restarted on the same
+directory, it recovers the state described by its log. With --resume it continues a stopped run, and
+a run that cannot be resumed is refused; --resume-stopped also continues a stopped run. SIGTERM,
+SIGHUP and Ctrl-C end the run gracefully, a second Ctrl-C and SIGQUIT at once. Exit codes: 0 the run
+is complete, 1 it failed or an event could not be handled, 2 a mistake of the user, 130 it was
+stopped before it began or at once. Restart it after 70 (it crashed) and 75 (the log could not be
+written: restart it when the disk has room).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
 TURN_REPORT_S = 1.0
-"""Between two bytes to the supervisor."""
+"""Interval between two bytes to the supervisor."""
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
 def _run(arguments: argparse.Namespace) -> int:
     run_dir, asking = arguments.run_dir, arguments.asking
     config = _resolve_host(run_config(run_dir))
-    if config.reward.scope == "auto":  # only a look at the reward function says what it is
+    if config.reward.scope == "auto":  # only loading the reward function tells
         raise ConfigError(
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
             "`laminar train --prepare` with these settings writes the directory"
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check_unserved(run_dir, keys)
         return uvloop.run(_serve_run(config, lock, keys, telemetry, asking, arguments.turns_fd))
     except Exception as failed:
-        reason = lock.find_lost_reason()  # without its directory, other things fail, too
+        reason = lock.find_lost_reason()  # a missing directory causes other failures, too
         error = ConfigError(reason) if reason else failed
         code = get_exit_code(error)
         trace = error if code == exit_codes.CRASHED else None
@@ -108,14 +108,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _resolve_host(config: Config) -> Config:
-    """With the address that coordinator.host means on this machine, for all who listen there."""
+    """Resolve coordinator.host to this machine's address, for all servers that use it."""
     ip = own_ip(config.coordinator.host, "coordinator.host")
     coordinator = msgspec.structs.replace(config.coordinator, host=ip)
     return msgspec.structs.replace(config, coordinator=coordinator)
 
 
 def _load_keys(run_dir: Path, *, resume: bool) -> RunKeys:
-    """A run that goes on is given a secret where it has none, as `laminar train --resume` does."""
+    """Load the keys; a resumed run without a secret gets one, as in `laminar train --resume`."""
     if resume:
         try:
             make_missing_secret(run_dir)
@@ -160,28 +160,28 @@ async def _serve_run(
 
 
 async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
-    """What has its path must be the directory that was locked; a disk may take long to say."""
+    """Give up if the run's path no longer names the locked directory; a disk may answer late."""
     while not (reason := await asyncio.to_thread(lock.find_lost_reason)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
 
 
 async def _report_turns(fd: int) -> None:
-    """Tell the supervisor, now and then, that this loop, and so the coordinator, makes turns."""
+    """Report to the supervisor at intervals that this event loop is making turns."""
     os.set_inheritable(fd, False)
     os.set_blocking(fd, False)
-    with contextlib.suppress(BrokenPipeError):  # it is gone, and others see to that
+    with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, which is handled elsewhere
         while True:
-            with contextlib.suppress(BlockingIOError):  # it stands still itself
+            with contextlib.suppress(BlockingIOError):  # the supervisor itself is stalled
                 os.write(fd, b".")
             await asyncio.sleep(TURN_REPORT_S)
 
 
 class Observers:
-    """Several observers as one that never raises: each collects, and can break nothing.
+    """Composite observer that never raises, so that no observer can stop the run.
 
-    An exception of one is counted, and logged once per kind. What they collect goes into outlets of
-    the telemetry (observe/telemetry.py), whose thread writes it.
+    Exceptions of an observer are counted, and logged once per kind. The collected data goes into
+    outlets of the telemetry (observe/telemetry.py), whose thread writes it.
     """
 
     def __init__(self, log: Any, **observers: Observer) -> None:

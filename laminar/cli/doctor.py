@@ -1,13 +1,12 @@
-"""laminar doctor: whether this machine, and a cluster behind it, can run what a config asks for.
+"""laminar doctor: check that this machine, and its cluster, can run a config.
 
 Reads   the config; the machine: its name, memory, GPUs; the file system of the run directory, the
-        model, the data; what sbatch says of the jobs
-Writes  standard output, a line for each thing that was looked at; a directory beside the run's,
-        which is gone again
-Gives   0 when nothing is wrong, 1 with a line that says what is and how to mend it, for each fault
+        model, the data; sbatch's verdict on the jobs
+Writes  standard output, a line for each check; a temporary directory next to the run's
+Gives   0 if there is no fault, else 1, with a line for each fault that says how to fix it
 
-Without a config it looks at the machine only. With [slurm] this machine is a login node: what the
-jobs will have is looked for by a short job on two machines (doctor_two_nodes.py).
+Without a config it checks the machine only. With [slurm] this machine is a login node: the machines
+of the jobs are checked by a short job on two of them (doctor_two_nodes.py).
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from laminar.tasks.rewards.reward_functions import reward_spec
 from laminar.weights.arena.arena import SHARED_MEMORY
 
 SYNC_MAX_S = 0.25
-"""The coordinator syncs its log before each answer: slower than this, all replicas wait for it."""
+"""Slowest acceptable sync: the coordinator syncs its log before each reply to the replicas."""
 SYNCS = 5
 RESTART_HINT = "choose another run.output_dir, or have its file system mounted with them"
 
@@ -74,12 +73,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Look at everything, also behind a fault."""
+    """Run every check, even after a fault."""
     if arguments.pair is not None:
         rank = int(os.environ.get("SLURM_PROCID", "0"))
         for line in format_results(rank, _check_as_task(arguments.pair, rank)):
             print(line, flush=True)
-        shared = arguments.pair.is_dir()  # else the other one need not wait for us
+        shared = arguments.pair.is_dir()  # else the other machine need not wait for this one
         return exit_codes.COMPLETE if shared else exit_codes.FAILED
     faults = sum(
         not _print_result(run_check(name, check)) for name, check in _list_checks(arguments)
@@ -90,13 +89,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _print_result(found: Found) -> bool:
-    """Print what one check found; False for a fault."""
+    """Print the result of one check; return False for a fault."""
     print(f"{'ok' if found.sound else 'FAULT':<6} {found.subject:<10} {found.text}", flush=True)
     return found.sound
 
 
 def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
-    """What two machines of the cluster find, where the run would have two and Slurm is here."""
+    """Yield the findings of two cluster machines, if the run uses several and Slurm is here."""
     try:
         config = load_config(arguments.config, arguments.overrides) if arguments.config else None
         if config is None or not (config.slurm.rollouts and shutil.which("srun")):
@@ -107,7 +106,7 @@ def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
         scripts = scripts_of(config, config.run_dir)
         check_accepted(scripts)
     except ConfigError:
-        return  # it was said above, and such jobs would not begin
+        return  # reported above already, and such jobs would not start
     try:
         yield from check_two_nodes(config, scripts)
     except ConfigError as error:
@@ -115,11 +114,11 @@ def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
 
 
 def _check_as_task(directory: Path, rank: int) -> list[Found]:
-    """What one of the two machines finds: of both, then of itself."""
+    """Return the findings of one of the two machines: about both, then about itself."""
     found = check_this_machine(directory, rank)
     if not directory.is_dir():
         return found
-    os.environ["HF_HUB_OFFLINE"] = "1"  # as a machine of a cluster is
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as on a machine of a cluster
     config, name = run_config(directory), own_name()
     one = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, nodes=1))
     checks: list[tuple[str, Check]] = [("memory", partial(_check_memory, one))]
@@ -173,7 +172,7 @@ def _list_local_checks() -> Iterator[tuple[str, Check]]:
 
 
 def _list_node_checks(config: Config) -> Iterator[tuple[str, Check]]:
-    """What a run takes of each of its machines."""
+    """Yield the checks of each machine of a run."""
     yield "name", partial(_check_hostname, needed=config.coordinator.host == AUTO)
     yield "machine", partial(_check_machine, config)
     yield "memory", partial(_check_memory, config)
@@ -184,7 +183,7 @@ def _check_program() -> str:
 
 
 def _check_directory(run_dir: Path, *, slurm: bool = False) -> str:
-    """What a run needs of its file system: entries, locks, modes, syncs, SQLite's shared memory."""
+    """Check a run's file system: entries, locks, modes, syncs, SQLite's shared memory."""
     check_directory(run_dir)
     if slurm:
         check_shared(run_dir)
@@ -209,7 +208,7 @@ def _check_directory(run_dir: Path, *, slurm: bool = False) -> str:
 
 
 def _check_locks(path: Path) -> None:
-    """Of two who open a file, one can lock it."""
+    """Check that only one of two openers of a file can lock it."""
     first, second = (os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for _ in range(2))
     try:
         kept = try_lock(first, fcntl.LOCK_EX) and not try_lock(second, fcntl.LOCK_EX)
@@ -225,7 +224,7 @@ def _check_locks(path: Path) -> None:
 
 
 def _check_modes(path: Path) -> None:
-    """A file can be kept from other users."""
+    """Check that a file can be hidden from other users."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if mode := path.stat().st_mode & 0o077:
         raise ConfigError(
@@ -235,7 +234,7 @@ def _check_modes(path: Path) -> None:
 
 
 def _check_database(path: Path) -> None:
-    """SQLite can keep its log beside the database."""
+    """Check that SQLite can use a write-ahead log."""
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         modes = [connection.execute(pragma).fetchone() for pragma in WRITER_PRAGMAS]
@@ -251,7 +250,7 @@ def _check_database(path: Path) -> None:
 
 
 def _sync_s(path: Path) -> float:
-    """The median of a few syncs of one page more."""
+    """Return the median time of a few syncs, each after appending one page."""
     took = []
     with path.open("wb", buffering=0) as file:
         for _ in range(SYNCS):
@@ -290,7 +289,7 @@ def _check_reward(config: Config) -> str:
 
 
 def _check_hostname(*, needed: bool = False) -> str:
-    """Other machines reach this one by what its name means."""
+    """Check that other machines can reach this one by the address of its name."""
     ip = ip_of(AUTO, "coordinator.host")
     if not is_loopback(f"tcp://{ip}:0"):
         return f"{platform.node()} is {ip}"
@@ -303,7 +302,7 @@ def _check_hostname(*, needed: bool = False) -> str:
 
 
 def _check_machine(config: Config) -> str:
-    """Ports, open files, GPUs."""
+    """Check ports, open files and GPUs."""
     check_machine(config)
     gpus = 0 if config.is_emulated else count_gpus()
     if config.slurm.gpus > gpus:
@@ -315,7 +314,7 @@ def _check_machine(config: Config) -> str:
 
 
 def _check_memory(config: Config | None = None) -> str:
-    """The weights have room in what this job may take, and in shared memory now."""
+    """Check that the weights fit into the job's memory, and into shared memory now."""
     if config is not None and not config.is_emulated:
         try:
             config = localize_model(config)
@@ -340,7 +339,7 @@ def _check_memory(config: Config | None = None) -> str:
 
 
 def _check_slurm(config: Config) -> str:
-    """Slurm would take the jobs: partition, account, what is asked for."""
+    """Check that Slurm would accept the jobs: partition, account, resources."""
     check_accepted(scripts_of(config, config.run_dir))
     asked = config.slurm.partition or "the default partition"
     return f"{asked} takes a job for the service and {config.slurm.rollouts} for rollout machines"

@@ -1,10 +1,10 @@
-"""laminar fork RUN --at-step N: a new run that begins with a checkpoint of another one.
+"""laminar fork RUN --at-step N: start a new run from a checkpoint of another one.
 
-Reads   config.toml, checkpoints and the event log of RUN, active or ended; settings of the words
-Writes  a run directory of its own, as laminar train does, with the checkpoint in origin/
+Reads   config.toml, checkpoints and the event log of RUN, active or ended; the settings given
+Writes  a new run directory, as laminar train does, with the checkpoint in origin/
 Starts  the processes of the run
 
-The files of the checkpoint are linked where the file system can do that, else copied: RUN may be
+The files of the checkpoint are linked if the file system supports it, else copied: RUN may be
 removed once the fork has begun.
 """
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_fork(arguments: argparse.Namespace) -> int:
-    """Train as `laminar train` does, with what RUN had after that step; the new run's exit code."""
+    """Train as `laminar train` does, from RUN's state after that step; return the exit code."""
     run, step, overrides = arguments.run, arguments.at_step, arguments.overrides
     before = run_config(run)
     directory = _find_checkpoint(run, step)
@@ -86,7 +86,7 @@ def _find_checkpoint(run: Path, step: int) -> Path:
 
 
 def _list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Directories of those that training can go on from, by step, ascending."""
+    """Return the directories of usable checkpoints, by step, ascending."""
     files = [
         *(run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}"),
         *run_dir.glob(f"{ORIGIN_DIR}/{RESUME_FILE}"),
@@ -96,12 +96,12 @@ def _list_checkpoints(run_dir: Path) -> dict[int, Path]:
         try:
             found[decode(file.read_bytes()).step] = file.parent
         except (CheckpointError, OSError):
-            continue  # damaged, or removed by a run that goes on
+            continue  # damaged, or removed by the running run
     return dict(sorted(found.items()))
 
 
 def _default_overrides(run: Path, step: int, overrides: list[str]) -> list[str]:
-    """A name beside RUN; the scope that RUN found for its reward functions is none for others."""
+    """Return a name next to RUN, and automatic reward scope if the reward is overridden."""
     beside = run.absolute()
     found = [f"run.output_dir={beside.parent}", f"run.name={beside.name}-step-{step}"]
     if any(setting.startswith("reward.") for setting in overrides):
@@ -110,7 +110,7 @@ def _default_overrides(run: Path, step: int, overrides: list[str]) -> list[str]:
 
 
 def _check_fork(before: Config, config: Config, run: Path, step: int) -> None:
-    """What would make the checkpoint useless."""
+    """Raise ConfigError if the checkpoint cannot be used with this config."""
     if config.model.name != before.model.name or config.is_emulated != before.is_emulated:
         key = "model.name" if config.model.name != before.model.name else "rollout.engine"
         old, new = values_of(before)[key], values_of(config)[key]
@@ -141,9 +141,9 @@ def _check_adapters(before: Config, config: Config, run: Path) -> None:
 
 
 def _read_origin(before: Config, run: Path, directory: Path) -> ForkOrigin:
-    """The checkpoint is whole, and the log has it."""
+    """Read the checkpoint as an origin; check that it is complete and in the log."""
     try:
-        if not before.is_emulated:  # such a one has no digests
+        if not before.is_emulated:  # checkpoints of emulated runs have no digests
             check_digests(directory)
         resume = decode((directory / RESUME_FILE).read_bytes())
     except (OSError, CheckpointError) as error:
@@ -161,7 +161,7 @@ def _list_changes(before: Config, config: Config) -> Iterator[str]:
 
 
 def _changed_files(directory: Path, config: Config) -> Iterator[str]:
-    """A fork may go on with another loss or estimator of the user, and says so."""
+    """Yield the user's loss and estimator files that differ from those of the checkpoint."""
     then = decode((directory / RESUME_FILE).read_bytes()).learner.functions
     for setting, digest in file_digests(list_user_functions(config.algorithm)).items():
         if then.get(setting, digest) != digest:
@@ -169,10 +169,10 @@ def _changed_files(directory: Path, config: Config) -> Iterator[str]:
 
 
 def _copy_checkpoint(directory: Path, origin: ForkOrigin, run_dir: Path) -> None:
-    """Have the checkpoint in the new run directory; OSError."""
+    """Copy the checkpoint into the new run directory; raise OSError on failure."""
     target = run_dir / ORIGIN_DIR
     shutil.copytree(directory, target, copy_function=_link_or_copy)
-    (target / ORIGIN_FILE).unlink(missing_ok=True)  # of a run that is a fork itself
+    (target / ORIGIN_FILE).unlink(missing_ok=True)  # present if that run is a fork itself
     (target / ORIGIN_FILE).write_bytes(msgspec.json.encode(origin))
 
 
@@ -181,15 +181,15 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or no support for links
         shutil.copy2(source, target)
 
 
 def build_origin(run_dir: Path, step: int, version: int, digest: str) -> ev.ForkOrigin:
-    """What the fork's log begins with: a checkpoint that the log has, and the data up to there.
+    """Build the origin of the fork's log: a checkpoint in RUN's log, and the data up to it.
 
-    What counts is the state when the step of the checkpoint was completed: a prompt that had no end
-    then begins anew in the fork, whatever has become of it since.
+    It describes the state when the step of the checkpoint was completed: prompts without an end at
+    that time start again in the fork, whatever happened to them later.
     """
     reader = _StateReader(step)
     replay_log(run_dir, reader)
@@ -217,7 +217,7 @@ def build_origin(run_dir: Path, step: int, version: int, digest: str) -> ev.Fork
 
 
 class _StateReader:
-    """The state when this step was completed, and the data was there."""
+    """Replay observer that captures the state when a step was completed and data was loaded."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -240,7 +240,7 @@ class _StateReader:
 
 
 def _find_unfinished(state: State) -> dict[GroupId, int]:
-    """Handed out without an end, and those of an origin that were not handed out again."""
+    """Return the prompts in progress, and those of an origin not handed out again yet."""
     groups = state.groups.values()
     training = [g for g in groups if g.purpose == Purpose.TRAIN and g.status != GroupStatus.ENDING]
     found = {g.id: g.row_index for g in sorted(training, key=lambda g: g.order)}

@@ -1,10 +1,10 @@
-"""laminar init DIR: a run of one's own to start from: a config, a reward file and ten prompts.
+"""laminar init DIR: create a first run: a config, a reward file and ten prompts.
 
-Reads   where the small model that comes with the package lies
-Writes  DIR/run.toml, DIR/reward.py, DIR/prompts.jsonl; never over a file that exists
+Reads   the location of the small model that comes with the package
+Writes  DIR/run.toml, DIR/reward.py, DIR/prompts.jsonl; never over an existing file
 
-What it writes runs as it stands, on the small model: each of the three files is then changed to
-what a user has.
+The result runs as it is, on the small model; the user then replaces the three files with their own
+settings, reward and data.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""A link to configs/ in a checkout; a copy of it in a wheel."""
+"""Link to configs/ in a checkout; copy of it in a wheel."""
 REFERENCE_CONFIG = CONFIGS / "reference.toml"
 QUICKSTART_CONFIG = CONFIGS / "quickstart.toml"
 QUICKSTART_MODEL = CONFIGS / "models" / "spell-0.6m"
@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write the three files, or none; say what to type next."""
+    """Write all three files or none; print the next command."""
     directory: Path = arguments.directory
     files = build_files(directory.absolute().name)
     try:
@@ -114,7 +114,7 @@ def run_init(arguments: argparse.Namespace) -> int:
 
 
 def build_files(name: str) -> dict[str, str]:
-    """The files by their names; `name` is that of the run."""
+    """Return the text of each file by its name; `name` is that of the run."""
     rows = [
         {"prompt": f"Spell this word backward (example: sun -> nus): {w}", "answer": w[::-1]}
         for w in WORDS

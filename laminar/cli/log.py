@@ -1,6 +1,6 @@
 """laminar log: replay, dump, tail, stats, story, why, trace and export of a run's event log.
 
-Exit codes: 0 done, 1 a replay differs from the log, 2 what was named cannot be read, 141 the reader
+Exit codes: 0 done, 1 a replay differs from the log, 2 the named log cannot be read, 141 the reader
 of the output went away.
 """
 
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_records(commands: Any) -> None:
-    """The log itself, record by record."""
+    """Add the commands that show the log itself, record by record."""
     replay = _add_command(commands, "replay", "decide everything again and compare", run_replay)
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     replay.add_argument("--from-snapshot", action="store_true", help="begin at the newest snapshot")
@@ -71,7 +71,7 @@ def _add_records(commands: Any) -> None:
 
 
 def _add_questions(commands: Any) -> None:
-    """What became of one thing, and why."""
+    """Add the commands that tell the story of one thing, and its causes."""
     parser = _add_command(commands, "story", "everything about one thing, in order", run_story)
     parser.add_argument(
         "id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor"
@@ -87,7 +87,7 @@ def _add_questions(commands: Any) -> None:
 
 
 def _add_tables(commands: Any) -> None:
-    """The log in the form of another program."""
+    """Add the commands that convert the log for other programs."""
     traced = _add_command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
     traced.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "trace file (RUN/trace.json)"
@@ -113,7 +113,7 @@ def parse_positive(text: str) -> int:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Prints what was compared; 1 at the first difference, with both sides."""
+    """Print the comparison; return 1 at the first difference, shown from both sides."""
     found, lines = _replay_run(arguments)
     lines = [*list_notes(arguments.run), *lines]
     lines += [f"{found.events} events, {found.decisions} decisions, {found.hashes} state hashes"]
@@ -130,7 +130,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def _replay_run(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
-    """The replay, and a line about where it began, unless that is where the run did."""
+    """Replay the log; also return a line about its starting point if that is a snapshot."""
     run, until, newest = arguments.run, arguments.until, arguments.from_snapshot
     gone = segments_gone(run)
     if not (gone or newest):
@@ -141,21 +141,20 @@ def _replay_run(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
 
 
 def _note_emulated(run: Path) -> None:
-    """Note on stderr that the run is emulated, so that what reads the output is not disturbed."""
+    """Note on stderr that the run is emulated, so that programs reading stdout are unaffected."""
     for note in list_notes(run):
         print(f"laminar: {note}", file=sys.stderr)
 
 
 def _note_run(run: Path) -> None:
-    """Note on stderr what is gone of the log, and whether the run is emulated."""
+    """Note on stderr which part of the log is gone, and whether the run is emulated."""
     _note_emulated(run)
     if gone := segments_gone(run):
         print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
 
 
 def _note_cut(what: str, names: list[str]) -> None:
-    """Note on stderr which files have lost their beginning: of what grew large only the newest is
-    kept."""
+    """Note on stderr which files have lost their beginning, because they grew large."""
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         print(
@@ -164,7 +163,7 @@ def _note_cut(what: str, names: list[str]) -> None:
 
 
 def _field_diff(difference: Difference) -> str:
-    """The parts of both sides that are not the same: `-` logged, `+` replayed."""
+    """Return the parts that differ: `-` logged, `+` replayed."""
     position = difference.position
     logged, replayed = difference.logged.split(", "), difference.replayed.split(", ")
     parts = [line for line in difflib.ndiff(logged, replayed) if line[0] in "+-"]
@@ -205,7 +204,7 @@ def run_why(arguments: argparse.Namespace) -> int:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Says where the trace is and how to look at it."""
+    """Write the trace; print its path and how to open it."""
     path = arguments.output or arguments.run / TRACE_FILE
     _note_emulated(arguments.run)
     _note_cut("timelines", cut_timelines(arguments.run))
@@ -215,7 +214,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Says what was written; the columns are explained in docs/debugging.md."""
+    """Write the tables and print their sizes; docs/debugging.md explains the columns."""
     from laminar.analysis.export.parquet import (
         export_tables,  # pyarrow takes longer to load than most logs
     )

@@ -1,4 +1,4 @@
-"""laminar: the command line. Entry only: what takes a second to import is imported below."""
+"""laminar: the command line. Entry point only, which defers slow imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from laminar.names import exit_codes
 
 
 def main() -> None:
-    """Entry of the `laminar` command; Ctrl-C while it is imported has no traceback either."""
+    """Run the `laminar` command; Ctrl-C during its imports has no traceback either."""
     try:
         from laminar.cli.commands import run_command
 

@@ -2,11 +2,11 @@
 
     laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2] [--host IP]
 
-Without --roles it runs everything, with as many replicas as rollout.replicas says. One machine of
-a run, node-0, has the store and the trainer; every machine has a relay. --host is the address, the
-name or the interface of this machine that the others reach it by; without it, the address on the
-way to the coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors in good
-order; the run goes on without this machine if it can.
+Without --roles it runs everything, with rollout.replicas replicas. One machine of a run, node-0,
+has the store and the trainer; every machine has a relay. --host is the address, the name or the
+interface of this machine by which the others reach it; the default is the address on the way to the
+coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors gracefully; the run continues without
+this machine if it can.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 def run_node(
     words: Sequence[str] | None = None, seeds: Mapping[str, PrestartedProcess] | None = None
 ) -> int:
-    """A node until it has ended; `seeds`: warm processes that it takes over, by kind."""
+    """Run a node until it has ended; `seeds`: warm processes that it takes over, by kind."""
     parser = CommandParser(prog="laminar-node", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--name", default="node-0")
@@ -71,8 +71,10 @@ def run_node(
 
 
 def host_of(run_dir: Path, config: Config, asked: str) -> str:
-    """The address of this machine that its servers listen on; waits for the coordinator's where
-    that decides it. RunOver when there is none to come."""
+    """Return the address on which the servers of this machine listen.
+
+    Waits for the coordinator's address if it decides; raises RunOver if the run is over.
+    """
     file = run_dir / COORDINATOR_FILE
     coordinator = coordinator_address(file)
     if asked:
@@ -92,12 +94,12 @@ def host_of(run_dir: Path, config: Config, asked: str) -> str:
 
 
 def default_roles(config: Config) -> list[tuple[str, int]]:
-    """Everything, on the one machine of a run."""
+    """Return all roles, for the only machine of a run."""
     return [("store", 1), ("relay", 1), ("trainer", 1), ("rollout", config.replicas_on(0))]
 
 
 def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
-    """Raises ConfigError for a name or a role that this machine cannot have."""
+    """Raise ConfigError for a name or a role that this machine cannot have."""
     try:
         first = ids.node_index(name) == 0
     except ValueError as error:
@@ -112,7 +114,7 @@ def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
 
 
 def parse_roles(text: str) -> list[tuple[str, int]]:
-    """ "relay,rollout:2" -> [("relay", 1), ("rollout", 2)]; raises ConfigError."""
+    """Parse "relay,rollout:2" to [("relay", 1), ("rollout", 2)]; raise ConfigError."""
     roles = []
     for part in text.split(","):
         role, _, count = part.partition(":")

@@ -1,10 +1,10 @@
-"""A laminar-node that begins to import before it knows its run; `laminar train` starts it so.
+"""Pre-started laminar-node: imports before it knows its run; started by `laminar train`.
 
     python -m laminar.cli.prefork_node NEEDS
 
-Reads   what its warm processes are to import (JSON); on standard input, a socket, the words of a
+Reads   the imports of its warm processes (JSON); on standard input, a socket, the words of a
         laminar-node with the descriptor of the lock of its run's directory
-Starts  the warm processes; goes on as laminar-node, or ends when its starter does
+Starts  the warm processes; then becomes the laminar-node, or ends with its starter
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     seeds = {kind: PrestartedProcess.spawn(Needs(*need)) for kind, need in found.items()}
     with socket.socket(fileno=os.dup(0)) as starter:
         message, fds, _, _ = socket.recv_fds(starter, WORDS_MAX, 1)
-    if not message:  # the warm processes end with this one
+    if not message:  # the warm processes end with this process
         return exit_codes.COMPLETE
     return node.run_node([*json.loads(message), "--lock-fd", str(fds[0])], seeds)
 

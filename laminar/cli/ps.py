@@ -1,11 +1,11 @@
-"""laminar ps [RUN]: what the processes of a run do and where they are; or which runs live.
+"""laminar ps [RUN]: list the processes of a run with place and activity, or the live runs.
 
-Reads   RUN/status.json, who has a share of the run's lock; RUN/slurm/jobs.json and squeue
+Reads   RUN/status.json, the holders of the run's lock; RUN/slurm/jobs.json and squeue
 Writes  standard output
 Gives   0
 
-Any machine that sees the directory will do. That a process lives is told by its lock, what it does
-by the coordinator, whose word may be old: its age is shown.
+Works on any machine that sees the directory. The lock shows whether a process lives; its activity
+comes from the coordinator's status, whose age is shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from laminar.run.directory import CONFIG_FILE, STATUS_FILE
 from laminar.run.lock import Holder, holders
 
 COMMANDS = ("stop",)
-"""Commands that have a share of the lock while they look at a run, and are no process of it."""
+"""Commands that share the lock while they read a run, but are not processes of it."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_ps(arguments: argparse.Namespace) -> int:
-    """Print one run, or all that live."""
+    """Print one run, or all live runs."""
     place: Path = arguments.run
     if (place / CONFIG_FILE).is_file():
         lines = of_run(place)
@@ -58,7 +58,7 @@ def run_ps(arguments: argparse.Namespace) -> int:
 
 
 def of_runs(place: Path) -> Iterator[str]:
-    """The runs in a directory that live, or have jobs in the queue."""
+    """Yield a table of the runs in a directory that are live or have jobs in the queue."""
     runs = sorted(path.parent for path in place.glob(f"*/{CONFIG_FILE}"))
     rows = []
     for run in runs:
@@ -74,7 +74,7 @@ def of_runs(place: Path) -> Iterator[str]:
 
 
 def of_run(run: Path) -> Iterator[str]:
-    """One run: how it goes, then its processes and its jobs."""
+    """Yield the state of one run, then its processes and jobs."""
     status, living = read_status(run), _find_holders(run)
     phase, step, rate = _format_state(status)
     if not living:
@@ -92,7 +92,7 @@ def of_run(run: Path) -> Iterator[str]:
 
 
 def _list_processes(status: dict[str, Any], living: Sequence[Holder]) -> Iterator[list[str]]:
-    """One row for each process that lives or is awaited; emulated replicas may share one."""
+    """Yield a row per live or awaited process; emulated replicas may share one process."""
     known: dict[str, int] = status.get("processes", {})
     named = {holder.name: holder for holder in living}
     by_pid = {holder.pid: holder for holder in living}
@@ -106,7 +106,7 @@ def _list_processes(status: dict[str, Any], living: Sequence[Holder]) -> Iterato
 
 
 def _describe_activity(status: dict[str, Any], name: str) -> str:
-    """What the coordinator says that a process does."""
+    """Describe the activity of a process as reported by the coordinator."""
     if name in status.get("awaited", []):
         return "lost, and awaited"
     if name in status.get("silent_nodes", []):
@@ -124,7 +124,7 @@ def _describe_activity(status: dict[str, Any], name: str) -> str:
 
 
 def _sort_key(name: str) -> tuple[int, list[tuple[int, str]]]:
-    """Who runs the others comes first, and rollout-10 after rollout-9."""
+    """Return a sort key: supervising processes first, rollout-9 before rollout-10."""
     first = ("train", "serve", "coordinator", "node", "store", "trainer", "relay")
     role = name.partition("-")[0]
     parts = name.replace(".", "-").split("-")
@@ -133,7 +133,7 @@ def _sort_key(name: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 def _format_state(status: dict[str, Any]) -> tuple[str, str, str]:
-    """Phase, step and tokens per second."""
+    """Return phase, step and tokens per second."""
     if not status:
         return "not begun", "-", "-"
     phase = str(status.get("pause") or status["phase"])
@@ -142,7 +142,7 @@ def _format_state(status: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """What the coordinator said last; nothing before it has said anything."""
+    """Return the coordinator's latest status; empty before its first report."""
     try:
         found: dict[str, Any] = json.loads((run / STATUS_FILE).read_bytes())
         return found
@@ -151,7 +151,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
 
 def _format_age(run: Path) -> str:
-    """How old that is, by the clock of the file system; empty: just now."""
+    """Return the age of the status by the file system's clock; empty if recent."""
     try:
         age_s = time.time() - (run / STATUS_FILE).stat().st_mtime
     except OSError:
@@ -164,13 +164,13 @@ def _find_holders(run: Path) -> list[Holder]:
 
 
 def _list_tasks(run: Path) -> list[SlurmTask]:
-    """The jobs of a run that was submitted, as far as they have not ended."""
+    """Return the unfinished jobs of a submitted run."""
     jobs = read_jobs(run)
     return list_queued(jobs.ids) if jobs is not None else []
 
 
 def format_table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns, each as wide as its widest word."""
+    """Yield rows whose columns are as wide as their widest cell."""
     all_rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*all_rows, strict=True)]
     for row in all_rows:

@@ -1,6 +1,6 @@
 """laminar quickstart: `laminar train -c configs/quickstart.toml --move-old`, from any directory.
 
-Reads   configs/quickstart.toml and its model, which come with the package; settings of the words
+Reads   configs/quickstart.toml and its model, which come with the package; the settings given
 Writes  runs/quickstart below the current directory, after moving an older one aside
 """
 

@@ -1,6 +1,6 @@
-"""laminar report RUN [RUN ...]: the figures of runs, for people on a page, for tools as JSON.
+"""laminar report RUN [RUN ...]: report the figures of runs, as a page or as JSON.
 
-Reads   run directories, at work or ended
+Reads   run directories, running or ended
 Writes  RUN/summary.json of each; RUN/report.html, or comparison.html in the first of several
 """
 
@@ -21,7 +21,7 @@ from laminar.launch.exit_handling import print_error
 from laminar.run.directory import COMPARISON_FILE, REPORT_FILE, run_config
 from laminar.tasks.data.decoding import make_decoder
 
-SHARES_SHOWN = 3  #: of what a process did, the largest first
+SHARES_SHOWN = 3  #: time shares of a process, the largest first
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """The figures are explained in docs/metrics.md."""
+    """Print the report and write its files; docs/metrics.md explains the figures."""
     if arguments.json:
         for run in arguments.runs:
             print(json.dumps(summarize_run(run), indent=2))
@@ -56,7 +56,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def _page_data(run: Path) -> PageData:
-    """Where the tokenizer is gone, everything but the answers."""
+    """Load the page's data; without the tokenizer, everything but the samples."""
     decode, why = None, ""
     try:
         decode = make_decoder(run, run_config(run))
@@ -69,7 +69,7 @@ def _page_data(run: Path) -> PageData:
 
 
 def format_report(data: PageData) -> Iterator[str]:
-    """The page without its charts."""
+    """Yield the text report: the page without its charts."""
     yield f"{data.name}  ({data.run_dir})"
     shares = data.summary["time_shares"]
     for name, text in [

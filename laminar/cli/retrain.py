@@ -1,14 +1,14 @@
-"""laminar retrain RUN: train again what the log says was trained, and compare the weights.
+"""laminar retrain RUN: repeat the training recorded in the log, and compare the weights.
 
 Reads   the event log, the store and the configuration of a run, active or ended; the model that it
-        began with, or a checkpoint: the one that a fork began with, or a later one
+        began with, or a checkpoint: the origin of a fork, or a later one
 Writes  standard output: a line for each step, and the verdict; nothing in the run directory
 
-What was trained depends on nothing but the model, the batches in their order and the settings, so
-the weights of every step must come out as they were published, to the last bit. They do on the same
-kind of CPU with the same threads and torch; elsewhere rounding may differ, and so may a GPU. Where
-tokens were removed from the store (store.payload_gb), it begins with the oldest checkpoint after
-which all are there.
+Training depends only on the model, the batches in their order and the settings, so the weights of
+every step must equal the published ones bit for bit. They do on the same kind of CPU with the same
+number of threads and torch release; elsewhere, and on a GPU, rounding may differ. If tokens were
+removed from the store (store.payload_gb), it starts from the oldest checkpoint after which all
+tokens are present.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_retrain(arguments: argparse.Namespace) -> int:
-    """0 when every published version came out again, 1 at the first that did not."""
+    """Return 0 if every published version was reproduced, 1 at the first that was not."""
     config = run_config(arguments.run)
     if config.is_emulated:
         raise ConfigError(f"{arguments.run} is emulated: it has no model that could be trained")
@@ -60,13 +60,13 @@ def run_retrain(arguments: argparse.Namespace) -> int:
 
 
 class RetrainStart(NamedTuple):
-    """Weights to train from."""
+    """Weights to start training from."""
 
-    step: int  #: completed
+    step: int  #: completed steps
     version: int
-    digest: str  #: as published; empty: they were not
+    digest: str  #: as published; empty if not published
     what: str
-    directory: Path | None = None  #: of the checkpoint; None: model.name
+    directory: Path | None = None  #: of the checkpoint; None for model.name
 
 
 async def _retrain_steps(
@@ -110,7 +110,7 @@ async def _compare_steps(
 
 
 def _report_match(name: str, digest: str, published: str) -> bool:
-    """Print what came out, and say whether it is what was published, if that is known."""
+    """Print the digest; return whether it equals the published one, if that is known."""
     if not published:
         print(f"{name}: {digest}, was not published", flush=True)
     elif digest == published:
@@ -121,7 +121,7 @@ def _report_match(name: str, digest: str, published: str) -> bool:
 
 
 def find_start(run_dir: Path, found: TrainedSteps, removed: Set[str]) -> RetrainStart:
-    """The first weights after which the store has the tokens of every step; ConfigError."""
+    """Return the first weights after which the store has all tokens; raise ConfigError if none."""
     lacking = (s.step_index for s in found.steps if not removed.isdisjoint(s.trajectories))
     last = max(lacking, default=-1)
     if last < 0:
@@ -148,8 +148,7 @@ def find_start(run_dir: Path, found: TrainedSteps, removed: Set[str]) -> Retrain
 
 
 def _find_maker(resume: ResumeState, found: TrainedSteps) -> TrainedStep | None:
-    """The step of the log that made this checkpoint, of the same trajectories; None: there is
-    none."""
+    """Return the step that made this checkpoint from the same trajectories, or None."""
     steps = found.steps[: resume.step - found.first_step]
     chain = ids.extend_chain_digest(found.first_chain, *(step.trajectories for step in steps))
     if not steps or (steps[-1].step_index + 1, steps[-1].version, chain) != (
@@ -162,14 +161,14 @@ def _find_maker(resume: ResumeState, found: TrainedSteps) -> TrainedStep | None:
 
 
 class _Retraining:
-    """A learner, and the trajectories that it is to train on."""
+    """Learner with the trajectories to train on."""
 
     specs: tuple[TensorSpec, ...]
 
     def __init__(
         self, config: Config, store: Handlers, run_dir: Path, functions: dict[str, str]
     ) -> None:
-        """Within an event loop. `functions`: of the user, as the log has their digests."""
+        """Initialize within an event loop; `functions`: logged digests of user functions."""
         from laminar.actors.system.learners import is_ranked, parts_of
         from laminar.actors.system.rank_process import build_rank_command
         from laminar.training.rank_processes import RankProcesses
@@ -183,7 +182,7 @@ class _Retraining:
         self._parts = parts_of(config, self._gang)
 
     async def load(self) -> None:
-        """The model that the run began with; ConfigError."""
+        """Load the model that the run began with; raise ConfigError for changed functions."""
         from laminar.weights.version import manifest
 
         layout = await self._parts.learner.load()
@@ -199,7 +198,7 @@ class _Retraining:
             await self._gang.close()
 
     async def restore_checkpoint(self, directory: Path) -> None:
-        """Weights and optimizer of a checkpoint; ConfigError."""
+        """Restore weights and optimizer of a checkpoint; raise ConfigError on failure."""
         try:
             await self._parts.learner.restore_checkpoint(directory)
         except CheckpointError as error:
@@ -210,7 +209,7 @@ class _Retraining:
         await self._parts.learner.train_step(samples, step.step_index)
 
     async def compute_digest(self, version: int, step: int) -> str:
-        """The digest of the weights as they are, in the type in which they are published."""
+        """Return the digest of the present weights, in the data type of published weights."""
         from laminar.actors.trainer import NO_PROBE
 
         files = self._parts.files
@@ -233,4 +232,4 @@ class _Retraining:
 
 
 def _ignore_text(text: str) -> None:
-    """Who asks the ranks for something is told."""
+    """Ignore a message of the ranks."""

@@ -1,7 +1,7 @@
-"""laminar samples RUN: read what the model wrote, with prompts and scores.
+"""laminar samples RUN: print the model's responses, with prompts and scores.
 
 Reads   the store of a run, active or ended; its configuration and tokenizer
-Writes  standard output: text, or one JSON object per line; stderr: that there is more, or nothing
+Writes  standard output: text, or one JSON object per line; stderr: a note if more exist, or none
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laminar.run.directory import run_config
 from laminar.tasks.data.decoding import make_decoder
 
 SHOWN = 10
-"""Answers that are printed as text by default."""
+"""Number of samples printed as text by default."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_samples(arguments: argparse.Namespace) -> int:
-    """The names of the JSON fields are explained in docs/debugging.md."""
+    """Print the selected samples; docs/debugging.md explains the JSON fields."""
     config = run_config(arguments.run)
     choice = SampleFilter(
         step=arguments.step,
@@ -101,7 +101,7 @@ def _parse_count(text: str) -> int:
 
 
 def _write(text: str) -> None:
-    """What a terminal's encoding does not have is shown as an escape."""
+    """Print text, with escapes for characters that the terminal's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -110,7 +110,7 @@ def _write(text: str) -> None:
 
 
 def format_sample(sample: Sample) -> Iterator[str]:
-    """A head, and prompt, response and right answer, each with a margin."""
+    """Yield a header, then prompt, response and reference answer, each indented."""
     row = sample.row
     yield f"{row.id}  {_describe_use(sample)}"
     yield f"  score {_format_score(sample)}"
@@ -138,7 +138,7 @@ def _describe_use(sample: Sample) -> str:
 
 
 def _format_score(sample: Sample) -> str:
-    """The score of a sample, with what went wrong, where something did."""
+    """Return the score of a sample, with the error, if any."""
     score = "-" if sample.score is None else f"{sample.score:.4g}"
     reason = sample.row.reward_reason or "ok"
     failed = "" if reason == "ok" else f"  reward FAILED: {reason}"
@@ -156,5 +156,5 @@ def _format_block(title: str, text: str) -> Iterator[str]:
 
 
 def escape_text(text: str) -> str:
-    """A response must not steer the terminal of who reads it."""
+    """Escape control characters, so that a response cannot control the reader's terminal."""
     return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)

@@ -1,12 +1,13 @@
-"""laminar scale --rollouts N RUN: more or fewer rollout machines for a run on Slurm.
+"""laminar scale --rollouts N RUN: change the number of rollout machines of a run on Slurm.
 
 Reads   RUN/slurm/jobs.json, squeue, the config
-Writes  RUN/slurm/jobs.json, where it queues one more job array
-Gives   0 when Slurm was told; the machines come and go in their own time
+Writes  RUN/slurm/jobs.json, when it queues one more job array
+Gives   0 once Slurm has accepted; machines join and leave later
 
-More: as many tasks of the array as were queued may run at a time, spares included; what is missing
-then is one more array, of the same script. Fewer: the throttle first, so that no spare takes the
-place, then TERM to the tasks with the highest numbers; their unfinished answers go on elsewhere.
+To add machines, it allows as many tasks of the array to run as were queued, spares included; a
+further array of the same script supplies the rest. To remove machines, it first lowers the
+throttle, so that no spare takes the place, then sends TERM to the tasks with the highest numbers;
+their unfinished trajectories continue elsewhere.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_scale(arguments: argparse.Namespace) -> int:
-    """Tell Slurm, and say what it was told."""
+    """Pass the change to Slurm, and print it."""
     run_dir, wanted = arguments.run, arguments.rollouts
     config = run_config(run_dir)
     jobs = _jobs_of(run_dir)
@@ -74,7 +75,7 @@ def run_scale(arguments: argparse.Namespace) -> int:
 
 
 def _jobs_of(run_dir: Path) -> Jobs:
-    """The jobs of a run that is in the queue."""
+    """Return the jobs of a run that is in the queue."""
     jobs = read_jobs(run_dir)
     if jobs is None:
         raise ConfigError(
@@ -90,7 +91,7 @@ def _jobs_of(run_dir: Path) -> Jobs:
 
 
 def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jobs:
-    """Queue tasks with numbers that none had; as many may run as there are."""
+    """Queue an array of tasks with unused numbers, all of which may run at once."""
     last = jobs.tasks or config.slurm.rollouts + config.slurm.spares
     if last + count > MACHINES_MAX:
         raise ConfigError(
@@ -113,7 +114,7 @@ def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jo
 
 
 def _limit_array(array: str, tasks: Sequence[SlurmTask], share: int) -> None:
-    """So many of its tasks run at a time; of those that do now, the last ones leave."""
+    """Limit the number of tasks that run at a time; the last excess ones leave."""
     if not share:
         cancel_jobs([array])
         print(f"ending {array}")

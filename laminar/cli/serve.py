@@ -1,15 +1,15 @@
-"""laminar serve: one machine's part of a run, in the foreground, as a batch system starts it.
+"""laminar serve: run one machine's part of a run in the foreground, for a batch system.
 
-Reads   a run directory that `laminar train --prepare` has written, exit codes, signals
-Writes  standard output, lines; logs/attempt_N when a run goes on, summary.json at its end
-Starts  without --node the coordinator and node-0, by way of the supervisor; with --node K that
-        node; starts again what died
+Reads   a run directory written by `laminar train --prepare`, exit codes, signals
+Writes  standard output, lines; logs/attempt_N when a run is resumed, summary.json at its end
+Starts  without --node the coordinator and node-0, through the supervisor; with --node K that
+        node; restarts processes that died
 
-    laminar serve RUN             the service: begins the run, or goes on with it
-    laminar serve RUN --node K    node-K of it, which may be started before and after the service
+    laminar serve RUN             the service: begins or resumes the run
+    laminar serve RUN --node K    its node-K, which may be started before or after the service
 
-It leaves after everything that it has started. In a Slurm job it puts that job back into the queue
-after a pause (requeue.py), and one that was put back stands by while the run is still served.
+It ends after everything that it started. In a Slurm job it requeues that job after a pause
+(requeue.py); a requeued job stands by while the run is still served.
 
 Exit codes of the service: those of its last coordinator. Of a node: 0 the run is over, or a signal
 asked it to leave; 85 the run is paused; 2 a mistake of the user; 3 it had no coordinator, or was
@@ -53,11 +53,11 @@ from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import sweep_arenas
 
 SERVICE = 0
-"""The machine of the service, which has the store and the trainer."""
+"""Index of the machine of the service, which has the store and the trainer."""
 STAND_BY_S = 3600.0
-"""How long a job of Slurm holds its machine for a run that its former copy still serves."""
+"""Longest time that a Slurm job stands by for a run that its former copy still serves."""
 STAND_BY_POLL_S = 1.0
-"""Well below the time for which nodes wait for a coordinator."""
+"""Poll interval, well below the time for which nodes wait for a coordinator."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """The service or a node, until it has ended; its exit code."""
+    """Run the service or a node until it has ended; return its exit code."""
     run_dir, index = arguments.run, arguments.node
     if index < 0:
         raise ConfigError(f"--node {index} is no machine: they are numbered from 1")
@@ -99,7 +99,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def _run_service(
     config: Config, run_dir: Path, keys: RunKeys, asked: StopRequest, console: Terminal
 ) -> int:
-    """The coordinator and node-0."""
+    """Run the coordinator and node-0; return the exit code."""
     job = SlurmJob(config, run_dir, lambda text: console.print_lines([text]))
     code = exit_codes.USER_ERROR
     try:
@@ -110,7 +110,7 @@ def _run_service(
                 config, lock, console, asked, asking=ResumeRequest.RESUME_STOPPED, nodes=[SERVICE]
             ).run()
             code = over.code
-            if code != exit_codes.USER_ERROR or over.reason:  # else the coordinator has said it
+            if code != exit_codes.USER_ERROR or over.reason:  # else the coordinator has reported it
                 code = report_end(run_dir, console, over).code
     finally:
         job.service_ended(code, asked.reason)
@@ -120,9 +120,11 @@ def _run_service(
 def _take_in_turn(
     run_dir: Path, keys: RunKeys, job: SlurmJob, asked: StopRequest, console: Terminal
 ) -> RunLock:
-    """Our share of a run, at once or, if Slurm has started this job in the place of another one,
-    once that has gone. It lives on where only Slurm's daemon has died, and is killed by that when
-    it is back; nobody would be left then, had we ended."""
+    """Join the run at once, or stand by until the job that this one replaces is gone.
+
+    The former job outlives a crash of Slurm's daemon, which kills it when restarted; if this job
+    had ended by then, no job would be left.
+    """
     deadline, stood_by = time.monotonic() + STAND_BY_S, False
     while True:
         try:
@@ -137,10 +139,11 @@ def _take_in_turn(
 
 
 def _join_run(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
-    """Our share of a run that nobody serves; logs of their own, unless it begins.
+    """Join a run that has no service; a resumed run gets new logs.
 
-    A run that was paused while we stood by is left alone. Only what is read once nobody serves it
-    is the last word of the former copy."""
+    A run that was paused during standby is left alone. The former copy's status is final only once
+    the lock is held.
+    """
     lock = RunLock.join(run_dir, "serve")
     try:
         if any(each.name in ("train", "coordinator") for each in holders(run_dir)):
@@ -151,7 +154,7 @@ def _join_run(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
             raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` goes on with it")
         if (run_dir / EVENTS_DIR).is_dir():
             create_attempt(run_dir)
-            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # it is of the former attempt
+            (run_dir / STATUS_FILE).unlink(missing_ok=True)  # left by the former attempt
         return lock
     except BaseException:
         lock.close()
@@ -159,7 +162,7 @@ def _join_run(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
 
 
 class NodeKeeper:
-    """One laminar-node, which is started again when it dies."""
+    """Keeper of one laminar-node, restarted when it dies."""
 
     def __init__(
         self, config: Config, lock: RunLock, index: int, asked: StopRequest, console: Terminal
@@ -169,7 +172,7 @@ class NodeKeeper:
         self._nodes = NodeRestarter(config, [index], self._start, self._print_note)
 
     def run(self) -> int:
-        """Watch until it is not to be started again, or is asked to leave; the exit code."""
+        """Watch the node until it is final or asked to leave; return the exit code."""
         self._nodes.start_all(self._start)
         while (code := self._nodes.get_exit_code()) is None:
             time.sleep(POLL_S)
@@ -180,7 +183,7 @@ class NodeKeeper:
             self._nodes.restart_ended(time.monotonic())
         if code == exit_codes.COMPLETE and not self._asked.level:
             self._print_note(f"node-{self._index} leaves: the run is over")
-        sweep_arenas()  # of a relay that was killed together with its node
+        sweep_arenas()  # left by a relay that was killed together with its node
         return code if code >= 0 else exit_codes.SIGNALLED - code
 
     def _start(self, index: int) -> Process:
@@ -190,7 +193,7 @@ class NodeKeeper:
         self._console.print_lines([text])
 
     def _end_nodes(self) -> None:
-        """End the node, whose processes leave before it; by force when that takes too long."""
+        """End the node, whose processes end first; kill it if that takes too long."""
         for name, process in self._nodes:
             if process.poll() is None:
                 self._print_note(f"ending {name} ({self._asked.reason})")

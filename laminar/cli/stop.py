@@ -1,14 +1,13 @@
 """laminar stop: end a run, gracefully or at once, or pause it, and wait until it has ended.
 
-Reads   who has a share of the run directory's lock; RUN/status.json
-Writes  nothing; signals the processes of the run, or asks its coordinator, and says what it waits
-        for
+Reads   the holders of the run directory's lock; RUN/status.json
+Writes  nothing; signals the processes of the run, or asks its coordinator, and prints its progress
 Gives   0 when the run has ended or did not run, 1 when it still runs at the deadline
 
 Gracefully means as after Ctrl-C: the step in training is completed, the model exported. A pause
-completes and saves it, and what is unfinished goes on when the run is resumed. To ask again is no
-harm. A signal reaches only processes of this machine; a coordinator of another one is asked by its
-socket.
+completes and saves it, and unfinished work continues when the run is resumed. Repeating the command
+is harmless. A signal reaches only processes of this machine; a coordinator on another machine is
+asked through its socket.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from laminar.run.stop_requests import END, get_pause_timeout_ms
 from laminar.weights.arena.arena import sweep_arenas
 
 TIMEOUT_S = 600.0
-"""The default timeout; a large model's step and export may take longer, and go on after it."""
+"""Default timeout; a large model's step and export may take longer, and continue after it."""
 KILL_AFTER_S = 45.0
-"""An end at once that takes longer is made by SIGKILL: the supervisor's own limits are below it."""
+"""Time before an immediate stop uses SIGKILL; the supervisor's own limits are shorter."""
 KILLED_S = 5.0
-"""How long a process may take to vanish after SIGKILL."""
+"""Longest time for a process to vanish after SIGKILL."""
 SAY_S = 5.0
 DECIDING = ("train", "serve", "coordinator")
-"""Which process ends the run: the first of these that is alive."""
+"""Processes that can end the run; the first of these that is alive decides."""
 PAUSING = ("train", "coordinator")
-"""The same of a pause: `laminar serve` would take the signal for a warning of Slurm, and have the
-job started again."""
+"""Processes that can pause the run. `laminar serve` would take the signal for a warning of Slurm,
+and requeue the job."""
 _SIGNALS = {
     (False, False): END, (True, False): signal.SIGQUIT, (False, True): signal.SIGUSR1,
 }  # fmt: skip
-"""By --now and --pause: what asks the process that decides."""
+"""Signals to the deciding process, by --now and --pause."""
 _POLL_S = 0.1
 _NAME = "stop"
 
@@ -80,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_stop(arguments: argparse.Namespace) -> int:
-    """Ask, wait, say how it ended."""
+    """Request the end, wait for it, and print the outcome."""
     run_dir: Path = arguments.run
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
@@ -92,7 +91,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
     if not _find_holders(run_dir):
         print(f"{run_dir} is not running")
         return exit_codes.COMPLETE
-    lock = RunLock.join(run_dir, _NAME)  # the directory is not moved while we look at it
+    lock = RunLock.join(run_dir, _NAME)  # prevents moving the directory meanwhile
     try:
         asked = _request_stop(run_dir, at_once=arguments.now, pause=arguments.pause)
         how = "end the run at once" if arguments.now else "end the run gracefully"
@@ -107,13 +106,12 @@ def run_stop(arguments: argparse.Namespace) -> int:
 
 
 def _find_holders(run_dir: Path) -> list[Holder]:
-    """The processes of the run; another `laminar stop` is none of them."""
+    """Return the processes of the run, without other `laminar stop` commands."""
     return [holder for holder in holders(run_dir) if holder.name != _NAME]
 
 
 def _request_stop(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
-    """Signal the process in charge of the run, or ask the coordinator where that is elsewhere;
-    which one that was."""
+    """Signal the processes in charge of the run, or ask a coordinator elsewhere; return them."""
     in_charge = _in_charge(_find_holders(run_dir), DECIDING if not pause else PAUSING)
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
@@ -131,7 +129,7 @@ def _request_stop(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
 
 
 def _ask_from_here(run_dir: Path, in_charge: list[Holder], event: DrainRequested) -> None:
-    """Ask the coordinator; ConfigError where it cannot be asked, which says what can be done."""
+    """Ask the coordinator; if it cannot be asked, raise ConfigError with the alternative."""
     try:
         send_user_event(run_dir, event)
     except ConfigError as error:
@@ -143,7 +141,7 @@ def _ask_from_here(run_dir: Path, in_charge: list[Holder], event: DrainRequested
 
 
 def _in_charge(living: list[Holder], deciding_names: Sequence[str]) -> list[Holder]:
-    """The supervisor, else the coordinator; without both the nodes, without them all there are."""
+    """Return the supervisor, else the coordinator, else the nodes, else all processes."""
     for name in deciding_names:
         if deciding := [holder for holder in living if holder.name == name]:
             return deciding
@@ -151,7 +149,7 @@ def _in_charge(living: list[Holder], deciding_names: Sequence[str]) -> list[Hold
 
 
 def _signal_process(run_dir: Path, holder: Holder, number: signal.Signals) -> None:
-    """Signal this process and no other: it still has its lock after we got hold of it."""
+    """Signal exactly this process: check that it still has its lock once its pidfd is open."""
     try:
         fd = os.pidfd_open(holder.pid)
     except ProcessLookupError:
@@ -168,7 +166,7 @@ def _signal_process(run_dir: Path, holder: Holder, number: signal.Signals) -> No
 
 
 def _wait(run_dir: Path, timeout_s: float) -> bool:
-    """Wait until no process is left; False when the time is up before."""
+    """Wait until no process is left; return False on timeout."""
     started = said = time.monotonic()
     while living := _find_holders(run_dir):
         now = time.monotonic()
@@ -214,7 +212,7 @@ def _report_result(run_dir: Path, arguments: argparse.Namespace, ended: bool) ->
 
 
 def _describe_progress(run_dir: Path) -> str:
-    """What the coordinator said last."""
+    """Describe the coordinator's latest status."""
     try:
         status = json.loads((run_dir / STATUS_FILE).read_text())
         failure = f": {status['failure']}" if status["failure"] else ""

@@ -1,11 +1,11 @@
-"""laminar submit: a run on a Slurm cluster, from its first step or from where it was cut off.
+"""laminar submit: start or resume a run on a Slurm cluster.
 
-Reads   the config files and overrides of the command line; what Slurm says of the jobs
+Reads   the config files and overrides of the command line; Slurm's verdict on the jobs
 Writes  the run directory with RUN/slurm, as laminar train writes its own; the plan
 Starts  two jobs, which run `laminar serve`; with --print nothing
 
-The machine where this is called is a login node, and none of the run's: nothing of what it has is
-looked at. Either all jobs are queued, or none is, and a new run's directory is gone again.
+The command runs on a login node, which is not a machine of the run, so its resources are not
+checked. Either all jobs are queued, or none is, and a new run's directory is removed again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
 from laminar.run.renames import write_whole
 
 QUEUE_S = 86_400.0
-"""How long a run waits for replicas that are only on machines which may still be queued."""
+"""Longest wait for replicas that are only on machines which may still be queued."""
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""No other machine sees what lies on one of these."""
+"""File systems that other machines cannot see."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
-    """Check, show the plan, put the jobs into the queue."""
+    """Check the run, show the plan, and queue the jobs."""
     console = Terminal()
     config, run_dir = _prepare_resume(arguments) if arguments.resume else _prepare_new(arguments)
     check_shared(run_dir)
@@ -81,7 +81,7 @@ def run_submit(arguments: argparse.Namespace) -> int:
     if not arguments.resume and run_dir.exists():
         console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
     place = claim_run_directory if arguments.resume else prepare_directory
-    place(plan.config, run_dir, found).close()  # the service takes what nobody else has
+    place(plan.config, run_dir, found).close()  # the service joins a run without other holders
     try:
         jobs = _enqueue_jobs(scripts)
     except BaseException:
@@ -98,8 +98,10 @@ def _prepare_new(arguments: argparse.Namespace) -> tuple[Config, Path]:
 
 
 def load_slurm_config(files: list[str], overrides: list[str]) -> Config:
-    """The settings of a new run, with what follows from the machines that it asks for; what the
-    user gives goes before that."""
+    """Load the settings of a new run, with defaults derived from the requested machines.
+
+    The user's settings take precedence.
+    """
     config = load_config(files, overrides)
     given = [*overrides, f"run.nodes={1 + config.slurm.rollouts}"]
     defaults: dict[str, Any] = {"coordinator.host": AUTO}
@@ -110,7 +112,7 @@ def load_slurm_config(files: list[str], overrides: list[str]) -> Config:
 
 
 def _derive_replicas(config: Config) -> dict[str, Any]:
-    """As many as the GPUs of a machine allow."""
+    """Return as many replicas as the GPUs of a machine allow."""
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if 0 < gpus < size:
         raise ConfigError(
@@ -121,7 +123,7 @@ def _derive_replicas(config: Config) -> dict[str, Any]:
 
 
 def _derive_shared_replicas(config: Config) -> dict[str, Any]:
-    """The trainer has some GPUs of its machine, and shares them with no replica."""
+    """Return the replicas that fit next to the trainer, which shares its GPUs with none."""
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if not gpus:
         return {}
@@ -131,12 +133,12 @@ def _derive_shared_replicas(config: Config) -> dict[str, Any]:
 
 
 def _derive_start_timeout(config: Config) -> dict[str, Any]:
-    """A run whose replicas are all on machines that may still be queued waits for them."""
+    """Extend the start timeout if all replicas are on machines that may still be queued."""
     return {} if config.replicas_on(0) else {"coordinator.start_timeout_s": QUEUE_S}
 
 
 def _prepare_resume(arguments: argparse.Namespace) -> tuple[Config, Path]:
-    """The settings and the place of a run that goes on."""
+    """Return the settings and directory of a run to resume."""
     if arguments.move_old:
         raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
     if arguments.config:
@@ -159,7 +161,7 @@ def _prepare_resume(arguments: argparse.Namespace) -> tuple[Config, Path]:
 
 
 def check_shared(run_dir: Path) -> None:
-    """ConfigError where no other machine can see the run directory, as far as this one knows."""
+    """Raise ConfigError if other machines cannot see the run directory, as far as known here."""
     place, kind = "", ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mount, found, *_ = line.split()
@@ -173,7 +175,7 @@ def check_shared(run_dir: Path) -> None:
 
 
 def check_accepted(scripts: JobScripts) -> None:
-    """ConfigError for the first job that Slurm would not take; none is queued."""
+    """Raise ConfigError for the first job that Slurm would refuse; none is queued."""
     texts = {SERVICE: scripts.service}
     if scripts.config.slurm.rollouts:
         texts[ROLLOUT] = scripts.build_rollout()
@@ -183,7 +185,7 @@ def check_accepted(scripts: JobScripts) -> None:
 
 
 def _enqueue_jobs(scripts: JobScripts) -> Jobs:
-    """Write the scripts and put them into the queue: all, or none."""
+    """Write the scripts and queue all of them or none."""
     (scripts.run_dir / LOGS_DIR / SLURM_DIR).mkdir(parents=True, exist_ok=True)
     scripts.get_path(SERVICE).parent.mkdir(exist_ok=True)
     jobs = Jobs(service=_enqueue_one(scripts, SERVICE, scripts.service))
@@ -208,7 +210,7 @@ def _enqueue_one(scripts: JobScripts, kind: str, text: str) -> str:
 
 @contextlib.contextmanager
 def _explain_refusal(scripts: JobScripts, kind: str) -> Iterator[None]:
-    """Says of a refused job what it asks for, which is what can be corrected."""
+    """Add the requested resources to Slurm's refusal of a job, so that they can be corrected."""
     try:
         yield
     except SlurmRefused as error:
@@ -223,7 +225,7 @@ def _explain_refusal(scripts: JobScripts, kind: str) -> Iterator[None]:
 
 
 def _job_lines(scripts: JobScripts) -> list[str]:
-    """The jobs, as lines of the plan."""
+    """Return the lines of the plan about the jobs."""
     c, slurm = scripts.config, scripts.config.slurm
     gpus = f", {_format_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
     beside = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
@@ -247,14 +249,14 @@ def _job_lines(scripts: JobScripts) -> list[str]:
 
 
 def _format_scripts(scripts: JobScripts) -> Iterator[str]:
-    """The scripts, as they would be written."""
+    """Yield the scripts as they would be written."""
     yield from ["", f"# {scripts.get_path(SERVICE)}", scripts.service]
     if scripts.config.slurm.rollouts:
         yield from [f"# {scripts.get_path(ROLLOUT)}", scripts.build_rollout("SERVICE")]
 
 
 def _queued_lines(scripts: JobScripts, jobs: Jobs) -> list[str]:
-    """What is in the queue, and what can be done with it."""
+    """Return lines about the queued jobs, and the commands to follow or stop the run."""
     slurm, run_dir = scripts.config.slurm, scripts.run_dir
     array = f"_[1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}]"
     rollouts = [f"rollout {job}{array}" for job in jobs.rollouts]

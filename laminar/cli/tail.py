@@ -1,12 +1,12 @@
-"""laminar tail RUN: what the processes of a run write into their logs, merged by time.
+"""laminar tail RUN: print the logs of a run's processes, merged by time.
 
-Reads   RUN/logs: the newest attempt (*.jsonl; *.log, what engines and reward functions print), and
-        slurm/*.log, what the jobs of the run print
-Writes  standard output, lines: time (UTC), process, what happened
+Reads   RUN/logs: the newest attempt (*.jsonl; *.log, output of engines and reward functions), and
+        slurm/*.log, output of the jobs of the run
+Writes  standard output, lines: time (UTC), process, message
 Gives   0, also when Ctrl-C ends the following
 
-The event log is another thing (laminar log). With -f a file that begins or is set aside meanwhile
-is followed, and so is a later attempt; any machine that sees the directory will do.
+For the event log see laminar log. With -f it also follows files that are created or rotated
+meanwhile, and later attempts. Works on any machine that sees the directory.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from laminar.names import exit_codes
 from laminar.run.directory import LOGS_DIR, run_config
 
 LINES = 40
-"""The default number of lines to begin with."""
+"""Default number of lines at the start."""
 LAST_BYTES = 256 << 10
-"""What is read of the end of each file for these."""
+"""Bytes read from the end of each file for these lines."""
 POLL_S = 0.25
 ENDINGS = (".jsonl", ".reward.log", ".engine.log", ".log")
-"""What follows the name of the process in the name of its file."""
+"""Endings of log file names, after the name of the process."""
 _HEAD = ("run", "process", "timestamp", "level", "event", "exception")
 
 
 class Line(NamedTuple):
-    """One line to be printed, and what it is sorted by."""
+    """Line to print, with its sort key."""
 
     unix_s: float
     text: str
@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_tail(arguments: argparse.Namespace) -> int:
-    """Print the last lines, and with -f those that come."""
+    """Print the last lines; with -f, also new ones."""
     run_config(arguments.run)
     logs = RunLogs(arguments.run, arguments.names)
     found = sorted(logs.read_lines())
@@ -88,7 +88,7 @@ def _print_lines(lines: Iterable[Line]) -> None:
 
 
 class RunLogs:
-    """The logs of a run, as far as they were read."""
+    """Logs of a run, with the position reached in each."""
 
     def __init__(self, run_dir: Path, wanted: Sequence[str]) -> None:
         self._run_dir, self._wanted = run_dir, wanted
@@ -97,11 +97,11 @@ class RunLogs:
 
     @property
     def names(self) -> set[str]:
-        """Those whose logs are read."""
+        """Processes and jobs whose logs are read."""
         return {name_of(path) for path in self._files}
 
     def read_lines(self) -> Iterator[Line]:
-        """What has come since the last call; the first time, the end of what there is."""
+        """Yield the lines since the last call; at first, those at the end of the files."""
         for path in files_of(self._run_dir):
             name = name_of(path)
             wanted = not self._wanted or any(fnmatch.fnmatch(name, w) for w in self._wanted)
@@ -113,10 +113,10 @@ class RunLogs:
 
 
 class LogFile:
-    """One file that grows, and that may be set aside and begun anew."""
+    """Growing file that may be rotated."""
 
     def __init__(self, path: Path, last_bytes: int | None) -> None:
-        """`last_bytes`: begin so far before its end; None: at its beginning."""
+        """Start `last_bytes` before the end, or at the beginning if None."""
         self._path, self._name = path, name_of(path)
         self._file: BinaryIO | None = None
         self._rest = b""
@@ -125,22 +125,22 @@ class LogFile:
             size = os.fstat(self._file.fileno()).st_size
             self._file.seek(max(size - last_bytes, 0))
             if size > last_bytes:
-                self._file.readline()  # of which the beginning is missing
+                self._file.readline()  # an incomplete line
 
     def read_lines(self) -> Iterator[Line]:
-        """The whole lines that have come."""
+        """Yield the new complete lines."""
         if self._file is None and not self._open():
             return
         assert self._file is not None
         yield from self._read(self._file)
         if self._set_aside():
-            yield from self._read(self._file)  # what came before it was
+            yield from self._read(self._file)  # lines written before the rotation
             self._file.close()
             self._file = None
             yield from self.read_lines()
 
     def _open(self) -> bool:
-        """False while there is no such file: it is being set aside."""
+        """Open the file; return False while it is missing, during a rotation."""
         try:
             self._file = self._path.open("rb")
         except FileNotFoundError:
@@ -166,7 +166,7 @@ class LogFile:
 
 
 def parse_line(text: str, name: str, written_s: float) -> Line:
-    """A line of a process's log; one that a crash cut short is shown as it is."""
+    """Parse a line of a process's log; a truncated line is shown as it is."""
     try:
         found = json.loads(text)
         unix_s = datetime.fromisoformat(found["timestamp"]).timestamp()
@@ -189,7 +189,7 @@ def names_in(run_dir: Path) -> set[str]:
 
 
 def files_of(run_dir: Path) -> list[Path]:
-    """The logs of the newest attempt, and of the jobs."""
+    """Return the logs of the newest attempt, and of the jobs."""
     logs = run_dir / LOGS_DIR
     newest = (logs / "latest").resolve()
     return sorted(
@@ -201,6 +201,6 @@ def files_of(run_dir: Path) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The name of the process, or of the job, whose log this is."""
+    """Return the name of the process or job that wrote this log."""
     ending = next((end for end in ENDINGS if path.name.endswith(end)), "")
     return path.name.removesuffix(ending)

@@ -1,8 +1,8 @@
-"""laminar train: a whole run on this machine.
+"""laminar train: run a training on this machine.
 
 Reads   the config files and overrides of the command line
 Writes  the run directory; the plan before a run, its summary after it
-Starts  the processes of the run, by way of the supervisor; with --prepare nothing
+Starts  the processes of the run, through the supervisor; with --prepare nothing
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_ways(parser: argparse.ArgumentParser) -> None:
-    """What may be done with a new run, instead of running it where there is none yet."""
+    """Add the options for a new run: check it only, prepare it only, replace an old one."""
     less = parser.add_mutually_exclusive_group()
     less.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
     less.add_argument(
@@ -45,18 +45,18 @@ def add_ways(parser: argparse.ArgumentParser) -> None:
 
 
 def take_train_settings(parser: CommandParser) -> None:
-    """Settings, with the options that name the usual ones."""
+    """Accept settings, and the options that abbreviate common ones."""
     parser.take_settings(max_steps="trainer.total_training_steps", output_dir="run.output_dir")
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """A run from its first step, or one that was cut off; its exit code."""
+    """Start or resume a run; return its exit code."""
     config, run_dir = _prepare_run(arguments)
     return run_training(config, run_dir, arguments).code
 
 
 def _prepare_run(arguments: argparse.Namespace) -> tuple[Config, Path]:
-    """The settings, and where the run is or will be."""
+    """Return the settings, and the directory of the run."""
     if arguments.resume:
         if arguments.move_old:
             raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")

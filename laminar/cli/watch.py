@@ -1,10 +1,10 @@
-"""laminar watch RUN: the panel of `laminar train`, of a run that another process has started.
+"""laminar watch RUN: show the panel of `laminar train` for a run started elsewhere.
 
-Reads   RUN/status.json, who has a share of the run's lock; at the end the event log
+Reads   RUN/status.json, the holders of the run's lock; at the end the event log
 Writes  standard output
-Gives   0, whatever becomes of the run: `laminar train` and summary.json have its exit code
+Gives   0, whatever the outcome: `laminar train` and summary.json have the run's exit code
 
-Ctrl-C ends the watching; the run never sees that anybody watched.
+Ctrl-C ends the command; the run is not affected by it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from laminar.run.lock import holders
 
 POLL_S = 0.25
 ALIVE_S = 2.0
-"""How often it is asked whether a process of the run lives."""
+"""Interval of the check for live processes of the run."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_watch(arguments: argparse.Namespace) -> int:
-    """Show the run until it has ended, or has no process any more."""
+    """Show the run until it has ended or has no live process."""
     run_dir: Path = arguments.run
     run_config(run_dir)
     console = Terminal()
@@ -65,7 +65,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
 
 
 def _read_phase(run_dir: Path) -> str:
-    """Empty before the coordinator has said it."""
+    """Return the phase; empty before the coordinator's first report."""
     try:
         return str(json.loads((run_dir / STATUS_FILE).read_bytes())["phase"])
     except (OSError, ValueError, KeyError):
@@ -73,7 +73,7 @@ def _read_phase(run_dir: Path) -> str:
 
 
 def _format_end(run_dir: Path) -> list[str]:
-    """The last lines, as `laminar train` has them; a run that was killed has not said why."""
+    """Return the last lines, as in `laminar train`; a killed run has no recorded reason."""
     try:
         summary = summary_of(run_dir)
     except ConfigError as error:
