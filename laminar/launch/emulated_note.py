@@ -1,7 +1,7 @@
-"""Every output of an emulated run says that it is one.
+"""Notes that mark every output of an emulated run.
 
 Reads   the configuration of a run directory
-Gives   EMULATED; notes, lines for the outputs of commands that read a run
+Gives   EMULATED; list_notes, lines for the outputs of commands that read a run
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EMULATED = (
 
 
 def list_notes(run_dir: Path) -> list[str]:
-    """Notes for the first lines of an output; a directory without a configuration has none."""
+    """Return the notes for the head of an output; none for a directory without configuration."""
     try:
         file = run_dir / CONFIG_FILE
         emulated = file.is_file() and load_config([], resolved=file).is_emulated

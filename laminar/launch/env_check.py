@@ -1,12 +1,12 @@
-"""The environment is reset before a run starts, for the first rows.
+"""Trial of the environment before a run starts: reset for the first rows.
 
 Reads   the first training rows, the user's file
-Writes  the terminal: what the policy is told behind each prompt
-Raises  ConfigError when reset works for none of them
+Writes  the terminal: the text that follows each prompt
+Raises  ConfigError when reset fails for all of them
 
-A reset that fails on everything would end the run once models are loaded and replicas are up; so
-it is tried first, in sessions as in the run, which end at once, and the run is refused unless
-reward.trial = false insists on it. What the file prints is dropped here.
+A reset that always fails would end the run only after models are loaded and replicas are up.
+Therefore it is tried first, in sessions as in the run, which end at once, and the run is refused
+unless reward.trial = false. Output printed by the user's file is discarded here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = 0  #: of all rows
 
 
 def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> None:
-    """Reset the environment for each of the rows and show what it says."""
+    """Reset the environment for each of the rows and show the results."""
     found = asyncio.run(_run_resets(env, rows))
     lines = [f"reset      of {env.name or env.path}, tried on {len(rows)} rows, says"]
     for row, said in zip(rows, found, strict=True):
@@ -50,7 +50,7 @@ def _format_outcome(said: TextReply) -> str:
 
 
 async def _run_resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[TextReply]:
-    """Side by side, each in a session of its own."""
+    """Reset for all rows concurrently, each in a separate session."""
     pool = SessionPool.from_config(env)
     try:
         return await asyncio.gather(*(_reset(pool, row, env.tool_timeout_s) for row in rows))

@@ -1,10 +1,10 @@
-"""How a command ends: the one sentence on stderr, and the exit code.
+"""End of a command: its one-sentence error on stderr, and its exit code.
 
-Reads   what ended the command
+Reads   the exception that ended the command
 Writes  stderr
 Gives   exit_code
 
-A mistake of the user, Ctrl-C, a reader that has seen enough (`| head`) and a file that cannot be
+A mistake of the user, Ctrl-C, a closed pipe (`| head`) and a file that cannot be
 read or written are ordinary: none of them shows a traceback.
 """
 
@@ -20,14 +20,14 @@ from laminar.config import ConfigError
 from laminar.names import exit_codes
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""What printing meets on a full disk, a terminal that was closed, a closed descriptor."""
+"""Errors of printing to a full disk, a closed terminal or a closed descriptor."""
 
 
 def exit_code(program: str, command: Callable[[], int]) -> int:
-    """Run the command; its exit code, or that of what ended it."""
+    """Run the command; return its exit code, or that of the exception that ended it."""
     try:
         code = command()
-        if sys.stdout is not None:  # it was closed before we began (`>&-`)
+        if sys.stdout is not None:  # None if closed before the start (`>&-`)
             sys.stdout.flush()
         return code
     except ConfigError as error:
@@ -51,13 +51,13 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
 
 
 def print_error(program: str, sentence: str) -> None:
-    """Print a sentence on stderr, if there is one."""
+    """Print a sentence on stderr, if that is open."""
     with contextlib.suppress(OSError):
         print(f"{program}: {sentence}", file=sys.stderr, flush=True)
 
 
 def discard_stdout() -> None:
-    """What is still in the buffer has no reader: the end of the process must not fail on it."""
+    """Discard buffered output without a reader, so that the end of the process does not fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

@@ -1,6 +1,6 @@
-"""The user's loss and estimator are tried before a run starts.
+"""Trial of the user's loss and estimator before a run starts.
 
-Reads   [algorithm]; what training/function_check.py says in a process of its own
+Reads   [algorithm]; the report of training/function_check.py, run in a separate process
 Raises  ConfigError in one sentence: the function, what it did, the fix
 """
 
@@ -16,11 +16,11 @@ from laminar.names.process_end import describe_exit
 from laminar.run.isolated_process import run_isolated
 
 TRIAL_S = 120.0
-TRIED = b"tried"  #: as training/function_check.py, which needs torch, says it
+TRIED = b"tried"  #: printed by training/function_check.py, which needs torch
 
 
 def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> None:
-    """Have the functions of the user called on made-up sequences, if there are any."""
+    """Call the user's functions, if any, on made-up sequences; raise ConfigError on failure."""
     named = list_user_functions(algorithm)
     if not named:
         return

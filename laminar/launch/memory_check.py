@@ -1,14 +1,14 @@
-"""What a run holds in memory, beside what this machine has: before anything starts.
+"""Check, before anything starts, that a run fits into the memory of this machine.
 
 Reads   the config; config.json and the headers of the weight files; the machine's memory, /dev/shm
         and GPUs
-Gives   Place: the lines of the plan
-Raises  ConfigError with the figures and the fix, where it cannot fit
+Gives   MemoryPlace and memory_lines: the lines of the plan
+Raises  ConfigError with the figures and the fix if it cannot fit
 
-Counted are the trainer (training/model/footprint.py: its state, a pass, the copies that checkpoints
-are made of), the relays' slots, each replica's weights, and with vLLM the share of a GPU that it
-takes. Other caches of keys and values, and processes, come on top, so what is refused would not
-run, and what is let through may still be too much.
+Counted are the trainer (training/model/footprint.py: its state, a pass, the copies for
+checkpoints), the relays' slots, each replica's weights, and with vLLM the share of a GPU that it
+takes. Other key-value caches, and processes, come on top: a refused run could not work, while an
+accepted one may still need too much.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
 ASK_S = 20.0
-"""The time for nvidia-smi, which is slow on a machine whose GPUs sleep."""
+"""Timeout of nvidia-smi, which is slow on a machine whose GPUs sleep."""
 GPU = "GPU "
 VLLM_CPU_CACHE = 1 << 30
-"""What it takes on a CPU where nothing else is set (engines/vllm/start.py)."""
+"""Cache of vLLM on a CPU by default, in bytes (engines/vllm/start.py)."""
 ON_TOP = "caches of keys and values that are not listed, CUDA and processes come on top"
 TOKENS, CHECKPOINTING = "trainer.micro_batch_tokens", "trainer.activation_checkpointing"
 VLLM_SHARE = "rollout.vllm.gpu_memory_utilization"
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 CACHE = 0.2
-"""What vLLM has to have for its cache, at the least, beside the weights: a part of their bytes."""
+"""Smallest cache of vLLM in addition to the weights, as a share of their bytes."""
 
 
 @dataclass(frozen=True)
 class MachineMemory:
-    memory: int  #: bytes that our processes may take together
+    memory: int  #: bytes available to all processes of the run together
     shared: int  #: bytes of /dev/shm
-    gpus: dict[str, int]  #: bytes of each GPU, by its name for CUDA; 0: not known
+    gpus: dict[str, int]  #: bytes of each GPU, by its name for CUDA; 0 if unknown
 
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """One memory, and what is to lie in it."""
+    """Memory of one kind, with the parts to be placed in it."""
 
     name: str
-    have: int  #: bytes; 0: not known
-    parts: dict[str, int]  #: bytes by what they are
+    have: int  #: bytes; 0 if unknown
+    parts: dict[str, int]  #: bytes by name of the part
 
     @property
     def want(self) -> int:
@@ -96,7 +96,10 @@ def this_machine() -> MachineMemory:
 def check_memory(
     config: Config, machines: int, machine: MachineMemory | None = None
 ) -> list[MemoryPlace]:
-    """Every place has room; ConfigError. `machines`: how many of the run's are this one."""
+    """Check that every place has room; raise ConfigError if not.
+
+    `machines`: number of the run's machines that are this machine.
+    """
     if config.is_emulated:
         return []
     directory, machine = config.model.name, machine or this_machine()
@@ -122,7 +125,7 @@ def _read_sizes(directory: str) -> ModelSizes:
 
 
 def memory_lines(places: Sequence[MemoryPlace]) -> list[str]:
-    """The table of the plan: what lies where."""
+    """Return the table of the plan: the parts in each memory."""
     if not places:
         return []
     columns = _group_places(places)
@@ -142,7 +145,7 @@ def memory_lines(places: Sequence[MemoryPlace]) -> list[str]:
 
 
 def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
-    """The places by their names; GPUs that have and take the same are one column."""
+    """Return the places by name; GPUs with equal size and parts share one column."""
     alike: dict[Any, list[MemoryPlace]] = {}
     for place in places:
         on_gpu = place.name.startswith(GPU)
@@ -155,12 +158,12 @@ def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """A model on so many machines of a run, all of which are this one."""
+    """Memory estimate of a model for a number of a run's machines, all of them this machine."""
 
     model: ModelSizes
     machines: int
     machine: MachineMemory
-    critic: ModelSizes | None = None  #: of the model that it begins as
+    critic: ModelSizes | None = None  #: sizes of its initial model
 
     def list_places(self, config: Config) -> list[MemoryPlace]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
@@ -187,7 +190,7 @@ class MemoryEstimate:
         ]
 
     def compute_excess(self, config: Config) -> int:
-        """Bytes for which there is no room."""
+        """Return the number of bytes that do not fit."""
         return sum(place.want - place.have for place in self.list_places(config) if not place.fits)
 
     def check_slots(self, config: Config) -> None:
@@ -209,12 +212,12 @@ class MemoryEstimate:
         return assign_gpus("trainer", "", list(self.machine.gpus), ranks=config.trainer.ranks)
 
     def _version_bytes(self, config: Config) -> int:
-        """The bytes of one version, as it is published."""
+        """Return the bytes of one version as published."""
         way = way_of(config, gpu=bool(self._trainer_gpus(config)))
         return way.published * self.model.parameters
 
     def _count_slots(self, config: Config) -> int:
-        """How many slots the relay makes; a limit that is too low for any does not count."""
+        """Return the number of slots of the relay; a limit below MIN_SLOTS is ignored."""
         most = self._slot_limit(config) // max(self._version_bytes(config), 1)
         return max(MIN_SLOTS, min(config.weights.slots, most))
 
@@ -224,7 +227,7 @@ class MemoryEstimate:
     def _add_replicas(
         self, config: Config, host: dict[str, int], gpus: dict[str, dict[str, int]]
     ) -> None:
-        """Each engine has a copy of the weights, over all its GPUs."""
+        """Add the engines' copies of the weights, each spread over all GPUs of its replica."""
         names = list(gpus) if config.rollout.device != "cpu" else []
         copies: dict[str, int] = {}
         counts = [config.replicas_on(machine) for machine in range(self.machines)]
@@ -243,10 +246,9 @@ class MemoryEstimate:
 def _estimate_replica(
     config: Config, model: ModelSizes, gpu: int, *, on_gpu: bool = True
 ) -> tuple[str, int]:
-    """What a replica takes of each of its GPUs, or of the host.
+    """Return the name and size of a replica's memory on each of its GPUs, or on the host.
 
-    vLLM fills its share of a GPU with keys and values; a replica with `kv_cache_bytes` does not
-    measure.
+    vLLM fills its share of a GPU with keys and values; with `kv_cache_bytes` it does not measure.
     """
     vllm = config.rollout.vllm
     dtype = next((t for t in (config.rollout.dtype, config.weights.dtype) if t != "auto"), "")
@@ -260,7 +262,7 @@ def _estimate_replica(
 
 
 def _suggest_fix(config: Config, run: MemoryEstimate) -> str:
-    """The mildest settings that make it fit, and no more of them than it takes; or none do."""
+    """Suggest the mildest and fewest settings that make it fit, or say that there are none."""
     ways = dict(_list_reductions(config, run))
     chosen: dict[str, Any] = {}
     over = run.compute_excess(config)
@@ -281,7 +283,7 @@ def _suggest_fix(config: Config, run: MemoryEstimate) -> str:
 
 
 def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[Any]]]:
-    """Settings that are not at their smallest, with the values that take less, from the mildest."""
+    """Yield settings that can be reduced, with their smaller values, mildest first."""
     if config.trainer.activation_checkpointing != "on":
         yield CHECKPOINTING, ["on"]
     budget, row = pass_tokens(config), longest_row(config)
@@ -309,7 +311,7 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
 
 
 def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[float]]]:
-    """Shares of a GPU with which vLLM still has room for its weights, and for some cache."""
+    """Yield GPU shares with which vLLM still has room for its weights and a small cache."""
     gpu = min((size for size in run.machine.gpus.values() if size), default=0)
     one = run.model.parameters * BYTES["bfloat16"] // gpus_per_replica(config)
     present = config.rollout.vllm.gpu_memory_utilization
@@ -318,7 +320,7 @@ def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, l
 
 
 def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The settings with others in their place, by dotted keys; no rule is checked."""
+    """Return the config with these settings replaced, by dotted keys, without validation."""
     for key, value in changes.items():
         config = _replace_value(config, key.split("."), value)
     return config
@@ -331,7 +333,7 @@ def _replace_value(section: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def _gpu_bytes(name: str) -> int:
-    """0 where the driver does not say. PyTorch would take some of the GPU for the answer."""
+    """Return 0 if the driver gives no answer; PyTorch itself would occupy memory of the GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name]
     try:
         said = subprocess.run(query, capture_output=True, timeout=ASK_S, check=True).stdout
@@ -350,7 +352,7 @@ def _format_machines(machines: int) -> str:
 
 
 def _format_gb(size: int) -> str:
-    """A size in 10^9 bytes."""
+    """Format a size in 10^9 bytes."""
     return f"{size / 1e9:.{1 if size >= 1e9 else 3}f}"
 
 

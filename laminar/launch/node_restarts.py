@@ -1,12 +1,11 @@
-"""The nodes that `laminar train` and `laminar serve` start: each is started again when it dies.
+"""Nodes started by `laminar train` and `laminar serve`, each restarted when it dies.
 
 Reads   exit codes of the nodes
-Starts  a laminar-node for each machine of `indexes`, by way of `start`
-Gives   Machines
+Starts  a laminar-node for each machine of `indexes`, through `start`
+Gives   NodeRestarter
 
-Its processes have died with it; the new one starts them anew, and the coordinator goes on with
-them.
-How often and after which pauses: actors/restart_limit.py.
+A node's processes die with it; the new node restarts them, and the coordinator continues with them.
+actors/restart_limit.py defines the number of restarts and the delays between them.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Process = subprocess.Popen[bytes]
 
 @dataclass
 class NodeProcess:
-    """One of them."""
+    """Node of one machine, with its restarts."""
 
     index: int
     process: Process
     limit: RestartLimit
     began_s: float
-    again_s: float | None = None  #: when it is started again; None: it lives, or is given up
-    over: bool = False  #: it is not started again
+    again_s: float | None = None  #: time of its restart; None if it lives or is given up
+    over: bool = False  #: not restarted any more
 
     @property
     def name(self) -> str:
@@ -39,7 +38,7 @@ class NodeProcess:
 
 
 class NodeRestarter:
-    """Machines of one run."""
+    """Restarter of the nodes of one run."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class NodeRestarter:
         self._machines: list[NodeProcess] = []
 
     def start_all(self, first: Callable[[int], Process]) -> None:
-        """Start all, for the first time by way of `first`."""
+        """Start all nodes; this first time through `first`."""
         for index in self._indexes:
             limit, now_s = RestartLimit(self._config), time.monotonic()
             self._machines.append(NodeProcess(index, first(index), limit, now_s))
@@ -63,12 +62,12 @@ class NodeRestarter:
         return bool(self._machines)
 
     def get_exit_code(self) -> int | None:
-        """The exit code of the first node, once none is started again."""
+        """Return the exit code of the first node, once none will be restarted."""
         over = all(machine.over for machine in self._machines)
         return self._machines[0].process.returncode if over else None
 
     def restart_ended(self, now_s: float) -> None:
-        """Start again, in its time, each node that has ended."""
+        """Restart each ended node after its delay."""
         for machine in self._machines:
             if machine.again_s is not None and now_s >= machine.again_s:
                 machine.process, machine.began_s = self._start(machine.index), now_s
@@ -91,5 +90,5 @@ class NodeRestarter:
         )
 
     def __iter__(self) -> Iterator[tuple[str, Process]]:
-        """All processes, also those that have ended, by name."""
+        """Iterate over all processes with their names, ended ones included."""
         return ((machine.name, machine.process) for machine in self._machines)

@@ -1,7 +1,7 @@
-"""What `laminar train` and `laminar watch` show of a run: a live panel on a terminal, else lines.
+"""Progress display of `laminar train` and `laminar watch`: a live panel on a terminal, else lines.
 
 Reads   RUN/status.json; once, when the first step is done, the event log
-Writes  the terminal, by a thread: one that is gone or stands still holds nothing up
+Writes  the terminal, from a thread, so that a missing or blocked terminal delays nothing
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
 from laminar.run.directory import STATUS_FILE
 
 PACE_STEPS = 20
-"""The time that is left is estimated from the pace of so many steps."""
+"""Number of recent steps from which the remaining time is estimated."""
 REPLICAS_SHOWN = 16
-"""Of more, how many do the same is shown."""
+"""Most replicas shown one by one; of more, only counts are shown."""
 LINE_MAX = 120
-"""Characters of a plain line: a log is read in windows of this width."""
+"""Most characters of a plain line, for windows of this width."""
 BAR = 20
-"""Characters of the bar of the steps."""
+"""Characters of the progress bar."""
 QUIET_S = 10.0
-"""Without a new step, a plain log gets a line this often, to show that the run goes on."""
+"""Longest time between lines of a plain log without a new step."""
 
 
 ORDINARY = ("training", "waiting")
-"""What a trainer does when nothing is said of it."""
+"""Activities of the trainer that are not mentioned."""
 
 _START_PARTS: dict[type, str] = {
     ev.CoordinatorStarted: "checks",
@@ -50,15 +50,15 @@ _START_PARTS: dict[type, str] = {
     ev.WeightsLoaded: "weights",
     ev.StepCompleted: "answers and training",
 }
-"""What the time from the command to the first step goes into: each part ends with the last of its
-events before the next part begins."""
+"""Parts of the time from the command to the first step; each ends with the last of its events
+before the next part begins."""
 
 
 class ProgressPanel:
-    """Shows the newest status; `update` is called a few times a second."""
+    """Display of the newest status; call `update` a few times a second."""
 
     def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
-        """`attached`: this process did not start the run, so what that took is not its to say."""
+        """Initialize; `attached`: another process started the run, so the start is not reported."""
         self._path = run_dir / STATUS_FILE
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -76,26 +76,26 @@ class ProgressPanel:
         )
         self._pace = StepPace()
         self._shown: tuple[int, int, str] = (-1, 0, "")
-        self._silent: list[str] = []  #: nodes of which that was said
-        self._awaited: list[str] = []  #: processes of which it was said that they are started again
-        self._resumed: set[str] = set()  #: of those the ones that a resumed run begins without
-        self._pids: dict[str, int] = {}  #: as they were said last
+        self._silent: list[str] = []  #: nodes reported as silent
+        self._awaited: list[str] = []  #: processes reported as restarting
+        self._resumed: set[str] = set()  #: processes that a resumed run begins without
+        self._pids: dict[str, int] = {}  #: latest known ids
         self._shown_at = time.monotonic()
         self._told: set[str] = {"start"} if attached else set()
-        self._first_step: int | None = None  #: that a status had
+        self._first_step: int | None = None  #: first step seen in a status
 
     def __enter__(self) -> ProgressPanel:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """The last status, and the panel stays as it is."""
+        """Show the latest status, and leave the panel in place."""
         self.update()
         self._drain(DRAIN_S)
         self._end.put(None)
         self._drain(DRAIN_S)
 
     def add_note(self, text: str) -> None:
-        """One line above the panel."""
+        """Print one line above the panel."""
         self._notes.put(text)
 
     def update(self) -> None:
@@ -142,8 +142,7 @@ class ProgressPanel:
         return status
 
     def _tell_trouble(self, status: dict[str, Any]) -> None:
-        """Once each: the first failure of the reward, warnings, answers that were left out, and why
-        a run ends before its time."""
+        """Report, once each: the first reward failure, warnings, mismatches, and a failure."""
         errors = status["reward_errors"]
         if errors and errors["first"]:
             self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
@@ -155,16 +154,16 @@ class ProgressPanel:
             self._tell_once("failure", f"the run ends: {status['failure']}")
 
     def _tell_start(self) -> None:
-        """Once: after what time the first new step was done, and what that went into."""
+        """Report once the time to the first new step, and its parts."""
         if "start" in self._told:
             return
         self._told.add("start")
         begun_ns = int(psutil.Process().create_time() * 1e9)
-        with contextlib.suppress(ConfigError):  # the log cannot be read; others will say so
+        with contextlib.suppress(ConfigError):  # an unreadable log is reported elsewhere
             parts = start_parts(self._path.parent, begun_ns)
             text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
             total = sum(seconds for _, seconds in parts)
-            if total > 0:  # else it is a run that was resumed
+            if total > 0:  # else the run was resumed
                 self._print_line(f"the first step is done after {total:.1f} s: {text}")
 
     def _tell_once(self, what: str, text: str) -> None:
@@ -173,7 +172,7 @@ class ProgressPanel:
             self._print_line(text)
 
     def _tell_silence(self, nodes: list[str]) -> None:
-        """A silent node ends nothing, but its machine is worth a look."""
+        """Report silent nodes: nothing is restarted, but their machines need attention."""
         for node in nodes:
             if node not in self._silent:
                 self._print_line(
@@ -187,8 +186,10 @@ class ProgressPanel:
     def _tell_restarts(
         self, awaited: list[str], pids: dict[str, int], lost_by: dict[str, str]
     ) -> None:
-        """Tell which process is lost; the run goes on, as far as it does not need it. One that
-        comes back at once is seen by its process id only."""
+        """Report lost processes; the run continues as far as it does not need them.
+
+        A process that was restarted at once shows only by its process id.
+        """
         for name, pid in pids.items():
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
@@ -208,7 +209,7 @@ class ProgressPanel:
         self._awaited = awaited
 
     def _print_status(self, status: dict[str, Any]) -> None:
-        """One line per step, evaluation or phase; and one when it has been quiet for long."""
+        """Print one line per step, evaluation or phase, and one after a long quiet time."""
         now = time.monotonic()
         key = (status["step"], len(status["evaluations"]), _describe_phase(status))
         if key == self._shown and now - self._shown_at < QUIET_S:
@@ -220,7 +221,7 @@ class ProgressPanel:
         self._print_line(self._format_status(status))
 
     def _format_status(self, status: dict[str, Any]) -> str:
-        """What is of little use elsewhere stands last, and is cut off first."""
+        """Format the status; the least important parts come last, and are cut off first."""
         errors = status["reward_errors"]
         failed = sum(errors["by_reason"].values()) if errors else 0
         parts = [
@@ -244,7 +245,7 @@ class ProgressPanel:
         return f"{step}, {left}" if left else step
 
     def _format_bar(self, status: dict[str, Any]) -> str:
-        """A bar of the steps, where their number is known."""
+        """Return a progress bar; empty if the number of steps is unknown."""
         if not (total := status["total_steps"]):
             return ""
         done = BAR * min(status["step"], total) // total
@@ -276,14 +277,14 @@ class ProgressPanel:
 
 
 class StepPace:
-    """How long the steps that are left will take, at the pace of the last ones."""
+    """Estimator of the remaining time, from the pace of the latest steps."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
 
     def estimate_left(self, step: int, total: int, now: float) -> str:
-        """Words for it, or "" while it is unknown; `now` in seconds."""
-        if not step:  # what the start takes says nothing of the steps
+        """Return the remaining time as text, or "" if unknown; `now` in seconds."""
+        if not step:  # the time of the start says nothing about the steps
             return ""
         if not self._done or step != self._done[-1][1]:
             self._done.append((now, step))
@@ -295,7 +296,7 @@ class StepPace:
 
 
 def _format_reason(lost_by: dict[str, str], name: str) -> str:
-    """The reason of a loss, in brackets; none where the present coordinator has not seen it."""
+    """Return the reason of a loss, in brackets; empty if this coordinator did not see it."""
     return f" ({lost_by[name]})" if name in lost_by else ""
 
 
@@ -307,21 +308,21 @@ def _format_span(seconds: float) -> str:
 
 
 def failed_share(errors: dict[str, Any]) -> str:
-    """On how many of how many answers the reward failed, and why."""
+    """Return the number of responses on which the reward failed, and the reasons."""
     by_reason = errors["by_reason"]
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
     return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
 
 
 def _format_cache(engine: dict[str, int] | None) -> str:
-    """How much of its room for keys and values is used, by its last gauge."""
+    """Return the share of the key-value cache in use, from the latest gauge."""
     if not engine or not engine["kv_capacity_tokens"]:
         return ""
     return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
 
 
 def _describe_phase(status: dict[str, Any]) -> str:
-    """What the run does: its phase, unless it pauses or has paused."""
+    """Return the phase of the run, or its pause."""
     return str(status.get("pause") or status["phase"])
 
 
@@ -335,13 +336,13 @@ def _format_learning(status: dict[str, Any]) -> list[str]:
 
 
 def _count_replicas(status: dict[str, Any]) -> list[str]:
-    """How many do what; the panel and status.json have each of them."""
+    """Count the replicas by activity; the panel and status.json list each one."""
     doing = Counter(replica["doing"] for replica in status["replicas"].values())
     return [", ".join(f"{count} {what}" for what, count in doing.most_common())]
 
 
 def _group_replicas(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Each of a few; of many, those together that do the same with the same weights."""
+    """Return each of a few replicas; group many by weights and activity."""
     if len(replicas) <= REPLICAS_SHOWN:
         return list(replicas.items())
     alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -351,7 +352,7 @@ def _group_replicas(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict
 
 
 def _sum_replicas(replicas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums over replicas that do the same."""
+    """Sum the figures of replicas with the same activity."""
     engines = [engine for replica in replicas if (engine := replica["engine"])]
     cache = ("kv_used_tokens", "kv_capacity_tokens")
     return {
@@ -362,10 +363,10 @@ def _sum_replicas(replicas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
-    """Parts of the start with their seconds, by the event log, in the order in which they end.
+    """Return the parts of the start with their seconds, from the event log, in order of end.
 
-    Empty as long as no step is completed. `begun_ns`: of the command, unix time; what a resumed
-    run has in its log from before that does not count.
+    Empty until a step is completed. `begun_ns`: Unix time of the command; earlier events of a
+    resumed run are ignored.
     """
     ends: dict[str, int] = {}
     clock = WallClock()
@@ -384,7 +385,7 @@ def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:
 
 
 def _measure_parts(ends: dict[str, int], begun_ns: int) -> list[tuple[str, float]]:
-    """The lengths of the parts, in order; what had ended before the part before it took no time."""
+    """Return the lengths of the parts, in order; 0 for a part that ended before the previous."""
     lengths = []
     for name in dict.fromkeys(_START_PARTS.values()):
         end_ns = max(ends.get(name, begun_ns), begun_ns)

@@ -1,9 +1,9 @@
-"""Pre-flight: every mistake that can be found without running is found before anything starts.
+"""Pre-flight checks: find every mistake that can be found before anything starts.
 
-Reads   the config; the model's directory, the data, the reward file; the hub, where a name is of it
-Gives   Plan: the config with paths for hub names and what was left to "auto" resolved, and what a
-        user wants to see first
-Raises  ConfigError with one sentence that names the thing, the value and the fix
+Reads   the config; the model's directory, the data, the reward file; the hub, for its names
+Gives   RunPlan: the config with paths for hub names and resolved "auto" settings, and the facts
+        that a user wants to see first
+Raises  ConfigError with one sentence that names the subject, the value and the fix
 """
 
 from __future__ import annotations
@@ -52,31 +52,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_PROMPTS = 64
-"""Only the longest texts are tokenised here; the store does all of them, and says the same."""
+"""Number of longest texts tokenised here; the store checks all, with the same messages."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will do."""
+    """Plan of a run."""
 
     config: Config
     num_train: int
     num_held_out: int
     overlap: int
-    steps: int  #: 0: not known before the data is filtered
+    steps: int  #: 0 until the data is filtered
     first_prompt: str
     first_prompt_ids: list[int]
     end_ids: list[int]
     reward: RewardSpec
-    trial: list[RewardCall]  #: of the reward, before anything starts
-    resets: list[PromptRow]  #: of the environment, likewise
-    data_digest: str  #: empty: the data are emulated
-    warnings: dict[str, str]  #: by kind: what stops no run, and should be known of it
+    trial: list[RewardCall]  #: trial calls of the reward, before anything starts
+    resets: list[PromptRow]  #: rows of the environment's trial
+    data_digest: str  #: empty for emulated data
+    warnings: dict[str, str]  #: by kind, for conditions that do not stop a run
 
 
 def check_settings(config: Config, *, here: bool = True) -> Config:
-    """What can be seen without the data; hub names become paths, nothing else is written. `here`:
-    the run will be on this machine, and what it has is looked at, too."""
+    """Check everything that does not need the data; replace hub names by paths.
+
+    Only the hub's files are written. `here`: the run will use this machine, so its resources are
+    checked, too.
+    """
     check_directory(config.run_dir)
     _check_loggers(config)
     if here:
@@ -96,7 +99,7 @@ def check_settings(config: Config, *, here: bool = True) -> Config:
 
 
 def check_machine(config: Config) -> None:
-    """What the run takes of this machine is there: ports, open files, devices."""
+    """Check that this machine has the ports, open files and devices that the run needs."""
     _check_port(config, "coordinator.port", config.coordinator.port)
     if "prometheus" in config.trainer.logger:
         _check_port(config, "coordinator.prometheus_port", config.coordinator.prometheus_port)
@@ -106,7 +109,7 @@ def check_machine(config: Config) -> None:
 
 
 def look_at_data(config: Config) -> RunPlan:
-    """All of the data, the tokenizer and the reward; nothing is written."""
+    """Check all of the data, the tokenizer and the reward, without writing; return the plan."""
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
@@ -145,7 +148,7 @@ def look_at_data(config: Config) -> RunPlan:
 def look_at_environment(
     config: Config, spec: RewardSpec, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Config, bool]:
-    """The config with the tools that the environment declares; whether that gives the reward."""
+    """Return the config with the environment's tools, and whether the environment scores."""
     if not config.env.path:
         return config, False
     if spec.scope == "group":
@@ -163,7 +166,7 @@ def look_at_environment(
 
 
 def emulated_plan(config: Config) -> RunPlan:
-    """There is nothing to look at."""
+    """Return the plan of an emulated run, which needs no checks."""
     scope = "group" if config.reward.scope == "group" else "trajectory"
     reward = msgspec.structs.replace(config.reward, scope=scope)
     num_train = config.data.dataset_size - config.data.val_size
@@ -185,7 +188,7 @@ def emulated_plan(config: Config) -> RunPlan:
 
 
 def planned_steps(config: Config, num_train: int) -> int:
-    """Steps of the run if no group is dropped."""
+    """Return the number of steps if no group is dropped."""
     if config.trainer.total_training_steps:
         return config.trainer.total_training_steps
     groups = num_train * config.trainer.total_epochs
@@ -194,7 +197,7 @@ def planned_steps(config: Config, num_train: int) -> int:
 
 
 def check_directory(run_dir: Path) -> None:
-    """Check that it can be made: the nearest directory above it that exists takes new entries."""
+    """Check that the directory can be created in its nearest existing parent."""
     above = next(path for path in run_dir.absolute().parents if os.path.lexists(path))
     if not above.is_dir():
         problem = f"{above} is not a directory"
@@ -208,7 +211,7 @@ def check_directory(run_dir: Path) -> None:
 
 
 def check_devices(config: Config) -> None:
-    """A CUDA that is asked for by name must be there; "auto" takes what there is."""
+    """Check that a requested CUDA device exists; "auto" takes whatever is available."""
     devices = {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}
     asked = [key for key, device in devices.items() if device == "cuda"]
     if asked:
@@ -232,7 +235,7 @@ def _check_cuda(asked: list[str]) -> None:
 
 
 def check_critic(config: Config) -> None:
-    """The model that the critic begins as reads the ids of the policy's tokenizer."""
+    """Check that the critic's initial model fits the policy's tokenizer."""
     if (name := config.critic.model.name) in ("", config.model.name):
         return
     key = f"critic.model.name = {name!r}"
@@ -287,8 +290,10 @@ def check_model(config: Config, *, here: bool) -> None:
 
 
 def run_size(config: Config) -> int:
-    """Processes that connect to the coordinator: on each machine a node daemon, a relay and its
-    replicas, on the first one also store and trainer."""
+    """Return the number of processes that connect to the coordinator.
+
+    On each machine: a node daemon, a relay and its replicas; on the first also store and trainer.
+    """
     return config.total_replicas + 2 * config.run.nodes + 2
 
 
@@ -313,7 +318,7 @@ def _check_port(config: Config, key: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                return  # the address of the machine where the coordinator will be started
+                return  # the address of the machine where the coordinator will run
             raise ConfigError(
                 f"{key} = {port} cannot be used on {host} ({error.strerror}); choose "
                 "another, or 0 for any free one"

@@ -1,11 +1,11 @@
-"""The nodes of `laminar train`, started before there is a run: they import during the checks.
+"""Pre-started nodes of `laminar train`, which import while the run is being checked.
 
 Reads   the configuration
 Starts  python -m laminar.cli.prefork_node
 Writes  the words of a laminar-node to each, with the lock of the run's directory
 
-What the actors import and what the checks before a run import takes seconds each, on a core of its
-own. If the checks find a mistake, the processes are ended; they have written nothing.
+The imports of the actors and those of the checks take seconds each, on a separate core each. If the
+checks find a mistake, the processes are ended; they have written nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from laminar.engines.environment import visible_gpus
 
 
 class PreforkedNode:
-    """A node daemon that imports; `go` makes it one of a run, `close` ends one that is none."""
+    """Importing node daemon; `start_node` makes it join a run, `close` ends an unused one."""
 
     def __init__(self, config: Config, roles: Sequence[str]) -> None:
-        """Start the process in a session of its own: Ctrl-C is the starter's to hand on."""
+        """Start the process in a separate session, so that only its starter forwards Ctrl-C."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         imports = json.dumps(collect_needs(roles, config, gpus=bool(visible_gpus())))
         with theirs:
@@ -37,7 +37,7 @@ class PreforkedNode:
         self._given = False
 
     def start_node(self, words: Sequence[str], lock_fd: int) -> subprocess.Popen[bytes]:
-        """The node; its standard input stays open until `close`, or the end of this process."""
+        """Start the node; its standard input stays open until `close` or this process's end."""
         socket.send_fds(self._socket, [json.dumps([*words]).encode()], [lock_fd])
         self._given = True
         return self._process

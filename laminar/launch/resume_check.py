@@ -1,13 +1,13 @@
-"""laminar train --resume RUN: whether that run can be taken up again, and with which settings.
+"""laminar train --resume RUN: check that the run can be resumed, and with which settings.
 
 Reads   the event log, the configuration and the locks of a run
-Gives   resumed_config, or ConfigError with one sentence; claim_run_directory: this process's share
-        of the run
-Writes  (claim_run_directory only) the configuration, a secret where there is none, the directory of
-        the new logs; removes what is said of processes that are gone
+Gives   resumed_config; claim_run_directory: this process's share of the run
+Raises  ConfigError with one sentence
+Writes  (claim_run_directory only) the configuration, a secret if there is none, the directory of
+        the new logs; removes the status of processes that are gone
 
-Nothing is written before all has been looked at. What decides is the log: it says how far the run
-was, whether it has ended, and which checkpoints it confirms.
+Nothing is written before all checks have passed. The log is authoritative: it has the run's
+progress, its end, and the checkpoints that it confirms.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ CHANGEABLE = (
     "store.payload_gb",
     "reward.trial",
 )
-"""Settings that may be others for the rest of a run, besides all of [slurm]."""
+"""Settings that may change for the rest of a run, in addition to all of [slurm]."""
 HEADER_MAX = 100 << 20
-"""Bytes of the header of a safetensors file, as its readers limit it."""
+"""Largest header of a safetensors file in bytes, as limited by its readers."""
 _PLACE = ("run.name", "run.output_dir")
 _RESTART_HINT = "so there is nothing to resume: begin it again, with --move-old or another run.name"
 
 
 def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
-    """The settings with which the run goes on: its own, with what may be changed."""
+    """Return the settings of the resumed run: its own, with the permitted changes."""
     own = run_config(run_dir)
     if holders(run_dir):
         raise ConfigError(in_use(run_dir))
@@ -80,7 +80,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     check_log(run_dir, state)
     check_resumable(run_dir, state)
     place = _place_of(run_dir, own)
-    if files:  # what they leave to be worked out is compared when that is done
+    if files:  # compared once "auto" settings are resolved
         config = load_config(files, [*overrides, *place])
     else:
         config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
@@ -99,7 +99,7 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
 
 
 def _place_of(run_dir: Path, own: Config) -> list[str]:
-    """The run is where RUN says, whatever it was called and wherever it was when it began."""
+    """Return overrides for the run's present place, which may differ from the original one."""
     there, known = run_dir.resolve(), own.run
     if own.run_dir.resolve() != there:
         known = msgspec.structs.replace(known, name=there.name, output_dir=str(there.parent))
@@ -107,7 +107,7 @@ def _place_of(run_dir: Path, own: Config) -> list[str]:
 
 
 def check_checkpoints(run_dir: Path, state: State) -> None:
-    """ConfigError for a checkpoint that is damaged or another run's, and for want of any."""
+    """Raise ConfigError if a checkpoint is damaged or another run's, or if there is none."""
     chains = {trained.step_index + 1: trained.chain for trained in state.trained}
     found = []
     there = set((run_dir / CHECKPOINTS_DIR).glob("step_*"))
@@ -142,7 +142,7 @@ def _format_unusable(directory: Path, why: str) -> str:
 
 
 def safetensors_size(path: Path) -> tuple[Path, int]:
-    """How many bytes the file must have, by its header; ValueError if that cannot be read."""
+    """Return the file's required size by its header; raise ValueError if that is unreadable."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8))
         header = json.loads(file.read(min(length, HEADER_MAX)))
@@ -151,7 +151,7 @@ def safetensors_size(path: Path) -> tuple[Path, int]:
 
 
 def check_data(run_dir: Path, digest: str) -> None:
-    """ConfigError for data that are not those with which the run began."""
+    """Raise ConfigError for data other than those with which the run began."""
     for _, record in read_log(RealDisk(run_dir / EVENTS_DIR)):
         event = decode_event(record.event) if isinstance(record, EventRecord) else None
         if isinstance(event, ev.DataLoaded):
@@ -164,7 +164,7 @@ def check_data(run_dir: Path, digest: str) -> None:
 
 
 def state_of(run_dir: Path) -> State:
-    """What the log of a run leads to; ConfigError where there is none, or it is damaged."""
+    """Return the state restored from the log; raise ConfigError if it is missing or damaged."""
     events = run_dir / EVENTS_DIR
     if not events.is_dir():
         raise ConfigError(f"{run_dir} has no event log ({events}), {_RESTART_HINT}")
@@ -181,7 +181,7 @@ def state_of(run_dir: Path) -> State:
 
 
 def check_unchanged(own: Config, now: Config) -> None:
-    """ConfigError for the first setting that is not what the run began with and may not change."""
+    """Raise ConfigError for the first setting that differs and may not change."""
     before, after = values_of(own), values_of(now)
     for key in sorted(before.keys() | after.keys()):
         may = key in (*CHANGEABLE, *_PLACE) or key.startswith("slurm.")
@@ -197,7 +197,7 @@ def check_unchanged(own: Config, now: Config) -> None:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Every setting, by its dotted key."""
+    """Return every setting by its dotted key."""
     return _flatten_tree(msgspec.to_builtins(config))
 
 
@@ -209,13 +209,13 @@ def _flatten_tree(tree: Any, key: str = "") -> dict[str, Any]:
 
 
 def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
-    """Our share of the directory, which no other process has; the settings as they are now."""
+    """Claim the idle directory for this process, and write the present settings."""
     lock = RunLock.join_idle_run(run_dir, "train")
     try:
         make_missing_secret(run_dir)
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
-        for name in (COORDINATOR_FILE, STATUS_FILE):  # what they say of the processes is over
+        for name in (COORDINATOR_FILE, STATUS_FILE):  # about processes that are gone
             (run_dir / name).unlink(missing_ok=True)
         create_attempt(run_dir)
     except OSError as error:

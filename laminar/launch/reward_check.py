@@ -1,16 +1,16 @@
-"""The reward is called before a run starts: on three rows, with the right answer and an empty one.
+"""Trial of the reward before a run starts: three rows, each with the answer and an empty one.
 
 Reads   the first training rows, the resolved scorer
 Writes  the terminal: what each call returned
-Gives   a warning, when right answers score as empty ones do, or less
+Gives   a warning, when correct answers score no more than empty ones
 Raises  ConfigError when the scorer cannot be loaded, or no call of it gives a score
 
-A reward that fails on everything, or gives every answer the same, is a mistake of an hour's run; so
-the user sees its scores first, and a run without any is refused unless reward.trial = false insists
-on it. A user's function runs in a worker process with its time-out, as in
-the run; what it prints is dropped here. The scorers of this project need neither. How a user's
-function wants its answers is not known, so it gets them in the usual forms; the one is shown that
-makes a difference to an empty answer.
+A reward that fails on everything, or gives every response the same, would waste an hour's run.
+Therefore the user sees its scores first, and a run without any score is refused unless
+reward.trial = false. A user's function runs in a worker process with its timeout, as in the run;
+its printed output is discarded here. The built-in scorers need neither. The format that a user's
+function expects is unknown, so it gets the answer in the usual forms; the form shown is one that
+scores differently from an empty answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from laminar.tasks.rewards.worker_pool import RewardPool
 ROWS = 3
 SHOWN_CHARS = 60
 FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
-"""The forms in which an answer is written for a function of the user."""
+"""Forms in which an answer is passed to a user's function."""
 NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
 Encode = Callable[[str], list[int]]
 
@@ -43,9 +43,10 @@ Encode = Callable[[str], list[int]]
 def trial_calls(
     spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode, group_size: int
 ) -> list[RewardCall]:
-    """The trial calls: for each row the answer in the data, if any, in one form or several; last an
-    empty answer. A function of whole groups gets `group_size` siblings, as in the run: it may count
-    on that."""
+    """Build the calls: for each row its answer, if any, in one or several forms, then an empty one.
+
+    A function of whole groups gets `group_size` siblings, as in the run, since it may rely on that.
+    """
     return [
         RewardCall(
             row,
@@ -69,7 +70,7 @@ def _build_texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[str]
 def show_trial(
     spec: RewardSpec, reward: RewardConfig, calls: Sequence[RewardCall], console: Console
 ) -> dict[str, str]:
-    """Call the reward and show what it returns; a warning by its kind, if there is reason."""
+    """Call the reward and show the results; return warnings by kind."""
 
     def show(line: str) -> None:
         console.print(line, highlight=False, markup=False)
@@ -94,7 +95,7 @@ def show_trial(
 
 
 def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
-    """Why a run is refused whose reward has scored nothing."""
+    """Return the reason to refuse a run whose reward gave no score."""
     row, said = (
         calls[0].row,
         f"gave no score for any answer that it was tried on ({_format_result(first)})",
@@ -111,7 +112,7 @@ def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult
 def _find_flat_reward(
     pairs: Sequence[tuple[float | None, float | None]], calls: Sequence[RewardCall]
 ) -> dict[str, str]:
-    """The warning where the right answer earns what the empty one does, on every row."""
+    """Return a warning if correct and empty answers score the same on every row."""
     if not pairs or any(right is None or right != empty for right, empty in pairs):
         return {}
     row = next(call.row for call in calls if call.row.ground_truth is not None)
@@ -125,14 +126,14 @@ def _find_flat_reward(
 
 
 def _find_best_call(found: Sequence[RewardResult]) -> int:
-    """Which call shows what a right answer is worth: the best score that an empty one has not."""
+    """Return the index of the best score that differs from that of the empty answer."""
     scores = [_get_score(result) for result in found]
     scored = [(score, -i) for i, score in enumerate(scores) if score not in (None, scores[-1])]
     return -max(scored)[1] if scored else 0
 
 
 def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, str]:
-    """The warning where every right answer earns less than the empty one."""
+    """Return a warning if every correct answer scores less than the empty one."""
     known = [(right, empty) for right, empty in pairs if right is not None and empty is not None]
     if not known or not all(right < empty for right, empty in known):
         return {}
@@ -149,7 +150,7 @@ def has_failed(result: RewardResult) -> bool:
 
 
 def _get_score(result: RewardResult) -> float | None:
-    """What the function gave; a response on which it failed has reward.error_score there."""
+    """Return the function's score, or None where it failed (and has reward.error_score)."""
     return None if has_failed(result) else result.score
 
 
@@ -166,8 +167,7 @@ def _run_calls(
 async def _in_worker(
     spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
 ) -> list[list[RewardResult]]:
-    """Results of the calls until one takes too long: the start of a run does not wait for six of
-    them."""
+    """Return the results; after the first timeout, the remaining calls are skipped."""
     pool = RewardPool(spec, timeout_s=reward.timeout_s, max_retries=0)
     try:
         await pool.start()
@@ -192,7 +192,7 @@ async def _in_worker(
 
 
 def _split_call(spec: RewardSpec, call: RewardCall) -> list[RewardCall]:
-    """The calls of the function that this means."""
+    """Return the calls of the function: one per group, or one per response."""
     if spec.scope == "group":
         return [call]
     return [RewardCall(call.row, [one]) for one in call.completions]

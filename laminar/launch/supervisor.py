@@ -1,10 +1,10 @@
-"""The supervisor: what `laminar train` and `laminar serve` do while a run works.
+"""Supervisor: the part of `laminar train` and `laminar serve` that watches over a run.
 
 Reads   coordinator.json of the run, exit codes of its processes, signals; a byte from the
         coordinator for each second in which it makes turns
 Writes  requests to the standard input of the coordinator; shows progress
-Starts  laminar-coord, and a laminar-node for each machine that is ours (machines.py); starts one
-        that died again, and kills a coordinator that stands still
+Starts  laminar-coord, and a laminar-node for each of its machines (node_restarts.py); restarts
+        those that died, and kills a coordinator that stalls
 
 Ctrl-C, SIGTERM or SIGHUP end the run gracefully (the step in training is completed, the model
 exported); a second Ctrl-C or SIGQUIT ends it at once, a third kills what is left. SIGUSR1, and in a
@@ -43,40 +43,42 @@ from laminar.weights.arena.arena import sweep_arenas
 
 POLL_S = 0.25
 NODE_EXIT_S = 30.0
-"""How long the nodes may take to leave once the coordinator has ended."""
+"""Longest time for the nodes to leave once the coordinator has ended."""
 AT_ONCE_S = 20.0
-"""How long the coordinator may take to tell all processes that the run has ended."""
+"""Longest time for the coordinator to tell all processes that the run has ended."""
 NOTICE_S = 5.0
-"""How long it may take all processes to notice that the run directory is gone."""
+"""Longest time for all processes to notice that the run directory is gone."""
 TERM_S = 15.0
-"""How long they may take once they are ordered to: their children have ten seconds of it."""
+"""Longest time to end after SIGTERM; the processes' children have ten seconds of it."""
 
 STILL_S = 30.0
-"""How long the coordinator may make no turn. A disk that hangs is mostly back sooner."""
+"""Longest time without a turn of the coordinator; most disk stalls are shorter."""
 
 TURNS_MAX = 4096
-"""Bytes: more than a coordinator writes between two polls."""
+"""Bytes read at once: more than a coordinator writes between two polls."""
 
 Process = subprocess.Popen[bytes]
 
 
 def roles_of(machine: int) -> list[str]:
-    """The first machine has the store and the trainer, all have a relay and replicas."""
+    """Return the roles of a machine: the first also has the store and the trainer."""
     return [*(("store", "trainer") if machine == 0 else ()), "relay", "rollout"]
 
 
 def node_args(config: Config, machine: int) -> list[str]:
-    """The options of its laminar-node."""
+    """Return the options of the machine's laminar-node."""
     roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.replicas_on(machine)}"])
     words = ["--name", f"node-{machine}", "--roles", roles]
     if ip_of(config.coordinator.host, "coordinator.host").startswith("127."):
         return [*words, "--host", f"127.0.0.{machine + 1}"]
-    return words  # it listens on its address on the way to the coordinator
+    return words  # the node listens on its address on the way to the coordinator
 
 
 def start_daemon(lock: RunLock, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
-    """Start a daemon of the run in a session of its own: Ctrl-C is ours to hand on. It sees our end
-    by its stdin's. It gets these descriptors, too."""
+    """Start a daemon in a separate session, so that only this process forwards Ctrl-C.
+
+    The daemon notices the end of this process by its closed stdin. It inherits `fds`, too.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", module, str(lock.run_dir), *options, "--lock-fd", str(lock.fd)],
         stdin=subprocess.PIPE,
@@ -87,7 +89,7 @@ def start_daemon(lock: RunLock, module: str, *options: str, fds: Sequence[int] =
 
 
 class Supervisor:
-    """The daemons of a run on one machine: a coordinator, and a node for each machine of ours."""
+    """Supervisor of a run's daemons on one machine: a coordinator, and a node per machine."""
 
     def __init__(
         self,
@@ -100,14 +102,16 @@ class Supervisor:
         asking: ResumeRequest = ResumeRequest.NOTHING,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        """`early`: the nodes, where they have been started already. `asking`: whether a run that
-        was stopped is to go on. `nodes`: the machines that are ours, where others have the rest;
-        None: all, and nobody else has a share of the run."""
+        """Initialize the supervisor.
+
+        `early`: nodes started already. `asking`: whether to continue a stopped run. `nodes`: the
+        machines of this supervisor, if others have the rest; None: all, and the run is not shared.
+        """
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self._alone = nodes is None
         self.progress = ProgressPanel(lock.run_dir, console)
         self._asked, self._early, self._asking = asked, early, asking
-        self._told = StopRequest.NOTHING  #: what the present coordinator knows of it
+        self._told = StopRequest.NOTHING  #: level known to the present coordinator
         indexes = range(config.run.nodes) if nodes is None else nodes
         self._nodes = NodeRestarter(config, indexes, self._start_node, self.progress.add_note)
         self._restarts = Restarts(
@@ -115,27 +119,27 @@ class Supervisor:
         )
 
     def run(self) -> GiveUp:
-        """Watch until the coordinator has ended finally, and all other processes have left."""
+        """Watch until the coordinator has ended for good, and all other processes have left."""
         self._start_coordinator()
         if self._alone:
             self._nodes.start_all(self._start_first)
         with self.progress:
             over = self._watch_processes()
-            if over.reason and not self._lock.find_lost_reason():  # that is printed last
+            if over.reason and not self._lock.find_lost_reason():  # printed last
                 self.progress.add_note(f"the run cannot go on: {over.reason}")
             self._end_processes(self._leave_s(over))
-        sweep_arenas()  # of a relay that was killed together with its node
+        sweep_arenas()  # left by a relay that was killed together with its node
         return over
 
     def _leave_s(self, over: GiveUp) -> float:
-        """How long the others may take to end by themselves."""
+        """Return how long the other processes may take to end by themselves."""
         if self._lock.find_lost_reason():
             return NOTICE_S
         told = over.code != exit_codes.USER_ERROR and over.code in exit_codes.FINAL
         return NODE_EXIT_S if told and not over.reason else 0.0
 
     def _watch_processes(self) -> GiveUp:
-        again_s: float | None = None  #: when the next coordinator is to be started
+        again_s: float | None = None  #: time of the coordinator's next start
         while True:
             time.sleep(POLL_S)
             self.progress.update()
@@ -165,13 +169,16 @@ class Supervisor:
             self._tell_restart(code, verdict.pause_s)
 
     def _start_late_nodes(self) -> None:
-        """Start nodes beside those of others. One takes the name of a node that lives, so it waits
-        until our coordinator serves: then nobody else serves the run."""
+        """Start nodes of a shared run once the coordinator serves.
+
+        A node takes the name of a possibly live one; a serving coordinator proves that no other
+        process serves the run.
+        """
         if self._coordinator.has_served and not self._nodes.begun:
             self._nodes.start_all(self._start_first)
 
     def _given_up(self, no_coordinator: bool) -> GiveUp | None:
-        """What ends a run without its coordinator."""
+        """Return the reason to end the run without its coordinator, or None."""
         if reason := self._lock.find_lost_reason():
             return GiveUp(exit_codes.USER_ERROR, reason)
         if self._asked.level < StopRequest.NOW:
@@ -192,7 +199,7 @@ class Supervisor:
         self._told = StopRequest.NOTHING
 
     def _start_first(self, index: int) -> Process:
-        """The node that imports already, if there is one."""
+        """Return the pre-started node, or start a new one."""
         if not self._early:
             return self._start_node(index)
         words = [str(self.run_dir), *node_args(self.config, index)]
@@ -212,7 +219,7 @@ class Supervisor:
         )
 
     def _forward_request(self) -> None:
-        """Tell the coordinator what was asked for; one that still starts reads it then."""
+        """Forward a new stop request to the coordinator; one that is starting reads it later."""
         level, reason = self._asked.level, self._asked.reason
         if level <= self._told:
             return
@@ -233,15 +240,14 @@ class Supervisor:
             )
         stdin = self._coordinator.process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets it
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its successor gets the request
             word = {StopRequest.PAUSE: PAUSE, StopRequest.DRAIN: DRAIN}.get(level, NOW)
             stdin.write(f"{word} {reason}\n".encode())
 
     def _end_processes(self, leave_s: float) -> None:
-        """End the processes: they leave within `leave_s`, else when ordered to, else they are
-        killed."""
+        """End the processes: wait `leave_s`, then send SIGTERM, then SIGKILL."""
         for number, wait_s in ((0, leave_s), (signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
-            if number == signal.SIGKILL:  # one that ends gracefully takes as long as it likes
+            if number == signal.SIGKILL:  # a coordinator that ends gracefully has no time limit
                 self._coordinator.process.kill()
             for name, node in self._nodes:
                 if number and node.poll() is None:
@@ -259,11 +265,11 @@ class Supervisor:
 
 
 class StopRequest:
-    """What was asked for by signals: the highest of five levels, and by which signal.
+    """Stop request made by signals: the highest of five levels, and the signal.
 
-    SIGTERM and SIGHUP ask for a graceful end, as often as they come; SIGUSR1, and in a batch job
-    SIGTERM, for a pause. Ctrl-C asks for an end, and for one level more each time, SIGQUIT for an
-    end at once.
+    SIGTERM and SIGHUP request a graceful end, however often they come; SIGUSR1, and in a batch job
+    SIGTERM, a pause. Ctrl-C requests an end, and one level more each time; SIGQUIT an immediate
+    end.
     """
 
     NOTHING, PAUSE, DRAIN, NOW, BY_FORCE = range(5)
@@ -274,8 +280,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        """Have signals ask from here on; afterwards they do what they did before. Only the main
-        thread of a program may say what signals do: in another one they do what they did."""
+        """Install the signal handlers until exit; only the main thread can do so."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in (*stop_signals(), *pause_signals(), signal.SIGINT, signal.SIGQUIT):
@@ -287,7 +292,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def since_now_s(self) -> float:
-        """How long ago an end at once was asked for."""
+        """Return the seconds since an immediate end was requested."""
         return time.monotonic() - self._now_s
 
     def _handle_signal(self, number: int, frame: object) -> None:
@@ -304,12 +309,13 @@ class StopRequest:
 
 
 class CoordinatorProcess:
-    """A coordinator process, and since when it serves: it has written the address file then."""
+    """Coordinator process, with the time since which it serves, shown by its address file."""
 
     def __init__(self, start: Callable[[int], Process], address: Path) -> None:
-        """`start` gives it a descriptor, to which it writes while it makes turns. What `address`
-        says before the start is an earlier coordinator's, which may have had the same process id on
-        another machine."""
+        """Start the process with `start`, which gets the descriptor for the coordinator's turns.
+
+        An earlier `address` file is ignored: its process id may be in use on another machine.
+        """
         self._address, self._before = address, _identify_file(address)
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
@@ -319,11 +325,11 @@ class CoordinatorProcess:
         finally:
             os.close(writing)
         self._since_s: float | None = None
-        self._still = 0  #: polls since its last turn; once it has made one
+        self._still = 0  #: polls since its last turn, after its first
         self._turned = False
 
     def poll(self, now_s: float) -> int | None:
-        """The coordinator's exit code, if it has ended."""
+        """Return the coordinator's exit code, if it has ended."""
         if self._since_s is None and self._has_address():
             self._since_s = now_s
         code = self.process.poll()
@@ -337,11 +343,13 @@ class CoordinatorProcess:
         return code
 
     def kill_if_stalled(self) -> bool:
-        """Kill it if it makes no turns any more, which is counted in polls: where all processes
-        were paused together, by their machine say, it has stood still no longer than we have."""
+        """Kill the coordinator if it makes no more turns; return whether it was killed.
+
+        The time is counted in polls, so a pause of the whole machine does not count.
+        """
         if not self._turned or self._still * POLL_S <= STILL_S:
             return False
-        self._still = 0  # it may take a while to go, in a call that no signal ends
+        self._still = 0  # it may take a while to end, in an uninterruptible call
         self.process.kill()
         return True
 
@@ -361,7 +369,7 @@ class CoordinatorProcess:
 
 
 def _identify_file(path: Path) -> tuple[int, int] | None:
-    """Another one for each file that was renamed to this path; None without any."""
+    """Return an identity that changes when a file is renamed to this path; None if missing."""
     try:
         status = path.stat()
     except OSError:

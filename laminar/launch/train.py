@@ -1,8 +1,8 @@
-"""What `laminar train` is made of: check, prepare the run directory, start, watch, report.
+"""Stages of `laminar train`: check, prepare the run directory, start, watch, report.
 
 Reads   a configuration, the run directory of a run that is resumed
 Writes  the run directory; the plan before a run, its summary after it
-Starts  the processes of the run, by way of the supervisor; with --prepare nothing
+Starts  the processes of the run, through the supervisor; with --prepare nothing
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
 
 LOST_SHOWN = 4
-"""Reasons for which processes were lost; summary.json has all."""
+"""Most reasons shown for lost processes; summary.json has all."""
 UNHANDLED = "an event could not be handled: the coordinator's last line names it and the error"
 
 
 class ForkStart(NamedTuple):
-    """What a fork begins with."""
+    """Start of a fork from a checkpoint."""
 
     step: int
     lines: list[str]  #: of the plan
-    take: Callable[[Path], None]  #: have it in the new run directory; OSError
+    take: Callable[[Path], None]  #: copies it into the new run directory; may raise OSError
 
 
 def run_training(
@@ -76,7 +76,7 @@ def run_training(
     forked: ForkStart | None = None,
     console: Terminal | None = None,
 ) -> GiveUp:
-    """Check, start, watch, report; how it ended, with the reason where it failed."""
+    """Check, start, watch and report a run; return how it ended, with the reason of a failure."""
     console = console or Terminal()
     config = check_settings(config)
     starts = not (arguments.dry_run or arguments.prepare)
@@ -90,7 +90,7 @@ def run_training(
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
             return GiveUp(_get_exit_code(console))
-        with StopRequest() as asked:  # before there is a directory: nothing is left half made
+        with StopRequest() as asked:  # before the directory exists, so that none is left incomplete
             if not arguments.resume and run_dir.exists():
                 console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
             place = claim_run_directory if arguments.resume else prepare_directory
@@ -120,8 +120,10 @@ def plan_run(
     console: Terminal,
     machines: int,
 ) -> tuple[RunPlan, dict[str, str]]:
-    """The plan, which is shown, and its warnings; ConfigError for what a run cannot start with.
-    `machines`: how many of the run's machines this one will be; with 0 it is not looked at."""
+    """Show the plan; return it with its warnings; raise ConfigError if the run cannot start.
+
+    `machines`: number of the run's machines that are this machine; with 0 it is not checked.
+    """
     places = check_memory(config, machines) if machines else []
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
@@ -145,7 +147,7 @@ def _get_exit_code(console: Terminal) -> int:
 
 
 def _format_daemons(config: Config, run_dir: Path) -> list[str]:
-    """The commands that run what is prepared."""
+    """Return the commands that run a prepared run."""
     nodes = [node_args(config, machine) for machine in range(config.run.nodes)]
     return [
         f"prepared; started in {Path.cwd()}, these run it, a laminar-node on each machine:",
@@ -155,7 +157,7 @@ def _format_daemons(config: Config, run_dir: Path) -> list[str]:
 
 
 def place_of(config: Config, move_old: bool) -> Path:
-    """The directory of a new run: there is none, or it may be moved."""
+    """Return the directory of a new run; raise ConfigError if it exists and may not be moved."""
     run_dir = config.run_dir
     if run_dir.exists() and holders(run_dir):
         raise ConfigError(in_use(run_dir))
@@ -168,8 +170,10 @@ def place_of(config: Config, move_old: bool) -> Path:
 
 
 def report_end(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
-    """The closing lines. The run has ended, and they change nothing of how it did; why it failed
-    stands in the log, where its coordinator has said it."""
+    """Print the closing lines and return how the run ended, with the logged reason.
+
+    The lines have no influence on the outcome.
+    """
     reason = over.reason
     try:
         summary = summary_of(run_dir)
@@ -194,7 +198,7 @@ def report_end(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
 
 
 def _write_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """Write the summary; a line when there is no room for it."""
+    """Write the summary; return a line about it if that fails."""
     try:
         write_summary(run_dir, summary)
     except ConfigError as error:
@@ -203,7 +207,7 @@ def _write_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 
 def move_aside(run_dir: Path) -> Path:
-    """Rename a run directory to the first free NAME.N; ConfigError while its run is active."""
+    """Rename a run directory to the first free NAME.N; raise ConfigError if its run is active."""
     number = 1
     with lock_for_move(run_dir):
         while (target := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
@@ -213,7 +217,7 @@ def move_aside(run_dir: Path) -> Path:
 
 
 def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
-    """Make the directory, ours before anything is in it. The coordinator gives the warnings."""
+    """Create the directory, locked before it has contents; the coordinator emits the warnings."""
     try:
         run_dir.mkdir(parents=True)
         lock = RunLock.create(run_dir, "train")
@@ -230,7 +234,7 @@ def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -
 
 
 def _take_fork(forked: ForkStart, run_dir: Path) -> None:
-    """What a fork begins with; without that there is no run directory."""
+    """Take the fork's checkpoint into the run directory; remove the directory on failure."""
     try:
         forked.take(run_dir)
     except OSError as error:
@@ -241,7 +245,7 @@ def _take_fork(forked: ForkStart, run_dir: Path) -> None:
 
 
 def plan_lines(plan: RunPlan) -> list[str]:
-    """What will happen, in a few lines; the first prompt as the model sees it."""
+    """Return the plan in a few lines, with the first prompt as the model sees it."""
     c = plan.config
     prompt = [
         f"prompt 0   {plan.first_prompt!r}",
@@ -263,7 +267,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
 
 
 def _format_objective(c: Config) -> list[str]:
-    """What is trained on, where it is not the default."""
+    """Return the objective of training, if it is not the default."""
     a = c.algorithm
     loss, own = a.policy_loss.loss_mode, OWN_AGGREGATION.get(a.policy_loss.loss_mode)
     if (loss, a.adv_estimator) == ("vanilla", "grpo"):
@@ -277,7 +281,7 @@ def _format_model(c: Config) -> str:
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[str]:
-    """The last lines: what happened, and where to look next; why it is not tried again."""
+    """Return the last lines: the outcome, where to look next, and how to resume."""
     lines = [""]
     failure = summary["failure"] or over.reason
     if over.code == exit_codes.PAUSED:
@@ -325,7 +329,7 @@ def _format_skipped(summary: dict[str, Any]) -> str:
 
 
 def _format_losses(lost_by: dict[str, str]) -> list[str]:
-    """Why processes were lost; of those with the same reason the first one's name."""
+    """Return the reasons of lost processes, with the first process for each reason."""
     by_reason = {reason: name for name, reason in reversed(lost_by.items())}
     lines = [f"lost             {name}: {reason}" for reason, name in by_reason.items()]
     more = [f"lost             {len(lost_by)} processes in all, see lost_by in {SUMMARY_FILE}"]
@@ -333,8 +337,7 @@ def _format_losses(lost_by: dict[str, str]) -> list[str]:
 
 
 def _format_evaluations(evaluations: list[dict[str, Any]]) -> list[str]:
-    """The score from the first evaluation to the last; a shaped reward has its mean score beside
-    it."""
+    """Return the first and last evaluation score; for a shaped reward also the mean score."""
     if len(evaluations) < 2:
         return []
     first, last = evaluations[0], evaluations[-1]
