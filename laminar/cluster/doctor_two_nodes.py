@@ -1,17 +1,17 @@
-"""Two machines of a cluster look at each other: what laminar doctor has a short job do on them.
+"""Mutual checks of two machines of a cluster, run by laminar doctor in a short job.
 
-Reads   DIRECTORY/config.toml, what the other machine writes there, its clock
+Reads   DIRECTORY/config.toml, the other machine's files there, its clock
 Writes  DIRECTORY; a socket between the two; standard output, JSON in short lines
-Gives   on_this_machine, the body of a task; said, what that prints, and heard, the reverse;
-        asked_of_two, which has Slurm run it on two machines
-Raises  ConfigError for what is wrong, with its mend
+Gives   check_this_machine, the body of a task; format_results, its output, and parse_results, the
+        reverse; check_two_nodes, which has Slurm run the task on two machines
+Raises  ConfigError for each fault, with its fix
 
     first                                    second
-    0.json, `page` with "old"  ---------->   reads them, and that there is no `late`
+    0.json, `page` with "old"  ---------->   reads them, and checks that `late` is absent
     <------------------------------------    connects, and asks for the time
     the time; a new `page`, `late`, a lock   waits until it sees both, tries the lock
 
-A file of its own, because doctor.py looks at one machine.
+Separate from doctor.py, which checks one machine.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from laminar.run.lock import try_lock
 from laminar.run.renames import write_whole
 
 SEEN_S = 60.0
-"""How late a file may be seen by the other machine: network file systems look again after that."""
+"""Longest delay for a file to become visible; network file systems refresh within that time."""
 CONNECT_S = 10.0
 CLOCK_S = 1.0
 MACHINES_S = 120
-"""How long Slurm may take to find two machines; a full cluster has none."""
+"""Longest time for Slurm to find two machines; a full cluster has none."""
 _POLL_S = 0.05
 _LINE_MAX = 900
-"""Characters. srun keeps lines of two tasks apart up to 1,024 bytes; longer ones it mixes."""
+"""Characters per line. srun keeps lines of two tasks apart only up to 1,024 bytes."""
 _LINE = re.compile(r"^\[([01])\](.*)$", re.MULTILINE)
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """What one machine says of itself."""
+    """Facts that one machine reports about itself."""
 
     name: str
     version: str
@@ -63,7 +63,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What one machine has looked at."""
+    """Result of one check."""
 
     subject: str
     sound: bool
@@ -81,7 +81,7 @@ def run_check(subject: str, check: Check) -> Found:
 
 
 def check_this_machine(directory: Path, rank: int) -> list[Found]:
-    """The part of this machine, which is the first or the second of the two."""
+    """Run this machine's part, as the first or the second of the two."""
     name = own_name()
     if not directory.is_dir():
         return [
@@ -134,7 +134,7 @@ def _check_seen(path: Path) -> str:
 
 
 def _wait(until: Callable[[], bool], otherwise: str) -> float:
-    """Seconds until what the other machine has written is seen; ConfigError after SEEN_S."""
+    """Return the seconds until the other machine's change is visible; ConfigError after SEEN_S."""
     begun = time.monotonic()
     while not until():
         if time.monotonic() - begun > SEEN_S:
@@ -153,7 +153,7 @@ def _check_version(own: MachineFacts, other: MachineFacts) -> str:
 
 
 class _PeerLink:
-    """A line of words between the two, each of which has been reached by the other."""
+    """Text line between the two machines, each of which the other has reached."""
 
     def __init__(self, own: socket.socket, facts: MachineFacts, other: MachineFacts) -> None:
         self._own, self._facts, self._other = own, facts, other
@@ -181,7 +181,7 @@ class _PeerLink:
         return f"{self._other.name} is reached at {self._other.host}"
 
     def _connect_peer(self, first: bool) -> tuple[socket.socket, socket.socket]:
-        """One connection each way; the second's is the line."""
+        """Open one connection each way; the one opened by the second is the text line."""
         where = (self._other.host, self._other.port)
         if first:
             line, _ = self._own.accept()
@@ -205,17 +205,17 @@ class _PeerLink:
 
 
 def _run_first(directory: Path, link: _PeerLink) -> Iterator[Found]:
-    """Answer with the time, then change what the second looks at."""
+    """Send the time, then change what the second checks."""
     link.read_word()
     link.send_word(str(time.time()))
-    link.read_word()  # it has read the page, and looked for what is not there yet
+    link.read_word()  # the second has read the page, and checked that `late` is absent
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         held = try_lock(lock, fcntl.LOCK_EX)
         write_whole(directory / "page.0", b"new", durable=True)
         write_whole(directory / "late", b"", durable=True)
         link.send_word("changed" if held else "no lock")
-        link.read_word()  # it has tried the lock
+        link.read_word()  # the second has tried the lock
     finally:
         os.close(lock)
     yield from ()
@@ -257,7 +257,7 @@ def _check_renames(directory: Path) -> str:
 
 
 def _check_locks(path: Path, other: MachineFacts) -> str:
-    """The lock that the other machine has is one here, too."""
+    """Check that a lock of the other machine is seen here, too."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         free = try_lock(fd, fcntl.LOCK_EX)
@@ -282,14 +282,14 @@ _MEND = (
 
 
 def format_results(rank: int, found: list[Found]) -> Iterator[str]:
-    """The lines in which a task prints what it has found."""
+    """Yield the lines in which a task prints its results."""
     text = json.dumps(msgspec.to_builtins(found))
     for begin in range(0, len(text), _LINE_MAX):
         yield f"[{rank}]{text[begin : begin + _LINE_MAX]}"
 
 
 def parse_results(output: str) -> list[list[Found]]:
-    """What each task has found that was not ended before it had said all, in order."""
+    """Return the results of each task that printed all of them, in order."""
     parts = ["", ""]
     for rank, part in _LINE.findall(output):
         parts[int(rank)] += part
@@ -301,7 +301,7 @@ def parse_results(output: str) -> list[list[Found]]:
 
 
 def check_two_nodes(config: Config, scripts: JobScripts) -> list[Found]:
-    """Have Slurm run both parts; ConfigError when it does not."""
+    """Have Slurm run both parts; raise ConfigError if that fails."""
     above = next(path for path in scripts.run_dir.parents if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".laminar-doctor-", dir=above) as made:
         (Path(made) / CONFIG_FILE).write_text(dump_config(config))
@@ -326,7 +326,7 @@ def check_two_nodes(config: Config, scripts: JobScripts) -> list[Found]:
 
 
 def _list_options(config: Config) -> Iterator[str]:
-    """Two machines for some minutes; one that sees no directory ends both."""
+    """Yield options for two machines for some minutes; a failure of one ends both."""
     slurm = config.slurm
     yield from ("--nodes=2", "--ntasks=2", "--time=3", f"--immediate={MACHINES_S}", "--quiet")
     yield "--kill-on-bad-exit=1"

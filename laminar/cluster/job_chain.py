@@ -1,13 +1,13 @@
-"""slurm.chain: each service queues its successor in advance, and that goes on where it ends.
+"""slurm.chain: each service queues its successor in advance, which then continues the run.
 
 Reads   RUN/slurm/jobs.json, RUN/slurm/*.sbatch
-Writes  RUN/slurm/jobs.json, which says whose turn it is
-Gives   Chain: what the service does with the jobs after its own
+Writes  RUN/slurm/jobs.json, which records the current turn
+Gives   JobChain: the service's handling of the jobs after its own
 
-This is for clusters where no job is put back into the queue: there nothing but a job that waits
-already can go on after a power failure, a preemption or a time limit that nobody was warned of.
-The successor waits for an end of its predecessor that is no success, so one that needs no
-successor cancels it; each has a job array of its own, and cancels what is left of the former one.
+For clusters that do not requeue jobs: after a power failure, a preemption or a time limit without
+warning, only a job that is already waiting can continue there. The successor waits for its
+predecessor to end without success, so a predecessor that needs no successor cancels it; each has a
+separate job array, and cancels what is left of the former one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from laminar.cluster.slurm import (
 from laminar.config import Config, ConfigError
 
 SUBMIT_S = 60.0
-"""How long `laminar submit` may take to say which jobs it has queued, once the first has begun."""
+"""Longest time for `laminar submit` to record its queued jobs once the first has begun."""
 POLL_S = 0.5
 
 
 class JobChain:
-    """The jobs after that of this service."""
+    """Jobs after that of this service."""
 
     def __init__(
         self, config: Config, run_dir: Path, own: str, note: Callable[[str], None]
@@ -45,17 +45,17 @@ class JobChain:
 
     @property
     def successor(self) -> str:
-        """The job that goes on after this one; empty: none does."""
+        """Job that continues after this one; empty if there is none."""
         return self._next[0] if self._next else ""
 
     @property
     def follows(self) -> bool:
-        """Whether it is the turn of this job after another one."""
+        """Whether this job's turn follows that of another job."""
         jobs = read_jobs(self._run_dir)
         return jobs is not None and jobs.next[:1] == [self._own]
 
     def take_turn(self) -> None:
-        """Take the turn, and queue who has the next one."""
+        """Take the turn, and queue the successor."""
         jobs = self._wait_for_turn()
         if jobs is None:
             self._note(f"slurm.chain: job {self._own} is not one that was submitted; none follows")
@@ -71,7 +71,7 @@ class JobChain:
         self._next = jobs.next
 
     def cancel_next(self) -> None:
-        """No job is to go on. The nodes' goes first: it starts where the other is cancelled."""
+        """Cancel the successors, the nodes' first: they would start once the other is cancelled."""
         for job in reversed(self._next):
             try:
                 cancel_jobs([job])
@@ -80,7 +80,7 @@ class JobChain:
         self._next = []
 
     def _wait_for_turn(self) -> Jobs | None:
-        """The jobs of this turn; None where this job has none."""
+        """Wait for this job's turn and return its jobs; None if the turn never comes."""
         deadline = time.monotonic() + SUBMIT_S
         while time.monotonic() < deadline:
             jobs = read_jobs(self._run_dir)
@@ -92,7 +92,7 @@ class JobChain:
         return None
 
     def _take_over(self, former: Jobs) -> Jobs:
-        """Have the turn after these jobs, whose nodes leave."""
+        """Take the turn after these jobs, and cancel their nodes."""
         jobs = Jobs(service=self._own, rollouts=former.next[1:], before=former.before + 1)
         write_jobs(self._run_dir, jobs)
         if former.rollouts and list_queued(former.rollouts):

@@ -1,13 +1,13 @@
-"""The batch scripts of a run on Slurm: what each job asks for, and the one command that it runs.
+"""Batch scripts of a run on Slurm: the resources of each job, and the one command that it runs.
 
 Reads   [slurm] of the config
-Gives   Scripts, whose texts are for people, too: RUN/slurm/service.sbatch, RUN/slurm/rollout.sbatch
+Gives   JobScripts, with readable texts: RUN/slurm/service.sbatch, RUN/slurm/rollout.sbatch
 Raises  ConfigError for a run directory that no script can name
 
 One job has the coordinator, the store and the trainer. Each rollout machine is a task of a job
-array, so that Slurm replaces one without touching another: at most slurm.rollouts tasks run at a
-time, and slurm.spares more wait for their place. `exec`: Slurm signals the process that it started
-and no other, which so is the one that starts all others and ends last.
+array, so that Slurm replaces one without affecting another: at most slurm.rollouts tasks run at a
+time, and slurm.spares more wait for a place. The command is started with `exec`, because Slurm
+signals only the process that it started: that process then starts all others and ends last.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from laminar.run.directory import LOGS_DIR, SLURM_DIR
 
 SERVICE, ROLLOUT = "service", "rollout"
 _UNQUOTED = re.compile(r"[\w./,:=@+-]+", re.ASCII)
-"""What stands in a line of #SBATCH as it is; % would be replaced, the rest ends a word."""
+"""Characters that a line of #SBATCH takes literally; % would be replaced, others end a word."""
 
 
 @dataclass(frozen=True)
 class JobScripts:
-    """The scripts of one run."""
+    """Scripts of one run."""
 
     config: Config
     run_dir: Path  #: absolute
@@ -41,7 +41,7 @@ class JobScripts:
         return self._build_script(SERVICE, runs, [], "%j", "")
 
     def build_rollout(self, service_job: str = "") -> str:
-        """`service_job`: the id of the job without which this one is not started."""
+        """Return the rollout script; it starts only after `service_job`, if given."""
         slurm = self.config.slurm
         options = [f"--array=1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}"]
         if service_job:
@@ -53,7 +53,7 @@ class JobScripts:
         return self.run_dir / SLURM_DIR / f"{kind}.sbatch"
 
     def _build_script(self, kind: str, runs: str, options: list[str], log: str, node: str) -> str:
-        """`runs`: what the job runs, in words; `node`: the words that say which node it is."""
+        """Build a script; `runs`: description of the job; `node`: arguments selecting its node."""
         slurm = self.config.slurm
         name = re.sub(r"[^\w.+-]", "-", self.config.run.name, flags=re.ASCII)
         output = f"{self.run_dir}/{LOGS_DIR}/{SLURM_DIR}/{kind}-{log}.log"
@@ -73,7 +73,7 @@ class JobScripts:
         return "\n".join(lines) + "\n"
 
     def _list_resources(self) -> Iterator[str]:
-        """What each machine is to have, and how Slurm treats the job."""
+        """Yield the resources of each machine, and Slurm's handling of the job."""
         slurm = self.config.slurm
         if slurm.partition:
             yield f"--partition={slurm.partition}"
@@ -101,14 +101,14 @@ class JobScripts:
 
     @property
     def program(self) -> str:
-        """Laminar as a job finds it: where nothing prepares the job, the one that submits it."""
+        """Command that runs Laminar in a job; without preparation, the program that submits it."""
         slurm = self.config.slurm
         own = NAME if slurm.setup.strip() or slurm.launch else own_program()
         return f"{slurm.launch} {own}".strip()
 
 
 def scripts_of(config: Config, run_dir: Path) -> JobScripts:
-    """The scripts of a run that is to be in this directory."""
+    """Return the scripts of a run in this directory; raise ConfigError for an unusable path."""
     absolute = run_dir.absolute()
     if not _UNQUOTED.fullmatch(str(absolute)):
         raise ConfigError(

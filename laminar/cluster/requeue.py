@@ -1,13 +1,13 @@
-"""What becomes of the jobs of a run that has paused: they are put back into Slurm's queue, or, by
-slurm.chain, others go on (job_chain.py).
+"""Requeueing of the jobs of a paused run; with slurm.chain, successors continue (job_chain.py).
 
-Reads   SLURM_JOB_ID, SLURM_RESTART_COUNT and their like; RUN/slurm/jobs.json; RUN/status.json
-Writes  nothing; says what it has Slurm do, or why that cannot be
-Gives   Job: what `laminar serve` does with its own job, and the service with those of the nodes
+Reads   SLURM_JOB_ID, SLURM_RESTART_COUNT and similar; RUN/slurm/jobs.json; RUN/status.json
+Writes  nothing; prints its orders to Slurm, or why they fail
+Gives   SlurmJob: what `laminar serve` does with its own job, and the service with those of the
+        nodes
 
-A task of the job array is held when it is put back, since it would wait for its coordinator on a
-machine that it pays for; the next service releases it. Only a warning (SIGUSR1) is answered so:
-SIGTERM comes when Slurm or the user has decided what becomes of the job.
+A task of the job array is held when it is requeued, since it would otherwise occupy a paid machine
+while it waits for its coordinator; the next service releases it. Only a warning (SIGUSR1) is
+handled this way: after SIGTERM, the fate of the job was decided by Slurm or the user.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import STATUS_FILE
 
 WARNING = signal.SIGUSR1.name
-"""Comes from Slurm, some time before it ends the job."""
+"""Signal that Slurm sends some time before it ends the job."""
 LEAVE_S = 60.0
-"""How long the tasks of nodes may take to end, before those that are put back are taken out."""
+"""Longest time for node tasks to end, before the requeued ones are cancelled."""
 POLL_S = 1.0
 
 
 class SlurmJob:
-    """The job of the batch system that this process is."""
+    """Batch job that runs this process."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class SlurmJob:
 
     @property
     def again(self) -> bool:
-        """Whether Slurm has started it in the place of one whose end it has seen, or supposes."""
+        """Whether Slurm started this job in place of one that has ended or is presumed ended."""
         return self._restarts > 0 or (self._chain is not None and self._chain.follows)
 
     def handle_service_start(self) -> None:
-        """The service has started: again, so may the nodes whose tasks are held."""
+        """Take the turn in a chain; after a restart, release the held tasks of the nodes."""
         if self._chain is not None:
             self._chain.take_turn()
             return
@@ -66,7 +66,7 @@ class SlurmJob:
             self._run_scontrol("release", array)
 
     def service_ended(self, code: int, signalled: str) -> None:
-        """`code`: its exit code. `signalled`: the name of the signal that asked it to end."""
+        """Handle the end of the service, given its exit code and the signal that asked for it."""
         paused = code == exit_codes.PAUSED
         if self._chain is not None and not (paused and signalled):
             self._chain.cancel_next()
@@ -74,8 +74,10 @@ class SlurmJob:
             self._handle_pause(warned=bool(signalled))
 
     def _handle_pause(self, *, warned: bool) -> None:
-        """Unless Slurm has warned us, the user has asked for the pause, and it is for him to end
-        it. No task stays in the queue, unless this job does."""
+        """Continue a paused run after a warning of Slurm; a user's pause is ended by the user.
+
+        No task stays in the queue unless this job does.
+        """
         if self._chain is not None and self._chain.successor:
             self._note(f"job {self._chain.successor} goes on with it")
         elif warned and self._chain is None and self._requeue_job("requeue"):
@@ -90,17 +92,17 @@ class SlurmJob:
                 self._note(f"jobs {' '.join(jobs.rollouts)} may be in the queue still: {error}")
 
     def node_paused(self) -> None:
-        """The run has, with this node."""
+        """Requeue and hold this node's job after a pause of the run."""
         if self._id and self._chain is None:
             self._requeue_job("requeuehold")
 
     def node_left(self, signalled: str) -> None:
-        """This node, as this signal has asked it; alone, unless the run is about to pause."""
+        """Requeue this node's job after a warning; hold it if the run is about to pause."""
         if self._id and self._chain is None and signalled == WARNING:
             self._requeue_job("requeuehold" if _is_pausing(self._run_dir) else "requeue")
 
     def _requeue_job(self, how: str) -> bool:
-        """Put this job back; False where it is not."""
+        """Requeue this job; return False if that fails."""
         if self._restarts >= self._most:
             self._note(
                 f"job {self._id} is not put back: it was started again {self._restarts} times, and "
@@ -119,7 +121,7 @@ class SlurmJob:
         return True
 
     def _take_out(self, arrays: list[str]) -> None:
-        """Cancel the tasks of nodes once none of them runs: one that ends puts itself back."""
+        """Cancel the tasks of nodes once none of them runs: an ending task requeues itself."""
         deadline = time.monotonic() + LEAVE_S
         while any(task.state in ("RUNNING", "COMPLETING") for task in list_queued(arrays)):
             if time.monotonic() > deadline:
@@ -130,7 +132,7 @@ class SlurmJob:
 
 
 def _is_pausing(run_dir: Path) -> bool:
-    """Whether the coordinator has said so last."""
+    """Return whether the coordinator's latest status reports a pause."""
     try:
         return bool(json.loads((run_dir / STATUS_FILE).read_bytes())["pause"])
     except (OSError, ValueError, KeyError):

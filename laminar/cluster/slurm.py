@@ -1,13 +1,13 @@
-"""Slurm's commands, and which jobs a run has.
+"""Interface to Slurm's commands, and the record of a run's jobs.
 
-Reads   what sbatch, squeue, scontrol and scancel say; RUN/slurm/jobs.json
+Reads   the output of sbatch, squeue, scontrol and scancel; RUN/slurm/jobs.json
 Writes  RUN/slurm/jobs.json
-Gives   ask; would_take, enqueue, at_a_time, cancel, of a batch script and its job; queued, those of
-        some jobs that have not ended; Jobs of a run, read_jobs, write_jobs; going_on with one
-Raises  Refused with one sentence that has Slurm's own words; ConfigError where there is no Slurm,
-        or none that answers
+Gives   run_slurm; check_script, enqueue_script, at_a_time, cancel_jobs; list_queued, the unfinished
+        ones of some jobs; Jobs of a run, read_jobs, write_jobs; resume_command
+Raises  SlurmRefused with one sentence in Slurm's own words; ConfigError if Slurm is missing or does
+        not answer
 
-Only what every version since 22.05 prints alike is read: `squeue -o`, and no JSON.
+Uses only output that is the same in every version since 22.05: `squeue -o`, not JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from laminar.run.renames import write_whole
 
 JOBS_FILE = "jobs.json"
 ASK_S = 60.0
-"""A controller that is busy answers late; the commands themselves give up after their own time."""
+"""Timeout of a command; a busy controller answers late, after the commands' own timeout."""
 _UNANSWERED = "Unable to contact slurm controller"
 _NOISE = re.compile(
     r"^(\w+: )?(error|fatal): |^\w+: (?=unrecognized)|^allocation failure: |^\w+ error: "
@@ -37,17 +37,17 @@ _NOISE = re.compile(
 
 
 class SlurmRefused(ConfigError):
-    """Slurm does not do what it was asked to, in its own words."""
+    """Raised when Slurm refuses a request, with Slurm's own words."""
 
 
 class Jobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The jobs that `laminar submit` has put into the queue for the present attempt of a run."""
+    """Jobs that `laminar submit` queued for the present attempt of a run."""
 
     service: str  #: coordinator, store and trainer
     rollouts: list[str] = []  #: job arrays, one task for each machine
-    tasks: int = 0  #: the highest number of a task; 0: of the first array, as the config has it
-    next: list[str] = []  #: of slurm.chain: the service that goes on after this one, and its array
-    before: int = 0  #: how many services of the chain went before this one
+    tasks: int = 0  #: highest task number; 0: that of the first array, per config
+    next: list[str] = []  #: for slurm.chain: the succeeding service, and its array
+    before: int = 0  #: number of services of the chain before this one
 
     @property
     def ids(self) -> list[str]:
@@ -55,7 +55,7 @@ class Jobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_slurm(program: str, *words: str, text: str = "") -> str:
-    """What one of Slurm's commands prints; `text` is its standard input."""
+    """Run one of Slurm's commands and return its output; `text` is its standard input."""
     if shutil.which(program) is None:
         raise ConfigError(
             f"there is no {program} on this machine: call this on a login node of a Slurm cluster"
@@ -75,17 +75,17 @@ def run_slurm(program: str, *words: str, text: str = "") -> str:
 
 
 def check_script(script: str) -> None:
-    """Refused unless Slurm would take this batch script; nothing is queued."""
+    """Raise SlurmRefused unless Slurm would accept this batch script; nothing is queued."""
     run_slurm("sbatch", "--test-only", text=script)
 
 
 def enqueue_script(script: Path, *options: str) -> str:
-    """Put a batch script into the queue; the job's id. `options` go before those in the script."""
+    """Queue a batch script and return the job's id; `options` override those in the script."""
     return run_slurm("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
 
 
 def at_a_time(array: str, tasks: int) -> None:
-    """Let so many tasks of an array run at a time, one at least."""
+    """Limit an array to this number of running tasks, at least one."""
     run_slurm("scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={tasks}")
 
 
@@ -94,18 +94,19 @@ def cancel_jobs(jobs: Sequence[str]) -> None:
 
 
 class SlurmTask(NamedTuple):
-    """A job, or one task of an array, that has not ended; several tasks that have not begun are
-    one."""
+    """Unfinished job or array task; array tasks that have not begun may share one entry."""
 
-    name: str  #: as scancel takes it
+    name: str  #: as scancel accepts it
     state: str
-    nodes: str  #: where it runs; empty: nowhere yet
-    reason: str  #: why it does not run
+    nodes: str  #: machines where it runs; empty if none yet
+    reason: str  #: why it is not running
 
 
 def list_queued(jobs: Sequence[str], *, each: bool = False) -> list[SlurmTask]:
-    """Those of the jobs that have not ended. `each`: of an array, also what has not begun is one
-    for each task."""
+    """Return the unfinished ones of these jobs.
+
+    With `each`, array tasks that have not begun are listed separately.
+    """
     wanted = ["-r"] if each else []
     lines = run_slurm("squeue", "-h", "-a", *wanted, "-o", "%i|%A|%F|%T|%N|%r").splitlines()
     rows = [line.split("|", 5) for line in lines]
@@ -117,7 +118,7 @@ def list_queued(jobs: Sequence[str], *, each: bool = False) -> list[SlurmTask]:
 
 
 def read_jobs(run_dir: Path) -> Jobs | None:
-    """The jobs of a run; None where it was not submitted."""
+    """Return the jobs of a run; None if it was not submitted."""
     try:
         return msgspec.json.decode((run_dir / SLURM_DIR / JOBS_FILE).read_bytes(), type=Jobs)
     except FileNotFoundError:
@@ -129,11 +130,11 @@ def write_jobs(run_dir: Path, jobs: Jobs) -> None:
 
 
 def resume_command(run_dir: Path) -> str:
-    """The command that goes on with a run, where its machines are."""
+    """Return the command that resumes a run on its kind of machines."""
     return shell_command("submit" if read_jobs(run_dir) else "train", "--resume", run_dir)
 
 
 def _extract_error(stderr: str) -> str:
-    """The sentence in what a command says on stderr: what it says last is what it failed of."""
+    """Extract the error from a command's stderr: its last message states the cause."""
     lines = [line for line in stderr.splitlines() if line and not line.startswith("Try ")]
     return _NOISE.sub("", lines[-1]) if lines else "it gives no reason"
