@@ -5,8 +5,8 @@
     run = laminar.train({"model.name": "...", "data.train_files": ["rows.jsonl"]})
     run = laminar.open_run("runs/mine")
 
-docs/python.md explains the names below. They are imported when they are first used: a program that
-only reads a run loads neither torch nor what a run is made of.
+docs/python.md explains the names below. They are imported on first use, so a program that only
+reads a run loads neither torch nor the components of a run.
 """
 
 from __future__ import annotations

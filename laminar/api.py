@@ -1,13 +1,13 @@
-"""Laminar from Python: train a model, read what a run has written.
+"""Python API of Laminar: train a model, read the results of a run.
 
-Reads   a run directory, at work or ended
+Reads   a run directory, running or ended
 Starts  (train only) what `laminar train` starts
 Gives   open_run, Run; train
 Raises  ConfigError with the command's sentence; RunFailed with the reason of the run
 
-It stands beside cli/, not in it: these are the names that programs of users depend on, and
-`import laminar` finds them here. What trains is imported by `train`, what makes tables by the
-table that is asked for.
+The module is outside cli/ because users' programs depend on its names, which `import laminar` finds
+here. The training code is imported by `train`, pyarrow by the properties and methods that return
+tables.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 __all__ = ["ConfigError", "Run", "RunFailed", "open_run", "train"]
 
 WHOLE_NUMBERS = ("step", "event", "time_ns")
-"""Columns of `Run.metrics` that are no figures."""
+"""Columns of `Run.metrics` with integer values."""
 SAMPLE_COLUMNS = (
     "id", "group", "purpose", "step", "evaluation", "prompt", "response", "answer", "score",
     "reason", "exception", "extras", "length", "truncated", "version", "version_step", "replica",
     "spans", "status",
 )  # fmt: skip
-"""The columns of `Run.samples`, those of `laminar samples --jsonl`, also where there is no row."""
+"""Columns of `Run.samples`, as in `laminar samples --jsonl`, present even without rows."""
 
 
 class RunFailed(RuntimeError):
-    """A run that ended before its last step; `run` is what there is of it."""
+    """Raised when a run ends before its last step; `run` is its directory, opened for reading."""
 
     def __init__(self, reason: str, run: Run) -> None:
         super().__init__(f"{reason} ({run.directory})")
@@ -50,10 +50,10 @@ class RunFailed(RuntimeError):
 
 
 class Run:
-    """A run directory, opened for reading. Each property is read anew: the run may be at work."""
+    """Run directory, opened for reading; each property is read again, as the run may be active."""
 
     def __init__(self, directory: str | Path) -> None:
-        """ConfigError for a directory that is no run."""
+        """Open the directory; raise ConfigError if it is not a run directory."""
         from laminar.run.directory import run_config
 
         self.directory = Path(directory)
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting, as nested dicts; docs and defaults are in configs/reference.toml."""
+        """Every setting, as nested dicts; configs/reference.toml has documentation and defaults."""
         import msgspec
 
         from laminar.run.directory import run_config
@@ -74,14 +74,14 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `laminar report --json` prints, worked out from the log; docs/metrics.md."""
+        """Output of `laminar report --json`, computed from the log; see docs/metrics.md."""
         from laminar.analysis.report.summary import summary_of
 
         return summary_of(self.directory)
 
     @property
     def metrics(self) -> pa.Table:
-        """A row per line of metrics.jsonl, a column per figure, null where a line lacks it."""
+        """Table with a row per line of metrics.jsonl and a column per figure, null if absent."""
         import pyarrow as pa
 
         rows = [row for text in self._metrics_lines() if isinstance(row := _parse_line(text), dict)]
@@ -107,8 +107,11 @@ class Run:
         best: int = 0,
         n: int | None = None,
     ) -> pa.Table:
-        """What `laminar samples --jsonl` prints, as rows: prompts, answers, scores. `step`: those
-        that the N-th step trained; `evaluation`: held-out ones after N completed steps."""
+        """Return the rows of `laminar samples --jsonl`: prompts, responses, scores.
+
+        `step`: responses trained by the N-th step; `evaluation`: samples evaluated after N
+        completed steps.
+        """
         from laminar.analysis.report.samples import SampleFilter, find_samples
         from laminar.run.directory import run_config
         from laminar.tasks.data.decoding import make_decoder
@@ -127,7 +130,7 @@ class Run:
 
 
 def open_run(directory: str | Path) -> Run:
-    """A run by its directory, at work or ended; ConfigError where there is none."""
+    """Open a running or ended run by its directory; raise ConfigError if there is none."""
     return Run(directory)
 
 
@@ -143,9 +146,9 @@ def train(
     `settings` are nested or dotted: {"optim": {"lr": 1e-6}} or {"optim.lr": 1e-6}; they win over
     the TOML files of `config`. `quiet` prints nothing.
 
-    ConfigError: a mistake in the settings, with the command's sentence. RunFailed: the run began
-    and failed. Ctrl-C ends the run gracefully, with its model exported; a second one raises
-    KeyboardInterrupt. In another thread than the main one signals are left alone, and
+    Raises ConfigError, with the command's message, for a mistake in the settings, and RunFailed if
+    the run began and failed. Ctrl-C ends the run gracefully, with its model exported; a second one
+    raises KeyboardInterrupt. Outside the main thread signals are not handled, and
     `laminar stop RUN` ends the run.
     """
     from laminar.launch.terminal import Terminal
@@ -171,7 +174,7 @@ def train(
 
 
 def _to_plain(value: Any) -> Any:
-    """Paths as a TOML file has them: strings."""
+    """Convert paths to strings, as in a TOML file."""
     if isinstance(value, Mapping):
         return {name: _to_plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -180,7 +183,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _build_table(samples: Iterable[Sample]) -> pa.Table:
-    """Columns of one type each, whatever the data and the reward functions have in them."""
+    """Build columns of one type each, whatever types the data and reward functions use."""
     import pyarrow as pa
 
     text, whole = pa.string(), pa.int64()
@@ -207,7 +210,7 @@ def _build_table(samples: Iterable[Sample]) -> pa.Table:
 
 
 def _parse_line(text: str) -> Any:
-    """None for a line that a crash cut short."""
+    """Parse a line of JSON; return None for a truncated one."""
     try:
         return json.loads(text)
     except ValueError:
