@@ -1,13 +1,13 @@
-"""Bytes that training takes of its device and of the host, from shapes alone.
+"""Memory footprint of training, on the device and on the host, computed from shapes alone.
 
 Reads   config.json and the shapes of the weights, the settings
-Gives   Footprint: bytes by what they are, those of the device where a pass takes the most
+Gives   Footprint: bytes by kind, those of the device at the peak of a pass
 
-Pure, and without torch: it is asked before anything starts, by the command and by the trainer,
-which reports it beside what was measured. State is exact. The bytes of a pass are sums over the
-tensors that transformers' decoder layers keep for the backward pass and that the head works with;
-tests hold them against those of real layers. Not counted are CUDA's own memory, fragmentation and
-what kernels take while they run.
+Pure, and without torch: the command line and the trainer ask for it before anything starts, and
+the trainer reports it next to the measured value. State is exact. The bytes of a pass are sums
+over the tensors that transformers' decoder layers keep for the backward pass and that the head
+works with; tests compare them with real layers. Not counted: CUDA's own memory, fragmentation and
+the workspace of kernels.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from laminar.training.model.lora_targets import sum_matrix_sizes as matrices_of
 FLOAT32 = 4  #: bytes of each parameter, gradient and moment
 BYTES = {"float32": 4, "bfloat16": 2}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-NORMS = 2  #: of a layer, over the hidden size
+NORMS = 2  #: norms of a layer, over the hidden size
 LOGIT_BUFFERS, LOGIT_BUFFERS_WITH_BONUS = 4, 5
-"""Tensors [tokens of a chunk, vocabulary] float32 that are there at a time, at the most; with an
-entropy bonus the entropy is differentiated, too."""
+"""Live [tokens of a chunk, vocabulary] float32 tensors, at most; an entropy bonus adds one, because
+the entropy is differentiated too."""
 HEAD_SUMS = 3
-"""Gradients of a head that are there while two of them are added: both, and their sum."""
+"""Live gradients of a head while two of them are added: both, and their sum."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Offload = Literal["none", "all"]
@@ -37,47 +37,48 @@ Offload = Literal["none", "all"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What decides the bytes of a model; 0 for what config.json does not say."""
+    """Figures that determine the bytes of a model; 0 where config.json gives none."""
 
-    parameters: int  #: a head that is the embedding counts once
+    parameters: int  #: a tied head counts once, as the embedding
     layers: int
     hidden: int
-    inner: int  #: of the MLP
+    inner: int  #: width of the MLP
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
-    tied: bool  #: the head is the embedding
+    tied: bool  #: whether the head is the embedding
     qk_norm: bool
     products: int  #: parameters of the matrices of all layers
-    biases: int  #: of those matrices
-    largest_layer: int  #: its parameters
-    largest_matrix: int  #: of a layer
-    matrices: Mapping[str, int]  #: by name, such as q_proj: inputs and outputs, of all layers
+    biases: int  #: parameters of the biases of those matrices
+    largest_layer: int  #: parameters
+    largest_matrix: int  #: parameters of the largest matrix of a layer
+    matrices: Mapping[str, int]  #: by name, such as q_proj: inputs plus outputs, summed over layers
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a model is trained."""
+    """Settings that decide how a model is trained."""
 
-    tokens: int  #: of the largest pass, padding included
+    tokens: int  #: tokens of the largest pass, padding included
     chunk_tokens: int
     compute: int  #: bytes of a number in matrix products
-    recomputes: bool  #: activation checkpointing
+    recomputes: bool  #: whether activation checkpointing is on
     entropy_bonus: bool
     reference: bool
-    copies: bool  #: for checkpoints
+    copies: bool  #: whether host copies are made for checkpoints
     published: int  #: bytes of a number in the published weights
-    critic: ModelSizes | None = None  #: has a head of one number in the place of its own
+    critic: ModelSizes | None = None  #: its head gives one number
     ranks: int = 1
     offload: Offload = "none"
-    rank: int = 0  #: of adapters; 0: the model itself is trained
-    modules: tuple[str, ...] = ()  #: that have them
+    rank: int = 0  #: rank of the adapters; 0: the model itself is trained
+    modules: tuple[str, ...] = ()  #: modules that have adapters
 
     @property
     def base(self) -> int:
-        """Bytes of a number in the matrices of a base that is not trained: of the compute type,
-        unless what is published has room for more. FSDP2 takes one type in a layer."""
+        """Bytes of a number in the matrices of a frozen base.
+
+        The compute type, or the published type if that is wider. FSDP2 takes one type per layer."""
         return FLOAT32 if self.sharded else max(self.compute, self.published)
 
     @property
@@ -87,12 +88,12 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    device: dict[str, int] = field(default_factory=dict)  #: of each rank's GPU, or of its process
-    host: dict[str, int] = field(default_factory=dict)  #: of all ranks together
+    device: dict[str, int] = field(default_factory=dict)  #: on each rank's GPU, or in its process
+    host: dict[str, int] = field(default_factory=dict)  #: all ranks together
 
 
 def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
-    """`shapes`: of all tensors, by the names of the weight files."""
+    """Return the sizes of a model; `shapes`: of all tensors, by name as in the weight files."""
     tied = bool(hf_config.get("tie_word_embeddings")) or HEAD not in shapes
     own = {name: shape for name, shape in shapes.items() if not (tied and name == HEAD)}
     layers: dict[str, int] = {}
@@ -123,8 +124,7 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
 
 
 def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> TrainingPlan:
-    """How the settings have a model trained, on a GPU or a CPU; `critic`: of the model that it
-    begins as."""
+    """Derive the training plan from the settings; `critic`: sizes of its initial model."""
     trainer, algorithm = config.trainer, config.algorithm
     automatic = "bfloat16" if gpu else "float32"
     types = (trainer.dtype, config.weights.dtype)
@@ -148,20 +148,21 @@ def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Tr
 
 
 def longest_row(config: Config) -> int:
-    """Tokens of the longest sequence, which is never split."""
+    """Return the tokens of the longest sequence, which is never split."""
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def pass_tokens(config: Config) -> int:
-    """Tokens of the largest pass of a rank: the budget, but one whole row, and no more than there
-    are."""
+    """Return the tokens of the largest pass of a rank.
+
+    That is the budget, but at least one whole row and at most the rank's rows."""
     row = longest_row(config)
     rows = -(-config.mini_batch_groups * config.rollout.group_size // config.trainer.ranks)
     return min(max(config.trainer.micro_batch_tokens, row), rows * row)
 
 
 def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
-    """What is there when a pass takes the most."""
+    """Estimate the memory at the peak of a pass."""
     trained = _count_adapter_parameters(model, way) if way.rank else model.parameters
     critic = _replace_head(way.critic) if way.critic is not None else None
     state = _state_bytes(model, critic, way, trained)
@@ -188,7 +189,7 @@ def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
 def _state_bytes(
     model: ModelSizes, critic: ModelSizes | None, way: TrainingPlan, trained: int
 ) -> dict[str, int]:
-    """What is there between two passes; `trained`: parameters of the policy that are."""
+    """Return the bytes held between two passes; `trained`: trained parameters of the policy."""
     state = {
         "gradients": FLOAT32 * trained,
         "Adam's moments": 2 * FLOAT32 * trained,
@@ -206,14 +207,14 @@ def _state_bytes(
 
 
 def _replace_head(model: ModelSizes) -> ModelSizes:
-    """As a critic: its head is one row, of which a pass has one number for each token."""
+    """Return the sizes as a critic: its head is one row, which gives one number for each token."""
     head = 0 if model.tied else model.vocabulary * model.hidden
     parameters = model.parameters - head + model.hidden + 1
     return replace(model, parameters=parameters, vocabulary=1, tied=False)
 
 
 def _count_adapter_parameters(model: ModelSizes, way: TrainingPlan) -> int:
-    """Their parameters, of all layers."""
+    """Count the parameters of the adapters of all layers."""
     return way.rank * sum(model.matrices.get(name, 0) for name in _get_adapter_modules(model, way))
 
 
@@ -230,8 +231,10 @@ def _drop_zeros(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _held_bytes(model: ModelSizes, way: TrainingPlan) -> int:
-    """Of a model that is not trained. Linear layers are of the compute type; embedding and norms,
-    and a head that is the embedding, stay float32. In rows of ranks all is float32."""
+    """Return the bytes of a model that is not trained.
+
+    Linear layers have the compute type; the embedding (a tied head too) and norms stay float32.
+    Sharded over ranks, everything is float32."""
     linear = model.products + model.biases
     linear += 0 if model.tied else model.vocabulary * model.hidden
     size = way.base if way.rank else FLOAT32 if way.sharded else way.compute
@@ -239,9 +242,10 @@ def _held_bytes(model: ModelSizes, way: TrainingPlan) -> int:
 
 
 def _gathered_bytes(model: ModelSizes, way: TrainingPlan) -> int:
-    """What no rank holds in parts while it is used: a layer with its gradients and the layer
-    fetched next; embedding, head and last norm, which are of no layer, with theirs. A base has no
-    gradients."""
+    """Return the bytes of the tensors that are gathered whole while in use.
+
+    A layer with its gradients and the layer that is prefetched; the embedding, the head and the
+    last norm, which belong to no layer, with their gradients. A frozen base has no gradients."""
     outside = (1 if model.tied else 2) * model.vocabulary * model.hidden + model.hidden
     layers, ends = (2, 1) if way.rank else (3, 2)
     adapters = 3 * _count_adapter_parameters(model, way) // max(model.layers, 1)
@@ -249,9 +253,10 @@ def _gathered_bytes(model: ModelSizes, way: TrainingPlan) -> int:
 
 
 def _pass_bytes(model: ModelSizes, way: TrainingPlan) -> dict[str, int]:
-    """The larger of two moments: the first backward step, through the head, when the activations
-    of all layers are there; and the backward step through a layer, which may compute its own
-    again."""
+    """Return the bytes of a pass, by name, at the larger of its two peaks.
+
+    The first is the backward step through the head, when the activations of all layers are live;
+    the second is the backward step through a layer, which may recompute its activations."""
     casts = way.compute if way.compute < FLOAT32 else 0
     of_layer = activation_bytes(model, way.compute) + _adapter_activations(model, way)
     kept = model.layers * (FLOAT32 * model.hidden if way.recomputes else of_layer)
@@ -279,12 +284,12 @@ def _pass_bytes(model: ModelSizes, way: TrainingPlan) -> dict[str, int]:
 
 
 def activation_bytes(model: ModelSizes, compute: int) -> int:
-    """Bytes that a layer keeps of a token for its backward pass, without activation checkpointing.
+    """Return the bytes that a layer keeps per token for its backward pass, without checkpointing.
 
-    Of a norm its input and the normalised input, float32. Of products their inputs in the compute
-    type: those of q, k, v and of gate and up are one tensor each in float32, and one cast for
-    each product in bfloat16. Of attention q, k, v, its output and a float32 for each head. Of the
-    MLP gate, its activation, up and the product of both.
+    A norm keeps its input and the normalized input, float32. Matrix products keep their inputs in
+    the compute type: q, k and v share one tensor in float32, as do gate and up; in bfloat16 each
+    product has its own cast. Attention keeps q, k, v, its output and a float32 for each head. The
+    MLP keeps gate, its activation, up and their product.
     """
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inputs = 2 if compute == FLOAT32 else 5
@@ -296,9 +301,10 @@ def activation_bytes(model: ModelSizes, compute: int) -> int:
 
 
 def _adapter_activations(model: ModelSizes, way: TrainingPlan) -> int:
-    """What a layer with adapters keeps of a token, less what it keeps without: what comes out of
-    each A, and in bfloat16 another cast of what attention gives. Norms, whose weights are not
-    trained, do not keep what they have normalised."""
+    """Return the bytes per token that adapters add to the activations of a layer.
+
+    Each A keeps its output, and in bfloat16 the output of attention is cast once more. Norms keep
+    less: without trained weights they do not keep the normalized input."""
     if not way.rank:
         return 0
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -311,20 +317,20 @@ def _adapter_activations(model: ModelSizes, way: TrainingPlan) -> int:
 
 
 def _end_bytes(model: ModelSizes) -> int:
-    """Of a token outside of all layers: last norm, the hidden states that are scored, rotary
-    embedding."""
+    """Return the bytes per token outside the layers: last norm, scored states, rotary angles."""
     return FLOAT32 * (4 * model.hidden + 2 * model.head_dim + 3)
 
 
 def _head_bytes(model: ModelSizes, way: TrainingPlan) -> int:
-    """Of one chunk; gradients of the head are added up over the chunks, and where it is the
-    embedding with the embedding's."""
+    """Return the bytes of the head for one chunk.
+
+    Gradients of the head add up over the chunks, those of a tied head also with the embedding's."""
     head = model.vocabulary * model.hidden
     tokens = min(way.chunk_tokens, way.tokens)
     chunks = -(-way.tokens // tokens)
     units = LOGIT_BUFFERS_WITH_BONUS if way.entropy_bonus else LOGIT_BUFFERS
     logits = FLOAT32 * units * tokens * model.vocabulary
-    if way.rank:  # a base has no gradients, and a head of its own is of the compute type
+    if way.rank:  # a base has no gradients; an untied head has the compute type
         cast = way.compute * head if way.compute < (FLOAT32 if model.tied else way.base) else 0
         return logits + cast
     cast = way.compute * head if way.compute < FLOAT32 else 0

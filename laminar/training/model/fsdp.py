@@ -1,12 +1,13 @@
-"""A policy whose parameters lie in rows over the ranks of a trainer (FSDP2), or in host memory.
+"""A policy whose parameters are sharded by rows over the ranks of a trainer (FSDP2) or offloaded.
 
 Reads   a model directory, by slices
-Gives   ShardedPolicy, `load_sharded`, `load_sharded_critic`, `shard`; ConfigError as model.py
+Gives   ShardedPolicy, `load_sharded`, `load_sharded_critic`, `shard_model`
+Raises  ConfigError, as policy.py does
 
-Each rank has rows of every tensor (torch.chunk along the first dimension), and the whole of one
-layer while the layer computes. Nothing here ever holds a whole model: it is made without memory,
-cut, and filled from slices of the files. Gradients are summed over the ranks, not averaged:
-coefficients are those of the whole mini-batch already, and a sum is exact for any number of ranks.
+Each rank has rows of every tensor (torch.chunk along the first dimension), and a whole layer only
+while that layer computes. A whole model never exists here: the model is built on the meta device,
+sharded, and filled from slices of the files. Gradients are summed over the ranks, not averaged:
+coefficients already refer to the whole mini-batch, and a sum is exact for any number of ranks.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ Named = TypeVar("Named")
 
 @dataclass(frozen=True, slots=True)
 class ShardedPolicy(LoadedPolicy):
-    """A policy whose passes all ranks make together."""
+    """A policy on which all ranks run each pass together."""
 
-    compute_device: torch.device = CPU  #: its parameters may be in host memory
+    compute_device: torch.device = CPU  #: where passes run; parameters may be in host memory
 
     @property
     def device(self) -> torch.device:
@@ -93,15 +94,16 @@ class ShardedPolicy(LoadedPolicy):
         return values
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
-        """From all ranks, which ask together."""
+        """Gather a whole tensor from all ranks; a collective call."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def cast_weights(self, dtype: torch.dtype) -> None:
-        """Nothing: FSDP2 takes one type in a layer, and norms keep theirs."""
+        """Do nothing: FSDP2 takes one type per layer, and norms keep theirs."""
 
     def reshard(self) -> None:
-        """Give back the tensors of the root, which stay whole after a pass for the backward pass
-        that usually follows: what is published or saved are rows."""
+        """Free the gathered tensors of the root module: only rows are published or saved.
+
+        FSDP2 keeps them after a pass, for the backward pass that usually follows."""
         model: Any = self.model
         model.reshard()
 
@@ -109,9 +111,9 @@ class ShardedPolicy(LoadedPolicy):
 def shard_model(
     model: PreTrainedModel, vocab_limit: int, ranks: Ranks, device: torch.device, *, offload: bool
 ) -> ShardedPolicy:
-    """Cut a model, with parameters in memory or on the meta device, into rows of the ranks.
+    """Shard a model, with parameters in memory or on the meta device, by rows over the ranks.
 
-    `offload`: parameters are in host memory, and so are gradients and the optimizer's state.
+    `offload`: keep parameters, gradients and the optimizer's state in host memory.
     """
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     mesh = ranks.build_mesh(device)
@@ -131,8 +133,9 @@ def shard_model(
 
 
 def _call_and_clone(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """Scores or values, of what runs while the root's parameters are whole: the head is not in the
-    `forward` of a model. Not views, of which FSDP2 warns."""
+    """Run `function` while the root's parameters are gathered, and return copies of its tensors.
+
+    The head is not part of a model's `forward`. FSDP2 warns of views, hence the copies."""
     found = function(*args)
     if isinstance(found, Tensor):
         return found.clone()
@@ -148,9 +151,9 @@ def load_sharded(
     offload: bool,
     adapt: Config | None = None,
 ) -> ShardedPolicy:
-    """What `load_policy` loads, in rows of the ranks; raises ConfigError.
+    """Load what `load_policy` loads, sharded over the ranks; raises ConfigError.
 
-    A base that is not trained stays float32: FSDP2 takes one type in a layer.
+    A frozen base stays float32: FSDP2 takes one type per layer.
     """
     model = _build_meta_model(name)
     if adapt is not None:
@@ -168,8 +171,9 @@ def load_sharded(
 def load_sharded_critic(
     name: str, ranks: Ranks, device: torch.device, *, tokenizer_size: int, offload: bool
 ) -> ShardedPolicy:
-    """What `load_critic` loads, in rows of the ranks; raises ConfigError. Its head is one row,
-    which the first rank has."""
+    """Load what `load_critic` loads, sharded over the ranks; raises ConfigError.
+
+    The head is one row, which the first rank has."""
     model = _build_meta_model(name, AutoModelForTokenClassification, num_labels=1)
     check_value_head(name, model)
     heads = (HEAD, VALUE_HEAD)
@@ -190,7 +194,7 @@ def _shard_and_fill(
     offload: bool,
     but: tuple[str, ...] = (),
 ) -> ShardedPolicy:
-    """A model without memory, cut and filled; `but`: how the names begin of what is not."""
+    """Shard and fill a model on the meta device; `but`: name prefixes of tensors to leave out."""
     policy = shard_model(model, vocab_limit, ranks, device, offload=offload)
     model.to_empty(device="cpu" if offload else device)
     _make_buffers(name, model, device)
@@ -210,15 +214,14 @@ def _build_meta_model(
             model = kind.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise make_load_error(name, error) from error
-    with suppress(OSError):  # a model need not have one
+    with suppress(OSError):  # optional in a model directory
         model.generation_config = GenerationConfig.from_pretrained(name)
     found: PreTrainedModel = model.eval()
     return found
 
 
 def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
-    """Tensors that are in no file are made again by their module: memory without a model has
-    anything in it."""
+    """Rebuild the buffers that are in no file: after `to_empty` their content is undefined."""
     saved = model.state_dict().keys()
     for path, module in list(model.named_modules()):
         lost = [key for key, _ in module.named_buffers(path, recurse=False) if key not in saved]
@@ -237,7 +240,7 @@ def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> No
 
 @torch.no_grad()
 def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
-    """Every tensor of the model from the files, and none left over, `but` some."""
+    """Fill every tensor from the files, with none left over, except names that start with `but`."""
     with ExitStack() as files:
         saved = _exclude_prefixes(_open_slices(Path(name), files), but)
         lacking = []
@@ -258,7 +261,7 @@ def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dic
 
 
 def _open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
-    """By name: what gives rows of a tensor without reading the others."""
+    """Open all weight files; return by name a slice, which reads rows without the rest."""
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
@@ -271,9 +274,9 @@ def _open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def copy_rows(name: str, tensor: Tensor, saved: Any, *, cast: bool = False) -> None:
-    """Take this rank's rows of a tensor from a slice of a file, of which no others are read.
+    """Copy this rank's rows of a tensor from a slice of a file, and read no others.
 
-    ValueError for another shape and, unless `cast`, for elements of another type.
+    Raises ValueError for another shape and, unless `cast`, for another element type.
     """
     rows, dtype = rows_of(tensor), DTYPES[tensor.dtype]
     shape, its = tuple(saved.get_shape()), saved.get_dtype()

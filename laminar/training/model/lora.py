@@ -1,16 +1,17 @@
-"""Low-rank adapters beside the matrices of a model's layers (LoRA, Hu et al. 2021), made by peft.
+"""Low-rank adapters for the matrices of a model's layers (LoRA, Hu et al. 2021), made by peft.
 
 Reads   the [lora] section; a model in memory, or on the meta device
 Writes  the model, in place: each chosen matrix becomes a layer of peft, and only A and B are
         trained; the files of `adapter/`, as peft reads them
-Gives   `inject`, `start`; what a weight is with its adapter, `merged`; `adapters_off`
+Gives   `inject_adapters`, `initialize_adapters`; merged weights: `merge_adapter`;
+        `disable_adapters`
 Raises  ConfigError
 
-A layer gives base(x) + alpha / rank * B(A(x)). B begins with zeros, so that a model with new
-adapters is its base. The base is never written to: its weight with the adapter is worked out anew
-whenever it is published or saved, one tensor at a time, in float32. The numbers of A are a function
-of the seed and of its name, so that every process of a trainer, and `laminar retrain`, begins with
-the same. peft is an extra, and is imported by nothing but this file.
+A layer computes base(x) + alpha / rank * B(A(x)). B starts as zeros, so that a model with new
+adapters equals its base. The base is never written to: whenever a weight is published or saved, it
+is merged with its adapter, one tensor at a time, in float32. A's initial values depend on the seed
+and its name alone, so that every process of a trainer, and `laminar retrain`, starts from the same
+values. peft is an extra; only this file imports it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from laminar.training.model.lora_targets import ADAPTER_DIR, choose_modules, mod
 from laminar.training.shared_safetensors import rows_of
 
 ADAPTER_NAME = "default"
-"""What peft calls the only adapter of a model."""
+"""peft's name for the only adapter of a model."""
 _PARTS = re.compile(rf"\.lora_[AB]\.{ADAPTER_NAME}\.")
 PEFT_PREFIX = "base_model.model."
-"""In front of every name in an adapter's file, of the wrapper that peft puts around a model."""
+"""Prefix of every name in an adapter's file, from the wrapper that peft puts around a model."""
 
 
 def inject_adapters(model: nn.Module, lora: LoraConfig) -> None:
-    """Put adapters into the model; nothing else of it is trained from here on."""
+    """Put adapters into the model; from here on nothing else of it is trained."""
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -71,7 +72,7 @@ def _is_matrix(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Give new adapters their first numbers: B zeros, A those of nn.Linear."""
+    """Initialize new adapters: B as zeros, A as nn.Linear does."""
     for name, parameter in list_adapter_parameters(model):
         shape, first, own = rows_of(parameter)
         if ".lora_B." in name:
@@ -85,22 +86,22 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def trained_type(dtype: torch.dtype) -> torch.dtype:
-    """What adapters, and weights merged with them, are of beside a base of this type."""
+    """Return the type of adapters on a base of this type, and of weights merged with them."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers of peft by their names in the model; empty: it has no adapters."""
+    """Return the layers of peft by their names in the model; empty: it has no adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def list_adapter_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All A and B, by their names in the model."""
+    """Return all A and B, by their names in the model."""
     return [(name, p) for name, p in model.named_parameters() if _PARTS.search(name)]
 
 
 def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the tensors of a model those that it has without adapters, under the names of then."""
+    """Select the tensors of the model without adapters, under their names there."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()
@@ -110,8 +111,9 @@ def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapter(layer: Any) -> Tensor:
-    """The matrix of a layer with its adapter, float32 and not in place; of one in rows of ranks,
-    which all ask together, rows."""
+    """Return the matrix of a layer merged with its adapter, float32 and a new tensor.
+
+    If it is sharded the result is too, and the call is collective."""
     base, scale = layer.base_layer.weight, layer.scaling[ADAPTER_NAME]
     a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
     if not isinstance(base, DTensor):
@@ -129,14 +131,15 @@ def merge_adapter(layer: Any) -> Tensor:
 
 def _merge_matrices(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     change = (b @ a) * scale
-    # The sum of -0.0 and nothing would be 0.0, which are other bytes.
+    # -0.0 + 0.0 would be 0.0, which has other bytes.
     return torch.where(change == 0, base.to(change.dtype), change + base)
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes what its base does. peft's own switch also says that adapters
-    are not to be trained, in the middle of a step."""
+    """Have the model compute what its base does, within the context.
+
+    peft's own switch would also mark adapters as not trained, in the middle of a step."""
     found = find_adapted_layers(model).values()
     for layer in found:
         layer._disable_adapters = True
@@ -148,14 +151,13 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def file_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All A and B, by their names in an adapter's file."""
+    """Yield all A and B, by their names in an adapter's file."""
     for name, parameter in list_adapter_parameters(model):
         yield PEFT_PREFIX + name.replace(f".{ADAPTER_NAME}.", "."), parameter.detach()
 
 
 def write_config(model: Any, base: str, directory: Path) -> None:
-    """Begin the adapter's directory in that of a model: all but its tensors. `base`: the name of
-    the model that it belongs to."""
+    """Write the adapter's directory, all but its tensors; `base`: the name of the base model."""
     config = model.peft_config[ADAPTER_NAME]
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(directory / ADAPTER_DIR)

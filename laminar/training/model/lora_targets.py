@@ -1,10 +1,10 @@
-"""Which matrices of a model get adapters, and what else is known of them without torch.
+"""Choice of the matrices that get adapters, and other checks of adapters without torch.
 
 Reads   the [lora] section, names and shapes of tensors
-Gives   `chosen_modules`, `module_of`, `matrices`, `adapters_of`, `check_lora`; names of files
+Gives   `choose_modules`, `module_of`, `sum_matrix_sizes`, `adapters_of`, `check_lora`; file names
 Raises  ConfigError
 
-Asked before anything starts, by the dry run and by checks; lora.py then puts the adapters there.
+The dry run and other checks use it before anything starts; lora.py then adds the adapters.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WEIGHT_SUFFIX = ".weight"
 
 
 def module_of(name: str) -> str:
-    """What a module of a layer is called in every layer, such as q_proj; empty: it is in none."""
+    """Return a module's name within its layer, such as q_proj; empty: it belongs to no layer."""
     return name.rpartition(".")[2] if LAYER_PATTERN.search(name) else ""
 
 
 def sum_matrix_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """By the name of a matrix of the layers: inputs and outputs of all that are called so."""
+    """Return by matrix name the inputs plus outputs of that matrix, summed over the layers."""
     found: dict[str, int] = {}
     for name, shape in shapes.items():
         module = module_of(name.removesuffix(WEIGHT_SUFFIX))
@@ -40,7 +40,7 @@ def sum_matrix_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def choose_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
-    """The names of the modules that get adapters; `there`: those of the layers' matrices."""
+    """Return the names of the modules that get adapters; `there`: all matrices of the layers."""
     if not there:
         raise ConfigError(
             f"lora.rank = {lora.rank}: this model has no layers with linear matrices "
@@ -58,7 +58,7 @@ def choose_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
 
 
 def adapters_of(lora: LoraConfig) -> str:
-    """What a checkpoint says of the adapters of its run: others do not fit. Empty: none."""
+    """Describe the adapters for a checkpoint, which fits no others; empty: none."""
     if not lora.rank:
         return ""
     modules = ", ".join(sorted(lora.target_modules))
@@ -66,7 +66,7 @@ def adapters_of(lora: LoraConfig) -> str:
 
 
 def check_lora(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """What the section asks for can be had of this model; `shapes` of its tensors."""
+    """Check that this model can have the adapters of the section; `shapes`: of its tensors."""
     if find_spec("peft") is None:
         raise ConfigError(
             f"lora.rank = {lora.rank} needs peft, which is not installed: "

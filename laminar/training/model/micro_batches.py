@@ -3,10 +3,10 @@
 Reads   TrainSample (steps.py)
 Gives   lists of indices, and MicroBatch: right-padded rows with flat per-token tensors
 
-Rows are padded on the right and start at position 0, so a causal model needs no mask at all: no
-real token can see padding, and no two sequences share a row. Everything per token is flat over the
-response tokens of all rows, in the order of `sample_ids`: the softmax over the vocabulary is paid
-for trained tokens only, and padding cannot enter a sum because it is not there.
+Rows are padded on the right and start at position 0, so a causal model needs no mask: real tokens
+never see padding, and sequences never share a row. Per-token tensors are flat over the response
+tokens of all rows, in the order of `sample_ids`: the softmax over the vocabulary covers trained
+tokens only, and padding cannot enter a sum because it is not there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from laminar.training.steps import Ids, SpanPart, TrainSample, parts_of
 
 
 class SequenceRun(NamedTuple):
-    """Sequences of one length, side by side in a row; no token of one reads another."""
+    """Sequences of one length, adjacent in a row; they do not read each other."""
 
     start: int
     stop: int
@@ -33,42 +33,42 @@ class SequenceRun(NamedTuple):
 
 
 class SharedPrompt(NamedTuple):
-    """A prompt in a row, and behind it the responses that read it."""
+    """A prompt in a row, followed by the responses that read it."""
 
-    prompt: SequenceRun  #: of one sequence
+    prompt: SequenceRun  #: a run of one sequence
     responses: tuple[SequenceRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Sequences as the model reads them, and where the scored tokens' logits are."""
+    """Sequences as the model reads them, and the positions of the scored tokens' logits."""
 
     input_ids: Tensor  #: [rows, width] int64, right-padded; with `prompts` one row
     index: Tensor  #: [tokens] int64 into the flattened [rows * width] logits
     targets: Tensor  #: [tokens] int64
     counts: NDArray[np.int64]  #: [sequences] scored tokens of each
     positions: Tensor | None = None  #: [1, width] int64; None: from 0 in every row
-    prompts: tuple[SharedPrompt, ...] = ()  #: all of the row; (): a row is one sequence
+    prompts: tuple[SharedPrompt, ...] = ()  #: all prompts of the row; (): a row is one sequence
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass takes; per-token tensors are [tokens] float32."""
+    """Input of one forward and backward pass; per-token tensors are [tokens] float32."""
 
-    sample_ids: tuple[str, ...]  #: of the rows
-    spans: tuple[Span, ...]  #: of all tokens
-    parts: tuple[SpanPart, ...]  #: of these
+    sample_ids: tuple[str, ...]  #: ids of the rows
+    spans: tuple[Span, ...]  #: spans of all tokens
+    parts: tuple[SpanPart, ...]  #: parts of these spans
     rows: TokenRows
     behaviour: Tensor
     advantages: Tensor
     temperature: Tensor
     lengths: Tensor  #: response length of the token's sequence
-    sequence_lengths: Tensor  #: [rows] int64: the same, once for each row
-    empty: bool = False  #: its rows are another rank's, and count for nothing here
+    sequence_lengths: Tensor  #: [rows] int64: response length of each row
+    empty: bool = False  #: whether its rows belong to another rank and do not count here
 
 
 def by_group(samples: Sequence[TrainSample]) -> dict[str, list[TrainSample]]:
-    """Samples by group id; groups and siblings keep their order of appearance."""
+    """Group samples by group id; groups and siblings keep their order of appearance."""
     groups: dict[str, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -76,22 +76,22 @@ def by_group(samples: Sequence[TrainSample]) -> dict[str, list[TrainSample]]:
 
 
 def mini_batches(samples: Sequence[TrainSample], groups: int) -> list[list[TrainSample]]:
-    """Consecutive runs of `groups` whole groups; the last one of a short batch may be smaller."""
+    """Cut into runs of `groups` whole groups; the last one of a short batch may be smaller."""
     siblings = list(by_group(samples).values())
     starts = range(0, len(siblings), groups)
     return [[s for group in siblings[i : i + groups] for s in group] for i in starts]
 
 
 def select_unmasked(samples: Sequence[TrainSample], truncated: str) -> list[TrainSample]:
-    """Those that have a gradient; `truncated`: algorithm.truncated."""
+    """Select the samples that have a gradient; `truncated`: algorithm.truncated."""
     return [s for s in samples if not (truncated == "mask" and s.truncated)]
 
 
 def micro_batches(lengths: Sequence[int], max_padded_tokens: int) -> list[list[int]]:
-    """Indices of rows that share a pass: rows * longest <= max_padded_tokens, or one row.
+    """Return indices of rows that share a pass: rows * longest <= max_padded_tokens, or one row.
 
-    Sorted by length, so little is padded; longest first, so that what may run out of memory does
-    so at once. Equal lengths keep their order: the split is a function of the arguments.
+    Rows are sorted by length to limit padding, longest first so that a lack of memory shows at
+    once. Equal lengths keep their order: the split is a function of the arguments.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     found: list[list[int]] = []
@@ -114,8 +114,9 @@ def pad_token_rows(
 def _pad_rows(
     sequences: Sequence[Ids], places: Sequence[NDArray[np.int64]], device: torch.device
 ) -> TokenRows:
-    """Row i scores its tokens at these positions, each at least 1: the logits that predict the
-    token at position p are those of position p - 1."""
+    """Pad `sequences`; row i scores its tokens at places[i], each at least 1.
+
+    The logits that predict the token at position p are those of position p - 1."""
     width = max(map(len, sequences))
     ids = np.zeros((len(sequences), width), dtype=np.int64)
     index = []
@@ -132,7 +133,7 @@ def _pad_rows(
 
 
 def collate_samples(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
-    """The tensors of one micro-batch of padded rows, in the order of `samples`."""
+    """Build the tensors of one micro-batch of padded rows, in the order of `samples`."""
     sequences = [np.concatenate([s.prompt_ids, s.read_ids]) for s in samples]
     places = [len(s.prompt_ids) + s.sampled_at for s in samples]
     return micro_batch(samples, _pad_rows(sequences, places, device), device)
@@ -141,7 +142,7 @@ def collate_samples(samples: Sequence[TrainSample], device: torch.device) -> Mic
 def micro_batch(
     samples: Sequence[TrainSample], rows: TokenRows, device: torch.device
 ) -> MicroBatch:
-    """All that a pass takes; `rows`: of the samples, in their order."""
+    """Build the micro-batch of `samples`, whose tokens are in `rows` in the same order."""
 
     def per_token(values: Sequence[float]) -> Tensor:
         repeated = np.repeat(np.asarray(values, dtype=np.float32), rows.counts)

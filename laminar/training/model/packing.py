@@ -1,14 +1,14 @@
-"""The passes of samples through a model: with each prompt read once, or with padded rows.
+"""Packing of samples into passes through a model: each prompt read once, or padded rows.
 
 Reads   TrainSample (steps.py)
 Gives   MicroBatches, one for each forward and backward pass
 
-All siblings have one prompt, which is most of what a step of short answers reads. Where the model's
+Siblings share a prompt, which is most of what a step of short responses reads. If the model's
 attention can read it once (shared_prefix_attention.py), a pass is one flat row, [prompt | response
 | response ...] for each prompt; positions restart at the end of the prompt. The last token of a
-response is not read, as it predicts nothing; the first token of every response is predicted by the
-prompt's last one, whose gradient is then the sum over them. Samples belong together when their
-prompts are equal.
+response is not read, as it predicts nothing. The prompt's last token predicts the first token of
+every response, so its gradient is the sum over them. Samples belong together if their prompts are
+equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences
 from laminar.training.steps import TrainSample
 
 Siblings = list[TrainSample]
-"""Of one prompt, shortest response first: those of one length stand side by side."""
+"""Samples of one prompt, shortest response first: equal lengths are adjacent."""
 
 
 def build_passes(
@@ -47,8 +47,10 @@ def build_passes(
     prompts_once: bool,
     ranks: Ranks = SINGLE_RANK,
 ) -> list[MicroBatch]:
-    """Those of this rank. A pass reads `max_tokens`, or one sample; every sample is in one pass of
-    one rank. All ranks have equally many: an empty one has the shortest sample."""
+    """Build this rank's passes, of at most `max_tokens` each or one sample.
+
+    Every sample is in one pass of one rank. All ranks have the same number of passes: an empty one
+    reads the shortest sample."""
     cut = _pack_shared_prompts if prompts_once else _pack_padded
     of_ranks = cut(samples, max_tokens, ranks.size)
     made = collate_siblings if prompts_once else collate_samples
@@ -60,7 +62,7 @@ def build_passes(
 
 
 def _pack_padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
-    """By rank: the samples of each pass."""
+    """Return the samples of each pass, by rank."""
     found = []
     for share in assign_sequences([s.length for s in samples], ranks):
         own = [samples[i] for i in share]
@@ -70,10 +72,10 @@ def _pack_padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) ->
 
 
 def _pack_shared_prompts(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:
-    """By rank: the siblings of each pass.
+    """Return the siblings of each pass, by rank.
 
-    Those of one prompt stay together, unless they alone are more than a pass, or more than the
-    share of a rank: each part of them reads the prompt for itself.
+    Siblings stay together unless they exceed a pass or the share of a rank: then each part reads
+    the prompt separately.
     """
     by_prompt: dict[bytes, Siblings] = {}
     for sample in samples:
@@ -88,7 +90,7 @@ def _pack_shared_prompts(samples: Sequence[TrainSample], max_tokens: int, ranks:
 
 
 def _first_fit(parts: Sequence[Siblings], max_tokens: int) -> list[list[Siblings]]:
-    """Largest first: what may run out of memory does so at once."""
+    """Pack parts into passes, largest first: if memory runs out, it does so at once."""
     found: list[list[Siblings]] = []
     room: list[int] = []
     for part in sorted(parts, key=_count_tokens, reverse=True):
@@ -103,7 +105,7 @@ def _first_fit(parts: Sequence[Siblings], max_tokens: int) -> list[list[Siblings
 
 
 def _split_siblings(siblings: Siblings, max_tokens: int) -> list[Siblings]:
-    """Filled from the longest response on."""
+    """Split siblings into parts of at most `max_tokens`, starting from the longest response."""
     found: list[Siblings] = []
     room = 0
     prompt = len(siblings[0].prompt_ids)
@@ -117,7 +119,7 @@ def _split_siblings(siblings: Siblings, max_tokens: int) -> list[Siblings]:
 
 
 def _count_read_tokens(sample: TrainSample) -> int:
-    """The tokens behind the prompt that are read."""
+    """Count the tokens that are read after the prompt."""
     return sample.length - len(sample.prompt_ids) - 1
 
 
@@ -126,7 +128,7 @@ def _count_tokens(siblings: Siblings) -> int:
 
 
 def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroBatch:
-    """The tensors of one pass over one row."""
+    """Build the tensors of one pass over one flat row."""
     ids: list[ArrayLike] = []
     positions: list[ArrayLike] = []
     index: list[ArrayLike] = []
@@ -155,8 +157,9 @@ def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroB
 
 
 def _build_shared_prompt(start: int, prompt: int, lengths: Sequence[int]) -> SharedPrompt:
-    """`lengths` of the responses, ascending; a single one is read as one sequence with its prompt,
-    and one of which no token is read is in no run."""
+    """Locate a prompt and its responses in a row; `lengths`: of the responses, ascending.
+
+    A single response forms one sequence with its prompt; an empty response is in no run."""
     end = start + prompt
     if len(lengths) == 1:
         return SharedPrompt(SequenceRun(start, end + lengths[0], 1), ())

@@ -2,19 +2,19 @@
 
 Reads   a model directory (safetensors only)
 Gives   LoadedPolicy; BasePolicy, the same without its adapters (lora.py); ConfigError for a
-        checkpoint that does not fill the model exactly, and for a model whose logits are not its
-        head's
+        checkpoint that does not fill the model exactly, and for a model that changes the logits
+        of its head
 
 Logits of a whole micro-batch would be the largest tensors of a step: 16,384 tokens of a vocabulary
-of 151,936 are 10 GB, four times over. So head and softmax run over chunks of tokens. Where there
-are several, a chunk keeps its hidden states only, and the backward pass computes its logits again.
+of 151,936 are 10 GB, four times over. So head and softmax run over chunks of tokens. With several
+chunks, each keeps its hidden states only, and the backward pass recomputes its logits.
 
-transformers warns about a tensor it did not find and goes on with random numbers; a training run
-that starts from those looks healthy for hours. So missing and unexpected tensors refuse to load.
-What is trained is always float32: an update of 1e-6 is lost in a bfloat16 weight. What is not
-trained, beside adapters, may be of the compute type. The model stays
-in evaluation mode, also in training, because dropout would make the trainer's log-probs differ from
-the engine's; gradients do not depend on that mode.
+transformers only warns about a tensor that it did not find and initializes it at random; a training
+run that starts from such weights looks healthy for hours. So missing and unexpected tensors are an
+error. Trained weights are always float32: an update of 1e-6 is lost in a bfloat16 weight. A frozen
+base under adapters may have the compute type. The model stays in evaluation mode even in training,
+because dropout would make the trainer's log-probs differ from the engine's; gradients do not depend
+on that mode.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ from laminar.training.steps import ModelLayout
 
 Entropy = Literal["none", "value", "gradient"]
 HEAD, VALUE_HEAD = "lm_head.", "score."
-"""What the heads of a policy and of a critic are called in transformers."""
+"""Name prefixes of the heads of a policy and of a critic in transformers."""
 CHECKED_TOKENS = 16
 HEAD_TOLERANCE = 1e-3
-"""Nats. Rounding of float32 is 1e-5; a scale or a cap that acts is tenths and more."""
+"""Nats. Float32 rounding is 1e-5; an effective scale or cap changes tenths and more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """How rows are run through a model."""
+    """Precision and chunk size of a pass through a model."""
 
-    dtype: torch.dtype  #: of the matrix products
-    chunk_tokens: int  #: scored tokens whose logits are there at a time
+    dtype: torch.dtype  #: type of the matrix products
+    chunk_tokens: int  #: scored tokens whose logits are live at a time
 
 
 class TokenScores(NamedTuple):
     log_probs: Tensor  #: [tokens] float32
-    entropy: Tensor  #: [tokens] float32; [0] where none was asked for
+    entropy: Tensor  #: [tokens] float32; [0] if not requested
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
     model: PreTrainedModel
-    vocab_limit: int  #: ids from here on are in the logits but not in the tokenizer: never sampled
-    prompts_once: bool = False  #: its attention is that of shared_prefix_attention.py
-    base: str = ""  #: digest of the weights that are not trained; empty: all are
+    vocab_limit: int  #: first id that the logits have and the tokenizer lacks: never sampled
+    prompts_once: bool = False  #: whether attention is that of shared_prefix_attention.py
+    base: str = ""  #: digest of the frozen weights; empty: all are trained
 
     @property
     def device(self) -> torch.device:
@@ -83,26 +83,26 @@ class LoadedPolicy:
         return self.prompts_once and not why_padded(self.model, self.device, compute.dtype)
 
     def describe_layout(self, published: TensorLayouts, compute: Compute) -> ModelLayout:
-        """Of what it publishes, and how it reads the sequences of a step."""
+        """Describe the published tensors, and how the sequences of a step are read."""
         shapes = tuple((name, form.shape) for name, form in published.items())
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         padded = why_padded(self.model, self.device, compute.dtype)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
-        """All of one of its tensors."""
+        """Return the whole of one of the policy's tensors."""
         return tensor
 
     def cast_weights(self, dtype: torch.dtype) -> None:
-        """Hold what autocast would cast in each pass; for a model that is not trained."""
+        """Cast weights as autocast would in each pass; for a model that is not trained."""
         cast_linear(self.model, dtype)
 
     def log_probs(
         self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
     ) -> TokenScores:
-        """Log-probs of the rows' targets, and entropies, at `temperature` [tokens].
+        """Return log-probs of the rows' targets, and entropies, at `temperature` [tokens].
 
-        The entropy of a whole vocabulary has a gradient only where one is asked for.
+        The entropy, over the whole vocabulary, has a gradient only if requested.
         """
         hidden = self._compute_hidden(rows, compute)
         head = partial(
@@ -123,9 +123,9 @@ class LoadedPolicy:
         return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
 
     def values(self, rows: TokenRows, compute: Compute) -> Tensor:
-        """Of a critic: what each of the rows' targets is predicted from is worth, [tokens] float32.
+        """Return a critic's values [tokens] float32 of the states that predict the rows' targets.
 
-        The head is so small that it computes in the type of its weights.
+        The head is small enough to compute in the type of its weights.
         """
         model: Any = self.model
         hidden = self._compute_hidden(rows, compute).to(model.score.weight.dtype)
@@ -133,7 +133,7 @@ class LoadedPolicy:
         return values
 
     def _compute_hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
-        """[tokens, width]: of the positions that predict the targets."""
+        """Return the hidden states [tokens, width] at the positions that predict the targets."""
         with _make_autocast(self.device, compute.dtype):
             output = self.model.base_model(
                 input_ids=rows.input_ids, use_cache=False, **self._build_row_arguments(rows)
@@ -142,17 +142,17 @@ class LoadedPolicy:
         return hidden.index_select(0, rows.index)
 
     def _build_row_arguments(self, rows: TokenRows) -> dict[str, Any]:
-        """What the model has to know of rows that are not padded."""
+        """Return the extra arguments of the model for rows that are not padded."""
         if not rows.prompts:
             return {}
-        if not self.prompts_once:  # its attention would take the row for one sequence
+        if not self.prompts_once:  # its attention would read the row as one sequence
             raise ValueError("this model cannot read rows that hold a prompt once")
         return {"position_ids": rows.positions, "prompts": rows.prompts}
 
 
 @dataclass(frozen=True, slots=True)
 class BasePolicy:
-    """What a policy with adapters would be without them, without a second model."""
+    """A policy with its adapters switched off: its base, without a second model."""
 
     policy: LoadedPolicy
 
@@ -161,7 +161,7 @@ class BasePolicy:
         return self.policy.base
 
     def cast_weights(self, dtype: torch.dtype) -> None:
-        """Nothing: its weights are those of the policy."""
+        """Do nothing: the weights are shared with the policy."""
 
     def log_probs(
         self, rows: TokenRows, temperature: Tensor, compute: Compute, entropy: Entropy = "none"
@@ -180,10 +180,10 @@ def _head_scores(
     dtype: torch.dtype,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
-    """log_probs of one chunk from its hidden states [tokens, width].
+    """Return log-probs and entropies of one chunk from its hidden states [tokens, width].
 
-    Dropping the ids from `limit` on is what an engine does that masks them to -inf. Each chunk
-    casts the weight for itself: the gradients of one cast would be summed in the compute type.
+    Ids from `limit` on are dropped, which equals an engine's masking to -inf. Each chunk casts the
+    weight separately: gradients of a shared cast would be summed in the compute type.
     """
     with _make_autocast(hidden.device, dtype):
         logits = head(hidden)[:, :limit]
@@ -195,16 +195,16 @@ def _head_scores(
 
 
 def _make_autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Without its cache, which would hold the casts of all layers to the end of the pass."""
+    """Return an autocast without its cache, which would hold all layers' casts through the pass."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def cast_linear(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have a model that is not trained hold what autocast would cast in each pass.
+    """Cast the linear layers of a model that is not trained, as autocast would in each pass.
 
-    Scores stay the same to the last bit: embeddings and norms, which autocast leaves alone, stay as
-    they are, and so does a head that is the embedding.
+    Scores stay bit-identical: embeddings and norms, which autocast does not touch, keep their type,
+    and so does a head that is the embedding.
     """
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
@@ -213,10 +213,10 @@ def cast_linear(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Have each layer keep its input only, and compute all else again in the backward pass.
+    """Have each layer keep its input only, and recompute the rest in the backward pass.
 
     transformers' own checkpointing does nothing in evaluation mode, and torch's wrapper around a
-    layer changes the names of its parameters, under which checkpoints have the moments.
+    layer renames its parameters, whose names are the keys of the moments in checkpoints.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
@@ -231,9 +231,10 @@ def recompute_layers(model: nn.Module) -> None:
 
 
 def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -> LoadedPolicy:
-    """Load the layers of `name` in float32, with a head of one number that begins at zero; raises
-    ConfigError. A head of its own is left out."""
-    with _silence_transformers():  # that the head is new
+    """Load the layers of `name` in float32 with a new value head of zeros; raises ConfigError.
+
+    The language model's head is left out."""
+    with _silence_transformers():  # it warns of the new head
         model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
     check_value_head(name, model)
     check_loaded(name, critic_info(info))
@@ -251,7 +252,7 @@ def check_value_head(name: str, model: PreTrainedModel) -> None:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """transformers says nothing that is no error."""
+    """Limit the log of transformers to errors."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -261,7 +262,7 @@ def _silence_transformers() -> Iterator[None]:
 
 
 def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model lacks or has too much to become a critic, besides a head."""
+    """Return the missing and unexpected tensors of a loaded critic, its heads excepted."""
     missing = {key for key in info["missing_keys"] if not key.startswith(VALUE_HEAD)}
     unexpected = {key for key in info["unexpected_keys"] if not key.startswith(HEAD)}
     return {"missing_keys": missing, "unexpected_keys": unexpected}
@@ -269,7 +270,7 @@ def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def build_critic(model: Any, vocab_limit: int, *, device: torch.device) -> LoadedPolicy:
-    """A model for token classification of one label, whose values are 0."""
+    """Make a critic whose values are 0 from a model for token classification with one label."""
     for parameter in model.score.parameters():
         parameter.zero_()
     if once := not why_padded(model, device):
@@ -283,8 +284,8 @@ def load_policy(
     """Load `name` in float32 for scoring and training; raises ConfigError.
 
     `tokenizer_size` is one more than the tokenizer's largest id; models pad their vocabulary.
-    `adapt`: the run whose adapters it is given, before it is on the device, where there may be no
-    room for its weights in float32.
+    `adapt`: the run whose adapters the model gets. They are added before the model moves to the
+    device, which may lack the memory for float32 weights.
     """
     model, info = _from_pretrained(name)
     check_loaded(name, info)
@@ -315,7 +316,7 @@ def _add_adapters(model: PreTrainedModel, config: Config, device: torch.device) 
 def _from_pretrained(
     name: str, kind: Any = AutoModelForCausalLM, **options: Any
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model and what its loading left out or over."""
+    """Return the model and its loading info: missing and unexpected tensors."""
     try:
         loaded: Any = kind.from_pretrained(
             name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
@@ -327,7 +328,7 @@ def _from_pretrained(
 
 
 def make_load_error(name: str, error: Exception) -> ConfigError:
-    """What to say of a directory from which no model comes."""
+    """Make the error for a directory from which no model can be loaded."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(
         f"model {name!r} cannot be loaded: {reason}; give the directory of a causal LM with "
@@ -336,7 +337,7 @@ def make_load_error(name: str, error: Exception) -> ConfigError:
 
 
 def check_loaded(name: str, info: Mapping[str, Any]) -> None:
-    """Every tensor of the model from the checkpoint, and none left over."""
+    """Require that the checkpoint has every tensor of the model and no others."""
     for kind, what in (
         ("missing_keys", "lacks tensors of the model"),
         ("unexpected_keys", "has tensors that the model does not use"),
@@ -351,7 +352,7 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def check_head(name: str, policy: LoadedPolicy) -> None:
-    """One row in chunks against the model's own logits: it may scale them, cap them or more."""
+    """Compare the log-probs of one row with the model's logits, which it may scale or cap."""
     ids = np.arange(CHECKED_TOKENS, dtype=np.int32) % policy.vocab_limit
     rows = pad_token_rows([ids], [1], policy.device)
     temperature = torch.ones(len(rows.targets), device=policy.device)
@@ -368,11 +369,11 @@ def check_head(name: str, policy: LoadedPolicy) -> None:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint under its Hugging Face name, without gradients.
+    """Yield every tensor of the checkpoint under its Hugging Face name, without gradients.
 
     Tied tensors come once, under the first name: a model with a tied head has no lm_head.weight.
-    Those of a model without adapters are its own; with adapters, each is made when it is asked
-    for, float32 and merged, and in rows of ranks all ask together.
+    Without adapters the tensors are the model's own; with adapters each is merged in float32 when
+    it is requested, which is a collective call if the model is sharded.
     """
     layers = lora.find_adapted_layers(model)
     for name, tensor in get_base_weights(model).items():
@@ -384,13 +385,13 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def get_base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The same tensors, not merged: those that were loaded. Nothing is worked out for it."""
+    """Return the tensors of the checkpoint as loaded, without merging or other computation."""
     tensors = lora.base_tensors(model.state_dict(keep_vars=True))
     return {names[0]: tensor.detach() for names, tensor in by_identity(tensors).values()}
 
 
 def weight_forms(model: PreTrainedModel) -> TensorLayouts:
-    """What `named_weights` gives: shapes and types."""
+    """Return the shapes and types of what `named_weights` yields."""
     adapted = bool(lora.find_adapted_layers(model))
     return {
         name: TensorLayout(tuple(t.shape), lora.trained_type(t.dtype) if adapted else t.dtype)
@@ -399,7 +400,7 @@ def weight_forms(model: PreTrainedModel) -> TensorLayouts:
 
 
 def digest_base_weights(policy: LoadedPolicy) -> str:
-    """Of all weights without adapters: names, types, shapes and bytes."""
+    """Return the digest of all weights without adapters: names, types, shapes and bytes."""
     found = xxhash.xxh3_128()
     for name, tensor in get_base_weights(policy.model).items():
         tensor = policy.gather_tensor(tensor)
@@ -409,7 +410,7 @@ def digest_base_weights(policy: LoadedPolicy) -> str:
 
 
 def by_identity(tensors: Mapping[str, Tensor]) -> dict[int, tuple[list[str], Tensor]]:
-    """Each tensor once, with all its names. What is sharded has no address to tell it by."""
+    """Group names by tensor; by id, because a sharded tensor has no address to compare."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in tensors.items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)

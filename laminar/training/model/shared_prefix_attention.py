@@ -1,16 +1,16 @@
-"""Attention over rows that hold a prompt once, with all responses to it behind it.
+"""Attention over rows in which all responses share one copy of their prompt.
 
-Reads   queries, keys and values of a flat row, and where its prompts and responses are
-Gives   `attend`, which transformers calls in every layer; `why_padded`, `read_prompts_once`
+Reads   queries, keys and values of a flat row, and the positions of its prompts and responses
+Gives   `attend_shared_prefix`, which transformers calls in every layer; `why_padded`,
+        `read_prompts_once`
 
-A response attends to its prompt and to itself: two kinds of calls of the flash kernel, of all
-responses to a prompt against the prompt, and of each response, causal, against itself. Each gives
-an output and the log-sum-exp of its scores; with the log-sum-exp of both, the outputs are weighted
-to what one softmax over all keys gives. The backward kernel needs an output and a log-sum-exp only
-to make the probabilities again: given those of the whole softmax, each call gives its exact share
-of the gradient (as in ring attention, Liu et al. 2023). Nothing is masked or padded. How the kernel
-of a CPU and that of a GPU are called is in shared_prefix_attention_cpu.py and
-shared_prefix_attention_cuda.py.
+A response attends to its prompt and to itself. That takes two kinds of calls of the flash kernel:
+all responses to a prompt against the prompt, and each response, causal, against itself. Each call
+gives an output and the log-sum-exp of its scores; weighted with both log-sum-exps, the outputs add
+up to the softmax over all keys. The backward kernel needs output and log-sum-exp only to recompute
+the probabilities: given those of the whole softmax, each call gives its exact share of the gradient
+(as in ring attention, Liu et al. 2023). Nothing is masked or padded. The kernel calls are in
+shared_prefix_attention_cpu.py and shared_prefix_attention_cuda.py.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from laminar.training.model import (
 from laminar.training.model.micro_batches import SharedPrompt
 
 TokenIndices = slice | Tensor
-"""Of tokens in a row."""
+"""Positions of tokens in a row."""
 
 ATTENTION_NAME = "laminar_prompts_once"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-GPU_HEAD_SIZES = range(8, 257, 8)  #: that the flash kernel takes as they are
+GPU_HEAD_SIZES = range(8, 257, 8)  #: head sizes that the flash kernel takes unpadded
 
 
 def why_padded(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Why the model does not read a prompt once for all its responses; empty: it does.
+    """Return why the model cannot read a prompt once for all its responses; empty: it can.
 
-    `device`: where it computes, which need not be where its parameters are; `dtype`: in what.
+    `device`: where it computes, maybe not where its parameters are; `dtype`: the compute type.
     """
     config = model.config
     if device.type not in ("cpu", "cuda"):
@@ -66,7 +66,7 @@ def _find_gpu_padding_reason(config: PreTrainedConfig, dtype: torch.dtype) -> st
 
 
 def read_prompts_once(model: PreTrainedModel) -> None:
-    """Have all layers call `attend`; rows without shared prompts are computed as before."""
+    """Have all layers call `attend_shared_prefix`; rows without `prompts` are not affected."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend_shared_prefix)
     model.set_attn_implementation(ATTENTION_NAME)
 
@@ -82,16 +82,16 @@ def attend_shared_prefix(
     prompts: Sequence[SharedPrompt] = (),
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [rows, heads, width, size] -> [rows, width, heads, size]; keys may have fewer heads.
+    """Attend with query [rows, heads, width, size]; return [rows, width, heads, size].
 
-    Without `prompts` rows are padded; with them there is one row.
+    Keys may have fewer heads. Without `prompts` rows are padded; with them there is one row.
     """
     if not prompts:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     tensors = [query[0], key[0], value[0]]
-    if torch.is_autocast_enabled(query.device.type):  # as for torch's own attention
+    if torch.is_autocast_enabled(query.device.type):  # like torch's own attention
         dtype = torch.get_autocast_dtype(query.device.type)
         tensors = [tensor.to(dtype) for tensor in tensors]
     output: Tensor = _SharedPrefixAttention.apply(*tensors, prompts, scaling)  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ def attend_shared_prefix(
 
 
 class _SharedPrefixAttention(torch.autograd.Function):
-    """query [heads, width, size], key and value [heads of keys, width, size]."""
+    """Autograd function: query [heads, width, size], key and value [heads of keys, width, size]."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _SharedPrefixAttention(torch.autograd.Function):
 def _merge_attention(
     output: Tensor, sums: Tensor, at: TokenIndices, of_prompt: Tensor, sums_of_prompt: Tensor
 ) -> None:
-    """Add the attention to the prompt to the attention of responses to themselves, in place."""
+    """Merge attention to the prompt into the responses' attention to themselves, in place."""
     own, own_sums = output[:, at], sums[:, at]
     both = torch.logaddexp(own_sums, sums_of_prompt)
     of_prompt = of_prompt * (sums_of_prompt - both).exp()[..., None]

@@ -1,13 +1,12 @@
-"""The flash kernel of a CPU over the pieces of a row with shared prompts
-(shared_prefix_attention.py).
+"""The flash kernel of a CPU for shared_prefix_attention.py.
 
-Reads   queries, keys and values of a flat row, and where its prompts and responses are
+Reads   queries, keys and values of a flat row, and the positions of its prompts and responses
 Gives   outputs and log-sum-exps of a row's sequences to themselves, and of responses to their
         prompts; the gradients of both
 
-The kernel takes sequences of one length, so there is a call for each run of them. It has as many
-heads of keys as of queries: those are repeated for a sequence that attends to itself. To a prompt
-the tokens of all heads that share keys are one long query, as each reads all of it.
+The kernel takes sequences of one length, so there is a call for each run of equal lengths. It needs
+as many key heads as query heads: keys are repeated for a sequence that attends to itself. Attention
+to a prompt is not causal, so the tokens of all heads that share keys form one long query.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each prompt and response: [heads, width, size], sums [heads, width]."""
+    """Attend causally in each prompt and response: [heads, width, size], sums [heads, width]."""
     tensors = (query, _repeat_for_queries(query, key), _repeat_for_queries(query, value))
     output = torch.empty_like(query)
     sums = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
@@ -41,7 +40,7 @@ def attend_to_self(
 def to_prompts(
     query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each prompt the places of its responses, their outputs and sums."""
+    """Yield for each prompt the slice of its responses, their outputs and sums."""
     for of, by in _iter_prompt_slices(prompts):
         asked = query[:, by]
         output, sums = _forward(
@@ -60,7 +59,7 @@ def attend_to_self_backward(
     prompts: Prompts,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; `output` and `sums` are those of the whole softmax."""
+    """Return gradients of query, key and value; `output`, `sums`: those of the whole softmax."""
     own_key, own_value = _repeat_for_queries(query, key), _repeat_for_queries(query, value)
     tensors = (gradient, query, own_key, own_value, output, sums)
     found = [torch.empty_like(tensor) for tensor in (query, own_key, own_value)]
@@ -81,8 +80,9 @@ def to_prompts_backward(
     prompts: Prompts,
     scale: float,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-    """For each prompt the places of its responses and its own; gradients of the responses' queries
-    and of the prompt's keys and values."""
+    """Yield for each prompt the slices of its responses and itself, and three gradients.
+
+    Gradients: of the responses' queries, and of the prompt's keys and values."""
     for of, by in _iter_prompt_slices(prompts):
         found = _backward(
             _fold_heads(gradient[:, by], key),
@@ -104,7 +104,7 @@ def _iter_runs(prompts: Prompts) -> Iterator[SequenceRun]:
 
 
 def _iter_prompt_slices(prompts: Prompts) -> Iterator[tuple[slice, slice]]:
-    """Where each prompt is that has responses behind it, and where these are."""
+    """Yield the slices of each prompt that has responses, and of these responses."""
     for prompt, responses in prompts:
         if responses:
             yield (
@@ -114,20 +114,20 @@ def _iter_prompt_slices(prompts: Prompts) -> Iterator[tuple[slice, slice]]:
 
 
 def _split_run(tensor: Tensor, run: SequenceRun) -> Tensor:
-    """[heads, width, ...] -> [sequences of the run, heads, length, ...]"""
+    """Reshape [heads, width, ...] to [sequences of the run, heads, length, ...]."""
     sequences: Tensor = tensor[:, run.start : run.stop].unflatten(1, (run.sequences, -1))
     return sequences.transpose(0, 1)
 
 
 def _join_run(tensor: Tensor) -> Tensor:
-    """[sequences, heads, length, ...] -> [heads, sequences * length, ...]"""
+    """Reshape [sequences, heads, length, ...] to [heads, sequences * length, ...]."""
     return tensor.transpose(0, 1).flatten(1, 2)
 
 
 def _fold_heads(tensor: Tensor, key: Tensor) -> Tensor:
-    """[heads, tokens, ...] -> [1, heads of keys, tokens of all heads that share one, ...].
+    """Reshape [heads, tokens, ...] to [1, heads of keys, tokens of all heads that share one, ...].
 
-    Only where every query reads all keys.
+    Valid only if every query reads all keys.
     """
     heads, tokens = tensor.shape[:2]
     return tensor.reshape(1, len(key), heads // len(key) * tokens, *tensor.shape[2:])

@@ -1,13 +1,13 @@
-"""The flash kernel of a GPU over the pieces of a row with shared prompts
-(shared_prefix_attention.py).
+"""The flash kernel of a GPU for shared_prefix_attention.py.
 
-Reads   queries, keys and values of a flat row, bfloat16, and where its prompts and responses are
+Reads   queries, keys and values of a flat bfloat16 row, and the positions of its prompts and
+        responses
 Gives   outputs and log-sum-exps of a row's sequences to themselves, and of responses to their
         prompts; the gradients of both
 
-The kernel takes sequences of any lengths behind each other (FlashAttention-2, Dao 2023: `varlen`),
-and several heads of queries for one of keys. So a row is one call for all sequences and one for all
-prompts, however many there are. Where they begin is worked out once for a row, not in each layer.
+The kernel takes concatenated sequences of any lengths (FlashAttention-2, Dao 2023: `varlen`), and
+several query heads for one key head. So a row takes one call for all its sequences and one for all
+its prompts. Their ranges are computed once for a row, not in each layer.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from torch import Tensor
 from laminar.training.model.micro_batches import SharedPrompt
 
 Prompts = Sequence[SharedPrompt]
-CACHED_ROWS = 4  #: whose places are kept: of one pass, beside those of the passes around it
+CACHED_ROWS = 4  #: rows whose ranges are cached: one pass and its neighbours
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
 class SequenceBounds(NamedTuple):
-    """Of sequences behind each other."""
+    """Bounds of concatenated sequences."""
 
     starts: Tensor  #: [sequences + 1] int32
     longest: int
 
 
 class AttentionRanges(NamedTuple):
-    """Of one row."""
+    """Query and key ranges of one row."""
 
     all: SequenceBounds  #: prompts and responses, in their order
-    by: Tensor  #: [tokens] int64: those of responses that read a shared prompt
-    of: Tensor  #: [tokens] int64: those of these prompts
-    responses: SequenceBounds  #: in `by`; all that read one prompt are one sequence
-    prompts: SequenceBounds  #: in `of`
+    by: Tensor  #: [tokens] int64: responses that read a shared prompt
+    of: Tensor  #: [tokens] int64: these prompts
+    responses: SequenceBounds  #: bounds in `by`; all that read one prompt are one sequence
+    prompts: SequenceBounds  #: bounds in `of`
 
 
 def attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each prompt and response: [heads, width, size], sums [heads, width]."""
+    """Attend causally in each prompt and response: [heads, width, size], sums [heads, width]."""
     at = compute_ranges(tuple(prompts), query.device)
     return _run_attention(query, key, value, at.all, at.all, scale, causal=True)
 
@@ -57,7 +57,7 @@ def attend_to_self(
 def to_prompts(
     query: Tensor, key: Tensor, value: Tensor, prompts: Prompts, scale: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The places of all responses, their outputs and sums."""
+    """Yield once the positions of all responses, their outputs and sums."""
     at = compute_ranges(tuple(prompts), query.device)
     if not len(at.by):
         return
@@ -79,7 +79,7 @@ def attend_to_self_backward(
     prompts: Prompts,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; `output` and `sums` are those of the whole softmax."""
+    """Return gradients of query, key and value; `output`, `sums`: those of the whole softmax."""
     at = compute_ranges(tuple(prompts), query.device)
     tensors = (gradient, query, key, value, output)
     return _run_attention_backward(*tensors, sums, at.all, at.all, scale, causal=True)
@@ -95,8 +95,9 @@ def to_prompts_backward(
     prompts: Prompts,
     scale: float,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """The places of all responses and of their prompts; gradients of the responses' queries and of
-    the prompts' keys and values."""
+    """Yield once the positions of all responses and of their prompts, and three gradients.
+
+    Gradients: of the responses' queries, and of the prompts' keys and values."""
     at = compute_ranges(tuple(prompts), query.device)
     if not len(at.by):
         return
@@ -114,7 +115,7 @@ def to_prompts_backward(
 
 @lru_cache(maxsize=CACHED_ROWS)
 def compute_ranges(prompts: tuple[SharedPrompt, ...], device: torch.device) -> AttentionRanges:
-    """Where a row's sequences are, on the device."""
+    """Compute the ranges of a row's sequences, as tensors on the device."""
     lengths, prompt_lengths, response_lengths = [], [], []
     by: list[ArrayLike] = [[]]
     of: list[ArrayLike] = [[]]
@@ -154,7 +155,7 @@ def _run_attention(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """[heads, tokens, size] and sums [heads, tokens] float32."""
+    """Return outputs [heads, tokens, size] and sums [heads, tokens] float32."""
     tensors = (_put_tokens_first(query), _put_tokens_first(key), _put_tokens_first(value))
     bounds = (by.starts, of.starts, by.longest, of.longest)
     output, sums, *_ = _forward(*tensors, *bounds, 0.0, causal, False, scale=scale)
@@ -174,7 +175,7 @@ def _run_attention_backward(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, [heads, tokens, size] each."""
+    """Return gradients of query, key and value, [heads, tokens, size] each."""
     tensors = [_put_tokens_first(tensor) for tensor in (gradient, query, key, value, output)]
     bounds = (by.starts, of.starts, by.longest, of.longest)
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout
@@ -186,10 +187,10 @@ def _run_attention_backward(
 
 
 def _gather_tokens(tensor: Tensor, at: Tensor) -> Tensor:
-    """[heads, tokens at these places, size], in memory as the kernel takes it."""
+    """Gather [heads, tokens at these positions, size], in the kernel's memory layout."""
     return tensor.transpose(0, 1)[at].transpose(0, 1)
 
 
 def _put_tokens_first(tensor: Tensor) -> Tensor:
-    """[heads, tokens, size] -> [tokens, heads, size], as the kernel takes it."""
+    """Transpose [heads, tokens, size] to [tokens, heads, size], the kernel's layout."""
     return tensor.transpose(0, 1).contiguous()
