@@ -3,13 +3,13 @@
 Reads   [algorithm]; the rewards of a whole batch, which samples are siblings, a critic's values
 Gives   AdvantageInputs; Estimator, which gives samples their advantages, float64
 
-Of a whole batch, whatever micro-batches and ranks it is split into. Rows that are left out of a
-step are in no baseline, and have 0.
+Advantages are computed over a whole batch, independent of micro-batches and ranks. Rows that are
+left out of a step are in no baseline, and get 0.
 
-A group that scored alike teaches nothing and must give exactly zero. In float32 it does not: the
-mean of seven times 0.7 is not 0.7, and a tiny rest over a tiny standard deviation is a real number
-of wrong sign as often as not. Hence float64, and a spread below which a group counts as constant.
-A group of one has no baseline: its advantage is 0, unless a critic is the baseline.
+A group with equal rewards teaches nothing and must give exactly zero. In float32 it does not: the
+mean of seven times 0.7 is not 0.7, and a tiny remainder over a tiny standard deviation is a large
+number, often of wrong sign. Hence float64, and a spread below which a group counts as constant. A
+group of one has no baseline: its advantage is 0, unless a critic is the baseline.
 
     grpo    (R - mean) / (std + 1e-6) with the sample standard deviation (n - 1), as in verl;
             R - mean without norm_adv_by_std_in_grpo (Dr. GRPO, Liu et al. 2025)
@@ -39,7 +39,7 @@ from laminar.training.steps import TrainSample
 
 STD_EPSILON = 1e-6  #: added to the standard deviation; verl's
 WHITEN_EPSILON = 1e-8  #: added to the variance; verl's
-ADAPTIVE_ALPHA = 0.05  #: of lambda by length; VAPO's
+ADAPTIVE_ALPHA = 0.05  #: lambda by length; VAPO's
 CONSTANT_SPREAD = 1e-6  #: rewards that differ by no more than this are equal
 
 Floats = NDArray[np.float64]
@@ -48,14 +48,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What advantages are made of, [sequences] in the order of the batch."""
+    """Inputs of an estimator; [sequences] in the order of the batch."""
 
     rewards: Floats
-    groups: Ints  #: siblings have the same number, from 0
+    groups: Ints  #: group number from 0, equal for siblings
     lengths: Ints  #: response tokens
-    extras: Mapping[str, Floats]  #: numbers that the reward function gave besides; NaN: it did not
+    extras: Mapping[str, Floats]  #: extra figures of the reward function; NaN: missing
     options: Mapping[str, Any]  #: norm_adv_by_std_in_grpo, gamma, lam
-    values: Floats | None = None  #: [tokens]: of a critic, before each token; None: there is none
+    values: Floats | None = None  #: [tokens]: a critic's, before each token; None: no critic
 
     @cached_property
     def group_sizes(self) -> Ints:
@@ -63,12 +63,12 @@ class AdvantageInputs:
         return np.bincount(self.groups)[self.groups]
 
     def group_sums(self, values: Floats) -> Floats:
-        """The sum of `values` over the group of each sequence."""
+        """Return the sum of `values` over the group of each sequence."""
         sums: Floats = np.bincount(self.groups, weights=values).astype(np.float64)
         return sums[self.groups]
 
     def group_means(self, values: Floats) -> Floats:
-        """The mean of `values` over the group of each sequence."""
+        """Return the mean of `values` over the group of each sequence."""
         return self.group_sums(values) / self.group_sizes
 
     @cached_property
@@ -87,12 +87,12 @@ class AdvantageInputs:
         return np.where(self.constant, 0.0, self.rewards - self.group_means(self.rewards))
 
     def per_token(self, values: Floats) -> Floats:
-        """[tokens]: the value of each sequence at each of its tokens."""
+        """Repeat the value of each sequence at each of its tokens, [tokens]."""
         return np.repeat(values, self.lengths)
 
 
 EstimatorFunction = Callable[[AdvantageInputs], Floats]
-"""One number for each sequence, or for each token of all sequences in order."""
+"""Returns one number for each sequence, or for each token of all sequences in order."""
 
 
 def estimate_grpo(batch: AdvantageInputs) -> Floats:
@@ -103,7 +103,7 @@ def estimate_grpo(batch: AdvantageInputs) -> Floats:
 
 
 def estimate_rloo(batch: AdvantageInputs) -> Floats:
-    """n / (n - 1) times R - mean is R minus the mean of the others."""
+    """Scale R - mean by n / (n - 1), which gives R minus the mean of the others."""
     return batch.centred * (batch.group_sizes / np.maximum(batch.group_sizes - 1, 1))
 
 
@@ -147,16 +147,16 @@ def estimate_gae(batch: AdvantageInputs) -> Floats:
 
 
 def adaptive_lam(lengths: Ints) -> Floats:
-    """Lambda of each sequence: 1 - 1 / (0.05 length), and 0 below 20 tokens (2504.05118)."""
+    """Return lambda of each sequence: 1 - 1 / (0.05 length), and 0 below 20 tokens (2504.05118)."""
     found: Floats = np.maximum(0.0, 1.0 - 1.0 / (ADAPTIVE_ALPHA * lengths))
     return found
 
 
 def later_errors(batch: AdvantageInputs, lam: float | Floats) -> Floats:
-    """[tokens]: A_t = d_t + gamma lam A_(t+1), with d_t = r_t + gamma V_(t+1) - V_t.
+    """Return A_t = d_t + gamma lam A_(t+1) [tokens], with d_t = r_t + gamma V_(t+1) - V_t.
 
-    The reward is that of the last token, behind which nothing has a value: a response that was
-    cut off ended there. `lam`: of all sequences, or of each.
+    The last token has the reward, and no value follows it: a truncated response ended there.
+    `lam`: for all sequences, or for each.
     """
     assert batch.values is not None
     gamma, ends = batch.options["gamma"], np.cumsum(batch.lengths)
@@ -168,15 +168,14 @@ def later_errors(batch: AdvantageInputs, lam: float | Floats) -> Floats:
     decay = np.broadcast_to(gamma * np.asarray(lam), batch.lengths.shape)[longest_first]
     last, lengths = ends[longest_first] - 1, batch.lengths[longest_first]
     for back in range(1, int(lengths[0])):  # all sequences at once, from their ends
-        count = int(np.searchsorted(-lengths, -back, side="left"))  # that are longer than this
+        count = int(np.searchsorted(-lengths, -back, side="left"))  # sequences longer than `back`
         at = last[:count] - back
         errors[at] += decay[:count] * errors[at + 1]
     return errors
 
 
 def _whiten_values(values: Floats, lengths: Ints) -> Floats:
-    """Mean 0 and variance 1 over the tokens; verl's epsilon. `lengths`: how many tokens have each
-    value."""
+    """Scale to mean 0 and variance 1 over the tokens; `lengths`: tokens that have each value."""
     tokens = lengths.sum()
     if np.ptp(values) <= CONSTANT_SPREAD:
         return np.zeros_like(values)
@@ -187,7 +186,7 @@ def _whiten_values(values: Floats, lengths: Ints) -> Floats:
 
 
 def _sample_std(batch: AdvantageInputs) -> Floats:
-    """Of the rewards of each sequence's group; 0 for a group of one."""
+    """Return the reward's standard deviation in each sequence's group; 0 for a group of one."""
     squares = batch.group_sums(batch.centred**2)
     return np.sqrt(squares / np.maximum(batch.group_sizes - 1, 1))
 
@@ -205,10 +204,10 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
 
 
 class Estimator:
-    """The advantages that a configuration names."""
+    """The advantage estimator of a configuration."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        """Raises ConfigError for a function of the user that cannot be had."""
+        """Resolve the name; raises ConfigError if a function of the user cannot be loaded."""
         name = algorithm.adv_estimator
         self.users: UserFunction | None = None
         if name not in ADVANTAGE_ESTIMATORS:
@@ -223,10 +222,10 @@ class Estimator:
     def assign_advantages(
         self, samples: Sequence[TrainSample], left_out: Container[str] = frozenset()
     ) -> list[TrainSample]:
-        """The samples in their order, each with its advantage.
+        """Return the samples in their order, each with its advantage.
 
-        Those that are left out have 0, and are in no baseline. Raises ValueError for a reward that
-        is not finite, ConfigError where a function of the user fails.
+        Those that are left out get 0, and are in no baseline. Raises ValueError for a reward that
+        is not finite, ConfigError if a function of the user fails.
         """
         trained = [s for s in samples if s.sample_id not in left_out]
         if not trained:
@@ -237,7 +236,7 @@ class Estimator:
         ]
 
     def estimate_advantages(self, batch: AdvantageInputs) -> Sequence[float | Floats]:
-        """One number for each sequence, or an array with one for each of its tokens."""
+        """Estimate one number for each sequence, or an array with one for each of its tokens."""
         found = self._function(batch)
         if self.users is not None:
             found = _validate_advantages(found, batch, self.users)
@@ -247,10 +246,11 @@ class Estimator:
 
 
 def with_penalties(samples: Sequence[TrainSample], config: Config) -> Sequence[TrainSample]:
-    """The samples, each with what its length costs (DAPO's soft overlong punishment, 2503.14476).
+    """Return the samples, each with its length penalty.
 
-    Nothing up to reward.overlong_buffer.len tokens before the longest response, from there on a
-    part of the penalty for each token, and at the longest, cut off or not, all of it.
+    DAPO's soft overlong punishment (2503.14476): none up to reward.overlong_buffer.len tokens
+    before the longest response, then a part for each token; at the longest, truncated or not, the
+    full penalty.
     """
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
     if not buffer.len:
@@ -263,7 +263,7 @@ def with_penalties(samples: Sequence[TrainSample], config: Config) -> Sequence[T
 
 
 def inputs_of(samples: Sequence[TrainSample], options: Mapping[str, Any]) -> AdvantageInputs:
-    """ValueError for a reward that is not finite."""
+    """Build the inputs of an estimator; raises ValueError for a reward that is not finite."""
     rewards = np.array([s.trained_reward for s in samples], dtype=np.float64)
     if not np.isfinite(rewards).all():
         bad = samples[int(np.argmin(np.isfinite(rewards)))]
@@ -284,7 +284,7 @@ def inputs_of(samples: Sequence[TrainSample], options: Mapping[str, Any]) -> Adv
 
 
 def _validate_advantages(found: object, batch: AdvantageInputs, users: UserFunction) -> Floats:
-    """What a function of the user returned, as an array; ConfigError."""
+    """Convert the result of a user's function to an array; raises ConfigError."""
     sequences, tokens = len(batch.rewards), int(batch.lengths.sum())
     try:
         array = np.asarray(found, dtype=np.float64)

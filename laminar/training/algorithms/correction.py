@@ -1,12 +1,12 @@
-"""The correction for data that the present weights would not sample: weights, and what is masked.
+"""The correction for data that the present weights would not sample: weights and masks.
 
 Reads   log-probs of trainer and engine of a micro-batch, flat; algorithm.rollout_correction
-Gives   Correction: a weight for each token, 0 for what is masked, and figures
+Gives   Correction: a weight for each token, 0 for a masked one, and figures
 
 rho = trainer / engine. A weight is min(rho, C) of the token, or of the product over its sequence;
 with a lower bound, too, it is rho inside both and 0 outside (IcePop). `rollout_rs` masks tokens or
 whole sequences by k1 = -log rho, k2 = k1^2 / 2 or k3 = rho - 1 - log rho, with verl's names and
-bounds. What is masked gives no gradient of the policy loss and stays in all counts.
+bounds. Masked tokens give no gradient of the policy loss and stay in all counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Correction:
 def compute_correction(
     trainer: Tensor, behaviour: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
 ) -> Correction:
-    """In bypass mode nothing is weighted: the ratio of the loss is to the engine's policy."""
+    """Compute weights and mask; bypass mode has no weights: its ratio is to the engine's policy."""
     figures: dict[str, Tensor] = {}
     weight = keep = None
     if not config.bypass_mode and config.rollout_is != "none":
@@ -85,7 +85,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def _build_keep_mask(
     kind: str, low: float, high: float, log_ratio: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Which tokens stay, [tokens] bool, by one rule such as seq_mean_k3."""
+    """Return which tokens stay, [tokens] bool, by one rule such as seq_mean_k3."""
     level, _, estimate = kind.rpartition("_")
     values = KL_ESTIMATORS[estimate](log_ratio)
     if level == "seq_max":

@@ -4,8 +4,8 @@ Reads   flat tensors over the trained tokens of a micro-batch, all of shape [tok
 Gives   flat tensors of the same shape; the learner forms sum(coefficient * term)
 
 Every aggregation mode is a fixed coefficient per token, made from counts of the whole mini-batch.
-A loss that is a plain sum over tokens cannot depend on how the tokens were split into
-micro-batches, and there is no place where a micro-batch could be averaged by mistake.
+A plain sum over tokens cannot depend on how the tokens were split into micro-batches, and leaves no
+place where a micro-batch could be averaged by mistake.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from laminar.training.steps import TrainSample
 
-MAX_LOG_RATIO = 20.0  #: exp(20) is 5e8: beyond it a ratio is only an overflow in the making
+MAX_LOG_RATIO = 20.0  #: exp(20) is 5e8: beyond it a ratio would soon overflow
 MAX_KL = 10.0  #: verl's bound on the k3 estimate of one token
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """What one optimizer update covers, masked sequences included."""
+    """Size of one optimizer update, masked sequences included."""
 
     tokens: int  #: response tokens
     sequences: int
@@ -35,7 +35,7 @@ class BatchCounts:
 
 
 def log_softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probs [tokens, vocab] float32 of the distribution that was sampled from.
+    """Return log-probs [tokens, vocab] float32 of the distribution that was sampled from.
 
     logits [tokens, vocab] of any float type, temperature [tokens] float32.
     """
@@ -43,12 +43,12 @@ def log_softmax_at(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def gather_targets(log_probs: Tensor, targets: Tensor) -> Tensor:
-    """log_probs [tokens, vocab] at targets [tokens] int64; the result is [tokens]."""
+    """Gather log_probs [tokens, vocab] at targets [tokens] int64; the result is [tokens]."""
     return log_probs.gather(-1, targets[:, None]).squeeze(-1)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """Entropy in nats, [tokens], of log-probs [tokens, vocab]."""
+    """Return the entropy in nats, [tokens], of log-probs [tokens, vocab]."""
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
@@ -57,16 +57,16 @@ def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """The sum over each sequence, at each of its tokens; values [tokens], lengths [sequences].
+    """Return each sequence's sum at each of its tokens; values [tokens], lengths [sequences].
 
-    In the order of the tokens, so that it does not depend on the other sequences.
+    Summed in the order of the tokens, so that it does not depend on the other sequences.
     """
     sums = torch.segment_reduce(values, "sum", lengths=lengths)
     return sums.repeat_interleave(lengths, output_size=len(values))
 
 
 def kl_term(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:
-    """Estimate of KL(policy || reference) per token (Schulman 2020, "Approximating KL").
+    """Estimate KL(policy || reference) per token (Schulman 2020, "Approximating KL").
 
     low_var_kl is k3 = exp(-x) - 1 + x with x = log(policy / reference), with verl's clamps; k2 is
     x^2 / 2. k1 = x is refused: as a loss on the policy's own samples its expected gradient is 0.
@@ -82,10 +82,10 @@ def kl_term(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:
 def value_losses(
     values: Tensor, before: Tensor, returns: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of a critic's values, and whether it was clipped, both [tokens].
+    """Return half the squared error of a critic's values, and whether it was clipped, as [tokens].
 
-    The larger of two errors: of the value, and of the value held within `cliprange` of that
-    `before` the step, so that one that has gone further has no gradient away from there.
+    The larger of two errors: of the value, and of the value clipped to within `cliprange` of
+    `before` the step. A value that moved further has no gradient away from there.
     """
     held = torch.maximum(torch.minimum(values, before + cliprange), before - cliprange)
     free, limited = (values - returns).square(), (held - returns).square()
@@ -95,7 +95,7 @@ def value_losses(
 def token_coefficients(
     mode: str, lengths: Tensor, counts: BatchCounts, max_response_length: int
 ) -> Tensor:
-    """Coefficient of every token, [tokens] float32, for one `loss_agg_mode`.
+    """Return the coefficient of every token, [tokens] float32, for one `loss_agg_mode`.
 
     `lengths` [tokens] is the response length of the sequence that the token belongs to; `counts`
     are those of the whole mini-batch. Summed with these the per-token losses give

@@ -3,10 +3,9 @@
 Reads   [algorithm]; log-probs and advantages of a micro-batch, flat over its trained tokens
 Gives   LossInputs; PolicyLoss, which the objective calls; losses [tokens] with the gradient
 
-A loss says nothing of the micro-batch that it is given: coefficients, importance weights, KL and
-entropy are the objective's. So it has to treat each sequence alone, and any split of a batch gives
-the same gradient. At log_probs == old_log_probs every loss here has the gradient of
--advantages * log_probs.
+A loss does not know its micro-batch: coefficients, importance weights, KL and entropy belong to the
+objective. So it must treat each sequence alone, and any split of a batch gives the same gradient.
+At log_probs == old_log_probs every loss here has the gradient of -advantages * log_probs.
 
     ratio       r = exp(log_probs - old_log_probs)
     vanilla     max(-A r, -A clip(r)), for A < 0 at most -A clip_ratio_c (Ye et al. 2020)
@@ -40,7 +39,7 @@ MAX_LOG_SEQUENCE_RATIO = 10.0  #: verl's bound for gspo
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss is made of; tensors are [tokens] where nothing else is said."""
+    """Inputs of a policy loss; tensors are [tokens] unless noted otherwise."""
 
     log_probs: Tensor  #: has the gradient
     old_log_probs: Tensor  #: at the start of the step; with bypass_mode those of the engine
@@ -52,19 +51,19 @@ class LossInputs:
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """log(current / old), within +-20."""
+        """The log-ratio log(current / old), within +-20."""
         return clamped_log_ratio(self.log_probs, self.old_log_probs)
 
     def sums(self, values: Tensor) -> Tensor:
-        """The sum of `values` over each sequence, at each of its tokens."""
+        """Return the sum of `values` over each sequence, at each of its tokens."""
         return segment_sums(values, self.lengths)
 
     def means(self, values: Tensor) -> Tensor:
-        """The mean of `values` over each sequence, at each of its tokens."""
+        """Return the mean of `values` over each sequence, at each of its tokens."""
         return self.sums(values) / self.lengths.repeat_interleave(self.lengths)
 
     def clipped(self, ratio: Tensor) -> Tensor:
-        """The ratio within 1 - clip_ratio_low and 1 + clip_ratio_high."""
+        """Clip the ratio to within 1 - clip_ratio_low and 1 + clip_ratio_high."""
         low, high = self.options["clip_ratio_low"], self.options["clip_ratio_high"]
         return ratio.clamp(1.0 - low, 1.0 + high)
 
@@ -73,7 +72,7 @@ LossFunction = Callable[[LossInputs], Tensor]
 
 
 def compute_vanilla_loss(batch: LossInputs) -> Tensor:
-    """PPO's clipped surrogate with verl's dual clip."""
+    """Compute PPO's clipped surrogate with verl's dual clip."""
     surrogate = _compute_surrogate(batch, batch.log_ratio.exp())
     ceiling = -batch.advantages * batch.options["clip_ratio_c"]
     negative = batch.advantages < 0
@@ -82,14 +81,14 @@ def compute_vanilla_loss(batch: LossInputs) -> Tensor:
 
 
 def compute_gspo_loss(batch: LossInputs) -> Tensor:
-    """The value of the ratio is the sequence's; its gradient is that of each token's own."""
+    """Use the sequence's ratio as value, with the gradient of each token's own ratio."""
     own = batch.log_probs - batch.log_probs.detach()
     mean = batch.means(batch.log_probs - batch.old_log_probs).detach()
     return _compute_surrogate(batch, (own + mean).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp())
 
 
 def compute_cispo_loss(batch: LossInputs) -> Tensor:
-    """REINFORCE with a clipped weight: no token loses its gradient."""
+    """Compute REINFORCE with a clipped weight: no token loses its gradient."""
     ratio = batch.log_ratio.exp().detach()
     weight = batch.clipped(ratio)
     batch.figures["clipped"] = ratio != weight
@@ -97,7 +96,7 @@ def compute_cispo_loss(batch: LossInputs) -> Tensor:
 
 
 def compute_sapo_loss(batch: LossInputs) -> Tensor:
-    """A gate that closes smoothly, more quickly for negative advantages."""
+    """Apply a gate that closes smoothly, more quickly for negative advantages."""
     positive = torch.full_like(batch.advantages, batch.options["tau_pos"])
     tau = positive.where(batch.advantages > 0, batch.options["tau_neg"])
     gate = torch.sigmoid(tau * (batch.log_ratio.exp() - 1.0)) * (4.0 / tau)
@@ -109,7 +108,7 @@ def compute_gpg_loss(batch: LossInputs) -> Tensor:
 
 
 def geo_mean(batch: LossInputs) -> Tensor:
-    """The advantage of a token is taken for that of its sequence, as all estimators give it."""
+    """Use the token's advantage as its sequence's, which all estimators make equal."""
     log_ratio, sign = batch.log_probs - batch.old_log_probs, batch.advantages.sign()
     low, high = batch.options["clip_ratio_low"], batch.options["clip_ratio_high"]
     bounded = log_ratio.clamp(-low, high)
@@ -119,7 +118,7 @@ def geo_mean(batch: LossInputs) -> Tensor:
 
 
 def dppo_tv(batch: LossInputs) -> Tensor:
-    """What is bounded is the difference of probabilities, not their ratio."""
+    """Bound the difference of probabilities, not their ratio."""
     moved = (batch.log_probs.exp() - batch.old_log_probs.exp()).detach()
     within = torch.where(
         batch.advantages > 0,
@@ -133,15 +132,14 @@ def dppo_tv(batch: LossInputs) -> Tensor:
 
 
 def compute_dro_loss(batch: LossInputs) -> Tensor:
-    """REINFORCE with a quadratic price for leaving the old policy: of a sequence without advantage,
-    too."""
+    """Compute REINFORCE with a quadratic penalty on leaving the old policy, even at advantage 0."""
     moved = batch.log_probs - batch.old_log_probs
     price: Tensor = 0.5 * batch.options["dro_beta"] * moved.square()
     return price - batch.advantages * batch.log_probs
 
 
 def _compute_surrogate(batch: LossInputs, ratio: Tensor) -> Tensor:
-    """The larger of the plain and the clipped loss."""
+    """Return the larger of the plain and the clipped loss."""
     plain = -batch.advantages * ratio
     bounded = -batch.advantages * batch.clipped(ratio)
     batch.figures["clipped"] = bounded > plain
@@ -161,14 +159,14 @@ POLICY_LOSSES: dict[str, LossFunction] = {
 ADVANTAGE_ONLY_LOSSES = frozenset(
     {"vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv"}
 )
-"""Those that are 0, and have the gradient 0, wherever the advantage is 0."""
+"""Losses that are 0, with gradient 0, wherever the advantage is 0."""
 
 
 class PolicyLoss:
-    """The loss that a configuration names."""
+    """The policy loss of a configuration."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
-        """Raises ConfigError for a function of the user that cannot be had."""
+        """Resolve the name; raises ConfigError if a function of the user cannot be loaded."""
         name = algorithm.policy_loss.loss_mode
         self.users: UserFunction | None = None
         if name not in POLICY_LOSSES:
@@ -192,7 +190,7 @@ class PolicyLoss:
         advantages: Tensor,
         lengths: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses and figures [tokens]; ConfigError where a function of the user fails."""
+        """Return losses and figures [tokens]; raises ConfigError if a user's function fails."""
         batch = LossInputs(
             log_probs, old_log_probs, rollout_log_probs, advantages, lengths, self._options
         )
