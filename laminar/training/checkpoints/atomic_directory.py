@@ -1,7 +1,7 @@
-"""A directory of the run that is made beside its name, and has it when it is whole.
+"""Directories of the run that appear under their name only when complete.
 
 Writes  .NAME.partial, then NAME
-Gives   ThreadedDirectories, the part of ModelFiles (actors/model_files.py) that knows no model
+Gives   ThreadedDirectories, the model-independent part of ModelFiles (actors/model_files.py)
 Raises  OSError from the disk
 """
 
@@ -15,7 +15,7 @@ from laminar.run.renames import rename, sync
 
 
 class ThreadedDirectories:
-    """What takes time runs in a thread."""
+    """Directory operations for an event loop: slow ones run in a thread."""
 
     async def create_partial(self, directory: Path) -> Path:
         return await asyncio.to_thread(_create_partial, directory)
@@ -34,10 +34,10 @@ class ThreadedDirectories:
 
 
 def _create_partial(directory: Path) -> Path:
-    """An empty directory for what is to become `directory`."""
+    """Create an empty directory for the content of the later `directory`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
-    for left in (partial, _set_aside(directory)):  # by a process that died half-way
+    for left in (partial, _set_aside(directory)):  # left by a process that died half-way
         if left.exists():
             shutil.rmtree(left)
     partial.mkdir()
@@ -45,16 +45,16 @@ def _create_partial(directory: Path) -> Path:
 
 
 def _sync_all(directory: Path) -> None:
-    """All its files are on the disk on return."""
+    """Sync all files of a directory to the disk."""
     for path in [*directory.rglob("*"), directory]:
         sync(path)
 
 
 def _rename_directory(directory: Path, name: Path) -> None:
-    """What was synced has this name, also after a power cut; what had it before is removed.
+    """Give a synced directory its final name, durably; replace a directory of that name.
 
-    Only a trainer that was started again finds something there: the step, or the export, of one
-    that died before anybody had heard of it.
+    Only a restarted trainer finds one: the step, or the export, of a trainer that died before
+    reporting it.
     """
     before = _set_aside(name)
     name.parent.mkdir(exist_ok=True)
@@ -70,6 +70,6 @@ def _set_aside(directory: Path) -> Path:
 
 
 def _find_directories(parent: Path, name: str) -> dict[Path, bytes]:
-    """Directories whose name begins with a dot are parts of one."""
+    """Find directories with a file `name`; names that begin with a dot are incomplete ones."""
     files = sorted(parent.glob(f"[!.]*/{name}"))
     return {file.parent: file.read_bytes() for file in files}

@@ -1,14 +1,14 @@
-"""A checkpoint beside its model: the optimizer, the critic, trainer.json, a digest of each file.
+"""Checkpoints in a model's directory: optimizer, critic, trainer.json, a digest of each file.
 
-Reads   a directory that `save` completed
+Reads   a directory that `complete_checkpoint` completed
 Writes  optimizer.safetensors, critic/ and digests.json into a directory that has a model and
         trainer.json; parameters and optimizer of a learner: with adapters, those of the adapters
         alone
-Gives   `save`, `load`; CheckpointError for what is damaged, ConfigError for what is another
-        model's, one sentence each
+Gives   `complete_checkpoint`, `load_checkpoint`; CheckpointError for damage, ConfigError for
+        another model's files, one sentence each
 
-The published version in the directory has a digest of its own, but engines may take a shorter
-type than the parameters have, so every byte that training goes on from is checked here.
+The published version in the directory has a digest too, but engines may use a shorter type than
+the parameters have, so every byte that training resumes from is checked here.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ from laminar.training.shared_safetensors import Rows, rows_of
 from laminar.training.trainer_state import CheckpointError, ForeignError, ResumeState
 
 ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
-"""Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), as AdamW has
-them: a step after a restart gives the bytes that it would have given."""
+"""Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), with AdamW's
+names: a step after a restart gives the same bytes as without it."""
 
 
 def complete_checkpoint(
     directory: Path, moments: Mapping[str, Tensor], critic: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Complete a directory that has all but the optimizer and the critic, by file; OSError from the
-    disk."""
+    """Add optimizer, critic (tensors by file) and digests to a directory; OSError from the disk."""
     save_tensors(directory / OPTIMIZER_FILE, moments)
     for name, tensors in critic.items():
         save_tensors(directory / name, tensors)
@@ -58,13 +57,13 @@ def complete_checkpoint(
 
 
 def load_checkpoint(directory: Path, learner: Learner) -> ResumeState:
-    """Have the learner as it was."""
+    """Verify a checkpoint and restore the learner from it."""
     verify_checkpoint(directory)
     return restore_checkpoint(directory, learner)
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Every byte that training goes on from is as it was written."""
+    """Check that every byte that training resumes from is as it was written."""
     try:
         check_digests(directory)
     except (OSError, CheckpointError) as error:
@@ -72,7 +71,7 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def restore_checkpoint(directory: Path, learner: Learner) -> ResumeState:
-    """Have the learner, or this rank of it, as it was; of the files, only its rows are read."""
+    """Restore the learner, or this rank of it; only its rows of the files are read."""
     try:
         found = trainer_state.decode((directory / RESUME_FILE).read_bytes())
         learner.restore_facts(found.learner)
@@ -95,7 +94,7 @@ def _make_damage_error(directory: Path, error: Exception) -> CheckpointError:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Whole tensors of one process; OSError from the disk."""
+    """Write whole tensors of one process to a file; OSError from the disk."""
     rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
     forms = shared_safetensors.get_layouts(rows)
     shared_safetensors.create_file(path, forms)
@@ -103,7 +102,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:
-    """By file: what a checkpoint has of a critic, as it is now and not copied."""
+    """Return by file the critic's tensors in a checkpoint, as they are now and not copied."""
     model = critic.model.model
     return {
         CRITIC_MODEL_FILE: named_weights(model),
@@ -120,7 +119,7 @@ def _load_critic(directory: Path, critic: Critic) -> None:
 def _load_policy(directory: Path, learner: Learner) -> None:
     model, name = learner.policy.model, MODEL_FILE
     weights = dict(get_base_weights(model))
-    if learner.policy.base:  # of a base of that digest: the model's file has it with the adapters
+    if learner.policy.base:  # base of that digest; its file has the adapters merged
         name, weights = ADAPTER_FILE, dict(lora.file_tensors(model))
     _load_tensors(directory, name, weights)
 
@@ -136,7 +135,7 @@ def _load_tensors(directory: Path, name: str, weights: Mapping[str, Tensor]) -> 
 
 
 def read_back(directory: Path, learner: Learner) -> None:
-    """What was written of a model with adapters is what it is, to the last bit; CheckpointError."""
+    """Check that the file has the learner's merged weights, to the last bit; CheckpointError."""
     with safe_open(directory / MODEL_FILE, framework="pt") as file:
         for name, tensor in named_weights(learner.policy.model):
             rows = rows_of(tensor)
@@ -155,7 +154,7 @@ def _load_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
 def iter_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's state by the names of the file, as it is now and not copied."""
+    """Iterate over the optimizer's state by file name, as it is now and not copied."""
     for name, parameter in model.named_parameters():
         if state := optimizer.state.get(parameter):
             for kind in ADAM_STATE_KEYS:
@@ -164,7 +163,7 @@ def iter_moments(
 
 @torch.no_grad()
 def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: Any) -> None:
-    """Give the optimizer the state of the file; a parameter that is not in it has had no update."""
+    """Restore the optimizer's state from the file; a parameter not in it has had no update."""
     parameters = dict(model.named_parameters())
     found: dict[str, dict[str, Tensor]] = {}
     for key in file.keys():  # noqa: SIM118

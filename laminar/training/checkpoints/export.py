@@ -1,10 +1,10 @@
 """A policy as a directory that from_pretrained loads: the export, and every checkpoint.
 
 Reads   the model, and the tokenizer of the model it started from
-Writes  safetensors, config, generation config, tokenizer files and chat template; of a model with
+Writes  safetensors, config, generation config, tokenizer files and chat template; for a model with
         adapters, which is merged there, also adapter/, as peft reads it
 
-The files are written one by one because save_pretrained of a model refuses generation configs that
+The files are written one by one because a model's save_pretrained refuses generation configs that
 published models do ship (a temperature without do_sample), and a run must not fail at its end.
 """
 
@@ -47,7 +47,7 @@ def write_model(
     """Write `model` into `directory`, float32; OSError from the disk.
 
     `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` and
-    `adapters` take the place of the model's own, by the same names; `extra` are further files.
+    `adapters` replace the model's own, by the same names; `extra` are further files.
     """
     write_all_but_weights(model, tokenizer_source, directory, extra or {})
     forms, path = weight_forms(model), directory / MODEL_FILE
@@ -75,7 +75,7 @@ def write_all_but_weights(
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:
-    """The files as they are: saving a loaded tokenizer may rewrite its rules."""
+    """Copy the files unchanged: saving a loaded tokenizer may rewrite its rules."""
     for pattern in TOKENIZER_FILES:
         for path in sorted(source.glob(pattern)):
             shutil.copyfile(path, directory / path.name)

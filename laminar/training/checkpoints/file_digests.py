@@ -1,10 +1,10 @@
-"""Digests of the files of a checkpoint: what was written is what is there.
+"""Digests of the files of a checkpoint, which detect damage.
 
 Reads   a directory with digests.json, and the files that it names
 Writes  digests.json
-Gives   `write_digests`, `check_digests`; CheckpointError for what is damaged
+Gives   `write_digests`, `check_digests`; CheckpointError for damaged files
 
-Without torch: a fork is refused before anything is started.
+Without torch: a fork is checked before anything starts.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ CRITIC_MODEL_FILE = f"critic/{MODEL_FILE}"
 CRITIC_OPTIMIZER_FILE = f"critic/{OPTIMIZER_FILE}"
 DIGESTS_FILE = "digests.json"
 REQUIRED_FILES = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
-"""Of every checkpoint."""
+"""Files of every checkpoint."""
 OPTIONAL_FILES = (ADAPTER_FILE, CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
 BLOCK_BYTES = 1 << 24
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 
 
 def write_digests(directory: Path) -> None:
-    """Write the digests of all that training goes on from; OSError from the disk."""
+    """Write the digests of all files that training resumes from; OSError from the disk."""
     names = [*REQUIRED_FILES, *(name for name in OPTIONAL_FILES if (directory / name).exists())]
     digests = {name: _digest_file(directory / name) for name in names}
     (directory / DIGESTS_FILE).write_bytes(msgspec.json.encode(digests))
 
 
 def check_digests(directory: Path) -> None:
-    """Every file is as it was written; CheckpointError, OSError."""
+    """Check that every file is as it was written; raises CheckpointError, OSError."""
     try:
         digests = msgspec.json.decode((directory / DIGESTS_FILE).read_bytes(), type=dict[str, str])
     except msgspec.MsgspecError as error:
@@ -53,7 +53,7 @@ def check_digests(directory: Path) -> None:
 
 
 def _digest_file(path: Path) -> str:
-    """xxh3_128 of a file."""
+    """Return xxh3_128 of a file."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
