@@ -3,12 +3,12 @@
 Reads   TrainSamples; [critic], algorithm.gamma
 Gives   Critic: samples with values, metrics; changes the critic's weights and optimizer in place
 
-The value of a token is what the critic expects of the state before it: it is read where the policy
-reads the token's log-prob, so that the first one is that of the whole prompt, and it cannot know
-the token itself. It is trained on returns R_t = A_t + V_t, in which A_t has a lambda of its own
+The value of a token is what the critic expects of the state before it. It is read where the policy
+reads the token's log-prob, so the first one is that of the whole prompt, and none knows its own
+token. The critic is trained on returns R_t = A_t + V_t, in which A_t has a separate lambda
 (critic.lam); with gamma = lambda = 1 that is the reward. The values before the step are read once,
-for advantages and returns alike; the loss follows a value no further than cliprange_value from them
-(verl's). Like the policy's, it is a sum over tokens with coefficients of the whole mini-batch.
+for advantages and returns alike; the loss clips a value to within cliprange_value of them (verl's).
+Like the policy's, it is a sum over tokens with coefficients of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from laminar.training.schedule import learning_rate
 from laminar.training.steps import TrainSample
 
 Returns = dict[str, Floats]
-"""By sample id: of each token of the response."""
+"""Returns by sample id, for each token of the response."""
 
 
 class Critic:
-    """Owns the model and its optimizer."""
+    """The critic's model and its optimizer."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Critic:
         total_steps: int = 0,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        """`model`: of model.py: load_critic."""
+        """Set the critic up; `model`: from `policy.load_critic`."""
         self.config, self.model, self.ranks = config, model, ranks
         self._optim = msgspec.structs.replace(config.optim, lr=config.critic.lr)
         self.optimizer = make_adamw(self._optim, model.model)
@@ -55,7 +55,7 @@ class Critic:
 
     @torch.no_grad()
     def assign_values(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """The samples in their order, each with the present values of its tokens."""
+        """Return the samples in their order, each with the present values of its tokens."""
         lengths = [len(s.response_ids) for s in samples]
         ends = np.cumsum(lengths)
         flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
@@ -72,9 +72,9 @@ class Critic:
         return [replace(s, values=part) for s, part in zip(samples, parts, strict=True)]
 
     def train_step(self, samples: Sequence[TrainSample], index: int) -> dict[str, float]:
-        """Consume a batch, of samples with values, as training step `index`; metrics.
+        """Train on a batch of samples with values as training step `index`; return metrics.
 
-        A masked sequence is in the counts, and is not trained on.
+        A masked sequence counts, but is not trained on.
         """
         rate = learning_rate(self._optim, index, self._total_steps)
         set_rate(self.optimizer, rate)
@@ -97,8 +97,9 @@ class Critic:
     def _update(
         self, samples: Sequence[TrainSample], returns: Returns
     ) -> tuple[Floats, float, str | None]:
-        """One mini-batch: sums of its losses, clipped values, values and tokens; the norm of the
-        gradient, and why there was no update."""
+        """Update on one mini-batch; return sums, the gradient's norm, and the reason if skipped.
+
+        The sums are those of losses, clipped values, values and tokens."""
         algorithm, sums = self.config.algorithm, torch.zeros(4, dtype=torch.float64)
         counts = BatchCounts.from_samples(samples)
         trained = select_unmasked(samples, algorithm.truncated)
@@ -124,7 +125,7 @@ class Critic:
         return self.ranks.all_reduce(sums).numpy(), norm, reason
 
     def _build_passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        """This rank's."""
+        """Build this rank's passes."""
         return build_passes(
             samples,
             self.config.trainer.micro_batch_tokens,
@@ -145,14 +146,15 @@ def returns_of(samples: Sequence[TrainSample], config: Config) -> Returns:
 def _flatten_values(
     micro: MicroBatch, of: Mapping[str, Floats | None], device: torch.device
 ) -> Tensor:
-    """[tokens] float32 of a pass."""
+    """Return the values of a pass, flat, [tokens] float32."""
     flat = np.concatenate([of[sample_id] for sample_id in micro.sample_ids])
     return torch.from_numpy(flat.astype(np.float32)).to(device)
 
 
 def explained_variance(samples: Sequence[TrainSample], returns: Returns) -> float:
-    """Of the returns of all tokens, the share of the variance that the values before the step
-    explain: 1 at best, 0 for a constant; 0 where the returns do not vary."""
+    """Return the share of the returns' variance that the values before the step explain.
+
+    1 at best, 0 for a constant; 0 where the returns do not vary."""
     values = np.concatenate([s.values for s in samples])
     wanted = np.concatenate([returns[s.sample_id] for s in samples])
     variance = wanted.var()

@@ -1,14 +1,14 @@
-"""A trainer of several ranks: each has a learner of its own, with its rows of the model.
+"""A trainer of several ranks: each has a learner, with its rows of the model.
 
 Reads   the model's directory, by slices; samples, one step at a time
 Writes  rows of slots and of files; directories of models, below the run's directory
-Gives   RankedLearner, RankedFiles: what the trainer actor asks for on rank 0, with the faces of
-        ThreadedLearner and ThreadedFiles; RankWorker, what every rank does
+Gives   RankedLearner, RankedFiles: interfaces of the trainer actor on rank 0, equal to those of
+        ThreadedLearner and ThreadedFiles; RankWorker, the work of every rank
 Raises  what they raise, and RankError
 
-Rank 0 carries out every order itself and has the others do so at the same time: all are alike in
-it, and a pass needs them all. An order is the whole batch, as it came from the store. A trainer of
-one rank whose state is in host memory (trainer.offload) is the same with nobody else.
+Rank 0 carries out every order itself and has the others do so at the same time: each pass needs
+them all. An order has the whole batch, as it came from the store. A trainer of one rank whose state
+is in host memory (trainer.offload) works the same way, without other ranks.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from laminar.training.trainer_state import LearnerFacts, ResumeState
 Result = TypeVar("Result")
 FoundRows = Iterable[tuple[str, Rows]]
 PutRows = Callable[[bytes, Iterable[tuple[str, int, Tensor]]], None]
-"""Puts rows (name, first row, rows) where a Target says (weights/version/shared_rows.py)."""
+"""Puts rows (name, first row, rows) at a Target's address (weights/version/shared_rows.py)."""
 
 
 class _RankOrder(msgspec.Struct, frozen=True):
-    """What all ranks are to do."""
+    """Base of the orders to all ranks."""
 
 
 class LoadOrder(_RankOrder, tag="load", frozen=True):
-    """Meet, and read the model."""
+    """Join the rank group, and load the model."""
 
 
 class WireSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A TrainSample as it is sent: each rank works out its advantage, from the whole batch."""
+    """A TrainSample as it is sent: each rank computes its advantage from the whole batch."""
 
     sample_id: str
     group_id: str
@@ -87,19 +87,19 @@ class ScoreOrder(_RankOrder, tag="score", frozen=True):
 
 
 class CopyOrder(_RankOrder, tag="copy", frozen=True):
-    """Keep a copy of weights and optimizer, in the place of the one before."""
+    """Copy weights and optimizer, and replace the previous copy."""
 
 
 class PutWeightsOrder(_RankOrder, tag="put", frozen=True):
     target: bytes
-    copied: bool  #: those that were copied, not the present ones
+    copied: bool  #: whether from the copy; else the present weights
 
 
 class WriteFilesOrder(_RankOrder, tag="write", frozen=True):
     """Write rows into the files of a directory, which rank 0 has created."""
 
     directory: str
-    copied: bool  #: what was copied, optimizer included; else the present weights alone
+    copied: bool  #: whether from the copy, with optimizer; else present weights alone
 
 
 class RestoreOrder(_RankOrder, tag="restore", frozen=True):
@@ -137,7 +137,7 @@ def _encode_array(value: Any) -> bytes:
 
 
 def _decode_array(kind: Any, data: bytes) -> Any:
-    """`kind`: numpy.typing.NDArray of something."""
+    """Decode an array; `kind`: a numpy.typing.NDArray type."""
     (item,) = get_args(get_args(kind)[1])
     return np.frombuffer(data, item)
 
@@ -152,16 +152,16 @@ class RankGroup(Protocol):
     size: int
 
     async def start(self) -> None:
-        """All take orders on return; RankError."""
+        """Start the ranks, and return when all take orders; raises RankError."""
 
     async def run_on_all_ranks(
         self, body: bytes, own: Awaitable[Result]
     ) -> tuple[Result, list[bytes]]:
-        """Have them carry out an order, while `own` does the same here."""
+        """Have the ranks carry out an order, while `own` does the same here."""
 
 
 class RankWorker:
-    """One rank: a learner, and where its rows go."""
+    """The work of one rank: a learner, and the destinations of its rows."""
 
     learner: Learner
 
@@ -174,24 +174,26 @@ class RankWorker:
         put: PutRows,
         reached: Callable[[str], None] = no_point,
     ) -> None:
-        """`meeting`: the file where all ranks meet. `tokenizer_size`: one more than the largest id,
-        read from the model's directory. `reached`: fail points (run/fail_points.py)."""
+        """Set up without loading.
+
+        `meeting`: the rendezvous file of all ranks. `tokenizer_size`: one more than the largest id,
+        read from the model's directory. `reached`: failpoints (run/fail_points.py)."""
         self._config, self._rank, self._meeting = config, rank, meeting
         self._tokenizer_size, self._put, self._reached = tokenizer_size, put, reached
         self._device = device_of(config.trainer.device)
         if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
             self._device = torch.device("cuda", rank)
         self._kept: dict[str, CopyBuffers] = defaultdict(CopyBuffers)
-        self._copied: dict[str, dict[str, Rows]] = {}  #: by the file that they are for
+        self._copied: dict[str, dict[str, Rows]] = {}  #: by destination file
 
     async def handle_order(self, order: bytes) -> bytes:
-        """Carry out an order of rank 0, which has the result itself."""
+        """Carry out an order of rank 0; the reply is empty, as rank 0 has the result."""
         await asyncio.to_thread(self.execute_order, _decoder.decode(order))
         return b""
 
     def execute_order(self, order: RankOrder) -> Any:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # which each thread has for itself
+            torch.cuda.set_device(self._device)  # a setting of each thread
         match order:
             case LoadOrder():
                 self._reached("rank-load")
@@ -222,7 +224,7 @@ class RankWorker:
     def plan_files(
         self, directory: Path, *, copied: bool
     ) -> dict[Path, tuple[TensorLayouts, FoundRows]]:
-        """What tensors each file of a directory has, and what rows of this rank."""
+        """Return for each file of a directory its tensors, and this rank's rows of them."""
         found: dict[str, tuple[TensorLayouts, FoundRows]]
         if copied:
             found = {name: (get_layouts(rows), rows.items()) for name, rows in self._copied.items()}
@@ -303,7 +305,7 @@ class RankWorker:
 
 
 def _copy_rows(kept: CopyBuffers, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
-    """Of the rows of this rank; of the tensors only one need be there at a time."""
+    """Copy this rank's rows; only one of the tensors needs to exist at a time."""
     found = {}
     for name, tensor in tensors:
         rows = rows_of(tensor)
@@ -312,28 +314,28 @@ def _copy_rows(kept: CopyBuffers, tensors: Iterable[tuple[str, Tensor]]) -> dict
 
 
 class _AllRanks:
-    """Rank 0's own worker, and those of the others."""
+    """Rank 0's worker together with those of the other ranks."""
 
     def __init__(self, worker: RankWorker, gang: RankGroup) -> None:
         self.worker, self.gang = worker, gang
 
     async def __call__(self, order: RankOrder) -> Any:
-        """What came of it on rank 0, when all ranks have done it."""
+        """Carry out an order on all ranks; return the result of rank 0."""
         own = asyncio.to_thread(self.worker.execute_order, order)
         result, _ = await self.gang.run_on_all_ranks(_encoder.encode(order), own)
         return result
 
 
 class RankedLearner:
-    """The learners of all ranks, once they are loaded."""
+    """The learners of all ranks; they exist once loaded."""
 
     def __init__(self, worker: RankWorker, gang: RankGroup) -> None:
-        """`worker`: of rank 0. `gang`: the others, not yet started."""
+        """Set up; `worker`: of rank 0. `gang`: the others, not yet started."""
         self._worker, self._gang = worker, gang
         self._all = _AllRanks(worker, gang)
 
     async def load(self) -> ModelLayout:
-        """Start the other ranks, and read the model; ConfigError."""
+        """Start the other ranks, and load the model; raises ConfigError."""
         await self._gang.start()
         layout: ModelLayout = await self._all(LoadOrder())
         return layout
@@ -347,27 +349,27 @@ class RankedLearner:
         return scores
 
     async def put_weights(self, target: bytes) -> None:
-        """Put the present weights into the Target in these bytes."""
+        """Put the present weights into the encoded Target."""
         await self._all(PutWeightsOrder(target, False))
 
     async def reload_weights(self, directory: Path) -> None:
-        """Take the weights of an export in the place of the present ones; with adapters these
-        stay, and must be the same. CheckpointError."""
+        """Replace the weights by those of an export; with adapters only verify that they are equal.
+
+        Raises CheckpointError."""
         await self._all(ReloadOrder(os.fspath(directory)))
 
     def collect_facts(self) -> LearnerFacts:
         return self._worker.learner.collect_facts()
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
-        """Take parameters and optimizer of a checkpoint in the place of the present ones;
-        CheckpointError."""
+        """Restore parameters and optimizer from a checkpoint; raises CheckpointError."""
         await asyncio.to_thread(checkpoint.verify_checkpoint, directory)
         resume: ResumeState = await self._all(RestoreOrder(os.fspath(directory)))
         return resume
 
 
 class RankedFiles(ThreadedDirectories):
-    """The directories of models of one run, of which each rank writes its rows."""
+    """The model directories of one run, in which each rank writes its rows."""
 
     def __init__(
         self,
@@ -376,13 +378,12 @@ class RankedFiles(ThreadedDirectories):
         source: str,
         describe: Callable[..., Awaitable[Any]],
     ) -> None:
-        """`source`: the directory that the run's tokenizer came from. `describe`:
-        weights/version/shared_rows.py: describe_rows."""
+        """Set up; `source`: the directory of the run's tokenizer; `describe`: `describe_rows`."""
         self._worker, self._source, self._describe = worker, source, describe
         self._all = _AllRanks(worker, gang)
 
     async def copy(self) -> bool:
-        """The ranks have what was copied: there is one copy."""
+        """Copy on all ranks, which keep the copy: there is one at a time."""
         await self._all(CopyOrder())
         return True
 
@@ -399,7 +400,7 @@ class RankedFiles(ThreadedDirectories):
             await asyncio.to_thread(write_digests, directory)
 
     def _create_files(self, directory: Path, copied: bool, extra: Mapping[str, bytes]) -> None:
-        """All but the rows."""
+        """Write everything except the rows."""
         model = self._worker.learner.policy.model
         export.write_all_but_weights(model, self._source, directory, extra)
         for path, (forms, _) in self._worker.plan_files(directory, copied=copied).items():

@@ -1,12 +1,13 @@
-"""The user's loss and estimator on made-up sequences: python -m laminar.training.function_check.
+"""Trial of the user's loss and estimator on synthetic data.
 
+Run     python -m laminar.training.function_check
 Reads   standard input: the section [algorithm], as JSON
-Writes  standard output: TRIED, or the sentence for the first mistake
+Writes  standard output: TRIED, or one sentence on the first mistake
 Raises  ConfigError for a function that cannot train
 
-In a process of its own, because a file may hang, or end its process. A loss has to give a sequence
-the same alone, among others, and in any order: else its gradient would depend on how the memory
-budget happens to split a batch into micro-batches.
+A separate process, because the user's file may hang or exit. A loss must give a sequence the same
+result alone, among others, and in any order: otherwise its gradient would depend on how the memory
+budget splits a batch into micro-batches.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from laminar.training.algorithms.advantages import AdvantageInputs, Estimator
 from laminar.training.algorithms.policy_losses import PolicyLoss
 
 TRIED = "tried"
-"""What is said when all has come to an end: an exit code could be the file's own."""
+"""Output after a successful trial: an exit code could come from the user's file."""
 LENGTHS = (5, 1, 9, 3, 7, 2)
 ADVANTAGES = (0.9, -1.3, 0.4, -0.2, 1.7, -0.6)
 LossAndGradient = tuple[Tensor, Tensor]  #: losses and gradients of one sequence
 
 
 def try_functions(algorithm: AlgorithmConfig) -> None:
-    """Raises ConfigError."""
+    """Try the user's functions; raises ConfigError."""
     loss, estimator = PolicyLoss(algorithm), Estimator(algorithm)
     if loss.users is not None:
         _try_loss(loss)
@@ -71,7 +72,7 @@ def _require_same(
 
 
 def _compute_losses(loss: PolicyLoss, rows: list[int]) -> list[LossAndGradient]:
-    """Losses and gradients of each of these sequences, given as one micro-batch."""
+    """Return losses and gradients of each of these sequences, given as one micro-batch."""
     drawn = [_draw_inputs(row) for row in rows]
     old, moved, engine, weights = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     log_probs = (old + moved).clamp(max=-1e-3).requires_grad_()
@@ -96,8 +97,7 @@ def _compute_losses(loss: PolicyLoss, rows: list[int]) -> list[LossAndGradient]:
 
 
 def _draw_inputs(row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs at the start of the step, what they have moved by, those of the engine; weights of
-    the losses."""
+    """Draw for one sequence: old log-probs, their change, the engine's log-probs, loss weights."""
     generator = torch.Generator().manual_seed(row)
     old = -3.0 * torch.rand(LENGTHS[row], generator=generator) - 0.01
     moved, engine = 0.3 * torch.randn(2, LENGTHS[row], generator=generator)
@@ -106,13 +106,13 @@ def _draw_inputs(row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _try_estimator(estimator: Estimator) -> None:
-    """Three groups: of different rewards, of equal ones, and of one sequence."""
+    """Try three groups: of different rewards, of equal ones, and of one sequence."""
     lengths = np.array([*LENGTHS, 4])
     batch = AdvantageInputs(
         rewards=np.array([1.0, 0.0, 0.3, 1.0, 1.0, 1.0, 0.5]),
         groups=np.array([0, 0, 0, 1, 1, 1, 2]),
         lengths=lengths,
-        extras=defaultdict(lambda: np.linspace(0.0, 1.0, len(lengths))),  # whatever its name
+        extras=defaultdict(lambda: np.linspace(0.0, 1.0, len(lengths))),  # any name
         options=estimator.options,
     )
     estimator.estimate_advantages(batch)
@@ -124,7 +124,7 @@ def _format_values(values: Tensor) -> str:
 
 def main() -> None:
     out = os.dup(1)
-    os.dup2(2, 1)  # what the file prints is not our answer
+    os.dup2(2, 1)  # output of the user's file is not our answer
     said = TRIED
     try:
         try_functions(msgspec.json.decode(sys.stdin.buffer.read(), type=AlgorithmConfig))

@@ -1,20 +1,19 @@
-"""One training step: from consumed trajectories to new weights.
+"""The training step: from consumed trajectories to new weights.
 
-Reads   TrainSamples in the order in which they are to be split, and the step's index
+Reads   TrainSamples in the order of their split into mini-batches, and the step's index
 Gives   StepResult; changes the policy's weights and the optimizer's state in place
 
-A step is one consumed batch: advantages of all of it, one or more mini-batches of whole groups, one
-optimizer update each. Gradients are summed over micro-batches with coefficients of the whole
-mini-batch, so that the memory budget decides how a batch is split and nothing else. An update
-without signal, or with a gradient that is not finite, is left out: AdamW would decay the weights
-and follow its old momentum all the same. Before the first update the rows are held against what
-their engine said of them; those of an engine with other weights (engine_mismatch.py) are taken
-away, and the step is made as if they had never been in the batch. Rows whose advantage is exactly 0
-are read only where something else than the advantage gives them a gradient. With a critic
-(critic.py) advantages come from its values before the step; its own update follows the policy's, on
-which it does not depend, and in the first trainer.critic_warmup steps there is no other. The step
-is a function of samples, weights, optimizer state and earlier steps; on a CPU with one thread a
-redone step gives the same bytes.
+A step is one consumed batch: advantages over all of it, one or more mini-batches of whole groups,
+one optimizer update each. Gradients are summed over micro-batches with coefficients of the whole
+mini-batch, so the memory budget decides only how a batch is split. An update without signal, or
+with a gradient that is not finite, is skipped: AdamW would still decay the weights and follow its
+old momentum. Before the first update the rows are compared with what their engine recorded; rows of
+an engine with other weights (engine_mismatch.py) are removed, and the step is made as if they had
+never been in the batch. Rows whose advantage is exactly 0 are read only if another term gives them
+a gradient. With a critic (critic.py) advantages come from its values before the step; its update
+follows the policy's, on which it does not depend, and in the first trainer.critic_warmup steps it
+is the only one. The step is a function of samples, weights, optimizer state and earlier steps; on a
+CPU with one thread a repeated step gives the same bytes.
 """
 
 from __future__ import annotations
@@ -99,18 +98,18 @@ from laminar.training.trainer_state import LearnerFacts, check_same
 
 
 def no_point(name: str) -> None:
-    """Whose process has no fail points, or has others."""
+    """Ignore a failpoint: the default of `reached`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _MiniBatch:
     sample_ids: tuple[str, ...]
-    counts: BatchCounts  #: of all sequences, whether they are read or not
-    trained: list[TrainSample]  #: have a gradient
-    scored: list[TrainSample]  #: have none, and are read to prove their engines
+    counts: BatchCounts  #: of all sequences, read or not
+    trained: list[TrainSample]  #: samples with a gradient
+    scored: list[TrainSample]  #: samples without gradient, read to check their engines
     skipped: int  #: sequences without gradient that are not read
-    micros: list[MicroBatch]  #: passes of this rank's share: first those of what is trained
-    with_gradient: int  #: how many of the passes are
+    micros: list[MicroBatch]  #: passes of this rank: first those of `trained`
+    with_gradient: int  #: number of passes with a gradient
 
     @property
     def read(self) -> list[TrainSample]:
@@ -119,20 +118,20 @@ class _MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Mini-batches, and all that can be known of them before the first update."""
+    """Mini-batches, and all that is known of them before the first update."""
 
     minis: list[_MiniBatch]
     proximal: list[list[Tensor]]  #: the scores of each pass with the weights before the step
-    figures: TokenFigures  #: with one mini-batch all there are, else only the mismatch
-    losses: tuple[float, float | None] | None  #: of the one mini-batch, whose gradient is there
+    figures: TokenFigures  #: complete with one mini-batch, else only the mismatch
+    losses: tuple[float, float | None] | None  #: of a single mini-batch whose gradient is computed
     trains: bool  #: whether the policy is to be updated
 
 
 class Learner:
-    """Owns the policy, the optimizer, with a KL term the reference, and with gae the critic."""
+    """Policy, optimizer, and depending on the settings reference (KL term) and critic (gae)."""
 
     reached: Callable[[str], None] = staticmethod(no_point)
-    """Fail points (run/fail_points.py), for who has some."""
+    """Hook for failpoints (run/fail_points.py)."""
 
     def __init__(
         self,
@@ -144,9 +143,9 @@ class Learner:
         total_steps: int = 0,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        """`total_steps` of the run is needed by a decaying schedule only; raises ConfigError.
+        """Set up; raises ConfigError. Only a decaying schedule needs the run's `total_steps`.
 
-        `ranks`: which of several this is; each has the same config and rows of the same policy.
+        `ranks`: this rank among several; each has the same config and rows of the same policy.
         """
         check_schedule(config.optim, total_steps - config.trainer.critic_warmup)
         _check_loaded(config, reference, critic)
@@ -226,7 +225,7 @@ class Learner:
     def compute_logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
-        """Log-probs of tokens 1..L-1 of each sequence with the current weights.
+        """Return log-probs of tokens 1..L-1 of each sequence with the current weights.
 
         Raises ValueError for an empty sequence or an id that is not in the tokenizer.
         """
@@ -246,7 +245,7 @@ class Learner:
         return scores
 
     def collect_facts(self) -> LearnerFacts:
-        """What a checkpoint needs besides parameters and optimizer."""
+        """Collect the state that a checkpoint has in addition to parameters and optimizer."""
         return LearnerFacts(
             torch=str(torch.__version__),
             threads=torch.get_num_threads(),
@@ -263,7 +262,7 @@ class Learner:
         )
 
     def restore_facts(self, facts: LearnerFacts) -> None:
-        """What a checkpoint has besides parameters and optimizer; ForeignError."""
+        """Restore that state from a checkpoint; raises ForeignError."""
         check_same(facts, self.collect_facts())
         self._limits.restore_movements(facts.moved)
 
@@ -272,7 +271,7 @@ class Learner:
         return _mini_batch(samples, truncated, self._reads_all, self._passes)
 
     def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        """This rank's."""
+        """Build this rank's passes."""
         return build_passes(
             samples,
             self.config.trainer.micro_batch_tokens,
@@ -282,19 +281,19 @@ class Learner:
         )
 
     def _train_critic(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
-        """Its half of a step, which needs nothing of the policy's but to know whose rows count."""
+        """Train the critic, independent of the policy's update; `samples`: rows that count."""
         if self.critic is None or not samples:
             return {}
         self.reached("critic-update")
-        self.optimizer.zero_grad(set_to_none=True)  # one model's gradients are there at a time
+        self.optimizer.zero_grad(set_to_none=True)  # one model has gradients at a time
         return self.critic.train_step(samples, step)
 
     def _batch(self, ready: Sequence[TrainSample], *, trains: bool) -> _Batch:
-        """Everything before the first update: with one mini-batch that includes its gradient.
+        """Prepare everything before the first update; a single mini-batch includes its gradient.
 
-        `ready`: samples with their advantages. `trains`: whether there are to be updates.
-        With several, the scores at the start of the step are taken; the same micro-batches are used
-        as in training, so that the ratio of the first mini-batch is exactly 1.
+        `ready`: samples with their advantages. `trains`: whether updates follow. With several
+        mini-batches, the scores at the start of the step are taken; on the same micro-batches as in
+        training, so that the ratio of the first mini-batch is exactly 1.
         """
         minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
         figures = TokenFigures()
@@ -344,11 +343,11 @@ class Learner:
         return updates, figures
 
     def _scored(self, samples: Sequence[TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
-        """Passes of these alone, with their scores by the current weights."""
+        """Score these samples alone with the current weights; return passes and scores."""
         return [(m, score_micro_batch(self.policy, m, self.compute)) for m in self._passes(samples)]
 
     def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
-        """Apply the accumulated gradient of one mini-batch, unless it is to be skipped."""
+        """Apply the accumulated gradient of one mini-batch, unless it is skipped."""
         reason: str | None = NO_SIGNAL
         norm = 0.0
         if mini.trained:
@@ -360,7 +359,7 @@ class Learner:
     def _accumulate(
         self, mini: _MiniBatch, proximal: list[Tensor] | None, figures: TokenFigures
     ) -> tuple[tuple[float, float | None], list[Tensor]]:
-        """Forward and, with a gradient, backward over all passes; the losses, and their scores."""
+        """Run forward and, with a gradient, backward over all passes; return losses and scores."""
         self.optimizer.zero_grad(set_to_none=True)
         pg_loss, kl_loss, found = 0.0, None if self.reference is None else 0.0, []
         for i, micro in enumerate(mini.micros):
@@ -387,11 +386,11 @@ def _mini_batch(
     reads_all: bool,
     passes_of: Callable[[Sequence[TrainSample]], list[MicroBatch]],
 ) -> _MiniBatch:
-    """Count everything, then keep what is trained.
+    """Count all samples, then select those that are read.
 
-    A masked sequence stays in the counts and in its group's baseline; it has no gradient. So
-    does one without advantage, where only the advantage gives a gradient: of these, one for
-    each replica and version is scored, so that no engine goes unproven.
+    A masked sequence stays in the counts and in its group's baseline, without a gradient. So does
+    a sequence without advantage, if only the advantage gives a gradient: of these, one for each
+    replica and version is scored, so that every engine is checked.
     """
     found = select_unmasked(samples, truncated)
     trained = [s for s in found if reads_all or np.any(s.advantage)]
@@ -410,13 +409,13 @@ def _mini_batch(
 
 
 def _reads_all(algorithm: AlgorithmConfig, policy_loss: PolicyLoss) -> bool:
-    """Whether something else than its advantage may give a row a gradient."""
+    """Return whether a term other than its advantage may give a row a gradient."""
     other_terms = algorithm.use_kl_loss or algorithm.entropy_coeff != 0
     return other_terms or not policy_loss.needs_advantage
 
 
 def _scored_passes(batch: _Batch) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """All passes with their scores before the updates."""
+    """Yield all passes with their scores before the updates."""
     for mini, scores in zip(batch.minis, batch.proximal, strict=True):
         yield from zip(mini.micros, scores, strict=True)
 
@@ -431,8 +430,9 @@ def _check_loaded(
 
 
 def _oldest_behind(samples: Sequence[TrainSample]) -> dict[int, int]:
-    """Steps that made the oldest weights behind the tokens of each version: what went on in flight
-    may have done so over a cache of theirs."""
+    """Return by version the steps behind the oldest weights that its tokens depend on.
+
+    A response that continued in flight may use a cache of those weights."""
     made: dict[int, int] = {}
     for sample in samples:
         for version in {span.weight_version for span in sample.spans}:
@@ -462,27 +462,25 @@ def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:
 
 
 def run_measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -> StepResult:
-    """A step, with the memory of this process so far beside the estimate: of that, a step that is
-    done again says something else."""
+    """Run a step and add memory metrics, which differ if the step is repeated."""
     result = learner.train_step(samples, step)
     memory = memory_metrics(learner.policy.device, learner.estimated_bytes)
     return replace(result, metrics=result.metrics | memory)
 
 
 def _digests(*functions: UserFunction | None) -> dict[str, str]:
-    """Of the user's files, by setting."""
+    """Return the digests of the user's files, by setting."""
     return {function.key: function.digest for function in functions if function is not None}
 
 
 def replace_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
-    """Have the weights of another model of the same tensors, which is read into the room of the
-    gradients: no step needs them any more."""
+    """Free the gradients and load weights of a model with the same tensors into their memory."""
     learner.optimizer.zero_grad(set_to_none=True)
     learner.policy.model.load_state_dict(load().model.state_dict())
 
 
 def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the step's mini-batches; the losses are already sums over their tokens."""
+    """Average over the step's mini-batches; the losses are already sums over their tokens."""
     found = {
         "actor/pg_loss": float(np.mean([u.pg_loss for u in updates])),
         "actor/grad_norm": float(np.mean([u.grad_norm for u in updates])),
@@ -497,7 +495,7 @@ def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
 
 
 def _way(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> TrainingPlan:
-    """How the settings have them trained on this device."""
+    """Derive the training plan of the models on this device."""
     of_critic = _sizes(critic) if critic is not None else None
     return way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
 

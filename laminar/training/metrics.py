@@ -3,9 +3,9 @@
 Reads   the consumed samples and the per-token figures of every micro-batch
 Gives   metrics, the engine mismatch per (replica, version), the reward per version
 
-Tokens are folded to one row per sample, and to one sum per (replica, version) that sampled them, as
-soon as a micro-batch is done. Every figure of a step, of a replica or of a length class is then a
-sum divided by its tokens: never a mean of means, which would depend on the split.
+Tokens are folded to one row per sample, and to one sum per (replica, version) that sampled them,
+after each micro-batch. Every figure of a step, of a replica or of a length class is then a sum
+divided by its tokens: never a mean of means, which would depend on the split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from laminar.training.steps import (
 
 Column = NDArray[np.float64]  # one number per sample
 
-#: metric -> figure whose mean over the trained tokens it is
+#: metric -> figure whose mean over the trained tokens the metric is
 TOKEN_MEANS = {
     "actor/entropy": "entropy",
     "actor/pg_clipfrac": "clipped",
@@ -47,15 +47,15 @@ TOKEN_MEANS = {
     "rollout_corr/is_oob_ratio": "is_outside",
     "rollout_corr/rs_masked_fraction": "rs_masked",
 }
-#: metric -> figure whose maximum it is; is_max is the ratio before the cap
+#: metric -> figure whose maximum the metric is; is_max is the ratio before the cap
 TOKEN_MAXIMA = {
     "train_rollout_logprob_abs_diff/max": "abs_diff",
     "rollout_corr/is_max": "is_ratio",
 }
 ORIGINS_SHOWN = 32
-"""Replicas and versions with figures of their own: for ten thousand they would be megabytes."""
+"""Replicas and versions that get separate figures: for ten thousand they would be megabytes."""
 EXTRAS_SHOWN = 64
-"""A function that gives each answer names of its own is no reason for a megabyte of metrics."""
+"""Extra figures of rewards, at most: a function that names them per sample would add megabytes."""
 #: metrics that are also given by quarter of the samples, shortest responses first
 METRICS_BY_LENGTH = (
     "actor/pg_clipfrac",
@@ -70,18 +70,18 @@ MISMATCH_FIGURES = ("abs_diff", "mismatch_kl", "doubt")
 class TokenFigures:
     """Per-token figures of a step, folded to sums and maxima per sample.
 
-    Those of the mismatch also to sums per origin: a sample may have spans of several.
+    Figures of the mismatch are also summed per origin: a sample may have spans of several.
     """
 
     def __init__(self) -> None:
         self.sample_ids: list[str] = []
         self._sums: dict[str, list[Column]] = {}
         self._maxima: dict[str, list[Column]] = {}
-        #: sums of MISMATCH_FIGURES, then tokens; of an origin apart for what went on (`Part`)
+        #: sums of MISMATCH_FIGURES, then tokens; separate for continued responses (`SpanPart`)
         self._parts: dict[SpanPart, Column] = {}
 
     def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
-        """Take the figures [tokens] of one micro-batch; of an empty one, their names."""
+        """Add the figures [tokens] of one micro-batch; of an empty one, only their names."""
         counts = micro.rows.counts
         if micro.empty:
             counts = counts[:0]
@@ -97,7 +97,7 @@ class TokenFigures:
             self._add_to_parts(micro, [arrays[name] for name in MISMATCH_FIGURES])
 
     def join(self, ranks: Ranks, samples: Sequence[TrainSample]) -> None:
-        """Have the figures of all ranks, once; `samples`: whose they are, each of one rank."""
+        """Merge the figures of all ranks; call once; `samples`: those of all ranks together."""
         if ranks.size == 1 or not samples:
             return
         row_of = {s.sample_id: row for row, s in enumerate(samples)}
@@ -116,7 +116,7 @@ class TokenFigures:
         self._parts = dict(zip(parts, sums, strict=True))
 
     def _add_to_parts(self, micro: MicroBatch, figures: Sequence[Column]) -> None:
-        """`figures`: per token of its spans."""
+        """Add mismatch `figures` [tokens] to the sums of each span's part."""
         counts = np.array([span.num_tokens for span in micro.spans])
         starts = np.cumsum(counts) - counts
         columns = [*(np.add.reduceat(figure, starts) for figure in figures), counts]
@@ -124,28 +124,28 @@ class TokenFigures:
             self._parts[part] = self._parts.get(part, 0.0) + sums
 
     def compute_mismatch(self) -> dict[Origin, Mismatch]:
-        """Means over the tokens that an origin has sampled; a masked sample has no figures."""
+        """Return means over the tokens of each origin; a masked sample has no figures."""
         sums: dict[Origin, Column] = {}
         for part, column in self._parts.items():
             sums[part.origin] = sums.get(part.origin, 0.0) + column
         return {origin: _mean(column) for origin, column in sums.items()}
 
     def went_on(self) -> dict[Origin, Mismatch]:
-        """The same over tokens of responses that went on there, with weights loaded in flight."""
+        """Return the same over tokens of responses that continued with weights loaded in flight."""
         return {part.origin: _mean(sums) for part, sums in self._parts.items() if part.went_on}
 
     def __contains__(self, name: str) -> bool:
         return name in self._maxima
 
     def get_sums(self, name: str) -> Column:
-        """Per sample, in the order of `sample_ids`; name "tokens" counts them."""
+        """Return sums per sample, in the order of `sample_ids`; name "tokens" counts them."""
         parts = self._sums[name]
         if len(parts) > 1:
-            parts[:] = [np.concatenate(parts)]  # once: every quarter asks for its rows
+            parts[:] = [np.concatenate(parts)]  # once, because every quarter reads its rows
         return parts[0]
 
     def compute_mean(self, name: str, rows: NDArray[np.intp] | slice = slice(None)) -> float:
-        """Mean over the tokens of the chosen samples."""
+        """Return the mean over the tokens of the chosen samples."""
         return float(self.get_sums(name)[rows].sum() / self.get_sums("tokens")[rows].sum())
 
     def compute_maximum(self, name: str) -> float:
@@ -158,7 +158,7 @@ def _mean(sums: Column) -> Mismatch:
 
 
 def token_metrics(figures: TokenFigures) -> dict[str, float]:
-    """Metrics over the trained tokens; those of a correction that is off are absent."""
+    """Compute metrics over the trained tokens, without those of a correction that is off."""
     found = {
         key: figures.compute_mean(name) for key, name in TOKEN_MEANS.items() if name in figures
     } | {
@@ -175,7 +175,7 @@ def token_metrics(figures: TokenFigures) -> dict[str, float]:
 
 
 def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]:
-    """Metrics of what was consumed, masked samples included."""
+    """Compute metrics of the consumed batch, masked samples included."""
     rewards = np.array([s.reward for s in samples], dtype=np.float64)
     advantages = np.concatenate([s.token_advantages for s in samples])
     responses = np.array([len(s.response_ids) for s in samples], dtype=np.float64)
@@ -208,10 +208,10 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
 
 
 def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:
-    """The most memory that this process has had so far, 10^9 bytes: of its GPU what tensors took,
-    without one what of the process was resident, its programs and copies included.
+    """Return the peak memory of this process so far, 10^9 bytes.
 
-    `estimated`: what was worked out before the start (footprint.py).
+    On a GPU: memory of its tensors. Otherwise: resident memory of the process, with programs and
+    copies. `estimated`: the estimate from before the start (footprint.py).
     """
     if device.type == "cuda":
         found = {"perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 1e9}
@@ -222,7 +222,7 @@ def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:
 
 
 def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Shares of the groups whose siblings agree: such a group teaches nothing, or little."""
+    """Return shares of groups whose siblings agree: such a group teaches little or nothing."""
     groups = list(by_group(samples).values())
     flat = [np.ptp([s.trained_reward for s in group]) <= CONSTANT_SPREAD for group in groups]
     differ = [len({s.prompt_ids.tobytes() for s in group}) > 1 for group in groups]
@@ -235,14 +235,14 @@ def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:
 
 
 def _staleness_by_length(responses: Column, staleness: Sequence[int]) -> dict[str, float]:
-    """Mean over each quarter of the samples, shortest responses first."""
+    """Return the mean over each quarter of the samples, shortest responses first."""
     name, ages = "training/off_policy/trajectory_staleness/length_q", np.array(staleness)
     quarters = np.array_split(np.argsort(responses, kind="stable"), 4)
     return {f"{name}{q}": ages[rows].mean() for q, rows in enumerate(quarters, 1) if len(rows)}
 
 
 def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """What the reward function gave besides the score: means over the samples that have it."""
+    """Return means of the reward function's extra figures, over the samples that have them."""
     names = sorted({name for sample in samples for name in sample.extras})[:EXTRAS_SHOWN]
     return {
         f"reward_extra/{name}": float(
@@ -253,7 +253,7 @@ def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
 
 
 def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, int]]:
-    """Weight version -> (mean reward, samples), ascending."""
+    """Return by weight version, ascending: (mean reward, samples)."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.weight_version, []).append(sample.reward)
@@ -265,9 +265,9 @@ def by_origin(
     went_on: Mapping[Origin, Mismatch],
     rewards: Mapping[int, tuple[float, int]],
 ) -> dict[str, float]:
-    """Flat metrics of the largest mismatches and of the newest versions, ORIGINS_SHOWN each.
+    """Flatten the largest mismatches and the newest versions, ORIGINS_SHOWN each, to metrics.
 
-    A replica with wrong weights stands out by a large one. How many others there are is given, too.
+    A replica with wrong weights stands out by a large mismatch. The number left out is given too.
     """
     worst = nlargest(ORIGINS_SHOWN, mismatch.items(), key=_get_mismatch_size)
     newest = sorted(rewards)[-ORIGINS_SHOWN:]
@@ -280,6 +280,6 @@ def by_origin(
 
 
 def _get_mismatch_size(origin: tuple[Origin, Mismatch]) -> float:
-    """What is no number is the worst."""
+    """Return the sort key of a mismatch; a figure that is not finite counts as the largest."""
     k3 = origin[1].mean_k3
     return k3 if math.isfinite(k3) else math.inf

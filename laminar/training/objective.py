@@ -4,10 +4,10 @@ Reads   a MicroBatch, the policy, the reference, proximal log-probs and the mini
 Gives   Objective: the loss to differentiate, its two reported parts, per-token figures
 
 Three distributions meet here (decoupled PPO, Hilton et al. 2022). The behaviour policy sampled the
-tokens; the proximal one is the trainer's score with the weights at the start of the step; the
-current one moves. The ratio current / proximal is clipped, the weight proximal / behaviour is
-capped and constant. In bypass mode the proximal policy is the behaviour policy, and the weight
-must go: the ratio already contains it.
+tokens; the proximal policy is the trainer's score with the weights at the start of the step; the
+current policy changes. The ratio current / proximal is clipped; the weight proximal / behaviour is
+capped and constant. In bypass mode the proximal policy is the behaviour policy, and there is no
+weight: the ratio already contains it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Sums over the micro-batch with the mini-batch's coefficients: micro-batches add up."""
+    """Sums over a micro-batch with the mini-batch's coefficients, so that micro-batches add up."""
 
-    loss: Tensor  #: scalar with the gradient
+    loss: Tensor  #: scalar with gradient
     pg_loss: Tensor  #: scalar: the policy term alone
     kl_loss: Tensor | None  #: scalar, before its coefficient; None without a KL term
     figures: dict[str, Tensor]  #: name -> [tokens], for the metrics
@@ -54,7 +54,7 @@ class Objective:
 def score_micro_batch(
     policy: LoadedPolicy | BasePolicy, micro: MicroBatch, compute: Compute
 ) -> Tensor:
-    """Log-probs [tokens] of the sampled tokens at their sampling temperature."""
+    """Return log-probs [tokens] of the sampled tokens at their sampling temperature."""
     return policy.log_probs(micro.rows, micro.temperature, compute).log_probs
 
 
@@ -66,12 +66,12 @@ def compute_objective(
     counts: BatchCounts,
     config: ObjectiveConfig,
 ) -> Objective:
-    """Loss of one micro-batch; without `proximal` the policy's own detached score stands in.
+    """Compute the loss of one micro-batch; `proximal` None: the policy's own detached score.
 
-    That is exact, and free, when the mini-batch is the first of its step.
+    That is exact, and free, if the mini-batch is the first of its step.
     """
     algorithm = config.algorithm
-    # Before the policy's pass: they may be one model, which is then as that pass has left it.
+    # Before the policy's pass: they may share a model, whose state must be as that pass leaves it.
     anchor = None if reference is None else score_micro_batch(reference, micro, config.compute)
     log_probs, entropy = policy.log_probs(
         micro.rows,
@@ -103,7 +103,7 @@ def compute_objective(
 def _policy_losses(
     log_probs: Tensor, trainer: Tensor, micro: MicroBatch, config: ObjectiveConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Corrected per-token policy losses [tokens] and the figures of clip and correction."""
+    """Return corrected per-token policy losses [tokens], and figures of clip and correction."""
     settings = config.algorithm.rollout_correction
     losses, figures = config.policy_loss(
         log_probs,
@@ -117,9 +117,9 @@ def _policy_losses(
 
 
 def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
-    """How far the trainer's score of the tokens is from what the engine recorded.
+    """Return per-token differences between the trainer's score and what the engine recorded.
 
-    On stale data this contains the policy's own movement since the tokens were sampled.
+    On stale data this contains the policy's movement since the tokens were sampled.
     """
     log_ratio = clamped_log_ratio(trainer, behaviour)
     return {

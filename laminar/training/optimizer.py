@@ -1,8 +1,8 @@
-"""AdamW as all models of a trainer are trained: made, and stepped unless the gradient forbids it.
+"""AdamW for all models of a trainer: construction, and steps unless the gradient forbids them.
 
 Reads   [optim]; gradients
 Writes  parameters and the optimizer's state, in place
-Gives   `adamw`, `set_rate`, `apply_gradient`
+Gives   `make_adamw`, `set_rate`, `apply_gradient`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from laminar.training.steps import NO_SIGNAL, NON_FINITE
 
 
 def make_adamw(optim: OptimConfig, model: nn.Module) -> torch.optim.AdamW:
-    """Fused: the update takes no memory beside the moments, on a CPU a sixth of the time."""
+    """Make a fused AdamW: no memory beyond the moments, and on a CPU a sixth of the time."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=optim.lr,
@@ -36,8 +36,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def apply_gradient(
     optimizer: torch.optim.Optimizer, model: nn.Module, clip_grad: float
 ) -> tuple[float, str | None]:
-    """The norm of the gradient before it was clipped, and why there was no update; None: there
-    was one. `clip_grad`: 0 switches clipping off."""
+    """Clip the gradient and update; return its norm before, and the reason if it was skipped.
+
+    `clip_grad`: 0 switches clipping off."""
     limit = clip_grad or math.inf
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
     reason = NON_FINITE if not math.isfinite(norm) else None if norm else NO_SIGNAL

@@ -1,19 +1,20 @@
-"""The ranks of a trainer as processes: rank 0 starts the others, and each ends with all.
+"""The processes of a trainer with several ranks: rank 0 starts the others, and all end together.
 
-Reads   replies of the other ranks, their beats, their ends; trainer.lock
+Reads   replies of the other ranks, their heartbeats, their exits; trainer.lock
 Writes  orders to them; trainer.lock: their process ids, as long as one of them lives
 Starts  ranks 1, 2, ..., as children of rank 0, which alone takes part in the run
-Gives   Gang, for rank 0; serve, for the others; Order, Done and Failed, what goes between them
+Gives   RankProcesses, for rank 0; serve_orders, for the others; OrderMessage, DoneMessage and
+        FailedMessage between them
 Raises  RankError, which names the rank
 
-Orders go over socket pairs that the children inherit, as MessagePack: no name anywhere that another
-process could find, and nothing to be removed after a kill. They never go through a collective,
-whose time limit an idle rank would run into. The end of a socket tells a rank that rank 0 is gone.
+Orders go over socket pairs that the children inherit, as MessagePack: there is no name that another
+process could find, and nothing to remove after a kill. They never go through a collective, in which
+an idle rank would reach the time limit. End of file on the socket tells a rank that rank 0 is gone.
 
-A rank that has ended is noticed at once, one that stands still by its beats, which a thread of it
-sends so that no training step can delay them. The lock is held by every process of the gang,
-by one descriptor that all inherit: the ranks of the next trainer begin when it is free, so that no
-former rank can write beside them.
+An exit of a rank is noticed at once, a frozen rank by its heartbeats; a thread sends these so that
+no training step can delay them. All processes of the group hold the lock through one inherited
+descriptor: the ranks of the next trainer start when it is free, so former ranks never write at the
+same time.
 """
 
 from __future__ import annotations
@@ -39,60 +40,60 @@ from laminar.training.trainer_state import CheckpointError
 
 BEAT_S = 1.0
 CLOSE_S = 5.0
-"""How long ranks may take to end by themselves."""
+"""Time that ranks have to exit by themselves before they are killed."""
 SETTLE_S = 0.5
-"""How long to wait for the end of a rank when another one fails, for which that may be the cause: a
-collective fails on all other ranks at once."""
+"""Wait for the exit of a rank after another one fails, as it may be the cause: a collective fails
+on all other ranks at once."""
 LOCK_POLL_S = 0.05
 LOCK_QUIET_S = 1.0
-"""A wait for former ranks that is longer than this is said: mostly they end within milliseconds."""
+"""Wait for former ranks after which a message is logged: mostly they end within milliseconds."""
 Result = TypeVar("Result")
 _LENGTH = struct.Struct("<Q")
 DISK = "disk"
-"""The kind of an OSError, after which the ranks go on: a full disk may have room later."""
+"""The kind of an OSError, after which the ranks continue: a full disk may have room later."""
 _KINDS: dict[str, type[Exception]] = {"config": ConfigError, "checkpoint": CheckpointError}
 
 
 class RankError(RuntimeError):
-    """A rank has failed or is gone, and the others with it."""
+    """A rank has failed or is gone; the others were ended."""
 
 
 class OrderMessage(msgspec.Struct, tag="order", frozen=True, kw_only=True):
-    """From rank 0."""
+    """An order from rank 0."""
 
     number: int
     body: bytes
 
 
 class DoneMessage(msgspec.Struct, tag="done", frozen=True, kw_only=True):
-    """To rank 0: what came of an order."""
+    """Reply to rank 0 with the result of an order."""
 
     number: int
     body: bytes
 
 
 class FailedMessage(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
-    """To rank 0: the rank cannot do it."""
+    """Reply to rank 0 with the reason why an order failed."""
 
     number: int
-    kind: str  #: one of _KINDS, or DISK; empty: RankError
+    kind: str  #: a key of _KINDS, or DISK; empty: RankError
     reason: str
-    errno: int  #: with DISK
+    errno: int  #: set with DISK
 
 
 class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
-    """To rank 0, once: the rank takes orders."""
+    """Message to rank 0, once, that the rank takes orders."""
 
 
 Reply = DoneMessage | FailedMessage | ReadyMessage
 
 
 class InheritedDescriptors(NamedTuple):
-    """What rank 0 hands down to another one: descriptors, by their numbers."""
+    """Descriptor numbers that another rank inherits from rank 0."""
 
     orders: int  #: a socket
-    beats: int  #: the end of a pipe that is written to
-    meeting: int  #: the file where torch.distributed meets
+    beats: int  #: the write end of a pipe
+    meeting: int  #: the rendezvous file of torch.distributed
     lock: int  #: -1: none
 
     @property
@@ -101,7 +102,7 @@ class InheritedDescriptors(NamedTuple):
 
 
 class RankProcesses:
-    """The other ranks of the trainer, on rank 0."""
+    """The other ranks of the trainer, as rank 0 controls them."""
 
     def __init__(
         self,
@@ -112,9 +113,11 @@ class RankProcesses:
         lost: Callable[[str], None],
         say: Callable[[str], None],
     ) -> None:
-        """`program`: the command that starts a rank; its number, the process id of this process and
-        the numbers of the inherited descriptors follow. `lock`: a file of the run. `lost` is told
-        once why the ranks are gone, `say` what is waited for."""
+        """Set the group up without starting it.
+
+        `program`: the command that starts a rank; its number, the process id of this process and
+        the numbers of the inherited descriptors follow. `lock`: a file of the run. `lost` is called
+        once with the reason why the ranks are gone, `say` with the reason of a wait."""
         self.size = config.trainer.ranks
         self._start_s = config.coordinator.start_timeout_s
         self._lease_s = config.coordinator.node_lease_ms / 1000
@@ -122,7 +125,7 @@ class RankProcesses:
         self._tell_lost, self._say = lost, say
         self._ranks: list[_Rank] = []
         self._error: Exception | None = None
-        self._gone = asyncio.Event()  #: there is an error, after which no rank lives
+        self._gone = asyncio.Event()  #: set with the error, after which no rank lives
         self._tasks: list[asyncio.Task[None]] = []
         self._number = 0
         self._closing = False
@@ -131,11 +134,13 @@ class RankProcesses:
 
     @property
     def meeting(self) -> Path:
-        """The file where torch.distributed meets, under the same name on every rank."""
+        """The rendezvous file of torch.distributed, under the same name on every rank."""
         return _open_file(self._meeting)
 
     async def start(self) -> None:
-        """All ranks take orders on return; RankError: one does not, or former ones do not end."""
+        """Start the ranks, and return when all take orders.
+
+        Raises RankError if one does not, or if former ranks do not end."""
         deadline = time.monotonic() + self._start_s
         if self._lock_path is not None:
             await self._take_lock(self._lock_path, deadline)
@@ -158,9 +163,10 @@ class RankProcesses:
         self._raise_if_failed()
 
     async def call_ranks(self, body: bytes) -> list[bytes]:
-        """Give all ranks an order, which they begin in the order of asking; their replies, by rank,
-        once all have answered. Raises RankError, and what else a rank has raised of _KINDS or
-        OSError."""
+        """Send an order to all ranks; return their replies, by rank, once all have answered.
+
+        Ranks begin orders in the order of the calls. Raises RankError, and errors of a rank of the
+        types in _KINDS or OSError."""
         self._raise_if_failed()
         self._number += 1
         data = frame_message(OrderMessage(number=self._number, body=body))
@@ -178,15 +184,16 @@ class RankProcesses:
     async def run_on_all_ranks(
         self, body: bytes, own: Awaitable[Result]
     ) -> tuple[Result, list[bytes]]:
-        """Have all ranks carry out an order while `own` does the same here: what came of it here,
-        and the replies. Raises what `ask` raises; the loss of a rank, if the failure of `own` came
-        of it, else that, as `ask` tells it of another rank."""
+        """Have all ranks carry out an order while `own` does the same here; return both results.
+
+        Raises what `call_ranks` raises. If `own` fails: the loss of a rank if that was the cause,
+        else its error, in the form that an error of another rank takes."""
         asked, here = asyncio.ensure_future(self.call_ranks(body)), asyncio.ensure_future(own)
         await asyncio.wait((asked, here), return_when=asyncio.FIRST_EXCEPTION)
         if here.done() and here.exception() is not None:
             await self._wait_for_rank_end()
         if self._error is not None:
-            here.add_done_callback(_ignore_exception)  # in a collective, maybe, until that notices
+            here.add_done_callback(_ignore_exception)  # maybe in a collective until that fails
             asked.add_done_callback(_ignore_exception)
             raise self._error
         if here.done() and (error := here.exception()) is not None:
@@ -198,10 +205,10 @@ class RankProcesses:
         return await here, await asked
 
     async def close(self) -> None:
-        """The ranks have ended on return.
+        """End the ranks, and return when they have exited.
 
-        The file where they met stays open as long as this process: torch opens it once more when
-        it collects its group, and its number would name another file by then."""
+        The rendezvous file stays open as long as this process: torch reopens it when it collects
+        its group, and by then its number could refer to another file."""
         self._closing = True
         for rank in self._ranks:
             rank.writer.close()
@@ -221,7 +228,7 @@ class RankProcesses:
     # --- starting -----------------------------------------------------------------------------
 
     async def _take_lock(self, path: Path, deadline: float) -> None:
-        """Wait until every process of a former gang is gone."""
+        """Wait until every process of a former trainer is gone."""
         self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         say_at: float = time.monotonic() + LOCK_QUIET_S
         while not try_lock(self._lock, fcntl.LOCK_EX):
@@ -232,12 +239,12 @@ class RankProcesses:
                     f"not end within {self._start_s:g} s (coordinator.start_timeout_s)"
                 )
             if now > say_at:
-                say_at = deadline + 1.0  # once
+                say_at = deadline + 1.0  # say it once
                 self._say(f"waits until ranks of the former trainer have ended (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
 
     def _write_process_ids(self) -> None:
-        """Say in the lock file who is waited for."""
+        """Write the process ids of this group to the lock file, for a trainer that waits."""
         if self._lock >= 0:
             pids = (os.getpid(), *(rank.process.pid for rank in self._ranks))
             os.ftruncate(self._lock, 0)
@@ -264,7 +271,7 @@ class RankProcesses:
     # --- watching -----------------------------------------------------------------------------
 
     async def _read(self, rank: _Rank) -> None:
-        """Replies, until the rank has closed its socket, with which its process ends."""
+        """Handle replies until the rank closes its socket at its exit."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 reply: Reply = await receive_message(rank.reader, Reply)
@@ -285,7 +292,7 @@ class RankProcesses:
             self._fail_group(RankError(f"rank {rank.number} of the trainer failed: {reply.reason}"))
 
     async def _wait_for_rank_end(self) -> None:
-        """Wait a little for the end of a rank to be known."""
+        """Wait shortly for the exit of a rank to be noticed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await self._gone.wait()
@@ -295,7 +302,7 @@ class RankProcesses:
         self._fail_group(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
 
     async def _watch_beats(self) -> None:
-        """Silence is counted in looks of ours: a pause of this process is none of another."""
+        """Fail the group if a rank is silent; counted in polls: our own pauses do not count."""
         while self._error is None:
             await asyncio.sleep(BEAT_S)
             for rank in self._ranks:
@@ -310,7 +317,7 @@ class RankProcesses:
                     )
 
     def _fail_group(self, error: Exception) -> None:
-        """One rank is gone: end the others, and have nobody wait for them."""
+        """Record the loss of a rank, kill the others, and fail all pending waits."""
         if self._error is not None or self._closing:
             return
         self._error = error
@@ -321,7 +328,7 @@ class RankProcesses:
             for future in futures:
                 if not future.done():
                     future.set_exception(error)
-                    future.exception()  # it is no news to whoever waits for nothing
+                    future.exception()  # mark as retrieved, for futures without a waiter
         if isinstance(error, RankError):
             self._tell_lost(str(error))
 
@@ -336,7 +343,7 @@ class RankProcesses:
 
 
 class _Rank:
-    """Another rank, as rank 0 sees it."""
+    """State of another rank, as rank 0 sees it."""
 
     def __init__(
         self,
@@ -350,14 +357,15 @@ class _Rank:
         self.reader, self.writer, self.beats = reader, writer, beats
         self.silent_s = 0.0
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting: dict[int, asyncio.Future[bytes]] = {}  #: by the number of the order
+        self.waiting: dict[int, asyncio.Future[bytes]] = {}  #: by order number
 
 
 async def serve_orders(
     given: InheritedDescriptors, handle: Callable[[bytes], Awaitable[bytes]]
 ) -> None:
-    """Carry out the orders of rank 0, until it has closed its end or is gone. Each order is a task,
-    begun in the order of arrival."""
+    """Carry out the orders of rank 0, until it closes its end or is gone.
+
+    Each order is a task; tasks start in the order of arrival."""
     threading.Thread(target=_send_beats, args=(given.beats,), name="beats", daemon=True).start()
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=given.orders))
     tasks: set[asyncio.Task[None]] = set()
@@ -379,7 +387,7 @@ async def serve_orders(
 
 
 def _make_failure(number: int, error: Exception) -> FailedMessage:
-    """What rank 0 is to raise in the place of this."""
+    """Make the reply from which rank 0 can raise this error."""
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or str(error)
         return FailedMessage(number=number, kind=DISK, reason=reason, errno=error.errno)
@@ -389,13 +397,13 @@ def _make_failure(number: int, error: Exception) -> FailedMessage:
 
 
 def _ignore_exception(task: asyncio.Future[Any]) -> None:
-    """Take the exception of a task that nobody waits for."""
+    """Mark the exception of an abandoned task as retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 def _open_file(fd: int) -> Path:
-    """A path to an open file, in this process and in those that have inherited it."""
+    """Return a path to an open file, valid in this process and in those that inherited it."""
     return Path(f"/proc/self/fd/{fd}")
 
 
@@ -407,7 +415,7 @@ def _send_beats(fd: int) -> None:
 
 
 def _drain_pipe(fd: int) -> bytes:
-    """What has come through a pipe since the last look."""
+    """Return the bytes that a pipe received since the last call."""
     try:
         return os.read(fd, 1 << 16)
     except BlockingIOError:

@@ -1,14 +1,13 @@
-"""The processes that train one model together: whose rows are whose, and sums over all of them.
+"""The processes that train one model together: assignment of rows, and sums over all ranks.
 
-Gives   Ranks; ONE, a trainer of one process
-Raises  what torch.distributed raises when another rank is gone or late
+Gives   Ranks; SINGLE_RANK, a trainer of one process
+Raises  errors of torch.distributed if another rank is gone or late
 
-Every rank is given the whole batch and takes whole sequences of it, so that whatever is decided
-from the batch is decided alike everywhere, and what is worked out of the model is added up. Shares
-depend on the lengths alone: each rank knows those of the others without asking. A sharded model
-needs all ranks in every pass, so all have equally many; where a rank has no sequences left, its
-pass is empty. A trainer of one process has all sequences, and nothing here touches
-torch.distributed then.
+Every rank gets the whole batch and takes whole sequences of it, so that decisions made from the
+batch are the same everywhere, and results of the model are summed. Shares depend on the lengths
+alone: each rank knows those of the others without communication. A sharded model needs all ranks
+in every pass, so all have the same number of passes; a rank without sequences left runs an empty
+one. A trainer of one process has all sequences, and does not use torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Ranks:
-    """One of them."""
+    """The group as seen by one of its ranks."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
     ) -> None:
-        """`group`: of all `size` ranks; not needed where there is one, without offload."""
+        """Set the rank up; `group`: of all `size` ranks, optional for one rank without offload."""
         self.rank, self.size = rank, size
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor, which has the sum over all ranks now."""
+        """Replace the tensor by the sum over all ranks, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -49,7 +48,7 @@ SINGLE_RANK = Ranks()
 
 
 def assign_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of the sequences of each rank, ascending: longest first to who has fewest tokens."""
+    """Return each rank's sequences, ascending; longest first, to the rank with fewest tokens."""
     found: list[list[int]] = [[] for _ in range(size)]
     tokens = [0] * size
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -62,10 +61,10 @@ def assign_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
 def join_rank_group(
     store: Path, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Ranks:
-    """Wait for the other ranks at this file, which nobody has used before.
+    """Wait for the other ranks at this file, which must be new.
 
-    `timeout_s`: longest wait for another rank, here and in each sum. What passes between them
-    stays on this machine: gloo and NCCL have no authentication, and listen on loopback.
+    `timeout_s`: longest wait for another rank, here and in each sum. Traffic between ranks stays
+    on this machine: gloo and NCCL have no authentication, and listen on loopback.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(

@@ -1,10 +1,12 @@
 """A safetensors file whose rows are written by several processes.
 
-Writes  the file: `create` its header and its size, `write` rows into it; OSError from the disk
-Gives   the bytes that the safetensors library would write, whoever wrote which rows; `rows_of`
+Writes  the file: `create_file` its header and size, `write_rows` rows into it
+Raises  OSError from the disk
+Gives   the bytes that the safetensors library would write, whichever process wrote which rows;
+        `rows_of`
 
-The library takes whole tensors of one process. Tensors lie in the order of that library: those with
-the longest elements first, then by name.
+The library takes only whole tensors of one process. Tensors are in its order: longest elements
+first, then by name.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8
-"""The header is padded with spaces to a multiple."""
+"""The header is padded with spaces to a multiple of this."""
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of a tensor, along its first dimension; all of one without dimensions."""
+    """Consecutive rows of a tensor along its first dimension; all of it if it has no dimensions."""
 
     shape: tuple[int, ...]  #: of the whole tensor
     first: int
@@ -34,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """What this rank has of a tensor, not copied; of one that is not sharded, all."""
+    """Return this rank's rows of a tensor, not copied; of an unsharded one, all."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Rows(shape, 0, tensor.detach())
@@ -45,13 +47,13 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 def get_row_range(length: int, rank: int, size: int) -> tuple[int, int]:
-    """[first, end) of the rows of a rank, as FSDP2 cuts them."""
+    """Return [first, end) of the rows of a rank, as FSDP2 shards them."""
     each = -(-length // size)
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
 class TensorLayout(NamedTuple):
-    """Of a whole tensor."""
+    """Shape and type of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,7 +67,7 @@ def get_layouts(tensors: Mapping[str, Rows]) -> TensorLayouts:
 
 
 def create_file(path: Path, tensors: TensorLayouts) -> None:
-    """A file with room for these tensors, in a folder that is made if it is not there."""
+    """Create a file with room for these tensors, and its folder if needed."""
     header, _, end = _plan_file(tensors)
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
@@ -74,8 +76,9 @@ def create_file(path: Path, tensors: TensorLayouts) -> None:
 
 
 def write_rows(path: Path, tensors: TensorLayouts, found: Iterable[tuple[str, Rows]]) -> None:
-    """Put rows where they belong in a file that was created with the same tensors; of those that
-    are found only one need be there at a time."""
+    """Write rows at their positions in a file that was created for the same tensors.
+
+    Only one item of `found` needs to exist at a time."""
     _, begins, _ = _plan_file(tensors)
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -90,7 +93,7 @@ def write_rows(path: Path, tensors: TensorLayouts, found: Iterable[tuple[str, Ro
 
 
 def _plan_file(tensors: TensorLayouts) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor begins in the file, and where the file ends."""
+    """Return the header, the offset of each tensor in the file, and the file's size."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
@@ -108,7 +111,7 @@ def _plan_file(tensors: TensorLayouts) -> tuple[bytes, dict[str, int], int]:
 
 
 def _write_at(fd: int, tensor: Tensor, offset: int) -> None:
-    """As often as it takes: one call writes two gigabytes at most."""
+    """Write all bytes of a tensor, in several calls: one writes two gigabytes at most."""
     left = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     while left:
         written = os.pwrite(fd, left, offset)

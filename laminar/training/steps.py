@@ -1,9 +1,9 @@
-"""What a learner is given and what it gives, as plain data.
+"""Input and output of a learner's step, as plain data.
 
 Reads   nothing
 Gives   ModelLayout of a loaded model; TrainSample for a step; StepResult of it, and its parts
 
-Without torch: the trainer actor, which speaks for the learner, does not load it.
+Without torch, which the trainer actor, the learner's front end, does not load.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from laminar.names.ids import hash_batch
 from laminar.storage.contents import Content
 from laminar.storage.rules import Span
 
-# Why an update is left out.
+# Reasons why an update is skipped.
 NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
 NON_FINITE = "non-finite-gradient"
-CRITIC_WARMUP = "critic-warmup"  #: of the first steps, which train the critic alone
-MISMATCH = "mismatch"  #: no row of the batch came from the weights that it names
+CRITIC_WARMUP = "critic-warmup"  #: the first steps train the critic alone
+MISMATCH = "mismatch"  #: no row of the batch came from the weights that its version names
 
 Ids = NDArray[np.int32]
 Origin = tuple[str, int]
-"""(replica, weight version): who sampled tokens, and with what."""
+"""(replica, weight version) that sampled tokens."""
 
 
 def get_origin(span: Span) -> Origin:
@@ -35,14 +35,14 @@ def get_origin(span: Span) -> Origin:
 
 
 class SpanPart(NamedTuple):
-    """Of what a span is a part, where trainer and engine are compared."""
+    """Part that a span belongs to in the comparison of trainer and engine."""
 
     origin: Origin
-    went_on: bool  #: its replica had sampled of the response before, with older weights
+    went_on: bool  #: whether its replica had begun the response with older weights
 
 
 def parts_of(spans: Sequence[Span]) -> list[SpanPart]:
-    """Of the spans of one response, in order."""
+    """Return the parts of the spans of one response, in order."""
     before = [None, *spans[:-1]]
     return [
         SpanPart(get_origin(span), last is not None and last.replica == span.replica)
@@ -54,8 +54,8 @@ class ModelLayout(NamedTuple):
     """The tensors of a model, in the order in which they are published."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  #: by name
-    engine_dtype: str  #: "float32" or "bfloat16", what engines of such a device are given
-    rows: str = "none"  #: for the log: how it reads the sequences of a step
+    engine_dtype: str  #: "float32" or "bfloat16", for engines of such a device
+    rows: str = "none"  #: way in which a step reads sequences, for the log
 
 
 class Mismatch(NamedTuple):
@@ -63,12 +63,12 @@ class Mismatch(NamedTuple):
 
     mean_abs_diff: float
     mean_k3: float
-    mean_doubt: float  #: 1 - p, as the engine scored them
+    mean_doubt: float  #: 1 - p, as the engine scored the tokens
     tokens: int
 
 
 class MismatchSource(NamedTuple):
-    """The mean |log p(trainer) - log p(engine)| of an origin, and what it may be; nats."""
+    """The mean |log p(trainer) - log p(engine)| of an origin, and its limit; nats."""
 
     diff: float
     limit: float
@@ -76,28 +76,28 @@ class MismatchSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One trajectory as it is trained: one token sequence, of one turn or of several.
+    """A trajectory as training sees it: one token sequence, of one turn or of several.
 
-    What its environment said between two turns is read and is nothing else: it is in no figure
-    per token, since every one of these has the sampled tokens only.
+    Context tokens between two turns are read and nothing more: per-token figures cover the sampled
+    tokens only.
     """
 
     sample_id: str
     group_id: str
     prompt_ids: Ids  #: at least one
-    response_ids: Ids  #: at least one; all of them sampled, the stop token included
-    logprobs: NDArray[np.float32]  #: behaviour: of the distribution sampled from, temperature in
+    response_ids: Ids  #: at least one; all sampled tokens, the stop token included
+    logprobs: NDArray[np.float32]  #: of the distribution sampled from, temperature included
     reward: float
     temperature: float  #: of the sampling; above 0
-    truncated: bool  #: the engine's finish reason was the length limit
-    spans: tuple[Span, ...]  #: who sampled which part of the response, in order
-    correct: bool = False  #: the full score, and not truncated
-    extras: Mapping[str, float] = field(default_factory=dict)  #: figures beside the reward
-    penalty: float | None = None  #: at most 0, for its length; None: lengths cost nothing
-    turns: tuple[int, ...] = ()  #: sampled tokens of each turn; (): there is one
-    contexts: tuple[Ids, ...] = ()  #: what was read between each two of them, at least one token
-    values: NDArray[np.float64] | None = None  #: of a critic, before each token of the response
-    advantage: float | NDArray[np.float64] = 0.0  #: of all response tokens alike, or of each
+    truncated: bool  #: whether the engine's finish reason was the length limit
+    spans: tuple[Span, ...]  #: parts of the response by origin, in order
+    correct: bool = False  #: full score, and not truncated
+    extras: Mapping[str, float] = field(default_factory=dict)  #: extra figures of the reward
+    penalty: float | None = None  #: penalty for length, at most 0; None: there is none
+    turns: tuple[int, ...] = ()  #: sampled tokens of each turn; (): a single turn
+    contexts: tuple[Ids, ...] = ()  #: context tokens between turns, at least one each
+    values: NDArray[np.float64] | None = None  #: a critic's, before each token of the response
+    advantage: float | NDArray[np.float64] = 0.0  #: for all response tokens, or for each
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids) or not len(self.response_ids):
@@ -130,7 +130,7 @@ class TrainSample:
 
     @property
     def trained_reward(self) -> float:
-        """What advantages and returns are made of."""
+        """Reward that advantages and returns are computed from."""
         return self.reward + (self.penalty or 0.0)
 
     @property
@@ -139,7 +139,7 @@ class TrainSample:
 
     @property
     def weight_version(self) -> int:
-        """The oldest that sampled of it."""
+        """Oldest version that sampled tokens of the response."""
         return self._oldest.weight_version
 
     @property
@@ -153,12 +153,12 @@ class TrainSample:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response, and of what was read between turns."""
+        """Tokens of prompt and response, and of the contexts between turns."""
         return len(self.prompt_ids) + len(self.response_ids) + sum(map(len, self.contexts))
 
     @property
     def read_ids(self) -> Ids:
-        """What stands behind the prompt: the turns, and what was read between them."""
+        """Tokens after the prompt: the turns, and the contexts between them."""
         if not self.contexts:
             return self.response_ids
         turns = np.split(self.response_ids, np.cumsum(self.turns)[:-1])
@@ -169,7 +169,7 @@ class TrainSample:
 
     @property
     def sampled_at(self) -> NDArray[np.int64]:
-        """Where each sampled token stands in `read_ids`."""
+        """Position of each sampled token in `read_ids`."""
         places: NDArray[np.int64] = np.arange(len(self.response_ids))
         if not self.contexts:
             return places
@@ -180,7 +180,7 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One mini-batch: an optimizer update, or the reason why there was none."""
+    """Result of one mini-batch: an optimizer update, or the reason why it was skipped."""
 
     sample_ids: tuple[str, ...]
     skipped_reason: str | None
@@ -195,8 +195,8 @@ class StepResult:
     updates: tuple[Update, ...]
     metrics: dict[str, float]
     mismatch: dict[Origin, Mismatch]  #: of the whole batch
-    suspects: dict[Origin, MismatchSource]  #: whose rows were left out
-    left_out: dict[str, tuple[Origin, ...]]  #: by sample id: the suspects that sampled of it
+    suspects: dict[Origin, MismatchSource]  #: origins whose rows were left out
+    left_out: dict[str, tuple[Origin, ...]]  #: by sample id: the suspects that sampled tokens of it
     num_tokens: int  #: response tokens consumed
     digest: str  #: xxh3_128 of the ids of the samples, in order
 
@@ -207,14 +207,14 @@ class StepResult:
 
     @property
     def skipped_reason(self) -> str | None:
-        """Why the first skipped update was skipped."""
+        """Reason of the first skipped update."""
         return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)
 
 
 def sampled_by(
     samples: Sequence[TrainSample], suspects: Container[Origin]
 ) -> dict[str, tuple[Origin, ...]]:
-    """Sample id -> the suspects that sampled any of it; only of samples that have some."""
+    """Return by sample id the suspects that sampled tokens of it, for samples that have any."""
     found = {}
     for sample in samples:
         origins = dict.fromkeys(map(get_origin, sample.spans))
@@ -224,7 +224,7 @@ def sampled_by(
 
 
 def select_one_per_origin(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The first samples that have, together, spans of all origins of `samples`."""
+    """Select the first samples that together have spans of all origins of `samples`."""
     found, known = [], dict[Origin, None]()
     for sample in samples:
         origins = dict.fromkeys(map(get_origin, sample.spans))
@@ -235,12 +235,12 @@ def select_one_per_origin(samples: Sequence[TrainSample]) -> list[TrainSample]:
 
 
 def ids_digest(samples: Sequence[TrainSample]) -> str:
-    """xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
+    """Return xxh3_128 (hex) of the MessagePack array of the sample ids, in order."""
     return hash_batch([s.sample_id for s in samples])
 
 
 def iter_contents(samples: Sequence[TrainSample]) -> Iterator[Content]:
-    """What the learner is handed of each; advantages and figures are worked out from it."""
+    """Yield the learner's input for each sample, from which advantages and figures are computed."""
     for sample in samples:
         yield Content(
             trajectory_id=sample.sample_id,
@@ -258,7 +258,7 @@ def iter_contents(samples: Sequence[TrainSample]) -> Iterator[Content]:
 
 
 def token_staleness(samples: Sequence[TrainSample], step: int) -> dict[str, float]:
-    """Metrics of the tokens of a batch: how many steps after their own weights they are trained."""
+    """Return metrics of the token staleness: steps between a token's weights and its training."""
     spans = [span for sample in samples for span in sample.spans]
     total = sum((step - span.version_step) * span.num_tokens for span in spans)
     return {

@@ -1,8 +1,8 @@
-"""The learner and the files of its model for an event loop: whatever takes time runs in a thread.
+"""The learner and its model's files for an event loop: slow work runs in a thread.
 
 Reads   the model's directory; samples, one step at a time
 Writes  directories of models, below the run's directory
-Gives   ThreadedLearner, ThreadedFiles: what the trainer actor asks for (actors/trainer.py,
+Gives   ThreadedLearner, ThreadedFiles: interfaces of the trainer actor (actors/trainer.py,
         actors/model_files.py)
 """
 
@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointCopy(NamedTuple):
-    """What a checkpoint is made of, until the next copy."""
+    """Content of a checkpoint, valid until the next copy."""
 
     weights: Tensors
     moments: Tensors
@@ -49,11 +49,11 @@ class CheckpointCopy(NamedTuple):
 
 
 Describe = Callable[..., Any]
-"""weights/version/checkpoint.py: describe."""
+"""`build_tensor_manifest` in weights/version/checkpoint.py."""
 
 
 class ThreadedLearner:
-    """One learner, once it is loaded."""
+    """A learner of one process; it exists once loaded."""
 
     learner: Learner
 
@@ -63,8 +63,10 @@ class ThreadedLearner:
         tokenizer_size: Callable[[], int],
         reached: Callable[[str], None] = no_point,
     ) -> None:
-        """`tokenizer_size`: one more than the largest id, read from the model's directory.
-        `reached`: fail points."""
+        """Set up without loading.
+
+        `tokenizer_size`: one more than the largest id, read from the model's directory.
+        `reached`: failpoints."""
         self._reached = reached
         self._config = config
         self._tokenizer_size = tokenizer_size
@@ -75,14 +77,14 @@ class ThreadedLearner:
         return self.learner.policy.model
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as they are now, not kept."""
+        """Iterate over the present weights, without copies."""
         return named_weights(self.model)
 
     async def load(self) -> ModelLayout:
-        """Raises ConfigError."""
+        """Load the model; raises ConfigError."""
         config = self._config
         torch.set_num_threads(config.trainer.threads)
-        transformers.utils.logging.disable_progress_bar()  # its lines would tear the live panel
+        transformers.utils.logging.disable_progress_bar()  # they would tear the live panel
         self._size = await asyncio.to_thread(self._tokenizer_size)
         adapt = config if config.lora.rank else None
         policy = await asyncio.to_thread(self._load, config.model.name, adapt)
@@ -111,8 +113,9 @@ class ThreadedLearner:
         return await asyncio.to_thread(self.learner.compute_logprobs, sequences)
 
     async def reload_weights(self, directory: Path) -> None:
-        """Take the weights of an export in the place of the present ones; with adapters these
-        stay, and must be the same. CheckpointError."""
+        """Replace the weights by those of an export; with adapters only verify that they are equal.
+
+        Raises CheckpointError."""
         if self.learner.policy.base:
             await asyncio.to_thread(checkpoint.read_back, directory, self.learner)
         else:
@@ -124,8 +127,7 @@ class ThreadedLearner:
         return self.learner.collect_facts()
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
-        """Take parameters and optimizer of a checkpoint in the place of the present ones;
-        CheckpointError."""
+        """Restore parameters and optimizer from a checkpoint; raises CheckpointError."""
         return await asyncio.to_thread(checkpoint.load_checkpoint, directory, self.learner)
 
     def _load(self, name: str, adapt: Config | None = None) -> LoadedPolicy:
@@ -133,10 +135,10 @@ class ThreadedLearner:
 
 
 class ThreadedFiles(ThreadedDirectories):
-    """The directories of models of one run."""
+    """The model directories of one run."""
 
     def __init__(self, learner: Callable[[], Learner], source: str, describe: Describe) -> None:
-        """`source`: the directory that the run's tokenizer came from."""
+        """Set up; `source`: the directory that the run's tokenizer came from."""
         self._learner = learner
         self._source = source
         self._describe = describe
@@ -176,18 +178,17 @@ class ThreadedFiles(ThreadedDirectories):
 
 
 def device_of(name: str) -> torch.device:
-    """trainer.device, where auto is a GPU if there is one."""
+    """Return the device of trainer.device; auto is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 class CopyBuffers:
-    """One copy of each tensor in the host's memory, which the next copy of that name replaces.
+    """Copies in host memory, one for each tensor name, which the next copy overwrites.
 
-    Memory that is asked for again each time costs more than the copy: the system clears every page
-    of it at the first touch. The trainer stands still for a copy, so it is made into pages that are
-    there.
+    Allocating memory each time costs more than the copy: the system clears every page at its first
+    touch. The trainer stands still during a copy, so it reuses pages that exist.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class CopyBuffers:
 
     @torch.no_grad()
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of the tensors as they are now; good until the next call."""
+        """Copy the tensors as they are now; the copies are valid until the next call."""
         return {name: self._get_buffer(name, tensor).copy_(tensor) for name, tensor in tensors}
 
     def _get_buffer(self, name: str, tensor: Tensor) -> Tensor:

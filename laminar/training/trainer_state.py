@@ -1,11 +1,11 @@
-"""What a checkpoint says of the training that made it: trainer.json.
+"""State of the training that made a checkpoint: trainer.json.
 
 Reads   the bytes of that file
-Gives   Resume, LearnerFacts; `encode`, `decode`; CheckpointError for a file that is none
+Gives   ResumeState, LearnerFacts; `encode`, `decode`; CheckpointError for an invalid file
 
-Without torch: the trainer actor, which writes and reads the file, does not load it. What was
-consumed is there by id since the checkpoint before, and as one digest that is chained over all
-batches before, so that it can be compared with the log.
+Without torch: the trainer actor, which writes and reads the file, does not load it. Consumed
+samples are listed by id since the previous checkpoint; one digest, chained over all batches before,
+allows a comparison with the log.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from laminar.names import ids
 
 
 class CheckpointError(RuntimeError):
-    """This directory cannot be trained on from: it is damaged."""
+    """The directory is damaged and cannot be trained from."""
 
 
 class ForeignError(RuntimeError):
-    """The checkpoint is another model's, or was trained with another reference."""
+    """The checkpoint belongs to another model, or was trained with another reference."""
 
 
 class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a learner was, besides parameters and optimizer."""
+    """State of a learner in addition to parameters and optimizer."""
 
-    torch: str  #: its version; another one may round otherwise
+    torch: str  #: version of torch; another may round differently
     threads: int
     ranks: int = 1
     micro_batch_tokens: int
-    logit_chunk_tokens: int = 0  #: 0: all of a pass in one
+    logit_chunk_tokens: int = 0  #: 0: a whole pass in one chunk
     prompts_once: bool = (
         False  #: siblings share the tokens of their prompt (training/model/packing.py)
     )
-    reference: str  #: digest of the weights that the KL term compares with; empty: there is none
-    base: str = ""  #: digest of the weights beside the adapters; empty: all are trained
-    adapters: str = ""  #: of what kind; empty: none
-    functions: dict[str, str] = {}  #: of the user, by setting: digest of the file
-    critic: str = ""  #: the model that it began as; empty: there is none
-    #: by step: how far its updates moved the log-probs, nats per doubt
-    #: (training/engine_mismatch.py)
+    reference: str  #: digest of the KL term's reference weights; empty: there are none
+    base: str = ""  #: digest of the frozen base of the adapters; empty: all are trained
+    adapters: str = ""  #: description of the adapters; empty: none
+    functions: dict[str, str] = {}  #: digests of the user's files, by setting
+    critic: str = ""  #: initial model of the critic; empty: there is no critic
+    #: movement of the log-probs by step, nats per doubt (training/engine_mismatch.py)
     moved: dict[int, float]
 
 
 def check_same(before: LearnerFacts, now: LearnerFacts) -> None:
-    """ForeignError for other adapters, another base or another reference. A fork may have a KL term
-    where the other run had none."""
+    """Raise ForeignError for other adapters, another base or another reference.
+
+    A fork may add a KL term where the other run had none."""
     if before.adapters != now.adapters:
         raise ForeignError(
             f"it has {before.adapters or 'no adapters'}, and this run has "
@@ -65,17 +65,17 @@ def check_same(before: LearnerFacts, now: LearnerFacts) -> None:
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One checkpoint."""
+    """Content of trainer.json."""
 
     version: int
-    step: int  #: completed
-    before: str  #: chained digest of all batches before these; empty: there are none
-    batches: tuple[tuple[str, ...], ...]  #: ids in order, since the checkpoint before
+    step: int  #: completed steps
+    before: str  #: chained digest of all earlier batches; empty: there are none
+    batches: tuple[tuple[str, ...], ...]  #: ids in order, since the previous checkpoint
     learner: LearnerFacts
 
     @property
     def digest(self) -> str:
-        """Chained over all batches that made these weights."""
+        """Digest chained over all batches that made these weights."""
         return ids.extend_chain_digest(self.before, *self.batches)
 
 
