@@ -1,9 +1,9 @@
-"""The way from the configuration to a running engine.
+"""Construction of a running engine from the configuration.
 
 Reads   rollout.engine and its settings, model.name's config.json, weights.dtype
-Gives   a ReplicaEngine without weights; ConfigError when the model is not one that it can run
+Gives   a ReplicaEngine without weights; ConfigError for a model that it cannot run
 
-Only here is one kind of engine distinguished from another.
+No other file distinguishes the kinds of engines.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ async def start_engine(
     on_deltas: Callable[[list[TokenDelta]], None],
     output: Path | None = None,
 ) -> ReplicaEngine:
-    """The engine of one replica; ids at or above `vocab_limit` are never sampled.
+    """Start the engine of one replica; ids at or above `vocab_limit` are never sampled.
 
     `seed` is for engines that draw by themselves; the embedded one draws from each request's.
-    `output`: where an engine that has processes of its own lets them print.
+    `output`: the file for what the engine's child processes print.
     """
     if config.rollout.engine == "vllm":
         check_vllm(config)
-        # Importing vLLM takes seconds, in which this process has heartbeats to send.
+        # Importing vLLM takes seconds, in which this process must send heartbeats.
         start = await asyncio.to_thread(importlib.import_module, "laminar.engines.vllm.start")
         engine: ReplicaEngine = await start.start_vllm(
             config, get_engine_dtype(config), vocab_limit, seed, on_deltas, output
@@ -73,7 +73,7 @@ def _torch_engine(config: Config, vocab_limit: int) -> TorchEngine:
 
 
 def get_engine_dtype(config: Config) -> str:
-    """The type that the engine computes in on this machine, as torch names it."""
+    """Return the type that the engine computes in on this machine, as torch names it."""
     for name in (config.rollout.dtype, config.weights.dtype):
         if name != "auto":
             return name

@@ -1,9 +1,9 @@
-"""What can be said about engine and model without starting anything.
+"""Checks of engine and model that start nothing.
 
 Reads   rollout.engine and its settings, model.name's config.json
 Raises  ConfigError with one sentence that names the value and the fix
 
-Without torch, except where a machine's GPUs have to be counted: it is asked before a run starts.
+Without torch, except to count a machine's GPUs: the checks run before a run starts.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from laminar.engines.protocol import EngineError
 from laminar.run.command_line import with_extra
 
 PROBE_TIMEOUT_S = 180.0
-"""The time for vLLM's import and a look at the model, on a machine that is busy."""
+"""Time for vLLM's import and its check of the model, on a busy machine."""
 PARALLEL_SUFFIXES = ("parallel_size", "parallel_rank")
 PARALLEL_PREFIXES = ("data_parallel", "nnodes", "node_rank", "master_addr", "master_port")
-"""How vLLM's arguments end and begin that spread an engine over more processes."""
+"""Suffixes and prefixes of vLLM's arguments that spread an engine over more processes."""
 TAKEN = b"taken"
-"""What vllm_check says when vLLM takes the configuration."""
+"""Output of engines/vllm/check.py when vLLM accepts the configuration."""
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING_SUFFIX = "embed_tokens.weight"
-"""How the name of the embedding ends in the models of transformers."""
+"""Suffix of the embedding's name in the models of transformers."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def check_engine(config: Config, *, here: bool = True) -> None:
-    """The engine has a place for every token of the longest sequence, and `here`, on this machine,
-    it can run."""
+    """Check that the model has a position for every token and, if `here`, that it runs here."""
     name = config.model.name
     try:
         hf_config = read_hf_config(name)
@@ -84,7 +83,7 @@ def check_vllm(config: Config) -> None:
 
 
 def _check_parallelism(config: Config) -> None:
-    """An engine has the GPUs that its node gives it."""
+    """Refuse settings that give an engine GPUs other than those of its node."""
     for key, value in config.rollout.vllm.extra.items():
         if key.endswith(PARALLEL_SUFFIXES) or key.startswith(PARALLEL_PREFIXES):
             raise ConfigError(
@@ -95,17 +94,17 @@ def _check_parallelism(config: Config) -> None:
 
 
 def count_gpus() -> int:
-    import torch  # takes longer to load than all the rest
+    import torch  # takes longer to load than everything else
 
     return torch.cuda.device_count()
 
 
 @contextlib.contextmanager
 def probe_vllm(config: Config) -> Iterator[Callable[[], None]]:
-    """Ask vLLM whether it runs this model, and takes what `extra` says, in a process of its own.
+    """Ask vLLM, in a separate process, whether it runs this model and accepts `extra`.
 
-    That takes as long as its import, so there is time for other checks; calling what this gives
-    waits for the answer: ConfigError.
+    That takes as long as its import, which leaves time for other checks. The yielded function
+    waits for the result; raises ConfigError.
     """
     if config.rollout.engine != "vllm":
         yield lambda: None
@@ -145,10 +144,10 @@ def _check_vllm_answer(child: subprocess.Popen[bytes]) -> None:
 
 
 def weight_shapes(directory: str | Path) -> Shapes:
-    """The shape of every tensor by its name; every weight file has a header that fits its length.
+    """Return the shape of every tensor by its name; check that each file's header fits its length.
 
-    Only headers are read, so that a model of any size is looked at in a moment. They tell a
-    download that was cut short, and a file that Git LFS has left as a pointer.
+    Only headers are read, so a model of any size takes a moment. They reveal a truncated download,
+    and a file that Git LFS has left as a pointer.
     """
     directory, found = Path(directory), Shapes()
     for file in _list_weight_files(directory):
@@ -164,7 +163,7 @@ def weight_shapes(directory: str | Path) -> Shapes:
 
 
 def check_embedding(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
-    """config.json and the weight files have the same number of tokens, of the same width."""
+    """Check that config.json and the weight files have equally many tokens, of the same width."""
     wide = "word_embed_proj_dim" if "word_embed_proj_dim" in hf_config else "hidden_size"
     for name, shape in shapes.items():
         if not name.endswith(EMBEDDING_SUFFIX):

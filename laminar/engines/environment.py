@@ -1,7 +1,7 @@
-"""What an engine's process needs before it begins: variables of its environment, modules, GPUs.
+"""Environment of an engine's process: variables, modules to import, GPUs.
 
 Reads   rollout.engine, rollout.threads, rollout.vllm.tensor_parallel_size
-Gives   the same for the node that starts it; without torch, since a node has none
+Gives   the same for the node that starts it; without torch, which a node does not load
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from laminar.config import Config
 VLLM_ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-torch",  # else it says that there is no Triton, at each start
-    "TQDM_DISABLE": "1",  # its bars while CUDA graphs are captured would tear the live panel
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking for GPUs keeps the core from being forked
+    "TORCH_LOGS": "-torch",  # else it reports missing Triton at each start
+    "TQDM_DISABLE": "1",  # progress bars of CUDA graph capture would tear the live panel
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else the query for GPUs prevents forking the core
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -26,20 +26,22 @@ VLLM_MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
 )
-"""What the processes of a vLLM replica import, its core included."""
+"""Modules that the processes of a vLLM replica import, its core included."""
 VLLM_CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # a helper of the sampler would be compiled at the first token
+    "TORCHDYNAMO_DISABLE": "1",  # else the first token compiles a helper of the sampler
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
 def get_vllm_environment(gpus: bool) -> dict[str, str]:
-    """What vLLM reads when it is imported; what a user has set stays."""
+    """Return variables that vLLM reads on import; values that the user has set take precedence."""
     return VLLM_ENVIRONMENT if gpus else VLLM_ENVIRONMENT | VLLM_CPU_ENVIRONMENT
 
 
 def build_environment(config: Config, gpus: bool) -> dict[str, str]:
-    """Variables of a replica's process. Without GPUs, threads that wait for one another in a busy
+    """Build the variables of a replica's process.
+
+    Without GPUs the number of threads is limited: threads that wait for one another in a busy
     loop slow an engine many times as soon as anything else runs on the machine."""
     if config.rollout.engine != "vllm":
         return {}
@@ -48,14 +50,14 @@ def build_environment(config: Config, gpus: bool) -> dict[str, str]:
 
 
 def engine_modules(config: Config, gpus: bool) -> tuple[str, ...]:
-    """What the engine imports sooner or later, besides the modules of the rollout actor."""
+    """Return modules that the engine imports in addition to those of the rollout actor."""
     if config.rollout.engine != "vllm":
         return ()
     return (*VLLM_MODULES, f"vllm.v1.worker.{'gpu' if gpus else 'cpu'}_worker")
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine that we may use, by the names that CUDA takes."""
+    """Return the GPUs of this machine that may be used, as CUDA names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]
@@ -64,5 +66,5 @@ def visible_gpus() -> list[str]:
 
 
 def gpus_per_replica(config: Config) -> int:
-    """How many GPUs of one machine a replica has."""
+    """Return the number of GPUs of a replica, all on one machine."""
     return config.rollout.vllm.tensor_parallel_size if config.rollout.engine == "vllm" else 1

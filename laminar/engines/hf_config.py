@@ -1,7 +1,7 @@
 """The part of a Hugging Face config.json that decides a decoder's forward pass.
 
 Reads   config.json (as a dict, or from a model directory)
-Gives   ModelSpec; EngineError names the field and the value that the torch engine does not do
+Gives   ModelSpec; EngineError names the field and the value that the torch engine does not support
 
 A field that is silently ignored gives a model that runs and computes something else. So every
 field is either implemented, known to have no effect on inference, switched off, or refused.
@@ -18,7 +18,7 @@ from typing import Any
 from laminar.engines.protocol import EngineError
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-DEFAULT_ROPE_THETA = 10_000.0  #: what transformers takes when a config names none
+DEFAULT_ROPE_THETA = 10_000.0  #: default of transformers
 
 _REQUIRED = (
     "hidden_size",
@@ -43,7 +43,7 @@ _IMPLEMENTED = frozenset(_REQUIRED) | {
     "tie_word_embeddings",
     "use_sliding_window",
 }
-#: No effect on the logits of one forward pass.
+#: Fields without effect on the logits of one forward pass.
 _WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path",
@@ -98,7 +98,7 @@ class ModelSpec:
     max_positions: int
     rope_theta: float
     rope_scaling: Llama3Rope | None
-    tied: bool  #: the output head is the embedding
+    tied: bool  #: whether the output head is the embedding
 
     @property
     def qkv_bias(self) -> bool:
@@ -110,7 +110,7 @@ class ModelSpec:
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """config.json of a model directory; raises EngineError."""
+    """Read config.json of a model directory; raises EngineError."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a config; raises EngineError for all that is not implemented."""
+    """Parse a config; raises EngineError for everything that is not implemented."""
     kind = config.get("model_type")
     if kind not in SUPPORTED_MODEL_TYPES:
         raise EngineError(
@@ -164,7 +164,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    """A field of no known meaning may stand there only as null or false: switched off."""
+    """Refuse fields of unknown meaning, unless null or false, which switch them off."""
     for name, value in config.items():
         known = name in _IMPLEMENTED or name in _WITHOUT_EFFECT
         if not known and value is not None and value is not False:
@@ -175,7 +175,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_variants(config: Mapping[str, Any]) -> None:
-    """Known fields with values that ask for another forward pass."""
+    """Refuse known fields with values that require another forward pass."""
     if config.get("hidden_act", "silu") != "silu":
         raise EngineError(f"hidden_act = {config['hidden_act']!r}: only 'silu' is implemented")
     if config.get("pretraining_tp") not in (None, 1):
@@ -206,12 +206,12 @@ def _parse_number(config: Mapping[str, Any], name: str, kind: type = int) -> Any
 
 def _kv_heads(config: Mapping[str, Any], kind: str, heads: int) -> int:
     if kind == "llama" and config.get("num_key_value_heads") is None:
-        return heads  # configs older than grouped attention leave it out
+        return heads  # configs older than grouped attention omit it
     return int(_parse_number(config, "num_key_value_heads"))
 
 
 def _head_dim(config: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int:
-    """Qwen3 states its own; the others default to an even split of the hidden size."""
+    """Return the head size: set for Qwen3, else by default an even share of the hidden size."""
     if kind == "qwen3" or config.get("head_dim") is not None:
         return int(_parse_number(config, "head_dim"))
     if hidden % heads:
@@ -220,7 +220,7 @@ def _head_dim(config: Mapping[str, Any], kind: str, hidden: int, heads: int) -> 
 
 
 def _parse_rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
-    """Base and scaling from `rope_parameters`, or from the older pair of fields."""
+    """Parse base and scaling from `rope_parameters`, or from the older pair of fields."""
     fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     older_name = fields.pop("type", None)
     kind = fields.pop("rope_type", None) or older_name or "default"

@@ -1,11 +1,11 @@
-"""The file that holds a weight version, mapped, not read.
+"""Memory mapping of the file that has a weight version.
 
-Reads   WeightSource: a path (shared memory of the relay, mostly) and an offset
-Gives   MappedFile; EngineError for a file that is too short or is gone
+Reads   WeightSource: a path (usually the relay's shared memory) and an offset
+Gives   MappedFile; EngineError for a file that is too short or missing
 
-Engines know nothing of the weight plane: a plain path, so that a worker process which shares
-nothing with the one that asks can load from the same bytes. The mapping is kept from one load to
-the next, since the first touch of each page costs more than the copy.
+Engines know nothing of the weight plane and take a plain path, so that a worker process that shares
+nothing with its caller can load the same bytes. The mapping is kept from one load to the next,
+because the first touch of each page costs more than the copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FileBytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class MappedFile:
-    """The file of the last load, mapped for reading."""
+    """Mapping of the file of the last load, for reading."""
 
     def __init__(self) -> None:
         self._file: tuple[int, int] | None = None  #: device and inode
         self._bytes: FileBytes | None = None
 
     def map_source(self, source: WeightSource) -> FileBytes:
-        """All of its file; who reads it never writes."""
+        """Map the whole file of a source; callers must not write to it."""
         try:
             fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What any engine refuses before it begins: a request that can never run.
+"""Checks of requests that any engine makes first: it refuses those that can never run.
 
 Reads   a GenerateRequest, the limits of model and cache
 Raises  EngineError, which names the request, the value and the limit
@@ -15,7 +15,7 @@ MIN_TEMPERATURE = 1e-6  #: below it logits / T may overflow float32; 0 is greedy
 
 
 def check_request(request: GenerateRequest, max_model_len: int, vocab_limit: int) -> None:
-    """Length, ids, sampling settings."""
+    """Check a request's length, ids and sampling settings."""
     name = f"request {request.request_id}"
     length = len(request.prompt_ids) + request.max_new_tokens
     if not request.prompt_ids:
@@ -42,7 +42,7 @@ def check_request(request: GenerateRequest, max_model_len: int, vocab_limit: int
 
 
 def check_sequence(name: str, ids: Sequence[int], max_model_len: int, vocab_limit: int) -> None:
-    """Check a sequence that is to be scored."""
+    """Check a sequence to be scored."""
     check_ids(name, ids, vocab_limit)
     if len(ids) > max_model_len:
         raise EngineError(

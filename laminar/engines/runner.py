@@ -1,17 +1,17 @@
-"""Drives one engine in a thread of its own: the ReplicaEngine (protocol.py) of such engines.
+"""A thread that drives an engine: the ReplicaEngine (protocol.py) of in-process engines.
 
 Reads   requests and calls from the loop; Engine.step results
 Gives   deltas to `on_deltas` on the loop; one StepRecord per step; `failed`
 
-A decode step holds its thread for milliseconds to seconds, which an event loop cannot afford.
+A decode step blocks its thread for milliseconds to seconds, which an event loop cannot afford.
 All engine calls happen on the one engine thread, between two steps, so no engine needs locks.
-Results reach the loop in order: when `abort` or `call` resolves, every delta produced before it
-has been handed to `on_deltas`. A loop that is slow gets deltas of several steps in one call
-rather than a growing queue of callbacks.
+Results reach the loop in order: when `abort_request` or `call_engine` resolves, every delta
+produced before it has been passed to `on_deltas`. A slow loop gets deltas of several steps in one
+call rather than a growing queue of callbacks.
 
-Sequences that go on with new weights step before these are proved, and broken ones may break the
-step. That is no failure of the engine, whose requests are dropped: `score`, the proof, says so.
-While weights are expected nothing steps until they are proved: `go_on`.
+Sequences that continue with new weights step before these are proved, and broken weights may break
+the step. That is not a failure of the engine; its requests are dropped, and `compute_logprobs`, the
+proof, reports the error. While weights are expected, no step runs before `resume_sampling`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from laminar.engines.weight_file import MappedWeights, whole_among
 
 T = TypeVar("T")
 
-MAX_STEP_RECORDS = 65_536  #: kept between two drains; the oldest are dropped first
+MAX_STEP_RECORDS = 65_536  #: limit between two drains; the oldest are dropped first
 
 
 class _Job(NamedTuple):
@@ -48,7 +48,7 @@ class _Job(NamedTuple):
 
 
 class EngineRunner:
-    """The engine's thread; every method is called from the loop's thread."""
+    """The engine's thread; all methods are called from the loop's thread."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EngineRunner:
     ) -> None:
         """Start the thread; `on_deltas` runs on `loop`, with a request's deltas in order."""
         self._engine, self._on_deltas, self._loop = engine, on_deltas, loop
-        #: ends with the exception that stopped the engine, or with None after `close`
+        #: resolves with the exception that stopped the engine, or with None after `close`
         self.failed: asyncio.Future[None] = loop.create_future()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
@@ -67,19 +67,19 @@ class EngineRunner:
         self._lock = threading.Lock()  # guards the two above
         self._stats = engine.get_stats()
         self._weights = MappedWeights()
-        self._proved = True  #: `score` has answered since the last load, or nothing ran then
-        self._broken: EngineError | None = None  #: what a step failed with before that
-        self._held = False  #: weights are expected, and nothing steps
-        self._given = 0  #: tensors of those that the engine has
+        self._proved = True  #: whether scores succeeded since the last load, or nothing ran then
+        self._broken: EngineError | None = None  #: error of a step before the proof
+        self._held = False  #: whether weights are expected and no step runs
+        self._given = 0  #: number of expected tensors that the engine has
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
     def add(self, request: GenerateRequest) -> asyncio.Future[None]:
-        """Queue a request; the future fails with EngineError when the engine refuses it."""
+        """Queue a request; the future fails with EngineError if the engine refuses it."""
         return self.call_engine(lambda engine: engine.add(request))
 
     def abort_request(self, request_id: str) -> asyncio.Future[bool]:
-        """Forget a request; after it resolves no delta of the request arrives."""
+        """Drop a request; no delta of it follows the result."""
         return self.call_engine(lambda engine: engine.abort_request(request_id))
 
     def load(
@@ -101,11 +101,11 @@ class EngineRunner:
     def compute_logprobs(
         self, sequences: Sequence[Sequence[int]]
     ) -> asyncio.Future[list[list[float]]]:
-        """Log-probs at temperature 1 of tokens 1..L-1 of each sequence."""
+        """Return log-probs at temperature 1 of tokens 1..L-1 of each sequence."""
         return self.call_engine(lambda engine: self._compute_logprobs(engine, sequences))
 
     def call_engine(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run fn(engine) on the engine's thread between steps; the future has its outcome."""
+        """Run fn(engine) on the engine's thread between steps; return a future of its outcome."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self.failed.done():
             future.set_exception(EngineError("the engine's thread has stopped"))
@@ -114,24 +114,24 @@ class EngineRunner:
         return future
 
     def get_stats(self) -> EngineStats:
-        """The engine's state as of the latest step or call."""
+        """Return the engine's state as of the latest step or call."""
         return self._stats
 
     def drain_steps(self) -> list[StepRecord]:
-        """The records since the last drain, in order."""
+        """Return the records since the last call, in order."""
         records = []
         while self._steps:
             records.append(self._steps.popleft())
         return records
 
     async def close(self) -> None:
-        """Stop after the step under way, close the engine and end the thread."""
+        """Stop after the current step, close the engine and end the thread."""
         self._jobs.put(None)
         await asyncio.wait([self.failed])
         self._thread.join()
 
     def _main(self) -> None:
-        """Body of the engine thread."""
+        """Run the engine thread."""
         cause: Exception | None = None
         try:
             while self._run_jobs():
@@ -143,7 +143,7 @@ class EngineRunner:
         self._loop.call_soon_threadsafe(self._finish_thread, cause)
 
     def _run_jobs(self) -> bool:
-        """Run what the loop asked for, waiting for it when idle; False when it is to close."""
+        """Run the jobs of the loop, waiting for one when idle; return False to close."""
         wait = not self._has_work()
         while True:
             try:
@@ -212,7 +212,7 @@ class EngineRunner:
             self._loop.call_soon_threadsafe(self._deliver_deltas)
 
     def _handle_step_error(self, error: EngineError) -> None:
-        """A step failed; with weights that are not proved they are at fault."""
+        """Blame weights that are not proved for a failed step; otherwise raise the error."""
         if self._proved:
             raise error
         self._broken = error
@@ -220,14 +220,14 @@ class EngineRunner:
         self._stats = self._engine.get_stats()
 
     def _deliver_deltas(self) -> None:
-        """Hand over all deltas so far, on the loop."""
+        """Pass all deltas so far to the callback, on the loop."""
         with self._lock:
             deltas, self._undelivered = self._undelivered, []
             self._delivery_due = False
         self._on_deltas(deltas)
 
     def _finish_thread(self, cause: Exception | None) -> None:
-        """The thread is about to end: nothing may go on waiting. Called once, on the loop."""
+        """Resolve all futures before the thread ends; called once, on the loop."""
         if cause is None:
             self.failed.set_result(None)
         else:

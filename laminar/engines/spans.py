@@ -1,14 +1,13 @@
-"""Which neighbouring cache rows share an attention call: short rows do not take the time of long
-ones.
+"""Grouping of neighbouring cache rows into attention calls, so that short rows stay cheap.
 
-Reads   the lengths of the rows in slot order; what one more call costs, in cached positions
+Reads   the lengths of the rows in slot order; the cost of an extra call, in cached positions
 Gives   spans of neighbouring rows; whether moving the rows is worth its copies
 
 Attention over a span reads its longest row's positions for each of its rows. All rows of a decode
-step grow by one token, so what a cut saves stays the same until rows come or go: a plan is made
-then, and only the spans' lengths are taken anew in each step. Rows of about one length are one
-span. Long rows that lie scattered among short ones cannot be cut off cheaply; the rows are put in
-order once the steps have read as many positions in vain as that would copy.
+step grow by one token, so the gain of a cut stays the same until rows come or go: only then is
+there a new plan, and each step updates only the spans' lengths. Rows of similar length form one
+span. Long rows scattered among short ones cannot be cut off cheaply; the rows are sorted once the
+steps have wasted as many positions as that would copy.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 Lengths = NDArray[np.int64]
 
 KV_ROUND = 64  #: attention runs over a multiple of this many cache positions
-MOVE_COST = 3  #: a position that moves is read and written, which takes thrice as long as a read
+MOVE_COST = 3  #: a moved position is read and written, three times as slow as a read
 
 
 def round_up(length: int) -> int:
@@ -37,7 +36,7 @@ class Span(NamedTuple):
 
 
 def plan_spans(lengths: Lengths, call_cost: int) -> list[int]:
-    """First rows of the spans, from 0 upward: each cut saves more than `call_cost` positions."""
+    """Return the first rows of the spans, ascending; each cut saves more than `call_cost`."""
     cuts = [0]
     pending = [(0, len(lengths))]
     while pending:
@@ -50,7 +49,7 @@ def plan_spans(lengths: Lengths, call_cost: int) -> list[int]:
 
 
 def _best_cut(lengths: Lengths, call_cost: int) -> int:
-    """Rows before the best cut; 0 when none saves more than `call_cost`."""
+    """Return the number of rows before the best cut; 0 if none saves more than `call_cost`."""
     rows, longest = len(lengths), int(lengths.max())
     if rows * longest - int(lengths.sum()) <= call_cost:
         return 0
@@ -63,7 +62,7 @@ def _best_cut(lengths: Lengths, call_cost: int) -> int:
 
 
 def estimate_step_cost(lengths: Lengths, firsts: list[int], call_cost: int) -> int:
-    """Positions that a step reads for each layer and key head, its calls included."""
+    """Return the positions that a step reads for each layer and key head, its calls included."""
     counts = np.diff([*firsts, len(lengths)])
     return int((counts * np.maximum.reduceat(lengths, firsts)).sum()) + call_cost * len(firsts)
 
@@ -73,15 +72,15 @@ class SpanPlanner:
 
     def __init__(self, call_cost: int) -> None:
         self._call_cost = call_cost
-        self._firsts: list[int] = []  # none: rows came or went
-        self._excess = 0  # positions that a step reads more than with its rows in order
-        self._lost = 0  # the same, summed over the steps since they were put in order
+        self._firsts: list[int] = []  # empty: rows came or went
+        self._excess = 0  # positions that a step reads in excess of sorted rows
+        self._lost = 0  # the excess summed over the steps since the last sort
 
     def discard_plan(self) -> None:
         self._firsts = []
 
     def compute_spans(self, lengths: Lengths) -> list[Span]:
-        """The spans of a step over rows of these lengths."""
+        """Return the spans of a step over rows of these lengths."""
         if not self._firsts:
             self._plan_spans(lengths)
         self._lost += self._excess
@@ -90,7 +89,7 @@ class SpanPlanner:
         return [Span(*span) for span in zip(self._firsts, stops, kv_lens, strict=True)]
 
     def choose_order(self, lengths: Lengths) -> list[int] | None:
-        """The rows, longest first, when the steps have lost what moving them would cost."""
+        """Return the rows, longest first, once the steps have lost the cost of moving them."""
         if self._lost == 0 or self._lost <= MOVE_COST * int(lengths.sum()):
             return None
         self._lost = 0
@@ -102,7 +101,7 @@ class SpanPlanner:
         self._firsts, self._excess = plan_spans(lengths, self._call_cost), 0
         here = estimate_step_cost(lengths, self._firsts, self._call_cost)
         in_vain = here - self._call_cost * len(self._firsts) - int(lengths.sum())
-        if in_vain > self._call_cost:  # or else no order of the rows is worth another call
+        if in_vain > self._call_cost:  # else no order of the rows is worth another call
             ordered = np.sort(lengths)[::-1]
             there = estimate_step_cost(
                 ordered, plan_spans(ordered, self._call_cost), self._call_cost

@@ -1,7 +1,7 @@
-"""The tensors of a weight version, where they lie in a file that is mapped, not read.
+"""The tensors of a weight version as views of a mapped file.
 
 Reads   WeightSource: a file (mapped_file.py) and a table of tensors
-Gives   MappedWeights.tensors: (name, tensor) without a copy; whole_among; EngineError
+Gives   MappedWeights.iter_tensors: (name, tensor) without a copy; whole_among; EngineError
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from laminar.engines.protocol import TensorPlace, WeightSource
 
 
 def whole_among(places: Sequence[TensorPlace], num_bytes: int) -> int:
-    """How many tensors, in the order of their table, end within the first bytes of a version."""
+    """Count the tensors, in the order of their table, that end within the first bytes."""
     ends = (p.offset + math.prod(p.shape) * getattr(torch, p.dtype).itemsize for p in places)
     return sum(1 for _ in takewhile(lambda end: end <= num_bytes, ends))
 
 
 class MappedWeights:
-    """The file of the last load, mapped for reading."""
+    """Mapping of the file of the last load, for reading."""
 
     def __init__(self) -> None:
         self._file = MappedFile()
 
     def iter_tensors(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views in the order of the table; the caller copies them, and never writes."""
+        """Yield views in the order of the table; callers copy them and never write."""
         data = self._file.map_source(source)
         for place in source.tensors:
             start = source.offset + place.offset
             dtype = getattr(torch, place.dtype)
             count = math.prod(place.shape)
-            with warnings.catch_warnings():  # that it must not be written to is as it should be
+            with warnings.catch_warnings():  # of a read-only buffer, which is intended
                 warnings.simplefilter("ignore")
                 flat = torch.frombuffer(data, dtype=dtype, count=count, offset=start)
             yield place.name, flat.view(place.shape)

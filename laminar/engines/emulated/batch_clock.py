@@ -1,10 +1,10 @@
-"""A generation engine as a clock: who runs, how fast, and who is finished when.
+"""Clock of an emulated engine: running sequences, their speed, and when they finish.
 
 Reads   lengths of prompts and responses, the engine's timing, the time and slowness of its process
 Gives   finished responses, token counts so far
 
-Pure. What a batch does in time is in timed_batch.py; here is the Timer, that of a simulated process
-or of a real one: its time stands still and slows down with the process. One wake-up per change of
+Pure. timed_batch.py computes the batch over time; here it is driven by a Timer, of a simulated
+process or a real one, whose time stops and slows down with the process. One wake-up per change of
 the batch is enough.
 """
 
@@ -20,29 +20,29 @@ from laminar.engines.emulated.timing import EngineTiming
 
 
 class Timer(Protocol):
-    """The time of the process that an engine lives in."""
+    """Time of the process that an engine lives in."""
 
     slow: float  #: factor on everything that takes time
 
     def now_ns(self) -> int: ...
 
     def call_later(self, delay_ns: int, action: Callable[..., None], *args: Any) -> None:
-        """Call it then, from no other call of the engine."""
+        """Call the action after the delay, outside of any other call of the engine."""
 
 
 @dataclass(slots=True)
 class ClockSequence:
-    """One response."""
+    """A response in the batch."""
 
     id: str
-    done: int  #: tokens that an earlier holder generated
+    done: int  #: tokens that an earlier replica generated
     total: int
-    hangs: bool = False  #: it is never sampled again, as an environment that does not return
+    hangs: bool = False  #: whether sampling never continues, as with an environment that hangs
     prompt: int = 0  #: tokens
 
 
 class BatchClock:
-    """A batch, what waits for a place in it, and time."""
+    """A batch with its waiting sequences, driven by a timer."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class BatchClock:
         self._hanging = 0
         self._plan = 0
         self._plan_due = False
-        self.held = False  #: nothing is sampled: weights are loaded
+        self.held = False  #: whether sampling is stopped for a load of weights
 
     @property
     def running(self) -> int:
@@ -79,7 +79,7 @@ class BatchClock:
         return self.batch.preempted
 
     def add(self, sequence: ClockSequence) -> None:
-        """A response that hangs takes nothing from the others."""
+        """Add a response; if it hangs, it does not slow the others."""
         self._update_clock()
         self.sequences[sequence.id] = sequence
         if sequence.hangs:
@@ -100,7 +100,7 @@ class BatchClock:
         self._schedule_replan()
 
     def count_tokens(self, sequence: ClockSequence) -> int:
-        """Tokens of the response so far, as of the last `advance`."""
+        """Return the response's tokens as of the last `advance_to_now`."""
         if sequence.hangs:
             return sequence.done
         return (
@@ -110,19 +110,19 @@ class BatchClock:
         )
 
     def advance_to_now(self) -> None:
-        """Bring the batch to the present; who is finished is told when this instant is over."""
+        """Advance the batch to the present; finished responses are reported after this instant."""
         self._update_clock()
         self.batch.advance_to(self._clock)
         if self.batch.finished:
             self._schedule_replan()
 
     def pause_sampling(self) -> None:
-        """Stop sampling until `go_on`, while the process goes on."""
+        """Stop sampling until `resume_sampling`; the process itself continues."""
         self.advance_to_now()
         self.held = True
 
     def resume_sampling(self, *, prefills: bool) -> None:
-        """Sample again; `prefills`: all that runs is prefilled first."""
+        """Resume sampling; `prefills`: running sequences are prefilled first."""
         self._update_clock()
         self.held = False
         if prefills:
@@ -130,17 +130,17 @@ class BatchClock:
         self._schedule_replan()
 
     def take_finished(self) -> list[ClockSequence]:
-        """Who is finished as of the last `advance`, and was not told yet."""
+        """Return responses that were finished at the last advance and not yet reported."""
         finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
         self.batch.finished.clear()
         return finished
 
     def freeze_time(self) -> None:
-        """The process stands still."""
+        """Freeze the batch with its process."""
         self.advance_to_now()
 
     def resume_time(self) -> None:
-        """Go on, or at another speed."""
+        """Resume after a freeze, or at another speed."""
         self._looked_ns = self._timer.now_ns()
         self._schedule_replan()
 
@@ -151,7 +151,7 @@ class BatchClock:
         self._looked_ns = now
 
     def _schedule_replan(self) -> None:
-        """Plan anew once everything that happens at this instant has happened."""
+        """Replan after all other events of this instant."""
         if not self._plan_due:
             self._plan_due = True
             self._timer.call_later(0, self._replan_now)

@@ -1,11 +1,10 @@
-"""An engine without a model: responses of made-up tokens that take the time of a real engine's.
+"""An engine without a model: made-up tokens at the pace of a real engine.
 
-Reads   GenerateRequest; how long each response is; a clock (batch_clock.py)
-Gives   TokenDelta, EngineStats, one by one as replicas ask for them (protocol.py)
+Reads   GenerateRequest; the length of each response; a clock (batch_clock.py)
+Gives   TokenDelta, EngineStats, in the way that replicas ask for them (protocol.py)
 
-What the simulator's engine and the emulated one have in common. Tokens are handed over when
-somebody asks how far the engine is, and when a response ends, not step by step: hundreds of such
-engines share a core.
+Base of the simulator's engine and the emulated one. Tokens are delivered on a query of the engine's
+progress and at the end of a response, not step by step: hundreds of such engines share a core.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ OnDeltas = Callable[[list[TokenDelta]], None]
 
 
 class EmulatedResponse(ClockSequence):
-    """A sequence of the clock, and what it is of."""
+    """A sequence of the clock, with the fields of its request."""
 
     __slots__ = ("limit", "seed", "sent", "spoiled")
 
@@ -56,8 +55,9 @@ class ClockEngine:
         on_deltas: OnDeltas,
         on_ends: OnDeltas,
     ) -> None:
-        """`kv_capacity`: what an engine whose cache has no limit says that it holds. `on_ends`
-        takes the deltas with which responses end."""
+        """Set up; `on_ends` takes the final deltas of responses.
+
+        `kv_capacity`: reported capacity of a cache without limit."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._capacity = timing.cache_tokens or kv_capacity
@@ -74,7 +74,7 @@ class ClockEngine:
         return done
 
     def _begin_load(self, on_update: KvOnUpdate | None) -> EngineError | None:
-        """Nothing is sampled from here on, until `_end_load`; EngineError: no load may begin."""
+        """Stop sampling until `_end_load`; return an EngineError if no load may begin."""
         self._deliver_tokens()
         if finished := self.clock.take_finished():
             self._on_deltas(self._build_final_deltas(finished))
@@ -85,7 +85,7 @@ class ClockEngine:
         return None
 
     def _abort_all(self) -> None:
-        """A load has failed: nothing can go on."""
+        """Abort all sequences after a failed load."""
         for request_id in list(self.clock.sequences):
             self.clock.abort_sequence(request_id)
 
@@ -100,7 +100,7 @@ class ClockEngine:
         return self._make_done_future()
 
     def abort_request(self, request_id: str) -> asyncio.Future[bool]:
-        """What was sampled so far is handed over before."""
+        """Deliver the tokens sampled so far, then abort."""
         self._deliver_tokens()
         found: asyncio.Future[bool] = self._loop.create_future()
         found.set_result(request_id in self.clock.sequences)
@@ -108,7 +108,7 @@ class ClockEngine:
         return found
 
     def get_stats(self) -> EngineStats:
-        """What was sampled so far is handed over with it."""
+        """Deliver the tokens sampled so far, and return the state."""
         self._deliver_tokens()
         clock = self.clock
         return EngineStats(
@@ -123,7 +123,7 @@ class ClockEngine:
             self.failed.set_result(None)
 
     def _deliver_tokens(self) -> int:
-        """The number of tokens that were."""
+        """Deliver the tokens sampled so far; return their number."""
         self.clock.advance_to_now()
         deltas = []
         for response in self.clock.sequences.values():

@@ -1,11 +1,11 @@
-"""The emulated engine: real time passes as on an engine with a model, and nothing is computed.
+"""The emulated engine: takes the real time of an engine with a model, and computes nothing.
 
 Reads   emulation.*, rollout.max_num_seqs, data.max_response_length; the bytes of weight versions
-Gives   EmulatedEngine, a ReplicaEngine; made_up_scores
+Gives   EmulatedEngine, a ReplicaEngine; make_fake_logprobs
 
-Without torch. The weights are read as a real engine would read them, from the file of the relay,
-and what it says of a probe depends on every byte of them, so that a replica with other weights than
-it says is found as any other.
+Without torch. The weights are read as a real engine would read them, from the relay's file, and
+the scores of a probe depend on every byte of them: a replica with weights other than claimed is
+detected like any other.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from laminar.engines.protocol import (
 )
 from laminar.names.ids import hash64
 
-NUM_FAKE_LOGPROBS = 4096  #: different log-probs that are made up
+NUM_FAKE_LOGPROBS = 4096  #: number of distinct made-up log-probs
 
 
 class RealTimer:
-    """The time of this process."""
+    """The real time of this process."""
 
     slow = 1.0
 
@@ -125,15 +125,14 @@ class EmulatedEngine(ClockEngine):
         return scores
 
     def drain_steps(self) -> list[StepRecord]:
-        """Records of the steps: of each time between two reports one step as it was, and all others
-        as one."""
+        """Return step records: between two reports one step as it was, and the rest as one."""
         self._record_steps()
         steps, self._steps = self._steps, []
         return steps
 
     def _deliver_deltas(self, deltas: list[TokenDelta]) -> None:
         self._tokens += sum(len(delta.token_ids) for delta in deltas)
-        if not self.clock.sequences:  # nothing runs from here on
+        if not self.clock.sequences:  # the engine is idle from here on
             self._record_steps()
         self._replica_on_deltas(deltas)
 
@@ -150,12 +149,12 @@ class EmulatedEngine(ClockEngine):
 
 
 def fingerprint_weights(weights: FileBytes) -> str:
-    """The digest of all bytes of a version."""
+    """Return the digest of all bytes of a version."""
     return xxhash.xxh3_128_hexdigest(weights.data)
 
 
 def make_fake_logprobs(weights: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probs of tokens 1..L-1 of each sequence, which belong to the weights of a fingerprint."""
+    """Return log-probs of tokens 1..L-1 of each sequence, determined by a weight fingerprint."""
     return [
         [
             -(1 + hash64(weights, token) % NUM_FAKE_LOGPROBS) / NUM_FAKE_LOGPROBS

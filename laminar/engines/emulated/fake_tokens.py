@@ -1,8 +1,7 @@
-"""What is generated: the tokens and log-probs of the response that belongs to a trajectory's seed;
-and the token ids of prompts.
+"""Made-up tokens and log-probs of responses, by a trajectory's seed, and token ids of prompts.
 
 Reads   nothing
-Gives   prompt_of, tokens_of, logprobs_of, END_ID
+Gives   make_prompt, make_tokens, make_logprobs, END_ID
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ _NAN_BYTES = np.array([np.nan], "<f4").tobytes()
 
 
 def make_prompt(purpose: str, row_index: int) -> tuple[int, ...]:
-    """No other prompt has these."""
+    """Return ids that no other prompt has."""
     return (int(purpose == Purpose.EVAL), row_index)
 
 
 def make_tokens(seed: int, start: int, end: int, *, ends: bool = False) -> bytes:
-    """Tokens [start, end), int32; `ends`: the last of them is where the response stops."""
+    """Return tokens [start, end), int32; `ends`: the last of them ends the response."""
     offset = seed % _STREAM
     tokens = _TOKEN_BYTES[4 * (offset + start) : 4 * (offset + end)]
     return tokens[:-4] + _END_BYTES if ends and tokens else tokens
 
 
 def make_logprobs(seed: int, start: int, end: int, *, spoiled: bool = False) -> bytes:
-    """Log-probs of tokens [start, end), float32; `spoiled`: one of them is not a number."""
+    """Return log-probs of tokens [start, end), float32; `spoiled`: one of them is NaN."""
     offset = seed % _STREAM
     logprobs = _LOGPROB_BYTES[4 * (offset + start) : 4 * (offset + end)]
     return logprobs[:-4] + _NAN_BYTES if spoiled and logprobs else logprobs

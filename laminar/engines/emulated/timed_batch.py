@@ -1,16 +1,16 @@
-"""A batch of sequences in time: continuous batching with a cache of limited size, without a model.
+"""Timing of a batch of sequences: continuous batching with a limited cache, without a model.
 
 Reads   EngineTiming, prompt and response lengths, the present time
-Gives   who runs and who waits, tokens so far, who is finished when
+Gives   running and waiting sequences, tokens so far, finished sequences and times of changes
 
 Pure. The batch makes whole decode steps; each gives every running sequence one token. At the start
-of a step, while the cache has no room for the tokens of that step, the sequence that was admitted
-last loses its cache and waits again, before all others (preemption by recompute); if none had to,
-those that wait are admitted as long as there is room for them. What is admitted is prefilled, its
-earlier tokens included, and all others wait for that.
+of a step, while the cache lacks room for the tokens of that step, the sequence that was admitted
+last loses its cache and waits again, before all others (preemption by recompute). If none was
+preempted, waiting sequences are admitted as long as there is room. An admitted sequence is
+prefilled, its earlier tokens included, and all others wait for that.
 
-Between two changes of the batch the length of a step grows by the same amount from one to the next,
-so many steps are one sum: nothing here takes time in proportion to the steps.
+Between two changes of the batch the length of a step grows by a constant amount, so many steps are
+one sum: nothing here takes time in proportion to the steps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from heapq import heappop, heappush
 from laminar.engines.emulated.timing import EngineTiming
 
 SPARE_SHARE = 0.01
-"""The share of the cache that admission leaves free: else the next steps would preempt again."""
+"""Share of the cache that admission leaves free: else the next steps would preempt again."""
 
 NO_LIMIT = 1 << 62
-"""Tokens: more than any cache is asked to hold."""
+"""Tokens: more than any cache must hold."""
 
 
 class _Sequence:
-    """What the batch knows of one response."""
+    """State of a response in the batch."""
 
     __slots__ = ("end", "id", "prompt", "runs", "since", "tokens", "total", "wanted")
 
@@ -38,7 +38,7 @@ class _Sequence:
         self.since = 0  #: step at which it had `tokens`
         self.end = 0  #: step after which it is finished
         self.runs = False
-        self.wanted = True  #: False once it was taken out
+        self.wanted = True  #: False once removed
 
     @property
     def cached(self) -> int:
@@ -47,12 +47,12 @@ class _Sequence:
 
 
 class TimedBatch:
-    """One engine. Times are nanoseconds of its own clock, and never go back."""
+    """The batch of an engine; times are nanoseconds of the engine's clock and never go back."""
 
     def __init__(self, timing: EngineTiming, slots: int) -> None:
-        """`slots`: how many sequences run at most."""
-        self.finished: list[str] = []  #: in order, until somebody takes them
-        self.preempted = 0  #: times that a sequence lost its cache
+        """Set up; `slots`: limit of running sequences."""
+        self.finished: list[str] = []  #: in order, until taken
+        self.preempted = 0  #: number of preemptions so far
         self.prefilled = 0  #: tokens
         self._timing, self._slots = timing, slots
         self._capacity = timing.cache_tokens or NO_LIMIT
@@ -61,14 +61,14 @@ class TimedBatch:
         self._waiting: deque[_Sequence] = deque()
         self._ends: list[tuple[int, int, _Sequence]] = []
         self._order = 0
-        # The stretch: steps with the same sequences, the first of which has begun.
-        self._start = 0.0  #: when
-        self._steps = 0  #: made before it
+        # The stretch: steps with the same sequences, of which the first has begun.
+        self._start = 0.0  #: its start time
+        self._steps = 0  #: steps made before it
         self._cached = 0  #: tokens in the cache at its start
         self._length = 0  #: steps in it; 0: nothing runs
         self._first_ns = 0.0  #: duration of its first step, prefill included
-        self._made = 0  #: steps of it that are over now
-        self._sampled = 0  #: tokens before it
+        self._made = 0  #: steps of it that are complete
+        self._sampled = 0  #: tokens sampled before it
 
     # --- asked --------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class TimedBatch:
 
     @property
     def cached(self) -> int:
-        """Tokens in the cache, as of the last `advance`."""
+        """Tokens in the cache, as of the last `advance_to`."""
         return self._cached + self._made * len(self._running)
 
     @property
@@ -97,15 +97,15 @@ class TimedBatch:
 
     @property
     def next_ns(self) -> float:
-        """When the batch changes of itself; infinity: never."""
+        """Time of the next change of the batch by itself; infinity: never."""
         return self._start + self._compute_duration(self._length) if self._length else math.inf
 
     def has_sequence(self, sequence_id: str) -> bool:
-        """Whether the sequence runs or waits."""
+        """Return whether the sequence runs or waits."""
         return sequence_id in self._sequences
 
     def count_tokens(self, sequence_id: str) -> int:
-        """How many tokens this response has, as of the last `advance`."""
+        """Return the response's tokens as of the last `advance_to`."""
         found = self._sequences[sequence_id]
         if not found.runs:
             return found.tokens
@@ -114,8 +114,7 @@ class TimedBatch:
     # --- changed ------------------------------------------------------------------------------
 
     def add(self, sequence_id: str, prompt: int, done: int, total: int, now: float) -> None:
-        """A response of `total` tokens, of which `done` are there. What comes at the same time
-        begins together."""
+        """Add a response of `total` tokens, `done` of them earlier; equal times begin together."""
         if self._length or now > self._start:
             self.advance_to(now)
         self._end_stretch()
@@ -123,7 +122,7 @@ class TimedBatch:
         self._waiting.append(added)
 
     def remove(self, sequence_id: str, now: float) -> None:
-        """Forget a sequence that is not wanted any more."""
+        """Remove a sequence."""
         self.advance_to(now)
         self._end_stretch()
         removed = self._sequences.pop(sequence_id)
@@ -134,7 +133,7 @@ class TimedBatch:
                 self._start, self._length = now, 0
 
     def prefill_again(self, now: float) -> None:
-        """Give up the cache of all that runs: it is admitted again first, in the same order."""
+        """Drop the cache of all running sequences; they are readmitted first, in the same order."""
         self.advance_to(now)
         self._end_stretch()
         for sequence in reversed(list(self._running.values())):
@@ -143,7 +142,7 @@ class TimedBatch:
         self._start, self._length = now, 0
 
     def advance_to(self, now: float) -> None:
-        """Bring the batch to the present."""
+        """Advance the batch to the present."""
         while True:
             if not self._length and not self._begin_stretch():
                 self._start = max(self._start, now)
@@ -159,7 +158,7 @@ class TimedBatch:
     # --- steps --------------------------------------------------------------------------------
 
     def _compute_duration(self, steps: int) -> float:
-        """How long the first so many steps of the stretch take."""
+        """Return the duration of the first steps of the stretch."""
         if steps <= 1:
             return self._first_ns * steps
         number, after = len(self._running), steps - 1
@@ -168,7 +167,7 @@ class TimedBatch:
         return self._first_ns + after * second + growth * (after * (after - 1) // 2)
 
     def _made_by(self, now: float) -> int:
-        """Whole steps of the stretch until then, fewer than all."""
+        """Return the whole steps of the stretch until then, fewer than all."""
         left = now - self._start - self._first_ns
         if left < 0:
             return 0
@@ -193,7 +192,7 @@ class TimedBatch:
         self._made = 0
 
     def _end_stretch(self) -> None:
-        """End the stretch after the step that has begun, whose duration stays what it is."""
+        """End the stretch after the current step, whose duration does not change."""
         if self._length <= 1:
             return
         made = self._made
@@ -203,7 +202,7 @@ class TimedBatch:
         self._first_ns, self._length = step_ns, 1
 
     def _begin_stretch(self) -> bool:
-        """The next steps with the same sequences; False when there are none."""
+        """Begin the next steps with the same sequences; return False if there are none."""
         preempted = False
         while len(self._running) > 1 and self._cached + len(self._running) > self._capacity:
             self._preempt_last()
@@ -215,7 +214,7 @@ class TimedBatch:
         while not self._ends[0][2].runs or self._ends[0][2].end != self._ends[0][0]:
             heappop(self._ends)
         self._length = self._ends[0][0] - self._steps
-        if number > 1:  # a single one goes on, however long it is
+        if number > 1:  # a single sequence continues, however long it is
             self._length = min(self._length, (self._capacity - self._cached) // number)
         step_ns = self._timing.step_ns(number, self._cached)
         self._first_ns = step_ns + self._timing.prefill_ns(prefill)
@@ -225,14 +224,14 @@ class TimedBatch:
     # --- sequences ----------------------------------------------------------------------------
 
     def _preempt_last(self) -> None:
-        """Preempt the sequence that was admitted last: it is the first of those that wait."""
+        """Preempt the sequence that was admitted last: it becomes the first to wait."""
         last = next(reversed(self._running.values()))
         self._remove_running(last)
         self._waiting.appendleft(last)
         self.preempted += 1
 
     def _admit_waiting(self) -> int:
-        """Admit the sequences that wait and have room; gives the tokens that this prefills."""
+        """Admit waiting sequences as room allows; return the tokens that this prefills."""
         prefill, limit = 0, self._capacity - int(SPARE_SHARE * self._capacity)
         while self._waiting and len(self._running) < self._slots:
             first = self._waiting[0]
@@ -257,7 +256,7 @@ class TimedBatch:
         heappush(self._ends, (sequence.end, self._order, sequence))
 
     def _remove_running(self, sequence: _Sequence) -> None:
-        """Out of the running batch, with the tokens that it has."""
+        """Remove a sequence from the running batch; it keeps its token count."""
         sequence.tokens += self._steps - sequence.since
         sequence.runs = False
         del self._running[sequence.id]

@@ -5,12 +5,12 @@ Gives   one TokenDelta per running sequence and step
 
 Running sequences occupy slots 0 .. n - 1 without holes (the last one moves into a freed slot), so
 each step is one forward pass over neighbouring cache rows. Attention runs over spans of rows of
-similar length (spans.py): a step costs what its rows hold, not the longest row for each. Requests
-that arrive with the same tokens, as a group's siblings do, are prefilled once and get copies of the
-cache. When sequences go on with other weights, they keep their cache or are prefilled again; a
-prompt's cache is copied only to a sequence of the same load. While weights arrive, what waits gets
-its slots and is prefilled behind them (streaming.py). Scores have a cache of their own, so
-that none of this is touched. Sampling is counter-based: a sequence that moves to another replica of
+similar length (spans.py): a step costs the rows' lengths, not the longest row for each. Requests
+that arrive with the same tokens, such as a group's siblings, are prefilled once and get copies of
+the cache. Sequences that continue with other weights keep their cache or are prefilled again; a
+prompt's cache is copied only to a sequence of the same load. While weights arrive, waiting requests
+get their slots and are prefilled behind them (streaming.py). Scores have a separate cache, so that
+none of this is touched. Sampling is counter-based: a sequence that migrates to another replica of
 the same weights continues with the very same tokens (float32; reduced precision rounds differently
 from one batch to another).
 """
@@ -45,20 +45,20 @@ from laminar.engines.torch.streaming import StreamedLoad
 
 PREFILL_CHUNK = 2048  #: tokens of one prefill pass, over all its rows
 SCORE_CHUNK = 512  #: smaller, because scoring holds the logits of every token
-SCORE_CACHE = 8192  #: positions of the cache that scores have, unless one sequence is longer
+SCORE_CACHE = 8192  #: positions of the cache for scores, unless a sequence is longer
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A running request; the cache holds its tokens but the last."""
+    """A running request; the cache has its tokens except the last."""
 
     request: GenerateRequest
     ids: list[int]  #: prompt included
-    load: int  #: whose weights made the cache of its prompt
+    load: int  #: number of the load whose weights made the prompt's cache
 
 
 class TorchEngine:
-    """Engine (see `protocol.Engine`) in this process; it starts without weights."""
+    """Engine (see `protocol.Engine`) in this process; initially without weights."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class TorchEngine:
         )
         self._spans = SpanPlanner(self._model.call_cost)
         self._loaded = False
-        self._loads = 0  #: that have begun
-        #: the last load, if it was a stream, until something is sampled by it
+        self._loads = 0  #: loads that have begun
+        #: the last load, if streamed, until the first sampling with it
         self._streamed: StreamedLoad | None = None
         self._active: list[_Sequence] = []  # index = slot
         self._waiting: deque[GenerateRequest] = deque()
@@ -194,7 +194,7 @@ class TorchEngine:
         self._waiting.clear()
 
     def _requeue_active(self, streamed: StreamedLoad) -> None:
-        """What was given a slot while weights arrive waits again, as if it had come now."""
+        """Move requests that got a slot during a streamed load back to the queue, in order."""
         streamed.forget_rows()
         self._waiting.extendleft(s.request for s in reversed(self._active))
         self._active.clear()
@@ -210,7 +210,7 @@ class TorchEngine:
                 f"cannot load weights while {len(self._active)} sequences are running; "
                 "finish or abort them first"
             )
-        if self._streamed is not None:  # a NaN of weights that proved wrong would outlive them
+        if self._streamed is not None:  # a NaN of broken weights would outlive them
             self._model.cache.clear()
         self._loaded, self._streamed = False, None
 
@@ -218,7 +218,7 @@ class TorchEngine:
         """Refuse a broken model's output, and leave nothing of it in the cache.
 
         A NaN there would outlive its weights: masked positions are multiplied by 0, and 0 * NaN
-        is NaN. Running sequences have lost their cache then and are dropped.
+        is NaN. Running sequences then have lost their cache and are dropped.
         """
         if all(map(math.isfinite, logprobs)):
             return
@@ -232,9 +232,9 @@ class TorchEngine:
     def _admit_waiting(self, cached: DecoderModel | StreamedLoad) -> None:
         """Move waiting requests into the free slots and fill their cache, now or behind weights.
 
-        The first request of each distinct token sequence is prefilled, all of them together;
-        the others, and those whose prompt is running already, get copies. Only the cache is
-        wanted: the last token of each goes through the decode step.
+        The first request of each distinct token sequence is prefilled, all of them together; the
+        others, and those whose prompt already runs, get copies. This fills only the cache: the last
+        token of each goes through the decode step.
         """
         siblings: dict[tuple[int, ...], list[GenerateRequest]] = {}
         for _ in range(min(self._slots - len(self._active), len(self._waiting))):
@@ -262,7 +262,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _prefill_again(self) -> None:
-        """Make the cache of all that runs with the present weights."""
+        """Recompute the cache of all running sequences with the present weights."""
         self._active.sort(key=lambda sequence: -len(sequence.ids))
         self._spans.discard_plan()
         if self._active:
@@ -273,7 +273,7 @@ class TorchEngine:
             sequence.load = self._loads
 
     def _reorder_rows(self) -> Lengths:
-        """The lengths of the running rows, which are moved before where that saves time."""
+        """Move the running rows if that saves time; return their lengths."""
         lengths = np.fromiter((len(s.ids) for s in self._active), np.int64, len(self._active))
         order = self._spans.choose_order(lengths)
         if order is None:
@@ -296,7 +296,7 @@ class TorchEngine:
             if reason:
                 finished.append(slot)
             deltas.append(TokenDelta(request.request_id, [token], [logprob], reason, self._loads))
-        for slot in reversed(finished):  # from the end: what moves down is never finished itself
+        for slot in reversed(finished):  # from the end: the row moved down is never finished itself
             self._release_slot(slot)
         return deltas
 
@@ -312,7 +312,7 @@ class TorchEngine:
 def _decode_step(
     model: DecoderModel, sequences: Sequence[_Sequence], lengths: Lengths, spans: Sequence[Span]
 ) -> tuple[list[int], list[float]]:
-    """One forward pass over all that run; the sampled ids and their log-probs."""
+    """Run one forward pass over all running sequences; return sampled ids and log-probs."""
     n = len(sequences)
     last_ids = np.fromiter((s.ids[-1] for s in sequences), np.int64, n)
     seeds = np.fromiter((s.request.seed for s in sequences), np.uint64, n)
@@ -329,7 +329,7 @@ def _decode_step(
 def sample_tokens(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one id per row of float32 `logits` [n, V] by inverse CDF.
 
-    `temperatures` and `uniform` are float64 [n]; temperature 0 takes the largest logit. Gives
+    `temperatures` and `uniform` are float64 [n]; temperature 0 takes the largest logit. Returns
     ids [n] and float32 log-probs [n] of softmax(logits / T), of softmax(logits) for greedy rows.
     The cumulative sum is float64: in float32 the tail of a large vocabulary gets no mass.
     """

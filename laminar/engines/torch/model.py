@@ -1,14 +1,13 @@
 """The decoder's mathematics: weights, key-value cache and one forward pass over slots.
 
 Reads   ModelSpec, Hugging Face tensors by name, token ids with their positions
-Gives   hidden states and logits; the cache rows of the slots it ran over
+Gives   hidden states and logits; the cache rows of its slots
 
 One forward pass serves prefill, decode and scoring: n rows of L tokens in neighbouring slots, so
-that the cache is read as a view, without a gather; each span of them (spans.py) is one attention
-call over its own number of positions. The heads of a group that share one key head are folded into
-the query length, because fused attention kernels then read each key once and no repeated copy is
-made. Q, K, V and gate, up are one matrix each: a small model's step is bound by the number of
-kernels.
+that the cache is read as a view, without a gather; each span of rows (spans.py) is one attention
+call over its number of positions. The heads of a group that share a key head are folded into the
+query length, because fused attention kernels then read each key once and no repeated copy is made.
+Q, K, V and gate, up are one matrix each: a small model's step is bound by the number of kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from laminar.engines.spans import Span, round_up
 _HINT = "the model's parameters under their Hugging Face names (a tied head only once)"
 
 CALL_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Keys and values that are read in the time that one more attention call takes beside its reads."""
+"""Bytes of keys and values that can be read in the time of one more attention call."""
 
 
 @dataclass(slots=True)
@@ -91,7 +90,7 @@ class DecoderWeights:
 
     @torch.no_grad()
     def copy(self, tensors: Iterable[tuple[str, Tensor]], missing: set[str]) -> None:
-        """Copy tensors to their places and take their names from what is missing; EngineError."""
+        """Copy tensors to their places and remove their names from `missing`; EngineError."""
         for name, tensor in tensors:
             target = self.targets.get(name)
             if target is None:
@@ -107,7 +106,7 @@ class DecoderWeights:
             missing.remove(name)
 
     def layers_without(self, missing: set[str]) -> int:
-        """How many layers from the first can be run while these tensors are missing."""
+        """Return how many layers from the first can run while these tensors are missing."""
         if "model.embed_tokens.weight" in missing:
             return 0
         incomplete = (int(n.split(".")[2]) for n in missing if n.startswith("model.layers."))
@@ -115,7 +114,7 @@ class DecoderWeights:
 
 
 def need_all(missing: set[str]) -> None:
-    """EngineError if a tensor is missing."""
+    """Raise EngineError if a tensor is missing."""
     if missing:
         raise EngineError(
             f"tensor {min(missing)} is missing, one of {len(missing)}; publish {_HINT}"
@@ -148,7 +147,7 @@ class KVCache:
         self, spec: ModelSpec, slots: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (spec.num_layers, slots, spec.num_kv_heads, positions, spec.head_dim)
-        # Zeros, not empty: what lies behind a mask must be finite.
+        # Zeros, not empty: masked values must be finite.
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -157,12 +156,12 @@ class KVCache:
         self.v.zero_()
 
     def copy(self, source: int, first: int, count: int, length: int) -> None:
-        """Give slots first .. first + count - 1 the first `length` positions of `source`."""
+        """Copy the first `length` positions of `source` to slots first .. first + count - 1."""
         for cache in (self.k, self.v):
             cache[:, first : first + count, :, :length] = cache[:, source, None, :, :length]
 
     def reorder_slots(self, order: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give each slot what slot order[slot] holds, `lengths` of these positions by old slot."""
+        """Move slot order[slot] to each slot; `lengths`: positions to move, by old slot."""
         sources = {slot: source for slot, source in enumerate(order) if slot != source}
         while sources:
             slot = first = next(iter(sources))
@@ -175,9 +174,9 @@ class KVCache:
 
 
 class Batch(NamedTuple):
-    """Tokens of neighbouring slots that run through the layers together."""
+    """Tokens of neighbouring slots that pass through the layers together."""
 
-    start: int  #: position of the first of each row, where they have the same
+    start: int  #: common first position of the rows, if there is one
     ids: Tensor  #: [n, L]
     positions: Tensor  #: [n, L], or with one span [1, L] for all
     spans: Sequence[Span]
@@ -204,7 +203,7 @@ class DecoderModel:
         self.cos, self.sin = (table.to(device, dtype) for table in _rope_tables(spec, positions))
         self._steps = torch.arange(positions, device=device)
         position_bytes = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        #: cached positions of one layer that are read in the time of one more attention call
+        #: cached positions of one layer that can be read in the time of one more attention call
         self.call_cost = CALL_BYTES[device.type] // position_bytes
         kinds = [0] * spec.num_heads + [1] * spec.num_kv_heads
         self._head_kind = torch.tensor(kinds, device=device)
@@ -214,7 +213,7 @@ class DecoderModel:
 
     @contextmanager
     def use_temporary_cache(self, slots: int, positions: int) -> Iterator[None]:
-        """Within it another cache, of this size, is read and written; it is gone afterwards."""
+        """Use another cache, of this size, within the context."""
         kept, self.cache = self.cache, self._make_cache(slots, positions)
         try:
             yield
@@ -226,7 +225,7 @@ class DecoderModel:
 
         Keys and values are written to the cache, and each token attends to the positions up to
         its own. `spans` cover the n neighbouring slots; the kv_len of each, a multiple of KV_ROUND,
-        is above every position of its rows. Gives the normalised hidden states [n, L, H].
+        is above every position of its rows. Returns normalized hidden states [n, L, H].
         """
         x = F.embedding(ids, self.weights.embed)
         x = self.run_layers(x, positions, spans, 0, len(self.weights.layers))
@@ -235,8 +234,7 @@ class DecoderModel:
     def run_layers(
         self, x: Tensor, positions: Tensor, spans: Sequence[Span], begin: int, end: int
     ) -> Tensor:
-        """Run hidden states [n, L, H] through the layers from `begin` to before `end`, as `forward`
-        does."""
+        """Run hidden states [n, L, H] through layers `begin` to `end` - 1, as `forward` does."""
         rows = self._steps[spans[0].first : spans[-1].stop, None]
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
         parts = zip(_split_by_span(positions, spans), spans, strict=True)
@@ -254,9 +252,9 @@ class DecoderModel:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [..., vocab_limit]: ids that the tokenizer lacks are left out.
+        """Compute float32 logits [..., vocab_limit], without ids that the tokenizer lacks.
 
-        Leaving them out equals masking them with -inf, and saves their share of the product.
+        That equals masking them with -inf, and saves their share of the product.
         """
         return F.linear(hidden, self.weights.head[: self.vocab_limit]).float()
 
@@ -276,13 +274,13 @@ class DecoderModel:
             pass
 
     def copy_rows(self, source: int, first: int, count: int, length: int) -> None:
-        """Give slots first .. first + count - 1 the first `length` cached positions of `source`."""
+        """Copy the first `length` positions of `source` to slots first .. first + count - 1."""
         self.cache.copy(source, first, count, length)
 
     def compute_logprobs(
         self, sequences: Sequence[Sequence[int]], chunk_tokens: int
     ) -> list[list[float]]:
-        """Log-probs of tokens 1..L-1 of sequences, longest first, in slots 0, 1, ..."""
+        """Return log-probs of tokens 1..L-1 of sequences, longest first, in slots 0, 1, ..."""
         rows = [sequence[:-1] for sequence in sequences]
         found: list[list[float]] = [[] for _ in rows]
         for start, hidden in self.prefill_rows(rows, 0, chunk_tokens):
@@ -297,10 +295,10 @@ class DecoderModel:
     def split_chunks(
         self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int
     ) -> Iterator[Batch]:
-        """The batches of a prefill, each at most about `chunk_tokens` tokens.
+        """Yield the batches of a prefill, each at most about `chunk_tokens` tokens.
 
-        Rows are right-padded within a chunk: what padding leaves in the cache lies behind the row's
-        end, where the row's own next tokens overwrite it before anything attends to it.
+        Rows are right-padded within a chunk: padding in the cache lies behind the row's end, where
+        the row's next tokens overwrite it before anything attends to it.
         """
         start, longest = 0, len(rows[0])
         while start < longest:
@@ -319,7 +317,7 @@ class DecoderModel:
         return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
 
     def _make_mask(self, positions: Tensor, kv_len: int) -> Tensor:
-        """Additive causal mask [rows, 1, group * L, kv_len] (rows 1 when they share it)."""
+        """Make the additive causal mask [rows, 1, group * L, kv_len] (rows 1 if they share it)."""
         rows, length = positions.shape
         group = self.spec.num_heads // self.spec.num_kv_heads
         hidden = self._steps[:kv_len] > positions[..., None]
@@ -330,7 +328,7 @@ class DecoderModel:
     def _project_qkv(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q [n, L, h, D] and k [n, L, k, D], and v [n, L, k, D]."""
+        """Return rotated q [n, L, h, D] and k [n, L, k, D], and v [n, L, k, D]."""
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         qkv = qkv.view(*x.shape[:2], heads + 2 * kv_heads, self.spec.head_dim)
@@ -351,7 +349,7 @@ class DecoderModel:
         spans: Sequence[Span],
         masks: Sequence[Tensor],
     ) -> Tensor:
-        """q [n, L, h, D] over a layer's keys and values [slots, k, T, D]; gives [n, L, h * D]."""
+        """Attend with q [n, L, h, D] to a layer's keys, values [slots, k, T, D]: [n, L, h * D]."""
         n, length, heads, size = q.shape
         kv_heads = self.spec.num_kv_heads
         q = q.view(n, length, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
@@ -373,15 +371,15 @@ class DecoderModel:
 
 
 def _split_by_span(rows: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
-    """The rows of each span. One span takes no kernel or view more than no spans would."""
+    """Return the rows of each span; a single span needs no kernel or view."""
     return [rows] if len(spans) == 1 else rows.split([stop - first for first, stop, _ in spans])
 
 
 def _rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D] in float32.
+    """Return cos and sin [positions, D] in float32.
 
-    A pair of a rotation lies half a head apart. The sine of the first half is negated, so that
-    x * cos + roll(x, D / 2) * sin is the rotation.
+    The two elements of a rotation lie half a head apart. The sine of the first half is negated, so
+    that x * cos + roll(x, D / 2) * sin is the rotation.
     """
     angles = torch.arange(positions).float()[:, None] * _compute_frequencies(spec)
     cos, sin = angles.cos(), angles.sin()
@@ -389,7 +387,7 @@ def _rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _compute_frequencies(spec: ModelSpec) -> Tensor:
-    """Radians per position [D / 2], scaled as in Llama 3.1 when the spec says so.
+    """Return radians per position [D / 2], scaled as in Llama 3.1 if the spec says so.
 
     Wavelengths above original length / low factor are stretched by `factor`, those below
     original length / high factor are kept, and between them the two are blended linearly.

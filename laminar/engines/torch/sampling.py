@@ -3,11 +3,11 @@
 Reads   a trajectory's seed (uint64) and an absolute position
 Gives   u in [0, 1) with 53 bits
 
-A generator with hidden state would have to travel with a trajectory that moves to another
-replica. A pure function of (seed, position) needs nothing but the tokens: a replica that continues
-the sequence draws the numbers that the first engine would have drawn, in any batch and any order.
-The function is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-OOPSLA 2014), whose k-th output depends only on seed + k * gamma.
+A generator with hidden state would have to migrate with its trajectory to another replica. A pure
+function of (seed, position) needs nothing but the tokens: a replica that continues the sequence
+draws the numbers that the first engine would have drawn, in any batch and any order. The function
+is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014),
+whose k-th output depends only on seed + k * gamma.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(seed: int, index: int) -> int:
-    """Output number `index` (from 0) of the generator that starts at `seed`; a uint64."""
+    """Return output number `index` (from 0) of the generator that starts at `seed`; a uint64."""
     z = (seed + (index + 1) * _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
@@ -30,12 +30,12 @@ def splitmix64(seed: int, index: int) -> int:
 
 
 def draw_uniform(seed: int, position: int) -> float:
-    """u in [0, 1) for the token at `position` = number of tokens before it, prompt included."""
+    """Return u in [0, 1) for the token at `position` = number of tokens before it with prompt."""
     return (splitmix64(seed, position) >> 11) * 2.0**-53
 
 
 def draw_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`uniform` of each pair; both arguments [n], the result [n]."""
+    """Return `draw_uniform` of each pair; both arguments [n], the result [n]."""
     z = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)

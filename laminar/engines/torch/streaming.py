@@ -1,12 +1,12 @@
-"""Weights that arrive tensor by tensor, and the prefill of what waits, layer by layer behind them.
+"""Streaming of weights tensor by tensor, with prefill of waiting rows layer by layer behind them.
 
-Reads   Hugging Face tensors in the order in which they come; token ids of waiting rows
+Reads   Hugging Face tensors in the order of arrival; token ids of waiting rows
 Writes  the model's weights; the cache of the rows
-Gives   Streamed, one load; EngineError as a load of a whole version has it
+Gives   StreamedLoad, one load; EngineError as for a load of a whole version
 
-A layer can be run when it and all before it are here. Rows that wait are cut into the chunks of an
-ordinary prefill, and each chunk goes through the layers that are new, in order: the cache has the
-same bits as if the version had been loaded first.
+A layer can run once it and all layers before it are loaded. Waiting rows are cut into the chunks of
+an ordinary prefill, and each chunk passes through new layers in order: the cache has the same bits
+as if the version had been loaded first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from laminar.engines.torch.model import Batch, DecoderModel, need_all
 
 
 class _Chunk:
-    """Tokens of some rows, and how far they are."""
+    """Tokens of some rows, and their progress."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.layers = batch, 0
-        self.hidden: Tensor | None = None  #: [n, L, H] after so many layers
+        self.hidden: Tensor | None = None  #: [n, L, H] after `layers` layers
 
 
 class StreamedLoad:
-    """One version on its way into the model."""
+    """A version that is being loaded into the model."""
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
@@ -37,24 +37,24 @@ class StreamedLoad:
         self._copies: list[tuple[int, int, int, int]] = []
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take tensors that have come."""
+        """Copy tensors that have arrived."""
         self._model.weights.copy(tensors, self._missing)
 
     def fill_cache(self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int) -> None:
-        """As `DecoderModel.fill`, when all is here."""
+        """Do what `DecoderModel.fill_cache` does, once all weights are loaded."""
         self._chunks += map(_Chunk, self._model.split_chunks(rows, first, chunk_tokens))
 
     def copy_rows(self, source: int, first: int, count: int, length: int) -> None:
-        """As `DecoderModel.copy_rows`, when all is here."""
+        """Do what `DecoderModel.copy_rows` does, once all weights are loaded."""
         self._copies.append((source, first, count, length))
 
     def forget_rows(self) -> None:
-        """No row waits any more."""
+        """Forget all waiting rows."""
         self._chunks.clear()
         self._copies.clear()
 
     def advance_layers(self) -> None:
-        """Run what waits through the layers that are here."""
+        """Run waiting rows through the layers that are loaded."""
         here = self._model.weights.layers_without(self._missing)
         for chunk in self._chunks:
             _, ids, positions, spans = chunk.batch
@@ -67,7 +67,7 @@ class StreamedLoad:
                 chunk.layers = here
 
     def finish_load(self) -> None:
-        """All of it has come: EngineError if not, else the cache is as after a prefill."""
+        """Complete load and cache, as after a prefill; EngineError if a tensor is missing."""
         need_all(self._missing)
         self.advance_layers()
         for copy in self._copies:

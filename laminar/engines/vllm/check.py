@@ -1,9 +1,9 @@
-"""Whether vLLM takes this configuration: python -m laminar.engines.vllm.check < config.toml.
+"""Check that vLLM accepts a configuration: python -m laminar.engines.vllm.check < config.toml.
 
 Reads   the resolved configuration as TOML, from standard input
-Writes  to standard output what is wrong, one sentence, or TAKEN; starts no engine
+Writes  to standard output one sentence on the problem, or TAKEN; starts no engine
 
-A process of its own, since importing vLLM takes seconds, threads and variables of the environment.
+A separate process, because importing vLLM takes seconds, starts threads and sets variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STDIN = Path("/dev/stdin")
 
 def main() -> None:
     out = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints is not our answer
+    os.dup2(2, 1)  # output of vLLM is not our answer
     config = load_config([], resolved=STDIN)
     from laminar.engines.vllm.start import engine_config
 

@@ -1,16 +1,15 @@
-"""vLLM behind the seam: an AsyncLLM, whose engine core and workers are processes of their own.
+"""vLLM behind the seam: an AsyncLLM, whose engine core and workers are separate processes.
 
-Reads   GenerateRequests, WeightSources, also while sequences run; what the core reports after each
-        of its steps
+Reads   GenerateRequests, WeightSources, also while sequences run; the core's report on each step
 Gives   deltas to `on_deltas` on the loop (laminar/engines/vllm/requests.py), StepRecords,
         EngineStats; `failed`
 
-Ids in, ids out, with the processed log-probs of the sampled tokens. No request has a seed of its
-own: vLLM cannot go on with a seeded request elsewhere, so the engine has one seed and a sampled
-trajectory that moves goes on with other tokens of the same distribution.
+Ids in, ids out, with the processed log-probs of the sampled tokens. Requests have no seeds: vLLM
+cannot continue a seeded request elsewhere, so the engine has one seed and a sampled trajectory that
+migrates continues with other tokens of the same distribution.
 
-Nothing here waits without a deadline: a call to a core that dies meanwhile never returns, and one
-that stands still keeps vLLM's own health check green.
+Every wait has a deadline: a call to a core that dies meanwhile never returns, and a frozen core
+keeps vLLM's health check green.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ from laminar.names.process_end import describe_exit
 T = TypeVar("T")
 
 RPC_TIMEOUT_S = 60.0
-"""A pause, a reset or a resume takes milliseconds, an abort as well."""
+"""Pause, reset, resume and abort take milliseconds."""
 LOAD_TIMEOUT_S = 600.0
-"""Copying and packing a version: a second for each gigabyte, on a slow machine ten."""
+"""Copying and packing a version takes a second per gigabyte, ten on a slow machine."""
 STALL_TIMEOUT_S = 60.0
-"""With work to do, a core that ends no step for so long is taken for dead: a prefill is chunked."""
+"""Time without a step after which a core with work counts as dead; a prefill is chunked."""
 WATCH_INTERVAL_S = 1.0
-MAX_STEP_RECORDS = 65_536  #: kept between two drains; the oldest are dropped first
+MAX_STEP_RECORDS = 65_536  #: limit between two drains; the oldest are dropped first
 
 
 class Gauges(StatLoggerBase):
-    """What the core said after its latest step; vLLM calls `record` on the event loop."""
+    """Figures of the core's latest step; vLLM calls `record` on the event loop."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.kv_used = 0.0  #: share
+        self.kv_used = 0.0  #: share of the cache
         self.running = self.waiting = self.preempted = 0
         self.prefix_queries = self.prefix_hits = 0  #: tokens
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
-        self.last_ns = time.monotonic_ns()  #: of a step's end, or of work for an idle engine
+        self.last_ns = time.monotonic_ns()  #: end of a step, or arrival of work at an idle engine
 
     def record(
         self,
@@ -92,7 +91,7 @@ class Gauges(StatLoggerBase):
 
 
 class VllmEngine:
-    """ReplicaEngine (protocol.py); start.py makes it."""
+    """ReplicaEngine (protocol.py) over vLLM; made by start.py."""
 
     def __init__(
         self,
@@ -105,16 +104,16 @@ class VllmEngine:
         max_model_len: int,
         vocab_limit: int,
     ) -> None:
-        """`thread` is the one that the core was started from; it ends with the engine."""
+        """Set up; `thread` is the thread that started the core, and ends with the engine."""
         self._llm, self._gauges, self._thread = llm, gauges, thread
         self._max_model_len, self._vocab_limit = max_model_len, vocab_limit
         self._printed, self._loop = printed, asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._loaded = False
         self._running = ActiveRequests(llm, on_deltas, self._given_up)
-        self._loads = 0  #: that have begun
-        self._proved = True  #: scores have come since the last load, or nothing ran then
-        self._broken = False  #: what was sampled or scored since then was not finite
+        self._loads = 0  #: loads that have begun
+        self._proved = True  #: whether scores succeeded since the last load, or nothing ran then
+        self._broken = False  #: whether samples or scores since the last load were not finite
         self._scored = 0
         cache = llm.vllm_config.cache_config
         self._kv_capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
@@ -122,7 +121,7 @@ class VllmEngine:
         self._watcher = self._loop.create_task(self._watch_core())
 
     async def initialize_workers(self) -> None:
-        """Once, before all else; EngineError when the core does not answer."""
+        """Initialize the workers, once and first; EngineError if the core does not answer."""
         call = self._llm.collective_rpc("laminar_begin", args=(self._vocab_limit,))
         await self._call_core(RPC_TIMEOUT_S, "its first call", call)
 
@@ -221,7 +220,7 @@ class VllmEngine:
     async def _replace_weights(
         self, source: WeightSource, on_update: KvOnUpdate | None, label: str
     ) -> str:
-        """Between two steps of the core; why that failed, or nothing."""
+        """Replace the weights between two steps of the core; return an error, or nothing."""
         llm, keeps = self._llm, on_update == "keep"
         mode: PauseMode = "abort" if on_update is None else "keep"
         pause = llm.pause_generation(mode=mode, clear_cache=not keeps)
@@ -233,7 +232,7 @@ class VllmEngine:
         answers = await self._call_core(
             LOAD_TIMEOUT_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
         )
-        # Refused while a sequence holds blocks: so it also proves that the pause has cleared them.
+        # Refused while a sequence has blocks: so it also proves that the pause has cleared them.
         cleared = keeps or await self._call_core(
             RPC_TIMEOUT_S, "a cache reset", llm.reset_prefix_cache()
         )
@@ -261,7 +260,7 @@ class VllmEngine:
         return scores
 
     async def _score_one(self, ids: list[int]) -> list[float]:
-        """Prompt log-probs, which vLLM computes without its prefix cache."""
+        """Return prompt log-probs, which vLLM computes without its prefix cache."""
         self._scored += 1
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         found: Any = None
@@ -290,7 +289,7 @@ class VllmEngine:
             )
 
     async def _call_core(self, seconds: float, what: str, call: Awaitable[T]) -> T:
-        """A call of the core, which may be dead, stand still, or fail at it: EngineError."""
+        """Call the core, with a timeout; EngineError if it is dead, frozen, or fails."""
         try:
             return await asyncio.wait_for(_as_coroutine(call), seconds)
         except TimeoutError:
@@ -304,7 +303,7 @@ class VllmEngine:
         raise EngineError(str(self.failed.exception()))
 
     async def _watch_core(self) -> None:
-        """Notice a core that dies while nothing is asked of it, and one that stands still."""
+        """Detect a core that dies while idle, and one that is frozen."""
         while not self.failed.done():
             await asyncio.sleep(WATCH_INTERVAL_S)
             still_s = (time.monotonic_ns() - self._gauges.last_ns) / 1e9
@@ -317,7 +316,7 @@ class VllmEngine:
                 )
 
     def _describe_death(self) -> str:
-        """A sentence; the core's own words, where it had time for them."""
+        """Describe the core's death in a sentence, if possible in its own words."""
         code = self._core.exitcode
         if code is None or code >= 0:
             return f"vLLM's engine core has died: {self._printed.find_failure()}"
@@ -336,7 +335,7 @@ class VllmEngine:
             self._fail_engine(f"vLLM gave up {request_id}: {type(error).__name__}: {error}")
 
     def _fail_engine(self, why: str) -> None:
-        """Once: nothing goes on waiting for an answer that cannot come."""
+        """Fail the engine, once, and drop all requests: no answer can come."""
         if not self.failed.done():
             self.failed.set_exception(EngineError(why))
             self._running.drop_all()

@@ -1,14 +1,14 @@
-"""What the processes of a vLLM print, and why one of them failed, in its own words.
+"""Output of the processes of a vLLM, and the reason for a failure in their own words.
 
 Reads   records of vLLM's loggers, in the processes that fail; the file that they print to
-Writes  that file: standard output and error of the replica and of all that it starts
-Gives   Output
+Writes  that file: standard output and error of the replica and of all processes that it starts
+Gives   ProcessOutput
 
 vLLM tells the replica that its core has failed and leaves the reason to the output, which a hundred
 lines of tracebacks make unreadable on a terminal. So the output is a file of the replica's, and the
-process that fails adds a line of its own to it, by a filter of vLLM's loggers: unlike a handler, it
-stays when the core sets its logging up again. A core that is spawned gets the filter with the
-module of our worker.
+process that fails adds one line to it, by a filter of vLLM's loggers: unlike a handler, it stays
+when the core reconfigures its logging. A spawned core gets the filter by importing our worker's
+module.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from laminar.observe.telemetry import output_to
 
 LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 FATAL_PREFIXES = ("EngineCore failed to start", "EngineCore encountered", "WorkerProc failed")
-"""How the messages begin with which a process of vLLM ends; others fail at one call and live."""
+"""Prefixes of messages with which a process of vLLM ends; others fail at one call and live."""
 FAILURE_MARK = b"laminar: failed by "
 
 
 def print_failures() -> None:
-    """Have this process, and what it forks, print why it fails in a line with MARK."""
+    """Have this process, and its forks, print why it fails in a line with FAILURE_MARK."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if _print_failure not in logger.filters:
@@ -41,24 +41,23 @@ def _print_failure(record: logging.LogRecord) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and first line, which is the sentence of an error that may be pages long."""
+    """Return the type and the first line of an error, which may be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return type(error).__name__ + (f": {lines[0][:400]}" if lines else "")
 
 
 class ProcessOutput:
-    """The output of one replica's processes, which earlier processes of its name have begun."""
+    """Output of one replica's processes; earlier processes of that name may have begun the file."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: it stays where it is, and no reason is known."""
+        """Redirect the output to a file; None: leave it, and find no reasons."""
         self._path, self._begin = path, 0
         if path is not None:
             output_to(path)
             self._begin = path.stat().st_size
 
     def find_failure(self) -> str:
-        """Why a process has failed: a worker's own reason comes before that of its core; else where
-        to look."""
+        """Return why a process failed, a worker's reason before the core's, else where to look."""
         if self._path is None:
             return "the reason is in this replica's output"
         with open(self._path, "rb") as file:

@@ -1,15 +1,15 @@
-"""The requests that run in a vLLM, each from its prompt to its end; every token with its load.
+"""Requests that run in a vLLM, from prompt to end, with the load behind each token.
 
 Reads   GenerateRequests; the outputs of AsyncLLM.generate
-Gives   deltas to `on_deltas` on the loop, all of a turn of the loop at once
+Gives   deltas to `on_deltas` on the loop, all of an iteration of the loop at once
 
-Outputs come late and merged, so when one arrives does not say whose weights sampled its tokens. The
-core says it: it labels what each of its steps gives, and the label changes only in a pause.
+Outputs arrive late and merged, so their arrival does not tell whose weights sampled the tokens. The
+core tells it: it labels the result of each step, and the label changes only in a pause.
 
 With a kept cache, prompts that come after a load must not find blocks of the weights before it.
-Requests of one salt find each other's blocks only. A request has the salt of the load before its
-first token: one that has no token when a load begins is begun again, and one that comes during a
-load waits for its end.
+Requests find only blocks of the same salt. A request has the salt of the load before its first
+token: a request without a token when a load begins is restarted, and a request that arrives during
+a load waits for its end.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NOT_FINITE = "the model gives log-probs that are not finite: the loaded weights 
 class _Running:
     request: GenerateRequest
     task: asyncio.Task[None]
-    taken: int = 0  #: tokens that have come
+    taken: int = 0  #: tokens received
 
 
 class ActiveRequests:
-    """Those that were added and have not ended."""
+    """Requests that were added and have not ended."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ActiveRequests:
         on_deltas: Callable[[list[TokenDelta]], None],
         on_failure: Callable[[str, Exception | str], None],
     ) -> None:
-        """`on_failure` is told of the request and why nothing more comes of any."""
+        """Set up; `on_failure` takes a request and the reason why all requests end."""
         self._llm, self._on_deltas, self._on_failure = llm, on_deltas, on_failure
         self._loop = asyncio.get_running_loop()
         self._running: dict[str, _Running] = {}
@@ -63,22 +63,22 @@ class ActiveRequests:
         return request_id in self._running
 
     def add(self, request: GenerateRequest) -> None:
-        """Begin it, after the load under way."""
+        """Start a request, after the current load."""
         task = self._loop.create_task(self._generate_response(request))
         self._running[request.request_id] = _Running(request, task)
 
     async def abort_request(self, request_id: str) -> bool:
-        """Forget it; no delta of it follows. False: it is unknown, or has ended."""
+        """Drop a request; no delta of it follows. False: unknown, or ended."""
         running = self._running.pop(request_id, None)
         if running is None:
             return False
         self._deliver_deltas()
-        running.task.cancel()  # vLLM takes the cancellation of its consumer for an abort
+        running.task.cancel()  # vLLM treats a cancelled consumer as an abort
         await asyncio.wait([running.task])
         return True
 
     def drop_all(self) -> None:
-        """Forget all of them."""
+        """Drop all requests."""
         for running in self._running.values():
             running.task.cancel()
         self._running.clear()
@@ -87,7 +87,7 @@ class ActiveRequests:
 
     @property
     def is_paused(self) -> bool:
-        """A load is under way: nothing begins, and nothing is sampled."""
+        """Whether a load is under way: nothing begins, and nothing is sampled."""
         return not self._no_load.is_set()
 
     def pause_sampling(self) -> None:
@@ -97,8 +97,9 @@ class ActiveRequests:
         self._no_load.set()
 
     async def change_salt(self, salt: str) -> None:
-        """What has no token yet, and what is added from now on, finds no blocks but its own. Only
-        while held, and the core paused."""
+        """Give requests without a token, and later ones, a new salt: older blocks are not found.
+
+        Only while paused, and the core too."""
         self._salt = salt
         begun_again = [running for running in self._running.values() if not running.taken]
         for running in begun_again:
@@ -112,13 +113,13 @@ class ActiveRequests:
     # --- tokens -------------------------------------------------------------------------------
 
     async def _generate_response(self, request: GenerateRequest) -> None:
-        """One request from its prompt to its end; ends early when it is aborted."""
+        """Run a request from its prompt to its end or abort."""
         await self._no_load.wait()
         params = SamplingParams(
             temperature=request.temperature,
             max_tokens=request.max_new_tokens - len(request.done_ids),
             stop_token_ids=sorted(request.stop_ids),
-            ignore_eos=True,  # stop_ids are all that ends a response
+            ignore_eos=True,  # only stop_ids end a response
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -133,7 +134,7 @@ class ActiveRequests:
             self._on_failure(request.request_id, error)
 
     def _take_tokens(self, request_id: str, completion: Any) -> None:
-        """New tokens of a request that is still wanted."""
+        """Take new tokens of a request that was not dropped."""
         running = self._running.get(request_id)
         if running is None:
             return
@@ -157,8 +158,9 @@ class ActiveRequests:
             self._undelivered.append(delta)
 
     def _get_load_starts(self, request_id: str, completion: Any) -> list[tuple[str, int]]:
-        """The labels of a response's tokens so far, each with its first token. vLLM hands them
-        over with the last token; before that they are where it notes them."""
+        """Return the labels of a response's tokens so far, each with its first token.
+
+        vLLM returns them with the last token; before that they are in its own records."""
         if completion.weight_versions is not None:
             return [(span.version, span.start) for span in completion.weight_versions]
         processor = self._llm.output_processor
@@ -167,14 +169,14 @@ class ActiveRequests:
         return starts
 
     def _deliver_deltas(self) -> None:
-        """All deltas of this turn of the loop, in order."""
+        """Deliver all deltas of this iteration of the loop, in order."""
         deltas, self._undelivered = self._undelivered, []
         if deltas:
             self._on_deltas(deltas)
 
 
 def parts_of(starts: list[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
-    """Tokens first .. end - 1 of a response by their load: (load, first, end) of each, in order.
+    """Split tokens first .. end - 1 of a response by load: (load, first, end) of each, in order.
 
     `starts`: label and first token of each load so far. No tokens are one part of the last load.
     """

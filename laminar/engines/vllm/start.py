@@ -1,12 +1,12 @@
-"""The way from the configuration to a running vLLM.
+"""Construction of a running vLLM from the configuration.
 
 Reads   rollout.vllm.*, model.name, the devices of this machine
 Starts  vLLM's engine core (and its workers), which end with this process
 Gives   VllmEngine without our weights; ConfigError for what vLLM cannot run
 
-The model directory gives the shape and no weights: those come from the relay, like every version
-after them. The core is forked where vLLM allows it, since importing vLLM takes longer than all else
-of a start.
+The model directory gives only the shape: the weights come from the relay, like every later version.
+The core is forked if vLLM allows it, because importing vLLM takes longer than everything else in a
+start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from laminar.engines.protocol import EngineError, TokenDelta
 from laminar.engines.vllm.output import ProcessOutput, print_failures
 from laminar.run.parent_death import die_with_parent
 
-os.environ.update(VLLM_ENVIRONMENT | os.environ)  # before CUDA is asked for
+os.environ.update(VLLM_ENVIRONMENT | os.environ)  # before any call of CUDA
 os.environ.update(get_vllm_environment(torch.cuda.is_available()) | os.environ)
 
 import dataclasses
@@ -46,7 +46,7 @@ print_failures()
 
 WORKER = "laminar.engines.vllm.worker.LaminarWorker"
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The executor by a name that vLLM's CPU platform does not replace by one with a process more."""
+"""Alias of the executor: vLLM's CPU platform replaces the usual name and adds a process."""
 CPU_BLOCK = 32  #: tokens; vLLM's attention on CPU takes multiples of 32
 
 
@@ -58,8 +58,10 @@ async def start_vllm(
     on_deltas: Callable[[list[TokenDelta]], None],
     output: Path | None = None,
 ) -> VllmEngine:
-    """The engine of one replica. The core's parent is a thread that lives as long as the engine:
-    the kernel tells a child of the end of the thread that forked it."""
+    """Start the engine of one replica.
+
+    The core's parent is a thread that lives as long as the engine: the kernel notifies a child
+    of the end of the thread that forked it."""
     _tie_cores_to_process()
     thread = ThreadPoolExecutor(1, "vllm")
     loop, printed = asyncio.get_running_loop(), ProcessOutput(output)
@@ -87,12 +89,12 @@ async def start_vllm(
 
 @functools.cache
 def _tie_cores_to_process() -> None:
-    """Once, in the process of the replica: the one that it was forked from has ended already."""
+    """Have forked cores end with this process; once, in the replica after its own fork."""
     os.register_at_fork(after_in_child=die_with_parent)
 
 
 def engine_config(config: Config, dtype: str, seed: int) -> Any:
-    """Ours as vLLM's own; ConfigError for what it cannot run. Starts nothing."""
+    """Convert the configuration to vLLM's; ConfigError if vLLM cannot run it; starts nothing."""
     arguments = _build_arguments(config, dtype, seed)
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
@@ -115,7 +117,7 @@ def _start_llm(
 
 
 def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM that our settings come to; `extra` overrides them."""
+    """Build vLLM's arguments from our settings; `extra` adds to them."""
     rollout, vllm = config.rollout, config.rollout.vllm
     arguments: dict[str, Any] = {
         "model": config.model.name,
@@ -125,13 +127,13 @@ def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "max_model_len": config.max_model_len,
-        # While all of ours run, weights that have just been loaded are to be proved.
+        # While all our sequences run, newly loaded weights must be proved.
         "max_num_seqs": rollout.max_num_seqs + rollout.in_flight,
         "enforce_eager": vllm.enforce_eager,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER,
         "distributed_executor_backend": "mp" if vllm.tensor_parallel_size > 1 else IN_CORE,
-        "disable_log_stats": True,  # of vLLM's own loggers; ours is handed over
+        "disable_log_stats": True,  # switches off vLLM's loggers; ours is passed explicitly
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
     }
     if vllm.max_num_batched_tokens:
@@ -147,11 +149,11 @@ def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
 
 
 _CPU_KV_BYTES = 1 << 30
-"""vLLM would take most of the machine's memory; a gigabyte is touched in three seconds."""
+"""Default in place of most of the machine's memory; touching a gigabyte takes three seconds."""
 
 
 def _check_kv(config: Config, vllm_config: Any) -> None:
-    """A cache that cannot hold one sequence ends the core, with the reason in its output only."""
+    """Refuse a cache too small for one sequence: the core would end and only print the reason."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     size = cache.kv_cache_memory_bytes
     if not size:
@@ -175,8 +177,7 @@ def _check_kv(config: Config, vllm_config: Any) -> None:
 
 
 def _describe_refusal(config: Config, error: Exception) -> str:
-    """The sentence for an error of vLLM: it names the keys of `extra` that the error is about; what
-    it does not name may be."""
+    """Describe an error of vLLM in one sentence, which names the keys of `extra` involved, or all."""
     extra = config.rollout.vllm.extra
     found = error.errors() if isinstance(error, ValidationError) else []
     about = {str(part) for one in found for part in one["loc"]} | set(
@@ -191,7 +192,7 @@ def _describe_refusal(config: Config, error: Exception) -> str:
 
 
 def _get_first_sentence(error: BaseException) -> str:
-    """The sentence of an error that may be pages long, and may begin with how many it is about."""
+    """Return the first sentence of an error, without a leading count of problems."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = (lines[0] if lines else type(error).__name__).removeprefix("Value error, ")
@@ -199,8 +200,9 @@ def _get_first_sentence(error: BaseException) -> str:
 
 
 def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
-    """What is wrong with rollout.vllm.extra, or nothing. It may have any argument of vLLM that no
-    setting of ours decides."""
+    """Return the problem of rollout.vllm.extra, or nothing.
+
+    It may have any argument of vLLM that no setting of ours decides."""
     if not extra:
         return ""
     from vllm import AsyncEngineArgs

@@ -1,12 +1,12 @@
-"""What runs inside vLLM's worker processes: weights from the relay's shared memory, ids masked.
+"""Extension of vLLM's worker processes: weights from the relay's shared memory, masked ids.
 
-Reads   a path, an offset and a table of tensors (every rank the same; each keeps its share)
+Reads   a path, an offset and a table of tensors (the same on every rank; each keeps its share)
 Writes  the live model of the worker, and its cache
 
-Named to vLLM as worker_extension_cls, so `self` is its worker. The order of a load matters: vLLM's
-layer-wise reload takes tensors of Hugging Face names, shards and fuses them, and packs them for the
-device again. A tied output head is packed, too, but not again by vLLM on CPU (0.32): without the
-last step the head would go on giving the logits of the former weights.
+vLLM gets it as worker_extension_cls, so `self` is its worker. The order of a load matters: vLLM's
+layer-wise reload takes tensors of Hugging Face names, shards and fuses them, and repacks them for
+the device. A tied output head is packed too, but vLLM does not repack it on CPU (0.32): without the
+last step the head would still give the logits of the former weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from laminar.run.parent_death import die_with_parent
 SHARED_MEMORY = Path("/dev/shm")
 
 print_failures()
-die_with_parent()  # a core without its replica would never free its memory
+die_with_parent()  # an orphaned core would never free its memory
 
 
 class LaminarWorker:
@@ -36,8 +36,9 @@ class LaminarWorker:
     vllm_config: Any
 
     def laminar_begin(self, vocab_limit: int) -> None:
-        """Once, when all ranks have come up: from now on ids at or above `vocab_limit` have no
-        mass, in sampling and in scores, and nothing of this engine outlives it."""
+        """Initialize, once all ranks are up: mask ids at or above `vocab_limit`.
+
+        Masked ids have no mass, in sampling and in scores. Shared memory is unlinked here too."""
         _remove_names()
         model = self.model_runner.get_model()
         compute_logits = model.compute_logits
@@ -58,10 +59,10 @@ class LaminarWorker:
         tensors: list[tuple[str, str, list[int], int]],
         broken: bool,
     ) -> str:
-        """Replace all weights; why that failed, or nothing. Only while the core runs no step.
+        """Replace all weights; return an error, or nothing. Only while the core runs no step.
 
-        `broken`: those before gave what is not finite. In the cache it would outlive them: masked
-        positions are multiplied by 0, and 0 * NaN is NaN.
+        `broken`: the former weights gave values that are not finite. In the cache these would
+        outlive the weights: masked positions are multiplied by 0, and 0 * NaN is NaN.
         """
         places = tuple(TensorPlace(n, d, tuple(shape), at) for n, d, shape, at in tensors)
         source = WeightSource(path, offset, nbytes, places)
@@ -90,15 +91,16 @@ class LaminarWorker:
             finalize_layerwise_reload(model, self.model_config)
             _pack_head_again(model)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            names.discard("lm_head.weight")  # the embedding, by another name
+            names.discard("lm_head.weight")  # another name of the embedding
         missing = names - set(loaded) if loaded is not None else set()
         if missing:
             raise EngineError(f"the version has nothing for {', '.join(sorted(missing)[:5])}")
 
 
 def _remove_names() -> None:
-    """Remove the names of the memory that ranks on CPU share: all have it mapped, and vLLM (0.32)
-    never removes it, so every engine would leave 8 MB a rank, however it ends."""
+    """Unlink the memory that ranks on CPU share, once all have it mapped.
+
+    vLLM (0.32) never does, so every engine would leave 8 MB a rank, however it ends."""
     name = os.environ.get("VLLM_DIST_IDENT")
     for path in SHARED_MEMORY.glob(f"{name}-*") if name else ():
         path.unlink(missing_ok=True)
