@@ -37,7 +37,7 @@ prefill of all their tokens."""
 
 
 class EngineError(RuntimeError):
-    """A request, a config or a set of weights that the engine refuses, or a broken model."""
+    """Refusal of a request, a config or a set of weights, or failure of a broken model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class TimedBatch:
         self._made = 0  #: steps of it that are complete
         self._sampled = 0  #: tokens sampled before it
 
-    # --- asked --------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
@@ -111,7 +111,7 @@ class TimedBatch:
             return found.tokens
         return found.tokens + self._steps + self._made - found.since
 
-    # --- changed ------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------
 
     def add(self, sequence_id: str, prompt: int, done: int, total: int, now: float) -> None:
         """Add a response of `total` tokens, `done` of them earlier; equal times begin together."""

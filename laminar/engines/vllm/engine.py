@@ -270,7 +270,7 @@ class VllmEngine:
             found = output.prompt_logprobs or found
         return [row[token].logprob for row, token in zip(found[1:], ids[1:], strict=True)]
 
-    # --- life ---------------------------------------------------------------------------------
+    # --- liveness -----------------------------------------------------------------------------
 
     def _require_alive(self) -> None:
         if self.failed.done():

@@ -98,7 +98,7 @@ def engine_config(config: Config, dtype: str, seed: int) -> Any:
     arguments = _build_arguments(config, dtype, seed)
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
-    except Exception as error:  # vLLM refuses with errors of many types
+    except Exception as error:  # vLLM raises errors of many types
         raise ConfigError(_describe_refusal(config, error)) from error
     _check_kv(config, vllm_config)
     return vllm_config
@@ -177,7 +177,7 @@ def _check_kv(config: Config, vllm_config: Any) -> None:
 
 
 def _describe_refusal(config: Config, error: Exception) -> str:
-    """Describe an error of vLLM in one sentence, which names the keys of `extra` involved, or all."""
+    """Describe an error of vLLM in one sentence; it names the keys of `extra` involved, or all."""
     extra = config.rollout.vllm.extra
     found = error.errors() if isinstance(error, ValidationError) else []
     about = {str(part) for one in found for part in one["loc"]} | set(

@@ -17,7 +17,7 @@ group of one has no baseline: its advantage is 0, unless a critic is the baselin
     reinforce_plus_plus            R, whitened over all tokens of the batch (2501.03262)
     reinforce_plus_plus_baseline   R - mean, whitened in the same way
     opo     R - the mean weighted by length (2505.23585)
-    gpg     (R - mean) * sequences / those of a reward other than 0
+    gpg     (R - mean) * sequences / sequences with a reward other than 0
     grpo_passk   of the best sibling (best - second) / (std + 1e-6), of the others 0 (2503.19595)
     gae     of each token: the sum of later errors of the critic, each weighed by (gamma lambda)^k,
             whitened over all tokens of the batch (1506.02438); with gamma = lambda = 1 R - V
@@ -73,7 +73,7 @@ class AdvantageInputs:
 
     @cached_property
     def constant(self) -> NDArray[np.bool_]:
-        """Whether all of the sequence's group have the same reward."""
+        """Whether all siblings of the sequence have the same reward."""
         high = np.full(len(self.rewards), -np.inf)
         low = np.full(len(self.rewards), np.inf)
         np.maximum.at(high, self.groups, self.rewards)

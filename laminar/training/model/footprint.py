@@ -200,7 +200,7 @@ def _state_bytes(
         state = {"parameters": FLOAT32 * model.parameters} | state
         if way.reference:
             state["reference model"] = _held_bytes(model, way)
-    if critic is not None:  # its gradients are there when the policy's are not
+    if critic is not None:  # its gradients are live when the policy's are not
         state["critic and its moments"] = 3 * FLOAT32 * critic.parameters
         state["gradients"] = FLOAT32 * max(trained, critic.parameters)
     return state

@@ -248,7 +248,7 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> No
         for names, tensor in by_identity(_exclude_prefixes(tensors, but)).values():
             found = next((saved[n] for n in names if n in saved), None)
             for key in names:
-                saved.pop(key, None)  # a tied tensor may be there under each of its names
+                saved.pop(key, None)  # a tied tensor may be stored under each of its names
             if found is None:
                 lacking.append(names[0])
             else:
