@@ -155,9 +155,10 @@ def _sum_doubts(sample: TrainSample) -> float:
 def gather_scores(
     samples: Sequence[TrainSample], passes: Iterable[tuple[MicroBatch, Tensor]], ranks: Ranks
 ) -> Tensor:
-    """Gather log-probs [tokens] float64 of all response tokens of `samples` from all ranks.
+    """Gather log-probs [tokens] float64 of all response tokens of `samples`, in order.
 
-    `passes`: those of this rank with their scores [tokens]; they may have other rows, too.
+    `passes`: those of this rank with their scores [tokens], merged over all ranks. Other rows are
+    ignored.
     """
     ends = itertools.accumulate(len(s.response_ids) for s in samples)
     end_of = {s.sample_id: end for s, end in zip(samples, ends, strict=True)}

@@ -145,8 +145,7 @@ class Learner:
     ) -> None:
         """Set up; raises ConfigError. Only a decaying schedule needs the run's `total_steps`.
 
-        `ranks`: this rank among several; each has the same config and rows of the same policy.
-        """
+        `ranks`: this rank among several; each has the same config and rows of the same policy."""
         check_schedule(config.optim, total_steps - config.trainer.critic_warmup)
         _check_loaded(config, reference, critic)
         if policy.device.type == "cpu":
@@ -179,8 +178,7 @@ class Learner:
         """Consume one batch as training step `step` (from 0).
 
         Groups are cut into mini-batches in the order given. Raises ValueError for an empty batch,
-        a repeated sample id, a reward that is not finite or an id that is not in the tokenizer.
-        """
+        a repeated sample id, a reward that is not finite or an id that is not in the tokenizer."""
         samples = with_penalties(_checked(samples, self.policy.vocab_limit), self.config)
         warm_up = self.config.trainer.critic_warmup
         rate = learning_rate(self.config.optim, max(0, step - warm_up), self.total_steps - warm_up)
@@ -225,10 +223,7 @@ class Learner:
     def compute_logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
-        """Return log-probs of tokens 1..L-1 of each sequence with the current weights.
-
-        Raises ValueError for an empty sequence or an id that is not in the tokenizer.
-        """
+        """Return log-probs of tokens 1..L-1 per sequence; ValueError for empty or unknown ids."""
         arrays = [np.asarray(s, dtype=np.int32) for s in sequences]
         for i, ids in enumerate(arrays):
             _check_ids(f"sequence {i}", ids, self.policy.vocab_limit)
@@ -293,8 +288,7 @@ class Learner:
 
         `ready`: samples with their advantages. `trains`: whether updates follow. With several
         mini-batches, the scores at the start of the step are taken; on the same micro-batches as in
-        training, so that the ratio of the first mini-batch is exactly 1.
-        """
+        training, so that the ratio of the first mini-batch is exactly 1."""
         minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
         figures = TokenFigures()
         if len(minis) == 1 and trains:  # the current score is the one at the start of the step
