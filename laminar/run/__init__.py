@@ -1,1 +1,1 @@
-"""One run, one directory: its files, its lock, and what ends or kills the processes of a run."""
+"""A run and its directory: files, lock, and the ways to end or kill the processes of a run."""

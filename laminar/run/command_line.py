@@ -1,7 +1,7 @@
-"""Commands as they can be typed: hints name `laminar` as the shell of their reader finds it.
+"""Commands for the user to copy, with `laminar` spelled so that the user's shell finds it.
 
-Reads   PATH, the working directory, where this Python lies
-Gives   shell_command; own_program; with_extra, how an extra is installed
+Reads   PATH, the working directory, the location of this Python
+Gives   shell_command; own_program; with_extra, how to install an extra
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NAME = "laminar"
 
 
 def shell_command(*words: object) -> str:
-    """The command line that these words make, to be pasted in the working directory."""
+    """Return a command line that can be pasted in the working directory."""
     return " ".join([_find_program(), *(shlex.quote(str(word)) for word in words)])
 
 
 def own_program() -> str:
-    """This very `laminar`, from wherever it is called, for a shell."""
+    """Return the path of the running `laminar`, quoted for a shell, independent of PATH."""
     own = Path(sys.executable).parent / NAME
     if own.is_file():
         return shlex.quote(str(own.absolute()))
@@ -30,13 +30,13 @@ def own_program() -> str:
 
 
 def with_extra(name: str) -> str:
-    """How Laminar is installed with an extra: it is on no package index."""
+    """Return how to install Laminar with an extra (Laminar is not on a package index)."""
     return f'pip install -e ".[{name}]" in the checkout, or pip install "laminar_rl-*.whl[{name}]"'
 
 
 @cache
 def _find_program() -> str:
-    """`laminar` where that is this one; else its path, a relative one if it is below."""
+    """Return `laminar` if PATH finds this one, else its path (relative if it is below)."""
     own = Path(sys.executable).parent / NAME
     found = shutil.which(NAME)
     if not own.is_file():

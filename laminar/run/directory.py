@@ -1,29 +1,28 @@
-"""The names of everything in a run directory, in one place.
+"""The names of all files and directories in a run directory.
 
 config.toml       the resolved configuration
 secret            32 random bytes, by which the processes of the run recognise each other
-run.lock          locked by every process of the run; processes/ says which they are
-first_look.json   what was wrong before it started, by kind of warning; none: nothing
-coordinator.json  where the coordinator listens; store-0.json and relay-0.json likewise
+run.lock          locked by every process of the run; processes/ names them
+first_look.json   problems found before the start, by kind of warning; absent if there were none
+coordinator.json  the coordinator's address; store-0.json, relay-0.json: those of the other servers
 events/           the event log
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
-store.lock        locked by the process that writes it, whose incarnation stands in it
-trainer.lock      locked by the ranks of the trainer, whose process ids stand in it
+store.lock        locked by the process that writes the store; holds its incarnation
+trainer.lock      locked by the ranks of the trainer; holds their process ids
 trainer_book.jsonl  the trainer's own record of trained ids, synced before each step is reported
-logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Beside them
-                  what a reward function or an environment prints, NAME.reward.log for replica NAME
-                  what vLLM prints, NAME.engine.log likewise
-timeline/         what each process did when
-                  Of a log or a timeline FILE that has grown large, FILE.1, FILE.2, ... are the
-                  parts before it; the oldest of them go
+logs/attempt_N/   JSON lines, one file per process; logs/latest points at the newest. Also the
+                  output of a reward function or an environment, NAME.reward.log for replica NAME,
+                  and that of vLLM, NAME.engine.log
+timeline/         activity of each process over time
+                  A large log or timeline FILE is split: FILE.1, FILE.2, ... are the earlier parts,
+                  of which the oldest are removed
 metrics.jsonl  tensorboard/  status.json  summary.json
 report.html       figures, charts and samples, by `laminar report`; comparison.html of several runs
-checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version, and with
-                     the optimizer's state and what else the trainer needs to go on from there
-origin/           of a fork: the checkpoint that it began with, and what it knows of the other run
-slurm/            the batch scripts of a run that was submitted, and its jobs; what they print is in
-                  logs/slurm/
-refused/          checkpoints that were damaged when a trainer was to go on from them
+checkpoints/step_N/  the model after N steps as a Hugging Face directory, with its version, the
+                     optimizer's state and all else that the trainer needs to resume from it
+origin/           of a fork: the checkpoint that it began with, and facts about the other run
+slurm/            the batch scripts and jobs of a submitted run; their output is in logs/slurm/
+refused/          checkpoints that a trainer could not load because they were damaged
 export/           the trained model as a Hugging Face directory
 """
 
@@ -52,9 +51,9 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 CHECKPOINTS_DIR = "checkpoints"
-VERSION_FILE = "version.msgpack"  #: of a checkpoint: the manifest of the version
+VERSION_FILE = "version.msgpack"  #: in a checkpoint: the manifest of the version
 RESUME_FILE = (
-    "trainer.json"  #: of a checkpoint: what was trained, and how (training/trainer_state.py)
+    "trainer.json"  #: in a checkpoint: what was trained, and how (training/trainer_state.py)
 )
 ORIGIN_DIR = "origin"
 ORIGIN_FILE = "origin.json"  #: in ORIGIN_DIR: the origin of the first coordinator-started
@@ -64,7 +63,7 @@ EXPORT_DIR = "export"
 
 
 def run_config(run_dir: Path) -> Config:
-    """The configuration of a run that was named by its directory."""
+    """Load the configuration of a run from its directory."""
     if not run_dir.is_dir():
         what = "is not a directory" if run_dir.exists() else "does not exist"
         raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
@@ -74,9 +73,9 @@ def run_config(run_dir: Path) -> Config:
 
 
 def older_parts(path: Path) -> list[tuple[int, Path]]:
-    """(number, file) of the parts before a file that was set aside when it was large, oldest first.
+    """Return (number, file) of the earlier parts of a file that is split when large, oldest first.
 
-    A lowest number above 1: there were older ones, which are gone.
+    If the lowest number is above 1, older parts have been removed.
     """
     named = ((file.name.removeprefix(f"{path.name}."), file) for file in _list_siblings(path))
     return sorted((int(number), file) for number, file in named if number.isdigit())
@@ -87,10 +86,10 @@ def _list_siblings(path: Path) -> list[Path]:
 
 
 def engine_log(run_dir: Path, name: str) -> Path:
-    """What the engine of one replica prints, where it has processes of its own."""
+    """Return the path for the output of a replica's engine, if that has separate processes."""
     return run_dir / "logs" / "latest" / f"{name}.engine.log"
 
 
 def reward_log(run_dir: Path, name: str) -> Path:
-    """What the reward function of one replica prints."""
+    """Return the path for the output of a replica's reward function."""
     return run_dir / "logs" / "latest" / f"{name}.reward.log"

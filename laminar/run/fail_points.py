@@ -1,8 +1,8 @@
-"""Fail points: a process kills or stops itself at a named place, so that a test can say where.
+"""Failpoints: named places in the code where a test can have a process kill or stop itself.
 
-Reads   LAMINAR_FAIL, "POINT:N" with commas between several: die when POINT is reached for the Nth
-        time in one process; LAMINAR_STOP, likewise: stand still (SIGSTOP)
-Writes  RUN/failed-POINT-N, its process id, so that it happens once in a run
+Reads   LAMINAR_FAIL, "POINT:N", several separated by commas: SIGKILL when the process reaches POINT
+        for the Nth time; LAMINAR_STOP, in the same form: SIGSTOP
+Writes  RUN/failed-POINT-N with the process id, so that each fires once in a run
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from laminar.names.failpoint_names import POINTS
 VARIABLE, STOP_VARIABLE = "LAMINAR_FAIL", "LAMINAR_STOP"
 SIGNALS = {VARIABLE: signal.SIGKILL, STOP_VARIABLE: signal.SIGSTOP}
 RUN_VARIABLE = "LAMINAR_FAIL_RUN"
-"""The run directory, for a process that is not told otherwise."""
+"""The run directory, for a process that gets it in no other way."""
 
 
 class FailPoints:
-    """The fail points of one process."""
+    """The failpoints of one process."""
 
     def __init__(self, run_dir: Path | None) -> None:
-        """None: the process belongs to no run, and passes them all."""
+        """Create the failpoints of a run; None disables them."""
         self._run_dir = run_dir
         self._counts: Counter[str] = Counter()
 
     def hit_failpoint(self, point: str) -> None:
-        """ConfigError for a variable that names no point."""
+        """Count a visit to `point` and raise its signal if due; ConfigError: unknown point."""
         texts = {name: text for name in SIGNALS if (text := os.environ.get(name))}
         if not texts or self._run_dir is None:
             return
@@ -43,7 +43,7 @@ class FailPoints:
                 )
 
     def _raise_signal_once(self, mark: Path, number: signal.Signals) -> None:
-        """Have the signal, unless a process of this run has had it here."""
+        """Raise the signal, unless a process of this run has already raised it here."""
         try:
             with mark.open("x") as made:
                 made.write(str(os.getpid()))

@@ -1,7 +1,7 @@
-"""Code of the user in a process of its own, which it may hang or end.
+"""User code in a separate process, which may hang or exit.
 
-Starts  python -m MODULE, in a session of its own
-Gives   what it says, and how it ends
+Starts  python -m MODULE, in a separate session
+Gives   run_isolated: its output and exit code
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import suppress
 def run_isolated(
     module: str, words: Sequence[str], given: bytes, limit_s: float
 ) -> tuple[bytes, int]:
-    """What `python -m module words` writes, and how it ends; subprocess.TimeoutExpired.
+    """Run `python -m module words` and return its output and exit code; TimeoutExpired.
 
-    It runs code that may hang, end its process, or start others.
+    The process runs code that may hang, exit or start other processes; all of them are killed.
     """
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
@@ -31,7 +31,7 @@ def run_isolated(
     try:
         said, _ = child.communicate(given, timeout=limit_s)
     finally:
-        with suppress(ProcessLookupError):  # with all that the file has started
+        with suppress(ProcessLookupError):  # with all processes that the code has started
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     return said, child.returncode

@@ -1,17 +1,17 @@
-"""The lock of a run directory: each process of a run has a share, and who moves it needs all.
+"""The lock of a run directory: each process holds a share; moving the directory takes all.
 
 Reads   RUN/run.lock, RUN/processes/
-Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (who that process is; locked by it),
-        or RUN/processes/NAME for a name that only one process may have
-Gives   RunLock, a process's share; moving, the whole; holders, who has a share; try_lock, of any
-        file
-Raises  ConfigError with one sentence for a user; AlreadyServed, one of them, where the run has a
-        process of a name that only one may have
+Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (a card that describes a process and is
+        locked by it), or RUN/processes/NAME for a name that only one process may have
+Gives   RunLock, a process's share; lock_for_move, the whole; holders, the live processes;
+        try_lock, for any file
+Raises  ConfigError with one sentence for a user; its subclass AlreadyServed if the run already has
+        a process of a name that only one may have
 
-Whether a process lives is decided by its locks, never by its number, so a directory on a shared
-file system is recognised from any machine. A child inherits the descriptor of its starter's
-share: there is no moment in which a run lives and nothing is locked. A share names one directory
-for good: what has its path later is another run's, and `lost` says so.
+Locks, not process ids, show whether a process lives, so that this works from any machine on a
+shared file system. A child inherits the descriptor of its starter's share: at no moment is a run
+alive and unlocked. A share belongs to one directory for good: if another run's directory takes
+the path later, `find_lost_reason` says so.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
 
 MOVE_WAIT_S = 5.0
-"""How long to wait for a process that moves the directory: that is one renaming."""
+"""How long to wait for a process that moves the directory, which is one rename."""
 ASK_WAIT_S = 0.5
-"""How long to wait for a process that asks whether another one lives: that is one reading."""
+"""How long to wait for a process that tests whether another one lives, which is one read."""
 SOLE = ("coordinator", "serve")
-"""Names of which a run has one process: its card is named by it."""
+"""Names that only one process of a run may have; its card is named after it."""
 SOLE_WAIT_S = 2.0
-"""How long to wait until a former process of that name, which was killed, is gone."""
+"""How long to wait for a killed process of that name to disappear."""
 _POLL_S = 0.02
 
 
@@ -51,16 +51,16 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def local(self) -> bool:
-        """Whether this process can send it a signal."""
+        """Whether this process can send signals to the holder."""
         return (self.host, self.pids) == (socket.gethostname(), _pid_namespace())
 
 
 class AlreadyServed(ConfigError):
-    """The run has a process of this kind, and needs no other."""
+    """The run already has a process of this kind and needs no second one."""
 
 
 class RunLock:
-    """This process's share of a run directory; it ends with the process, however that ends."""
+    """A process's share of a run directory's lock, released however the process ends."""
 
     def __init__(self, run_dir: Path, fd: int, name: str, *, inherited: bool = False) -> None:
         """Use `create`, `join` or `inherit`."""
@@ -75,15 +75,14 @@ class RunLock:
 
     @classmethod
     def create(cls, run_dir: Path, name: str) -> RunLock:
-        """The lock of a directory that was just made; ConfigError if another process has it
-        already."""
+        """Lock a directory that was just made; ConfigError if another process has it already."""
         fd = _open(run_dir, os.O_CREAT | os.O_EXCL)
         _wait_for_share(fd, run_dir)
         return cls(run_dir, fd, name)
 
     @classmethod
     def join(cls, run_dir: Path, name: str) -> RunLock:
-        """The lock of a run that there is; waits while the directory is being moved."""
+        """Lock the directory of an existing run; wait while it is being moved."""
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir} does not exist")
         fd = _open(run_dir, os.O_CREAT)
@@ -92,8 +91,7 @@ class RunLock:
 
     @classmethod
     def join_idle_run(cls, run_dir: Path, name: str) -> RunLock:
-        """The lock of a run of which no process lives; ConfigError if one does, or begins just
-        now."""
+        """Lock a run that has no live process; ConfigError if one lives or starts."""
         fd = _open(run_dir, os.O_CREAT)
         try:
             free = try_lock(fd, fcntl.LOCK_EX) and try_lock(fd, fcntl.LOCK_SH)
@@ -107,14 +105,14 @@ class RunLock:
 
     @classmethod
     def inherit(cls, run_dir: Path, name: str, fd: int | None) -> RunLock:
-        """The lock by the descriptor that a process of the run handed down; without one, `join`."""
+        """Take over the lock by a descriptor that the starter handed down; None: `join`."""
         if fd is None:
             return cls.join(run_dir, name)
         os.set_inheritable(fd, False)
         return cls(run_dir, fd, name, inherited=True)
 
     def find_lost_reason(self) -> str:
-        """Why this directory is no longer the one that was locked; empty while it is."""
+        """Return why this directory is no longer the locked one; empty while it still is."""
         path = self.run_dir / LOCK_FILE
         try:
             if _get_identity(os.stat(path)) == self._identity:
@@ -123,23 +121,24 @@ class RunLock:
             what = f"{path} was removed" if self.run_dir.is_dir() else f"{self.run_dir} is gone"
             return f"the run directory {what}: a run ends with it"
         except OSError:
-            return ""  # a file system that does not answer says nothing about the directory
+            return ""  # a file system that does not respond proves nothing
         return f"the run directory {self.run_dir} is another run's now: the former one ends"
 
     def close(self) -> None:
-        """Give the share back, as far as this process has it."""
+        """Release the share, as far as this process holds it."""
         os.close(self.fd)
         if self._card is not None:
             path, fd = self._card
             if (
                 not self.find_lost_reason() and path.name not in SOLE
-            ):  # one that waits for it has it open
+            ):  # a process that waits for the card has it open
                 path.unlink(missing_ok=True)
             os.close(fd)
 
     def _write_card(self, name: str) -> None:
-        """Say who we are, for those who ask; where that cannot be written we go on unnamed.
-        ConfigError where another process has a name that only one may have."""
+        """Write the card that describes this process; without one if it cannot be written.
+
+        ConfigError if another process has a name that only one may have."""
         holder = Holder(
             name=name, host=socket.gethostname(), pid=os.getpid(), pids=_pid_namespace()
         )
@@ -163,9 +162,9 @@ class RunLock:
 
 @contextmanager
 def lock_for_move(run_dir: Path) -> Iterator[None]:
-    """Within this, no process of a run lives in the directory and none can begin to.
+    """Hold the whole lock: no process of the run lives or can start in the directory meanwhile.
 
-    ConfigError if one does: it names them, and how to end them.
+    ConfigError if one lives, with its name and how to end it.
     """
     fd = _open(run_dir, os.O_CREAT)
     try:
@@ -183,7 +182,7 @@ def lock_for_move(run_dir: Path) -> Iterator[None]:
 
 
 def holders(run_dir: Path) -> list[Holder]:
-    """The live processes of a run, on all its machines, by name."""
+    """Return the live processes of a run on all its machines, sorted by name."""
     try:
         cards = list((run_dir / PROCESSES_DIR).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -193,7 +192,7 @@ def holders(run_dir: Path) -> list[Holder]:
 
 
 def in_use(run_dir: Path) -> str:
-    """The sentence about a directory whose run lives."""
+    """Return the error message for a directory whose run is alive."""
     living = holders(run_dir)
     who = format_holders(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
     return (
@@ -202,21 +201,21 @@ def in_use(run_dir: Path) -> str:
 
 
 def _describe_sole_holder(run_dir: Path, card: Path) -> str:
-    """The sentence about a name that another process has."""
+    """Return the error message for a name that another process has."""
     holder = _read_live_holder(card)
     who = format_holders([holder]) if holder else f"whoever has {card} locked"
     return f"{run_dir} is served already, by {who}; `{shell_command('stop', run_dir)}` ends the run"
 
 
 def format_holders(living: list[Holder]) -> str:
-    """ "coordinator (pid 7), node-0 (pid 8)", with the host of what is not here."""
+    """Return "coordinator (pid 7), node-0 (pid 8)", with the host of remote processes."""
     return ", ".join(
         f"{each.name} (pid {each.pid}{'' if each.local else f' on {each.host}'})" for each in living
     )
 
 
 def _read_live_holder(card: Path) -> Holder | None:
-    """The process that wrote the card, if it still has it locked."""
+    """Return the process that wrote the card, if it still has it locked."""
     try:
         fd = os.open(card, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -242,7 +241,7 @@ def _open(run_dir: Path, flags: int) -> int:
 
 
 def _wait_for_share(fd: int, run_dir: Path) -> None:
-    """Wait for our share; a process that has the whole has it for one renaming."""
+    """Wait for a share; a process that moves the directory holds all for one rename."""
     try:
         shared = _wait_for(fd, fcntl.LOCK_SH, MOVE_WAIT_S)
     except OSError as error:
@@ -273,9 +272,9 @@ def _wait_for(fd: int, kind: int, wait_s: float) -> bool:
 
 
 def try_lock(fd: int, kind: int) -> bool:
-    """Lock an open file without waiting; False: others have it in a way that forbids this.
+    """Lock an open file without waiting; return whether that succeeded.
 
-    OSError of a file system that has no locks.
+    OSError on a file system without locks.
     """
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)

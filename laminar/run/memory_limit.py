@@ -1,10 +1,10 @@
-"""How much memory the processes of this machine may take together.
+"""The memory that the processes of this machine may use together.
 
-Reads   the size of the machine's memory; the limits of our control group, of version 1 or 2
+Reads   the machine's memory size; the limits of the control group, version 1 or 2
 Gives   memory_limit
 
-A container has a limit of its own, which the machine's figures do not show: a process above it is
-killed without a word.
+A container may have a lower limit than the machine's figures show; the kernel kills a process
+that exceeds it without any message.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = OWN) -> int:
-    """The memory that this process may take, in bytes."""
+    """Return the memory that this process may use, in bytes."""
     return min([int(psutil.virtual_memory().total), *_read_limits(root, own)])
 
 
 def _read_limits(root: Path, own: Path) -> Iterator[int]:
-    """The limits of our control group and all above it; "max" is none."""
+    """Yield the limits of this process's control group and all its parents; "max" means none."""
     for file in _list_limit_files(root, own):
         try:
             text = file.read_text().strip()
-        except OSError:  # there is no such group here, or it has no limit
+        except OSError:  # no such group here, or no limit
             continue
         if text.isdigit():
             yield int(text)

@@ -1,6 +1,6 @@
-"""A process that ends when its parent does, however that ended.
+"""A process that ends when its parent does, however the parent ended.
 
-Linux only (prctl(2), PR_SET_PDEATHSIG): elsewhere nothing happens.
+Linux only (prctl(2), PR_SET_PDEATHSIG); a no-op elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ _libc = ctypes.CDLL(None)  # loaded before any fork: a child does as little as i
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL for this process when the thread that forked or has adopted it is gone. `parent` is
-    the pid that it is to have, where it is known: one that has ended before is noticed, too."""
+    """Have this process killed (SIGKILL) when the thread that forked or adopted it ends.
+
+    `parent`: the expected parent pid, if known, to detect a parent that has ended already."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid() if parent is None else parent

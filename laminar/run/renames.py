@@ -1,14 +1,13 @@
-"""Files and directories that get their name when they are whole: the one place that renames.
+"""Atomic writes: files and directories that get their name when complete. All renames are here.
 
 Writes  .NAME.PID, then NAME
 Raises  OSError from the disk
 
-Readers see what had the name before, or the new content, never half of it. Only a durable renaming
-says more: after a power cut there is one of the two. For that the content is on the disk before it
-has its name, and the directory's entries are before anybody hears of it. What is made anew by the
-next process, or can be made again by a command, need not be durable, and costs no sync.
+Readers see the old content or the new, never a part. Only a durable rename also survives a power
+cut: the content is synced before the rename, and the directory before the call returns. A file
+that the next process rewrites, or that a command can regenerate, is written without sync.
 
-Nothing else in this package renames by hand (tests/test_renames.py, and ruff's TID251).
+No other module of this package renames (tests/test_renames.py, and ruff's TID251).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool) -> None:
-    """Give the file this content; where that fails, nothing of it is left."""
+    """Write a file atomically; a failure leaves nothing behind."""
     new = get_temp_path(path)
     try:
         new.write_bytes(data)
@@ -26,18 +25,17 @@ def write_whole(path: Path, data: bytes, *, durable: bool) -> None:
             sync(new)
         rename(new, path, durable=durable)
     except OSError:
-        new.unlink(missing_ok=True)  # a full disk needs the room
+        new.unlink(missing_ok=True)  # a full disk needs the space
         raise
 
 
 def get_temp_path(path: Path) -> Path:
-    """Where this process makes what is to be `path`."""
+    """Return the temporary name under which this process writes `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def rename(old: Path, new: Path, *, durable: bool) -> None:
-    """Rename a file, in the place of one that had the name. The content of `old` is synced already,
-    where it is to be durable; afterwards so is its name."""
+    """Rename a file and replace any previous `new`; if `durable`, `old` must be synced already."""
     os.replace(old, new)  # noqa: TID251
     if durable:
         for parent in dict.fromkeys((new.parent, old.parent)):
@@ -45,7 +43,7 @@ def rename(old: Path, new: Path, *, durable: bool) -> None:
 
 
 def sync(path: Path) -> None:
-    """What this file or directory holds is on the disk on return."""
+    """Sync a file or directory to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -1,13 +1,13 @@
-"""The secret of a run: who can read it is let in by the run's processes, and nobody else is.
+"""The secret of a run: only processes that can read it may connect to the run's processes.
 
 Reads   RUN/secret
 Writes  RUN/secret: 32 random bytes that only its owner can read
 Gives   make_secret, make_missing_secret; read_secret, which raises ConfigError; Secret, from which
         all keys are derived
 
-Whatever makes a run directory makes the secret; the user does nothing. A key is derived for each
-use, so that none of them tells anything of another. The secret says which run a process is of, not
-which role it has: all processes of a run have one owner, who can read everything of it.
+The command that makes a run directory also makes the secret; the user does nothing. Each use has a
+separate derived key, so that no key reveals another. The secret proves which run a process belongs
+to, not its role: all processes of a run have one owner, who can read everything in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECRET_BYTES = 32
 
 
 class Secret:
-    """The bytes of one run's secret. Neither they nor a key is shown when it is printed."""
+    """The bytes of one run's secret; hidden, as are its keys, when printed."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -37,12 +37,12 @@ class Secret:
         return "Secret(***)"
 
     def derive_key(self, use: str) -> bytes:
-        """32 bytes for one use, whose name has at most 16 characters."""
+        """Derive 32 bytes for one use, whose name has at most 16 characters."""
         return hashlib.blake2b(self._content, digest_size=32, person=use.encode()).digest()
 
     @property
     def run_id(self) -> str:
-        """The run's identity on every machine, wherever its directory is mounted; no secret."""
+        """The run's public identity, the same wherever its directory is mounted."""
         return self.derive_key("run")[:8].hex()
 
 
@@ -51,20 +51,20 @@ def make_secret(run_dir: Path) -> None:
     path = run_dir / SECRET_FILE
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
-        os.fchmod(fd, 0o600)  # whatever the umask took away
+        os.fchmod(fd, 0o600)  # independent of the umask
         file.write(secrets.token_bytes(SECRET_BYTES))
     sync(path)
     sync(run_dir)
 
 
 def make_missing_secret(run_dir: Path) -> None:
-    """Give a run that goes on a secret where it has none; OSError of the disk."""
+    """Give a resumed run a secret if it has none; OSError of the disk."""
     with contextlib.suppress(FileExistsError):
         make_secret(run_dir)
 
 
 def read_secret(run_dir: Path) -> Secret:
-    """The secret of a run; ConfigError if there is none, or if others could have read it."""
+    """Read the secret of a run; ConfigError if it is missing or others could have read it."""
     path = run_dir / SECRET_FILE
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
-"""A function of the user that a setting names as path.py:name, and what is said when it fails.
+"""User functions that a setting names as path.py:name, and the error messages when they fail.
 
 Reads   the user's Python file
-Gives   UserFunction, file_digests; describe, an exception of the user's code in one line
+Gives   UserFunction, file_digests; describe_error, an exception of the user's code in one line
 Raises  ConfigError, which names the setting, the file and the fix
 """
 
@@ -19,11 +19,11 @@ from laminar.config import ConfigError
 
 DETAIL_CHARS = 240
 HERE = Path(__file__).parent.parent
-"""What calls a function is not where it went wrong."""
+"""The package's own directory; its stack frames are not the origin of a user's error."""
 
 
 class UserFunction:
-    """A function of the user whose exceptions are mistakes of the user."""
+    """A user function; its exceptions are reported as the user's mistakes."""
 
     def __init__(self, key: str, path: Path, name: str, function: Callable[..., Any]) -> None:
         self.key, self.path, self.name = key, path, name
@@ -34,7 +34,7 @@ class UserFunction:
         return f"{self.key}: {self.name} of {self.path}"
 
     def __call__(self, *arguments: Any) -> Any:
-        """Raises ConfigError with what the function raised, and its line."""
+        """Call the function; ConfigError with its exception and line."""
         try:
             return self.function(*arguments)
         except Exception as error:
@@ -44,7 +44,7 @@ class UserFunction:
 
 
 def file_digests(named: Mapping[str, str]) -> dict[str, str]:
-    """Of the files of such functions, by setting; `named`: path.py:name. Raises ConfigError."""
+    """Return the digest of each file by setting; `named`: path.py:name. Raises ConfigError."""
     found = {}
     for key, reference in named.items():
         try:
@@ -59,7 +59,7 @@ def _digest_file(path: Path) -> str:
 
 
 def load_user_function(key: str, reference: str, names: Iterable[str] = ()) -> UserFunction:
-    """Import what the setting `key` names; `names`: what it may be besides. Raises ConfigError."""
+    """Import the function that setting `key` names; `names`: valid built-in names. ConfigError."""
     file, _, name = reference.rpartition(":")
     path = Path(file)
     if not file or not path.is_file():
@@ -71,7 +71,7 @@ def load_user_function(key: str, reference: str, names: Iterable[str] = ()) -> U
         raise ConfigError(f"{key}: {path} is not a Python file")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that a helper beside the file shadows no library
+        sys.path.append(folder)  # last, so that a helper in the folder shadows no library
     module = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)
@@ -87,7 +87,7 @@ def load_user_function(key: str, reference: str, names: Iterable[str] = ()) -> U
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """One short line: type, message, and the place in the user's file (else the innermost)."""
+    """Return one short line: type, message, line in the user's file (else the innermost)."""
     lines = str(error).strip().splitlines()
     text = type(error).__name__ + (f": {lines[0]}" if lines else "")
     stack = traceback.extract_tb(error.__traceback__)
