@@ -1,10 +1,10 @@
-"""Addresses of this machine: what a server binds for what the user wrote, and who can reach it.
+"""Addresses of this machine: the address a server binds for a setting, and who can reach it.
 
 Reads   the machine's interfaces, names and routes; its boot id
 Gives   own_ip, ip_of, route_to, is_loopback, check_reachable, MACHINE
 Raises  ConfigError with one sentence for a user
 
-Addresses are IPv4; what has none is refused by its name.
+Addresses are IPv4; a name or interface that only has IPv6 is rejected.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import psutil
 from laminar.config import ConfigError
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-"""Processes with the same one have the same kernel, and can share its loopback addresses."""
+"""The kernel's boot id; processes with the same id can share loopback addresses."""
 AUTO = "auto"
-"""A host that means this machine by its name, for a run that does not know yet where it will be."""
+"""A host setting that stands for this machine's name, if the machine is not known in advance."""
 _SIOCGIFADDR = 0x8915
 
 
 def own_ip(host: str, key: str) -> str:
-    """The IPv4 address of this machine that `host`, an address, a name or an interface, means.
+    """Resolve `host` (address, name or interface) to an IPv4 address of this machine.
 
-    `key`: the setting or option, for the sentence of a ConfigError.
+    `key`: the setting or option that a ConfigError names.
     """
     ip = ip_of(host, key)
     with socket.socket(socket.AF_INET) as probe:
@@ -44,7 +44,7 @@ def own_ip(host: str, key: str) -> str:
 
 
 def ip_of(host: str, key: str) -> str:
-    """The same, where the address may be another machine's."""
+    """Resolve `host` to an IPv4 address, which may be another machine's; see own_ip."""
     name = own_name() if host == AUTO else host
     ip = _parse_address(name) or _of_interface(name) or _of_name(name)
     if ip is None and _has_ipv6(name):
@@ -63,7 +63,7 @@ def ip_of(host: str, key: str) -> str:
 
 
 def route_to(address: str) -> str:
-    """The address of this machine on the way to tcp://HOST:PORT; nothing is sent."""
+    """Return the local address that routes to tcp://HOST:PORT, without sending anything."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -77,16 +77,17 @@ def route_to(address: str) -> str:
 
 
 def own_name() -> str:
-    """This machine's name as the others know it: that of Slurm in a job, which may be another than
-    its host name."""
+    """Return this machine's name as other machines know it.
+
+    In a Slurm job that is Slurm's node name, which may differ from the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_reachable(ip: str, coordinator: str) -> None:
-    """ConfigError for servers on loopback in a run whose coordinator listens beyond it.
+    """Raise ConfigError if servers listen on loopback but the run's coordinator does not.
 
-    Other machines could reach the coordinator then, but neither relay nor store of this one; and
-    what they know of a relay is its address alone.
+    Other machines could then reach the coordinator, but not this node's relay and store; they know
+    a relay by its address only.
     """
     if ip.startswith("127.") and not is_loopback(coordinator):
         raise ConfigError(
@@ -97,7 +98,7 @@ def check_reachable(ip: str, coordinator: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether tcp://HOST:PORT is reached from its own machine only."""
+    """Return whether tcp://HOST:PORT can only be reached from its own machine."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return (_parse_address(host) or "").startswith("127.")
 
@@ -126,7 +127,7 @@ def _of_name(name: str) -> str | None:
 
 
 def _has_ipv6(host: str) -> bool:
-    """Whether it is an address, a name or an interface of IPv6; asked where it is none of IPv4."""
+    """Return whether a host that has no IPv4 address is an IPv6 address, name or interface."""
     of_interfaces = psutil.net_if_addrs().get(host, [])
     if any(each.family == socket.AF_INET6 for each in of_interfaces):
         return True

@@ -1,14 +1,14 @@
-"""Who may connect to a process of a run: who has the run's secret, and nobody else.
+"""Authentication between the processes of a run, by the run's secret.
 
 Reads   the secret of a run
-Gives   RunKeys: CURVE on a socket, of a server or of a client; next_event, of a socket's monitor;
-        why_refused, a sentence
+Gives   RunKeys: CURVE on a server's or client's socket; next_event, of a socket's monitor;
+        why_refused, an error message
 
-CURVE authenticates both ends and encrypts what passes. All servers of a run have one key pair, all
-clients another, both derived from its secret. A server without a ZAP handler lets in any key: so
-each process that has a server runs one, in a thread, and the domain is enforced, which refuses
-everybody where the handler is missing or has died. The thread begins with the first server, which
-is after a process was forked.
+CURVE authenticates both ends and encrypts the traffic. All servers of a run share one key pair, all
+clients another, both derived from its secret. A server without a ZAP handler admits any key, so
+each process with a server runs one in a thread. The domain is enforced, so that connections are
+refused if the handler is missing or has died. The thread starts with the first server, which is
+after a process was forked.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zmq.utils import z85
 from laminar.run.secret import Secret
 
 CURVE_BYTES = 33
-"""A message is so much longer on the wire than before it is encrypted."""
+"""Bytes that encryption adds to a message on the wire."""
 _ZAP = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _GATE_LOCK = threading.Lock()
 
 
 class RunKeys:
-    """The keys of one run's sockets; they are not shown when they are printed."""
+    """The keys of one run's sockets; hidden when printed."""
 
     def __init__(self, secret: Secret) -> None:
         self._domain = secret.run_id.encode()
@@ -41,7 +41,7 @@ class RunKeys:
         return "RunKeys(***)"
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Let this server, which is not bound yet, take clients of its run only."""
+        """Have this unbound server accept clients of its run only."""
         _get_gate().admit_clients(self._domain, z85.decode(self._client_public))
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._server)
@@ -49,14 +49,14 @@ class RunKeys:
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Let this client, which is not connected yet, talk to servers of its run only."""
+        """Have this unconnected client talk to servers of its run only."""
         socket.set(zmq.CURVE_SERVERKEY, self._server_public)
         socket.set(zmq.CURVE_PUBLICKEY, self._client_public)
         socket.set(zmq.CURVE_SECRETKEY, self._client)
 
 
 class _Gate:
-    """The ZAP handler of a process: libzmq asks it about each client that has shown its key."""
+    """The ZAP handler of a process: decides for libzmq which client keys to admit."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.context = context
@@ -75,7 +75,7 @@ class _Gate:
         except zmq.ContextTerminated:
             pass
         finally:
-            self._socket.close(0)  # without it everybody is refused, and nobody waits for an answer
+            self._socket.close(0)  # closed, it makes libzmq refuse clients at once
 
     def _answer_request(self, request: list[bytes]) -> list[bytes]:
         number, domain, mechanism, key = request[1], request[2], request[5], b"".join(request[6:])
@@ -88,7 +88,7 @@ _gates: list[_Gate] = []
 
 
 def _get_gate() -> _Gate:
-    """The one of this process and its context; a fork has a context of its own."""
+    """Return the gate of this process's context; a fork has a separate context."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with _GATE_LOCK:
         if not _gates or _gates[-1].context is not context:
@@ -97,14 +97,13 @@ def _get_gate() -> _Gate:
 
 
 FINAL_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""What a monitor tells of a handshake that failed: a client, which does not connect again, and a
-server, of a stranger."""
+"""Monitor events of a final refusal: a client gives up, or a server refused a stranger."""
 REFUSALS = FINAL_REFUSALS | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""What that of a client tells when it was not let in; without a detail the server may have died."""
+"""Monitor events of a client that was refused; without a detail the server may have died."""
 
 
 def next_event(monitor: zmq.Socket[bytes]) -> int:
-    """What the monitor of a socket tells; 0: nothing more."""
+    """Return the next event of a socket's monitor; 0 if there is none."""
     try:
         return int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
     except zmq.Again:
@@ -112,7 +111,7 @@ def next_event(monitor: zmq.Socket[bytes]) -> int:
 
 
 def why_refused(address: str, event: int) -> str:
-    """What the refusal of a handshake means, and its likely cause."""
+    """Explain a refused handshake and its likely cause."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         what = "refused this process, whose secret is not that of its run"
     elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -1,11 +1,11 @@
-"""The two ends of requests between processes, as the code that uses them sees them.
+"""The two ends of requests between processes, as protocols for the code that uses them.
 
 Reads   nothing
-Gives   Client and Server, the two ends; Serving, the time of a server; Request, Reply, RpcError,
-        Batch, Handler, FLUSH_S
+Gives   Client and Server, the two ends; ServingState, the lifetime of a server; Request, Reply,
+        RpcError, Batch, Handler, FLUSH_S
 
-The sockets under it are in net/rpc_client.py and net/rpc_server.py; an actor's logic loads none.
-The simulator has two ends of its own.
+The sockets are in net/rpc_client.py and net/rpc_server.py; an actor's logic imports neither. The
+simulator implements both ends itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Protocol
 
 import msgspec
 
-FLUSH_S = 2.0  #: how long a client that closes waits for acknowledgements
+FLUSH_S = 2.0  #: how long a closing client waits for acknowledgements
 
 Batch = list[tuple[str, int, bytes]]  #: (boot id of the peer, request id, body)
 
 
 class RpcError(RuntimeError):
-    """The server handled the request and refuses it; the text is the server's."""
+    """A refusal by the server, which handled the request; the text is the server's."""
 
 
 class Request(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -37,19 +37,22 @@ class Reply(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
 
 Handler = Callable[[Batch], list[bytes | RpcError | None]]
-"""One reply per request, in order; when it returns, all are durable. None for one that cannot be
-handled yet: it comes again, and with it all later ones of its peer."""
+"""Returns one reply per request, in order; all are durable on return.
+
+None: not possible yet; the request and all later ones of its peer are handed over again."""
 
 
 class Client(Protocol):
-    """Requests to one server, many at a time."""
+    """Concurrent requests to one server."""
 
     async def start(self) -> None:
-        """Begin to look for the server; does not wait for it."""
+        """Start to look for the server, without waiting for it."""
 
     async def call(self, body: bytes, timeout_s: float) -> bytes:
-        """The reply. RpcError: the server says no. TimeoutError: the request may still be handled.
-        LinkClosed: refused, closed or failed."""
+        """Send a request and return the reply.
+
+        RpcError: the server refused it. TimeoutError: the request may still be handled. LinkClosed:
+        the link was refused, was closed or failed."""
         ...
 
     async def close(self, flush_s: float = FLUSH_S) -> None:
@@ -57,28 +60,28 @@ class Client(Protocol):
 
 
 class Server(Protocol):
-    """Answers requests: one call of the handler with all that arrived together."""
+    """A server that answers all requests that arrived together with one call of its handler."""
 
     @property
     def address(self) -> str:
-        """Where others reach it."""
+        """The address at which other processes reach it."""
         ...
 
     async def start(self) -> None:
-        """Take requests from now on."""
+        """Start to accept requests."""
 
     def retry_held(self) -> None:
-        """What the handler could not handle yet is handed over to it now."""
+        """Hand held requests to the handler again now."""
 
     async def wait_closed(self) -> None:
         """Return after `close`; raise what the handler or a callback raised."""
 
     async def close(self) -> None:
-        """Take no more; what is not handled yet is asked again of the next server."""
+        """Stop; clients repeat unhandled requests to the next server."""
 
 
 class ServingState:
-    """The time in which a server serves: from its start to its close, or to what failed."""
+    """The lifetime of a server, from its start to its close or failure."""
 
     def __init__(self) -> None:
         self._closed: asyncio.Future[None] | None = None
@@ -87,11 +90,11 @@ class ServingState:
         self._closed = loop.create_future()
 
     def __bool__(self) -> bool:
-        """Whether it serves now."""
+        """Return whether the server is serving."""
         return self._closed is not None and not self._closed.done()
 
     def mark_ended(self, error: Exception | None) -> None:
-        """`error`: what failed. Only the first end counts."""
+        """End the lifetime, with the error that ended it, if any; only the first end counts."""
         if self._closed is None or self._closed.done():
             return
         if error is None:

@@ -1,13 +1,13 @@
-"""Client links in an event loop, and the actor's line to the coordinator.
+"""Client links in an event loop, and an actor's link to the coordinator.
 
-Reads   frames from a socket; the address file that a server writes next to the run
+Reads   frames from a socket; the address file that a server writes into the run directory
 Emits   bodies to callbacks, in order; events, gauges and heartbeats to the server
 
-The shell of `session` and `transport`: each turn drains the socket, hands over what came in
-order, and sends what the session says is due; the socket's slow tick drives resends and
-heartbeats. A server that falls silent is looked up again, because one that restarts may listen
-elsewhere. A callback that raises ends the shell and `wait_closed` raises what it raised: an actor
-that lost a command half-way must end, not go on.
+The I/O around `session` and `transport`: each turn drains the socket, delivers bodies in order and
+sends the frames that are due; a slow tick of the socket drives resends and heartbeats. The address
+of a silent server is looked up again, because it may have restarted elsewhere. A callback that
+raises ends the shell, and `wait_closed` raises the same exception: an actor that lost a command
+half-way must end.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from laminar.net.transport import ClientSocket
 from laminar.run.renames import write_whole
 
 GONE_S = 10.0
-"""A server that is started again is back sooner; one that is silent for longer is gone."""
+"""How long a server may be silent before it counts as gone; a restarted one is back sooner."""
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
 
 now_ns = time.monotonic_ns
 
 
 class AddressFile(msgspec.Struct):
-    """What we read of an address file; it may hold more."""
+    """The fields of an address file that are used; it may have more."""
 
     address: str
-    run_over: bool = False  #: of the coordinator's: it was the last one
-    machine: str = MACHINE  #: where the server is
+    run_over: bool = False  #: the coordinator's: it was the last one
+    machine: str = MACHINE  #: boot id of the server's machine
 
 
 def write_address(path: Path, address: str, **facts: str | int) -> None:
-    """Write an address file. OSError. After a power cut the next server writes it again, but those
-    that read it before must not find half of it."""
+    """Write an address file atomically and durably; OSError."""
     text = json.dumps({"address": address, "machine": MACHINE, **facts})
     write_whole(path, text.encode(), durable=True)
 
 
 def read_address(path: Path) -> str | None:
-    """The address in the file, None while there is no file; ConfigError for a malformed one, and
-    for a loopback address of another machine."""
+    """Return the address in a file; None if there is no file.
+
+    ConfigError if it is malformed, or is a loopback address of another machine."""
     found = _read(path)
     if found is None:
         return None
@@ -68,8 +68,7 @@ def read_address(path: Path) -> str | None:
 
 
 def coordinator_address(path: Path) -> str | None:
-    """The same of a coordinator, for one that joins the run; RunOver when it is too late for
-    that."""
+    """Return the coordinator's address for a process that joins; RunOver if the run has ended."""
     found = _read(path)
     if found is not None and found.run_over:
         raise RunOver("the run is over")
@@ -88,7 +87,7 @@ def _read(path: Path) -> AddressFile | None:
 
 
 class ClientShell:
-    """One client link on one socket in the running loop."""
+    """The I/O of one client link, on one socket in the running loop."""
 
     def __init__(
         self,
@@ -100,8 +99,10 @@ class ClientShell:
         keys: RunKeys,
         on_trouble: Callable[[str], None],
     ) -> None:
-        """`on_frame` is called after each frame, before the body that it may have completed;
-        `on_trouble` with a sentence, once, when the server does not let this process in."""
+        """Connect the link to a socket in the running loop.
+
+        `on_frame`: called after each frame, before the body that it may complete. `on_trouble`:
+        called once with a reason if the server refuses this process."""
         self.link = link
         self.bad_frames = 0
         self.turned = asyncio.Event()  #: set after each turn that received frames
@@ -121,13 +122,13 @@ class ClientShell:
         return self._socket.address
 
     def flush_soon(self) -> None:
-        """Send what is due after the running callback, together with what follows in it."""
+        """Send due frames after the running callback, together with what it still queues."""
         if not self._flush_due and not self.closed.done():
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     async def close(self, flush_s: float) -> int:
-        """Wait for acknowledgements, say Bye; how many messages stayed unacknowledged."""
+        """Wait for acknowledgements, say Bye; return the number of unacknowledged messages."""
         gone = self.link.silent_ns(now_ns()) > GONE_S * 1e9
         try:
             async with asyncio.timeout(0 if gone else flush_s):
@@ -165,7 +166,7 @@ class ClientShell:
             self._on_body(body)
 
     def _look_up(self) -> None:
-        """Find the server, and find it again when it is silent: it may listen elsewhere now."""
+        """Look up the server's address, and again when it is silent: it may have moved."""
         now, known = now_ns(), self._socket.address
         silent = self.link.silent_ns(now) > 2 * self._heartbeat_ns
         if silent or self.link.state is not LinkState.UP:
@@ -179,7 +180,7 @@ class ClientShell:
             self.link.request_hello()
 
     def _report_refusal(self) -> None:
-        """Say it and go on: the address may be of a server that is gone, and another run's now."""
+        """Report a refusal once and continue: another run's server may have the address."""
         reason = self._socket.find_refusal_reason()
         if reason and reason != self._told:
             self._told = reason
@@ -205,14 +206,14 @@ class ClientShell:
 
 
 def require_started(shell: ClientShell | None) -> ClientShell:
-    """The shell, or RuntimeError for a client that was never started."""
+    """Return the shell; RuntimeError if the client was never started."""
     if shell is None:
         raise RuntimeError("call start() first, in a running event loop")
     return shell
 
 
 class ControlClient:
-    """An actor's line to the coordinator: events out, commands in, found by the address file."""
+    """An actor's link to the coordinator: sends events, receives commands."""
 
     def __init__(
         self,
@@ -229,11 +230,13 @@ class ControlClient:
         keys: RunKeys,
         on_trouble: Callable[[str], None],
     ) -> None:
-        """`find_address`: None while there is none, ConfigError for one that is of no use;
-        `on_welcome(incarnation)`: at the first welcome and at each by another coordinator;
-        `on_refused(reason, again)`: once; nothing is sent or received after it; `again`: a new
-        process in the place of this one is welcome; `on_trouble(reason)`: what
-        listens on the address does not let this process in, which goes on trying."""
+        """Create a client that is not started.
+
+        `find_address`: None if there is none yet; ConfigError if it is unusable.
+        `on_welcome(incarnation)`: called at the first welcome and at each by another coordinator.
+        `on_refused(reason, again)`: called once; nothing is sent or received after it. `again`: a
+        new process may take this one's place. `on_trouble(reason)`: called if the server at the
+        address refuses this process, which keeps trying."""
         self._keys, self._on_trouble = keys, on_trouble
         self._find_address = find_address
         self._heartbeat_ms = heartbeat_ms
@@ -247,11 +250,11 @@ class ControlClient:
             info=info,
         )
         self._shell: ClientShell | None = None
-        self._seen = ("", LinkState.JOINING)  #: server boot and state that the owner knows of
+        self._seen = ("", LinkState.JOINING)  #: server boot and state last reported to the owner
 
     @property
     def incarnation(self) -> int:
-        """0 until the first welcome."""
+        """The incarnation of this process; 0 until the first welcome."""
         return self._link.incarnation
 
     @property
@@ -261,11 +264,11 @@ class ControlClient:
 
     @property
     def absent_ns(self) -> int:
-        """How long the coordinator has been silent."""
+        """Nanoseconds since the coordinator was last heard."""
         return self._link.silent_ns(now_ns())
 
     def send(self, body: bytes) -> int:
-        """Queue an event, give its number; OutboxFull: hold back, LinkClosed: refused or closed.
+        """Queue an event and return its number; OutboxFull: pause, LinkClosed: refused or closed.
 
         Events may be queued before `start` and during an outage.
         """
@@ -275,13 +278,13 @@ class ControlClient:
         return seq
 
     def send_gauge(self, body: bytes) -> None:
-        """Send a value that the next one replaces; forgotten when the coordinator is away."""
+        """Send a value that the next one replaces; dropped while the coordinator is away."""
         self._link.send_gauge(body)
         if self._shell is not None:
             self._shell.flush_soon()
 
     async def start(self) -> None:
-        """Begin to look for the coordinator and to join it; does not wait for either."""
+        """Start to look for the coordinator and to join it, without waiting for either."""
         self._shell = ClientShell(
             self._link,
             self._find_address,
@@ -297,7 +300,7 @@ class ControlClient:
         await asyncio.shield(require_started(self._shell).closed)
 
     async def close(self, flush_s: float = FLUSH_S) -> int:
-        """Wait at most `flush_s` for acknowledgements, say Bye; how many messages are lost."""
+        """Wait at most `flush_s` for acknowledgements, say Bye; return how many are missing."""
         return await require_started(self._shell).close(flush_s)
 
     def _handle_link_state(self) -> None:

@@ -1,7 +1,7 @@
-"""Open files: a server has one for each client, and the usual limit is lower than a large run.
+"""The limit of open files: a server needs one per client, large runs exceed the default.
 
 Reads   the limit of this process
-Writes  it: raised as far as its owner may
+Writes  the same limit, raised as far as permitted
 Gives   clients_allowed; check_room, which raises ConfigError
 """
 
@@ -13,11 +13,11 @@ from laminar.config import ConfigError
 from laminar.net.session import PEERS_MAX
 
 SPARE = 256
-"""Files of our own, and connections that are on their way to be refused with a reason."""
+"""Descriptors for this process's files, and for connections that are refused with a reason."""
 
 
 def clients_allowed() -> int:
-    """How many clients a server of this process can have, at most PEERS_MAX."""
+    """Return how many clients a server of this process can have, at most PEERS_MAX."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = PEERS_MAX + SPARE
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -27,7 +27,7 @@ def clients_allowed() -> int:
 
 
 def check_room(processes: int) -> None:
-    """Raises ConfigError if a run of so many processes cannot all connect to one server."""
+    """Raise ConfigError if a run of so many processes cannot all connect to one server."""
     allowed = clients_allowed()
     if processes <= allowed:
         return

@@ -1,11 +1,11 @@
-"""Frames: what one end of a link says to the other, and its bytes.
+"""Frames: the messages between the two ends of a link, and their encoding.
 
 Reads   bytes of a peer, at most `max_bytes`
-Gives   typed frames; WireError for any bytes that are not a frame that this peer may send
+Gives   typed frames; WireError for bytes that are not a frame that this peer may send
 
-A frame is a MessagePack map with its lower-case name under "type". Unknown fields are refused, and
-each side has its own decoder, so a frame that runs the wrong way is refused like garbage. The size
-is checked before anything is decoded.
+A frame is a MessagePack map with its lower-case name under "type". Unknown fields are rejected.
+Each side has a separate decoder, so a frame sent in the wrong direction is rejected like garbage.
+The size is checked before decoding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class Frame(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, t
 
 
 class Hello(Frame, frozen=True):
-    """Client: who I am. Repeated until welcomed, and whenever the server fell silent."""
+    """Client: identity. Repeated until welcomed, and whenever the server falls silent."""
 
     name: Name
     role: Name
     boot_id: Name
     incarnation: Count  #: 0 until a server assigned one
-    first_seq: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]  #: all below are acknowledged
+    first_seq: Annotated[
+        int, msgspec.Meta(ge=1, le=2**63 - 1)
+    ]  #: all lower numbers are acknowledged
     info: dict[Name, Text]
 
 
@@ -48,7 +50,7 @@ class Welcome(Frame, frozen=True):
 
 
 class Data(Frame, frozen=True):
-    """Either side: one numbered body, with the acknowledgement that is due anyway."""
+    """Either side: one numbered body, with a cumulative acknowledgement."""
 
     boot: Boot
     seq: Count
@@ -57,7 +59,7 @@ class Data(Frame, frozen=True):
 
 
 class Ack(Frame, frozen=True):
-    """Either side: everything up to `ack` arrived (at a server: and is processed)."""
+    """Either side: everything up to `ack` has arrived (at a server: and is processed)."""
 
     boot: Boot
     ack: Count
@@ -70,28 +72,27 @@ class Gauge(Frame, frozen=True):
 
 
 class Heartbeat(Frame, frozen=True):
-    """Client: I am alive; are you? Answered with Ack. With an empty boot it is the question of one
-    that does not join."""
+    """Client: request for an Ack; the boot is empty from a client that does not join."""
 
     boot: Boot
     ack: Count
 
 
 class Ask(Frame, frozen=True):
-    """Client without a link: an event of the user, asked once more until an Ack has come."""
+    """Client without a link: an event of the user, repeated until acknowledged."""
 
     body: bytes
 
 
 class Refused(Frame, frozen=True):
-    """Server: I accept nothing from you; the reason is for the user."""
+    """Server: the client is refused; the reason is for the user."""
 
     reason: Text
-    again: bool = False  #: you were silent for too long: a new process in your place is welcome
+    again: bool = False  #: refused for its silence; a new process may take its place
 
 
 class Bye(Frame, frozen=True):
-    """Client: I end; expect nothing more."""
+    """Client: the end of the link."""
 
 
 ClientFrame: TypeAlias = Hello | Data | Ack | Gauge | Heartbeat | Bye | Ask
@@ -100,7 +101,7 @@ ServerFrame: TypeAlias = Welcome | Data | Ack | Refused
 _encoder = msgspec.msgpack.Encoder()
 _client_frames: msgspec.msgpack.Decoder[ClientFrame] = msgspec.msgpack.Decoder(ClientFrame)
 _server_frames: msgspec.msgpack.Decoder[ServerFrame] = msgspec.msgpack.Decoder(ServerFrame)
-#: What a typed decoder raises on hostile bytes; the last two are not msgspec's own.
+#: Exceptions of a typed decoder on hostile bytes; the last two are not msgspec's.
 BAD_BYTES = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -109,7 +110,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode_client(frame: bytes, max_bytes: int) -> ClientFrame:
-    """A frame that a client may send; anything else is a WireError."""
+    """Decode a frame that a client may send; WireError for anything else."""
     _check_size(frame, max_bytes)
     try:
         return _client_frames.decode(frame)
@@ -118,7 +119,7 @@ def decode_client(frame: bytes, max_bytes: int) -> ClientFrame:
 
 
 def decode_server(frame: bytes, max_bytes: int) -> ServerFrame:
-    """A frame that a server may send; anything else is a WireError."""
+    """Decode a frame that a server may send; WireError for anything else."""
     _check_size(frame, max_bytes)
     try:
         return _server_frames.decode(frame)

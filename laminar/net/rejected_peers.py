@@ -1,9 +1,9 @@
-"""Strangers that a server sends away: the first one is told of at once, all later ones seldom.
+"""Rate-limited reports of strangers that a server rejects: the first at once, later ones rarely.
 
-Reads   how many there were
-Gives   Strangers
+Reads   the number of rejected connections
+Gives   RejectedPeers
 
-Whoever can reach a port can connect as often as he likes, and must not fill a log by it.
+Anyone who can reach a port can connect as often as they like, and must not fill the log with it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 APART_S = 60.0
-"""The time between two sentences."""
+"""Minimum time between two reports."""
 
 
 class RejectedPeers:
-    """The strangers of one server; pure, the time is handed in."""
+    """The rejected strangers of one server; pure, the time is passed in."""
 
     def __init__(self, address: str, tell: Callable[[str], object]) -> None:
         self._address, self._tell = address, tell
         self._untold, self._next_s = 0, float("-inf")
 
     def record_rejected(self, count: int, now_s: float) -> None:
-        """So many more were sent away."""
+        """Count rejected connections and report them if a report is due."""
         self._untold += count
         if self._untold == 0 or now_s < self._next_s:
             return

@@ -1,11 +1,11 @@
-"""The asking end of request and reply over a session: each request is awaited by its caller.
+"""The client end of request and reply over a session: each request is awaited by its caller.
 
 Reads   replies
 Emits   requests
 Raises  RpcError, TimeoutError, LinkClosed
 
-A request may be handled again after a restart of either side: the session makes it at least once,
-and what a server took and never answered is asked again of its successor.
+A request may be handled twice after a restart of either side: the session delivers at least once,
+and requests that a server acknowledged but never answered are sent again to its successor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class _Call(msgspec.Struct, eq=False):
-    """A request without its reply yet."""
+    """A request without a reply so far."""
 
     body: bytes  #: the encoded Request
     reply: asyncio.Future[bytes]
@@ -35,7 +35,7 @@ class _Call(msgspec.Struct, eq=False):
 
 
 class RpcClient:
-    """Requests to one server, many at a time, each awaited by its caller."""
+    """Concurrent requests to one server, each awaited by its caller."""
 
     def __init__(
         self,
@@ -50,9 +50,11 @@ class RpcClient:
         on_trouble: Callable[[str], None],
         max_message: int = FRAME_BYTES_MAX,
     ) -> None:
-        """`find_address`: asked until it knows one, and again when the server is silent.
-        `server`: what error messages call the other side. `on_trouble`: takes a sentence when the
-        server does not let this process in."""
+        """Create a client that is not started.
+
+        `find_address`: called until it returns an address, and again when the server is silent.
+        `server`: its name in error messages. `on_trouble`: called with a reason if the server
+        refuses this process."""
         self._keys, self._on_trouble = keys, on_trouble
         self._find_address = find_address
         self._server = server
@@ -69,10 +71,12 @@ class RpcClient:
         self._calls: dict[int, _Call] = {}
         self._last_id = 0
         self._server_boot = ""
-        self._again: deque[int] = deque()  #: requests that a former server took and never answered
+        self._again: deque[int] = (
+            deque()
+        )  #: requests that a former server acknowledged and never answered
 
     async def start(self) -> None:
-        """Begin to look for the server and to join it; does not wait for either."""
+        """Start to look for the server and to join it, without waiting for either."""
         self._shell = ClientShell(
             self._link,
             self._find_address,
@@ -85,9 +89,9 @@ class RpcClient:
         self._shell.closed.add_done_callback(self._handle_closed)
 
     async def call(self, body: bytes, timeout_s: float) -> bytes:
-        """The reply. Waits while the outbox is full.
+        """Send a request and return the reply; wait while the outbox is full.
 
-        Raises RpcError (the server says no), TimeoutError, LinkClosed (refused, closed, failed),
+        Raises RpcError (the server refuses it), TimeoutError, LinkClosed (refused, closed, failed),
         ValueError (`body` exceeds max_message). After a timeout the request may still be handled.
         """
         shell = require_started(self._shell)
@@ -139,7 +143,7 @@ class RpcClient:
         self._resend_calls()
 
     def _resend_calls(self) -> None:
-        """A server that died between its acknowledgement and its reply left these open."""
+        """Send requests again that a server acknowledged but died before answering."""
         while self._again:
             call = self._calls.get(self._again[0])
             try:

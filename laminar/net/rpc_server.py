@@ -1,12 +1,12 @@
-"""The answering end of request and reply over a session: it commits in groups.
+"""The server end of request and reply over a session, with group commit.
 
 Reads   requests of peers
 Emits   replies, and which processes were lost
 
-A server takes the requests of one turn together, so that a store makes them durable with one
-commit; they are acknowledged and answered after it. A request may reach the handler again after a
+A server handles the requests of one turn together, so that a store makes them durable with one
+commit; then they are acknowledged and answered. A request may reach the handler twice after a
 restart of either side (rpc_client.py), so handling must be idempotent. A handler that raises ends
-the server, `wait_closed` raises what it raised, and nothing of that turn is acknowledged or
+the server: `wait_closed` raises the same exception, and nothing of that turn is acknowledged or
 answered.
 """
 
@@ -36,7 +36,7 @@ from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 
 RETRY_MS = 250
-"""The pause before a request that could not be handled yet is handed over again."""
+"""The pause before a request that could not be handled is handed over again."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -45,14 +45,14 @@ _Key = tuple[str, str]  #: name and boot id of a peer
 
 
 class _Peer:
-    """One client of an RpcServer."""
+    """A client of an RpcServer."""
 
     def __init__(self, link: ServerLink, route: bytes) -> None:
         self.key = (link.name, link.boot_id)
         self.link = link
         self.route = route  #: routing id of its newest connection
         self.requests: deque[tuple[int, Request]] = deque()  #: (number on the link, request)
-        self.replies: deque[bytes] = deque()  #: that its outbox had no room for
+        self.replies: deque[bytes] = deque()  #: for which its outbox had no room
 
     def flush(self) -> None:
         """Queue replies while there is room; a refused client gets none."""
@@ -65,7 +65,7 @@ class _Peer:
 
 
 class RpcServer:
-    """Answers requests: one call of the handler per turn, with all that arrived in it."""
+    """A server that calls its handler once per turn with all requests that arrived in it."""
 
     def __init__(
         self,
@@ -80,8 +80,10 @@ class RpcServer:
         max_message: int = FRAME_BYTES_MAX,
         on_stranger: Callable[[str], object] = lambda told: None,
     ) -> None:
-        """`on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`;
-        `on_stranger`: as of a ServerSocket."""
+        """Bind the server's socket.
+
+        `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`. `on_stranger`:
+        see ServerSocket."""
         self._socket = ServerSocket(host, port, keys, max_message, on_stranger)
         self._limits = Limits(max_frame=max_message)
         self._handle_batch = handle_batch
@@ -90,21 +92,19 @@ class RpcServer:
         self._on_peer_lost = on_peer_lost
         self._peers: dict[_Key, _Peer] = {}  #: by name and boot id
         self._routes: dict[bytes, _Peer] = {}
-        self._awake: dict[_Key, None] = {}  #: peers that this turn is about
-        self._wakeups = Wakeups[_Key]()  #: of peers whose link has something to resend
+        self._awake: dict[_Key, None] = {}  #: peers to attend to in this turn
+        self._wakeups = Wakeups[_Key]()  #: of peers with something to resend
         self._held: dict[_Key, None] = {}  #: peers with a request that could not be handled yet
         self._peers_max = clients_allowed()
         self._links_made = 0
         self._looked_ns = now_ns()
-        self._next_look_ns = (
-            self._looked_ns + self._lease_ns
-        )  #: no lease of the present peers ends before
+        self._next_look_ns = self._looked_ns + self._lease_ns  #: no present lease ends before
         self._serving = ServingState()
         self.bad_frames = 0
 
     @property
     def address(self) -> str:
-        """tcp://host:port"""
+        """The address, as tcp://host:port."""
         return self._socket.address
 
     async def start(self) -> None:
@@ -117,13 +117,13 @@ class RpcServer:
         await self._serving.wait_closed()
 
     def retry_held(self) -> None:
-        """What could not be handled yet is handed over now, and not in RETRY_MS."""
+        """Hand held requests to the handler now instead of after RETRY_MS."""
         if self._serving:
             self._awake.update(self._held)
             self._run_turn()
 
     async def close(self) -> None:
-        """Stop listening; what is not handled yet is asked again of the next server."""
+        """Stop listening; clients repeat unhandled requests to the next server."""
         self._end_serving(None)
 
     def _run_turn(self) -> None:
@@ -153,10 +153,10 @@ class RpcServer:
             self._awake[peer.key] = None
 
     def _connect_peer(self, route: bytes, frame: bytes, now: int) -> _Peer | None:
-        """A new connection: of a new client, or of one that we know and that reconnected."""
+        """Assign a new connection to its client, which may be new or may have reconnected."""
         hello = decode_client(frame, self._limits.max_frame)
         if not isinstance(hello, Hello):
-            return None  # from before our start: its sender will say Hello when it gets no answer
+            return None  # sent before our start: the sender will say Hello when it gets no answer
         peer = self._peers.get((hello.name, hello.boot_id))
         if peer is None and len(self._peers) >= self._peers_max:
             self._socket.send(route, encode(Refused(describe_client_limit(self._peers_max))))
@@ -194,7 +194,7 @@ class RpcServer:
                 peer.link.refuse_client(f"a message is not a request: {error}")
 
     def _handle_requests(self) -> None:
-        """Hand all waiting requests to the handler, but none of a peer that does not read."""
+        """Hand all waiting requests to the handler, except of peers that read no replies."""
         taken: list[tuple[_Peer, int, Request]] = []
         for peer in self._select_known(self._awake):
             peer.flush()
@@ -235,10 +235,10 @@ class RpcServer:
         return [self._peers[key] for key in keys if key in self._peers]
 
     def _judge_silence(self, now: int) -> None:
-        """Called when the socket was seen empty: what a peer has sent by now was read.
+        """Drop peers whose lease ended; the socket must be empty, so that all they sent was read.
 
-        Messages and pauses of our own only put off the end of a lease, and a new peer has a whole
-        lease: so no peer is looked at before the first of the present leases can have ended.
+        Messages and this process's own pauses only extend leases, and a new peer has a whole lease:
+        so no peer needs a look before the first of the present leases can end.
         """
         paused = now - self._looked_ns > self._lease_ns // 3
         self._looked_ns = now

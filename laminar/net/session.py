@@ -1,32 +1,32 @@
-"""Sessions: numbered, acknowledged, resent and deduplicated messages over a link that loses some.
+"""Sessions: numbered, acknowledged, resent and deduplicated messages over a lossy link.
 
 Reads   frames (bytes) that a transport received, and the time in nanoseconds
-Gives   frames to send now, and bodies in order; WireError for any bytes that are not a legal frame
+Gives   frames to send now, and bodies in order; WireError for bytes that are not a legal frame
 
-A message queue drops what it held whenever a connection breaks, without notice, so
-delivery is ensured here. A link joins one client process (boot id) and one server. Each direction
-numbers its Data from 1; the receiver takes them in order, ignores what it had, waits where one is
-missing; acknowledgements are cumulative; the sender keeps a body until it is acknowledged and goes
-back to the first missing one after a timeout. A server acknowledges only what its owner declared
-`processed` (made durable). So delivery is at least once across restarts, exactly once and in order
+A message queue silently drops its content whenever a connection breaks, so delivery is ensured
+here. A link joins one client process (boot id) and one server. Each direction numbers its Data from
+1. The receiver accepts them in order, ignores duplicates and waits for a missing one;
+acknowledgements are cumulative. The sender keeps a body until it is acknowledged, and after a
+timeout resends from the first missing one. A server acknowledges only what its owner declared
+processed (made durable). Delivery is thus at least once across restarts, exactly once and in order
 within one pair of boots, and nothing is dropped in silence: a full outbox is an exception.
 
 Client link                                    | Server link (made by its owner from a Hello)
-state     what happens            becomes      | state    what happens            becomes
+state     event                   becomes      | state    event                   becomes
 --------  ----------------------  -----------  | -------  ----------------------  --------------
 joining   Welcome                 up           | up       Hello                   up, Welcome due
 joining   Refused                 refused      | up       Hello acked beyond us   refused
-up        Welcome, same server    up           | up       refuse()                refused
+up        Welcome, same server    up           | up       refuse_client()         refused
 up        Welcome, other server   up, its own  | up       Bye                     closed
                                   inbox, resend| refused  any frame               Refused due
 up        Refused                 refused      | closed   any frame               closed (ignored)
 any       close()                 closed, Bye  |
-refused   any frame               (ignored)    | The client's numbers go on across servers; a new
-closed    any frame               (ignored)    | server link numbers its own Data from 1.
+refused   any frame               (ignored)    | The client's numbers continue across servers; a
+closed    any frame               (ignored)    | new server link numbers its own Data from 1.
 
-`server_boot` names one server link. Sequenced frames carry it, because an acknowledgement that was
-meant for a server that died must not count for its successor, and a late frame of the ended one
-must not pass for the successor's. It must differ for every ServerLink ever made.
+`server_boot` names one server link. Sequenced frames carry it, because an acknowledgement for a
+dead server must not count for its successor, nor a late frame of the dead one pass for the
+successor's. It must differ for every ServerLink ever made.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from laminar.net.frames import (
 )
 
 PEERS_MAX = 16_384  #: clients of one server
-GAUGES_WAITING = 16  #: between two polls; the newest win
-SERVERS_KNOWN = 16  #: whose place in their numbers a client remembers
+GAUGES_WAITING = 16  #: between two polls; the newest are kept
+SERVERS_KNOWN = 16  #: server boots whose inboxes a client remembers
 
 MS = 1_000_000  #: nanoseconds
 NEVER_NS = 2**63 - 1  #: `next_due_ns` of a link that waits for nothing
@@ -64,11 +64,11 @@ RESEND_MIN_NS = 200 * MS  #: above a slow disk sync (130 ms seen), so that resen
 RESEND_MAX_NS = 2_000 * MS
 WINDOW_MESSAGES = 512  #: sent and unacknowledged: what a server drains in one turn
 WINDOW_BYTES = 4 * 1024 * 1024  #: bounds what one resend costs; a larger body goes alone
-FRAME_OVERHEAD = 1024  #: bytes of a frame besides its body, at most
+FRAME_OVERHEAD = 1024  #: bytes that a frame adds to its body, at most
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one link may hold."""
+    """Size limits of one link."""
 
     max_frame: int = FRAME_BYTES_MAX
     outbox_messages: int = 16_384
@@ -80,7 +80,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Bodies sent or waiting, until acknowledged; says which are due (go-back-n in a window)."""
+    """Unacknowledged bodies, sent or waiting; decides which are due (go-back-n in a window)."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -97,7 +97,7 @@ class Outbox:
         return len(self._bodies)
 
     def append(self, body: bytes) -> int:
-        """Keep `body`, give its number; OutboxFull, or ValueError for a body that never fits."""
+        """Keep `body` and return its number; OutboxFull, or ValueError if it never fits."""
         check_body(body, self._limits)
         full = len(self._bodies) >= self._limits.outbox_messages
         if full or (self._bodies and self._bytes + len(body) > self._limits.outbox_bytes):
@@ -126,18 +126,18 @@ class Outbox:
         self._resend_ns = now_ns + self._wait_ns if self._in_flight else NEVER_NS
 
     def mark_all_due(self) -> None:
-        """Everything unacknowledged is due again, at once: the server is another one."""
+        """Make all unacknowledged bodies due at once, for another server."""
         self._sent = self.first - 1
         self._flight_bytes = 0
         self._wait_ns = RESEND_MIN_NS
         self._resend_ns = NEVER_NS
 
     def is_ack_overdue(self, now_ns: int) -> bool:
-        """An acknowledgement is overdue."""
+        """Return whether an acknowledgement is overdue."""
         return now_ns >= self._resend_ns
 
     def take_due(self, now_ns: int) -> list[tuple[int, bytes]]:
-        """(number, body) of what must go now: what was never sent, or the window once more."""
+        """Return (number, body) of all due messages: unsent ones, or the window after a timeout."""
         if not self._bodies:
             return []
         if self.is_ack_overdue(now_ns):
@@ -171,7 +171,7 @@ class Outbox:
 
 
 class Inbox:
-    """Which number comes next, and what may be acknowledged."""
+    """The next expected number, and the acknowledgement that is due."""
 
     def __init__(self, last_seq: int = 0) -> None:
         self.delivered = last_seq
@@ -179,7 +179,7 @@ class Inbox:
         self.ack_due = False
 
     def accept_number(self, seq: int) -> bool:
-        """True: deliver it. What came before, or too early, is answered with a new Ack."""
+        """Return whether to deliver this number; a duplicate or an early one triggers an Ack."""
         if seq == self.delivered + 1:
             self.delivered = seq
             return True
@@ -187,29 +187,29 @@ class Inbox:
         return False
 
     def mark_processed(self, seq: int) -> None:
-        """Everything up to `seq` is processed; ValueError for what was never delivered."""
+        """Mark everything up to `seq` as processed; ValueError for an undelivered number."""
         if seq > self.delivered:
             raise ValueError(f"{seq} is declared processed, but {self.delivered} came last")
         self.processed = max(self.processed, seq)
         self.ack_due = True
 
     def skip_to(self, seq: int) -> None:
-        """A predecessor has acknowledged everything up to `seq`."""
+        """Start after `seq`, up to which a predecessor has acknowledged everything."""
         self.delivered = self.processed = seq
 
 
 def check_body(body: bytes, limits: Limits) -> None:
-    """ValueError for a body that the peer would never accept: resending it could not end."""
+    """Raise ValueError for a body that the peer would never accept, however often resent."""
     if len(body) > limits.max_body:
         raise ValueError(f"a body of {len(body)} bytes exceeds the limit of {limits.max_body}")
 
 
 class LinkClosed(ConnectionError):
-    """The link was refused or closed: nothing can be sent on it any more."""
+    """The link was refused or closed; it can send nothing more."""
 
 
 class RunOver(Exception):
-    """The coordinator has ended, and the run with it: nobody is to wait for another one."""
+    """The coordinator has ended, and the run with it; there is no successor to wait for."""
 
 
 class LinkState(StrEnum):
@@ -220,7 +220,7 @@ class LinkState(StrEnum):
 
 
 def describe_client_limit(clients: int) -> str:
-    """What is answered to a client that comes too late."""
+    """Return the refusal for a client beyond the limit."""
     return (
         f"{clients} clients are connected, more are not possible; start fewer processes, or raise "
         "the limit of open files where the server runs (ulimit -n)"
@@ -228,12 +228,12 @@ def describe_client_limit(clients: int) -> str:
 
 
 class _Link:
-    """What both ends share: the boxes, the state, and the sequenced frames that are due."""
+    """The common part of both ends: outbox, inbox, state, and the sequenced frames that are due."""
 
     def __init__(self, state: LinkState, server_boot: str, limits: Limits, now_ns: int) -> None:
         self.state = state
         self.reason = ""  #: why it was refused or closed
-        self.again = False  #: it was refused for its silence, and a new process is welcome
+        self.again = False  #: refused for its silence; a new process may take its place
         self.server_boot = server_boot
         self.limits = limits
         self.outbox = Outbox(limits)
@@ -241,13 +241,13 @@ class _Link:
         self._heard_ns = now_ns
 
     def send(self, body: bytes) -> int:
-        """Queue `body`, give its number; OutboxFull, LinkClosed, or ValueError if too large."""
+        """Queue `body` and return its number; OutboxFull, LinkClosed, ValueError: too large."""
         if self.state in (LinkState.REFUSED, LinkState.CLOSED):
             raise LinkClosed(f"the link is {self.state}: {self.reason}")
         return self.outbox.append(body)
 
     def silent_ns(self, now_ns: int) -> int:
-        """How long nothing was heard from the peer."""
+        """Return the nanoseconds since the peer was last heard."""
         return now_ns - self._heard_ns
 
     def _take_sequenced(self, now_ns: int) -> list[bytes]:
@@ -261,7 +261,7 @@ class _Link:
 
 
 class ClientLink(_Link):
-    """The connecting end. Owner: feed `receive`, send what `poll` gives, look at `state`."""
+    """The connecting end. Owner: feed `receive`, send the frames of `poll`, check `state`."""
 
     def __init__(
         self,
@@ -283,30 +283,30 @@ class ClientLink(_Link):
         self._heartbeat_ns = heartbeat_ns
         self._inboxes: dict[str, Inbox] = {}  #: by server boot, the current one last
         self._gauges: deque[bytes] = deque(maxlen=GAUGES_WAITING)
-        self._asked_ns = now_ns  #: when a frame that wants an answer went out last
+        self._asked_ns = now_ns  #: when a frame that wants an answer was last sent
         self._hello_ns = now_ns  #: when the next Hello is due
         self._hello_wait_ns = RESEND_MIN_NS
         self._bye_due = False
 
     def send_gauge(self, body: bytes) -> None:
-        """Send `body` with the next poll; forgotten if the link is not up."""
+        """Send `body` with the next poll; dropped if the link is not up."""
         check_body(body, self.limits)
         if self.state is LinkState.UP:
             self._gauges.append(body)
 
     def request_hello(self) -> None:
-        """The connection is a new one: say Hello with the next poll."""
+        """Send a Hello with the next poll, because the connection is new."""
         self._hello_ns = 0
         self._hello_wait_ns = RESEND_MIN_NS
 
     def close(self, reason: str = "closed by its owner") -> None:
-        """Say Bye with the next poll; what is unacknowledged is given up."""
+        """Say Bye with the next poll; unacknowledged bodies are abandoned."""
         self.reason = reason
         self._bye_due = self.state in (LinkState.JOINING, LinkState.UP)
         self.state = LinkState.CLOSED
 
     def receive(self, frame: bytes, now_ns: int) -> list[bytes]:
-        """Bodies to handle, in order (none or one); WireError for an illegal frame."""
+        """Return the bodies to handle, in order (none or one); WireError for an illegal frame."""
         message = decode_server(frame, self.limits.max_frame)
         if self.state in (LinkState.REFUSED, LinkState.CLOSED):
             return []
@@ -320,7 +320,7 @@ class ClientLink(_Link):
         return []
 
     def poll(self, now_ns: int) -> list[bytes]:
-        """Frames that must go now."""
+        """Return the frames that are due now."""
         if self.state is LinkState.JOINING:
             return self._make_hello(now_ns) if now_ns >= self._hello_ns else []
         if self.state is LinkState.UP:
@@ -330,7 +330,7 @@ class ClientLink(_Link):
         return frames
 
     def next_due_ns(self) -> int:
-        """When `poll` will give something if nothing else happens; 0: now."""
+        """Return when `poll` has a frame if nothing else happens; 0: now."""
         if self.state is LinkState.JOINING:
             return self._hello_ns
         if self.state is LinkState.UP:
@@ -350,8 +350,7 @@ class ClientLink(_Link):
         self._hello_ns, self._hello_wait_ns = NEVER_NS, RESEND_MIN_NS
 
     def _turn_to(self, server_boot: str) -> None:
-        """Another server than before, or, after a late Welcome of one that ended, the same
-        again."""
+        """Switch to the inbox of a server, new or (after a late Welcome) known before."""
         self.server_boot = server_boot
         self.inbox = self._inboxes.pop(server_boot, Inbox())
         self._inboxes[server_boot] = self.inbox
@@ -368,7 +367,7 @@ class ClientLink(_Link):
         return [message.body]
 
     def _poll_up(self, now_ns: int) -> list[bytes]:
-        # An overdue answer may mean that another server listens now: it must hear who we are.
+        # An overdue answer may mean that another server listens now, which needs a Hello.
         overdue = now_ns - self._asked_ns >= self._heartbeat_ns
         unanswered = overdue and self._heard_ns < self._asked_ns
         say_hello = unanswered or now_ns >= self._hello_ns or self.outbox.is_ack_overdue(now_ns)
@@ -399,8 +398,8 @@ class ClientLink(_Link):
 class ServerLink(_Link):
     """The accepting end of one client process.
 
-    Owner: make it from a Hello once the client is admitted, feed `receive`, call `processed` when
-    the bodies are durable, then send what `poll` gives to wherever the client was heard last.
+    Owner: make it from a Hello once the client is admitted, feed `receive`, call `mark_processed`
+    when the bodies are durable, then send the frames of `poll` to where the client was heard last.
     """
 
     def __init__(
@@ -413,8 +412,10 @@ class ServerLink(_Link):
         last_seq: int | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
     ) -> None:
-        """`last_seq`: the last number of this client that the owner has on record, 0 for a new
-        client; None for an owner without a record, which starts where the client says."""
+        """Create the link from a Hello.
+
+        `last_seq`: the last number of this client on the owner's record, 0 for a new client; None
+        for an owner without a record, which starts where the client says."""
         super().__init__(LinkState.UP, server_boot, limits, now_ns)
         self.name = hello.name
         self.role = hello.role
@@ -427,7 +428,7 @@ class ServerLink(_Link):
         self._resume_from(hello.first_seq)
 
     def receive(self, frame: bytes, now_ns: int) -> list[tuple[int, bytes]]:
-        """(number, body) to handle, in order; number 0 is a gauge. WireError if illegal."""
+        """Return (number, body) to handle, in order; number 0 is a gauge. WireError if illegal."""
         message = decode_client(frame, self.limits.max_frame)
         if self.state is not LinkState.UP:
             self._answer_due = self.state is LinkState.REFUSED
@@ -447,21 +448,20 @@ class ServerLink(_Link):
         return []
 
     def mark_processed(self, peer_seq: int) -> None:
-        """Everything up to `peer_seq` is durable: its acknowledgement may go out."""
+        """Mark everything up to `peer_seq` as durable, so that it may be acknowledged."""
         self.inbox.mark_processed(peer_seq)
 
     def refuse_client(self, reason: str, *, again: bool = False) -> None:
-        """Take nothing more from this client and tell it why, as often as it asks; `again`: another
-        process in its place is welcome."""
+        """Refuse this client and tell it why; `again`: a new process may take its place."""
         self.state, self._answer_due = LinkState.REFUSED, True
         self.reason, self.again = reason[:MAX_TEXT], again
 
     def reset_silence(self, now_ns: int) -> None:
-        """Count silence from now: the owner itself was paused and could not listen."""
+        """Measure silence from now: the owner itself was paused and could not listen."""
         self._heard_ns = now_ns
 
     def poll(self, now_ns: int) -> list[bytes]:
-        """Frames that must go now."""
+        """Return the frames that are due now."""
         frames = [self._make_answer()] if self._answer_due else []
         self._answer_due = False
         if self.state is LinkState.UP:
@@ -469,7 +469,7 @@ class ServerLink(_Link):
         return frames
 
     def next_due_ns(self) -> int:
-        """When `poll` will give something if nothing else happens; 0: now."""
+        """Return when `poll` has a frame if nothing else happens; 0: now."""
         if self._answer_due:
             return 0
         if self.state is not LinkState.UP:
@@ -488,7 +488,7 @@ class ServerLink(_Link):
         self._resume_from(hello.first_seq)
 
     def _resume_from(self, first_seq: int) -> None:
-        """The client forgot everything below `first_seq`: some server has acknowledged it."""
+        """Continue from `first_seq`; some server has acknowledged everything below it."""
         if first_seq <= self.inbox.delivered + 1:
             return
         if self._has_record:
@@ -513,4 +513,4 @@ class ServerLink(_Link):
 
 
 class OutboxFull(RuntimeError):
-    """The peer acknowledges more slowly than we send: hold back and try again."""
+    """The peer acknowledges more slowly than this end sends: pause and retry."""

@@ -4,22 +4,22 @@ Reads   frames of peers, from TCP
 Emits   frames to peers; ConfigError for an address that cannot be bound or connected
 Why     `zmq.asyncio` costs six times as much per message as a non-blocking drain when the socket's
         descriptor is readable. That descriptor is edge-triggered, and reading the socket's events
-        or sending consumes the edge, so after every callback and every send the events are looked
-        at again, and a slow tick covers what is missed all the same.
+        or sending consumes the edge. The events are therefore checked again after every callback
+        and every send, and a slow tick covers any edge that is still missed.
 
-Every socket has the keys of its run (auth.py): a stranger gets no frame in and sees none. A monitor
-tells a client that it was not let in, and a server that it sent one away.
+Every socket has the keys of its run (auth.py): a stranger can neither send nor receive frames. A
+monitor tells a client that it was refused, and a server that it refused one.
 
-Nothing here is reliable: a frame that a socket cannot take now, or that dies with a connection, is
-lost, and the session above sends it again. Routing ids are chosen by ZeroMQ (a second peer with
-the same explicit id would be ignored silently); who speaks is said inside the frames.
+Delivery is unreliable: a frame that a socket cannot take now, or that dies with a connection, is
+lost, and the session above resends it. Routing ids are chosen by ZeroMQ (it would silently ignore a
+second peer with the same explicit id); frames name their sender.
 
-A connection whose other side vanished without closing it is ended by probes: of ZeroMQ at a client,
-of the kernel at a server. ZeroMQ looks through all timers of all connections to clear one, so its
-heartbeats alone keep the server of ten thousand clients busy.
+Probes end a connection whose other side vanished without closing it: ZeroMQ's at a client, the
+kernel's at a server. ZeroMQ scans all timers of all connections to clear one, so its heartbeats
+alone would keep the server of ten thousand clients busy.
 
-When a server comes back, all clients connect at once. ZeroMQ lets 100 wait to be accepted; beyond
-that they try again, all of them, and of thousands some never get through.
+When a server comes back, all clients connect at once. ZeroMQ's default backlog is 100; beyond that
+all retry, and of thousands some never get through.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from laminar.net.frames import FRAME_BYTES_MAX
 from laminar.net.rejected_peers import RejectedPeers
 from laminar.net.session import PEERS_MAX
 
-HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` says False
-DRAIN_FRAMES = 512  #: of one turn, so that commands leave between two turns
+HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` returns False
+DRAIN_FRAMES = 512  #: per turn, so that commands leave between two turns
 SAFETY_TICK_S = 0.05
 RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 500
-PROBE_MS = 2_000  #: of a client: ZeroMQ's heartbeat, which ends a connection to a vanished server
+PROBE_MS = 2_000  #: of a client: ZeroMQ's heartbeat, to detect a vanished server
 PROBE_TIMEOUT_MS = 6_000
-REFUSALS_SAID = 3  #: a server that dies while it greets a client looks as if it refused it
-KEEPALIVE_S = 5  #: of a server: the kernel's probes, three in a row, end one to a vanished client
+REFUSALS_SAID = 3  #: a server that dies during a handshake looks as if it refused the client
+KEEPALIVE_S = 5  #: of a server: the kernel's probes; three in a row end the connection
 
 
 class _Socket:
-    """One ZeroMQ socket and its place in an event loop."""
+    """A ZeroMQ socket and its place in an event loop."""
 
-    _probes: tuple[tuple[int, int], ...]  #: options of this end
+    _probes: tuple[tuple[int, int], ...]  #: socket options of this end
 
     def __init__(self, kind: int, keys: RunKeys, max_message: int) -> None:
         self._kind, self._keys = kind, keys
@@ -77,7 +77,8 @@ class _Socket:
     def attach_loop(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         """Call `callback` when frames may have come, and at least every SAFETY_TICK_S.
 
-        It should drain; while frames are left it is called again, after other work of the loop.
+        It should drain the socket; it is called again while frames are left, after other work of
+        the loop.
         """
         self._loop, self._callback = loop, callback
         loop.add_reader(self.fileno, self._on_readable)
@@ -92,9 +93,9 @@ class _Socket:
         self._loop = None
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close; what is queued has `linger_ms` to leave, in the background.
+        """Close; queued frames have `linger_ms` to leave, in the background.
 
-        A port is free again some milliseconds later, or when the process has ended.
+        The port is free again some milliseconds later, or when the process has ended.
         """
         self.detach_loop()
         if self._monitor is not None:
@@ -131,7 +132,7 @@ class _Socket:
         return True
 
     def _receive_frame(self) -> bytes:
-        """The next part; a message of several parts is no frame of ours and becomes b""."""
+        """Receive the next part; return b"" for an (invalid) message of several parts."""
         frame = self._socket.recv(zmq.NOBLOCK)
         while self._socket.get(zmq.RCVMORE):
             self._socket.recv(zmq.NOBLOCK)
@@ -159,7 +160,7 @@ class _Socket:
 
 
 class PortTaken(ConfigError):
-    """Another process listens there."""
+    """Another process listens on the port."""
 
 
 class ServerSocket(_Socket):
@@ -180,9 +181,10 @@ class ServerSocket(_Socket):
         max_message: int = FRAME_BYTES_MAX,
         on_stranger: Callable[[str], object] = lambda told: None,
     ) -> None:
-        """Bind tcp://host:port (port 0: any free one); frames above `max_message` bytes end the
-        connection of their sender. PortTaken; ConfigError if the host is another's.
-        `on_stranger`: takes a sentence, now and then, while strangers try to connect."""
+        """Bind tcp://host:port (port 0: any free one); PortTaken, ConfigError: not our host.
+
+        A frame above `max_message` bytes ends the connection of its sender. `on_stranger`: called
+        with a report, at a limited rate, while strangers try to connect."""
         ip = own_ip(host, "coordinator.host")
         super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -197,7 +199,7 @@ class ServerSocket(_Socket):
         self._strangers = RejectedPeers(self.address, on_stranger)
 
     def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
-        """(routing id, frame) of what has arrived, at most `max_frames`."""
+        """Return (routing id, frame) of what has arrived, at most `max_frames`."""
         frames: list[tuple[bytes, bytes]] = []
         try:
             for _ in range(max_frames):
@@ -215,12 +217,12 @@ class ServerSocket(_Socket):
         super()._on_tick()
 
     def send(self, routing_id: bytes, frame: bytes) -> bool:
-        """False: the peer is gone or its queue is full; the session sends the frame again."""
+        """Send, and return False if the peer is gone or its queue full; the session sends again."""
         return self._send([routing_id, frame])
 
 
 class ClientSocket(_Socket):
-    """The connecting end: one server at a time, reconnected by ZeroMQ without end."""
+    """The connecting end: one server at a time, to which ZeroMQ reconnects indefinitely."""
 
     _probes = ((zmq.HEARTBEAT_IVL, PROBE_MS), (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS))
 
@@ -228,13 +230,13 @@ class ClientSocket(_Socket):
         super().__init__(zmq.DEALER, keys, max_message)
         self.address = ""  #: empty: not connected yet
         self._refusals = 0
-        self.given_up = False  #: ZeroMQ does not try again after a refusal with a reason
+        self.given_up = False  #: ZeroMQ does not retry after a refusal with a reason
 
     def connect(self, address: str) -> None:
         """Connect to "tcp://host:port", in place of any former server.
 
-        A new socket is taken, so that nothing from the former server can still arrive.
-        ConfigError for an address that is none.
+        A new socket is used, so that nothing from the former server can still arrive. ConfigError
+        for an invalid address.
         """
         loop = self._loop
         self.close()
@@ -253,7 +255,7 @@ class ClientSocket(_Socket):
             self.attach_loop(loop, self._callback)
 
     def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[bytes]:
-        """Frames that have arrived, at most `max_frames`."""
+        """Return the frames that have arrived, at most `max_frames`."""
         frames: list[bytes] = []
         try:
             for _ in range(max_frames):
@@ -263,8 +265,9 @@ class ClientSocket(_Socket):
         return frames
 
     def find_refusal_reason(self) -> str:
-        """Why the server does not let this end in; empty: it does, or does not answer. Without a
-        reason of its own it has refused REFUSALS_SAID times."""
+        """Return why the server refuses this end; empty if it does not, or does not respond.
+
+        A refusal without a reason counts only after REFUSALS_SAID times."""
         last = 0
         while self._monitor is not None and (event := next_event(self._monitor)):
             last = event
@@ -274,7 +277,7 @@ class ClientSocket(_Socket):
         return why_refused(self.address, last) if last and certain else ""
 
     def send(self, frame: bytes) -> bool:
-        """False: not connected, or the queue is full; the session sends the frame again."""
+        """Send, and return False if not connected or the queue is full; the session sends again."""
         return self._send([frame])
 
 

@@ -1,12 +1,12 @@
-"""What is asked of a run by its coordinator's socket, from any machine that sees the directory.
+"""Requests of a user to a running coordinator, from any machine that sees the run directory.
 
 Reads   RUN/coordinator.json, RUN/secret
-Emits   one event of the user to the coordinator, until that has it on its disk
-Gives   answers: whether a coordinator is there
-Raises  ConfigError with one sentence: the coordinator does not answer, or lets nobody in from here
+Emits   one event of the user to the coordinator, until that has it on disk
+Gives   send_user_event; is_coordinator_alive
+Raises  ConfigError with one sentence: the coordinator does not respond, or refuses connections
 
-A file of its own, because a client (net/client.py) is a process of the run, with a name and a place
-in its books; who only asks is none.
+Separate from net/client.py, whose clients are processes of the run with a name and a place in its
+books; a user's request has neither.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.secret import read_secret
 
 ANSWER_S = 20.0
-"""A coordinator that is started again, elsewhere perhaps, answers by then."""
+"""How long to wait for an answer; a restarted coordinator, even elsewhere, answers by then."""
 AGAIN_S = 1.0
 REACH_S = 3.0
-"""How long a connection may take to a machine that is there."""
+"""How long connecting to a live machine may take."""
 TURN_S = 5.0
-"""How long a living coordinator may take to its next turn."""
+"""How long a living coordinator may take until its next turn."""
 _POLL_S = 0.02
 
 
 def send_user_event(run_dir: Path, event: Event) -> None:
-    """Return when the coordinator of the run has logged the event."""
+    """Send an event of the user; return once the coordinator has logged it."""
     socket = ClientSocket(RunKeys(read_secret(run_dir)))
     frame = encode_frame(Ask(encode(event)))
     begun, again_s = time.monotonic(), 0.0
@@ -63,7 +63,7 @@ def send_user_event(run_dir: Path, event: Event) -> None:
 
 
 def is_coordinator_alive(address: str, keys: RunKeys) -> bool:
-    """Whether a coordinator of the run makes turns at this address. Waits for it, no loop runs."""
+    """Return whether a coordinator of the run responds at this address; blocks, needs no loop."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         create_connection((host, int(port)), REACH_S).close()
@@ -82,7 +82,7 @@ def is_coordinator_alive(address: str, keys: RunKeys) -> bool:
 
 
 def _look_up(socket: ClientSocket, run_dir: Path) -> None:
-    """Connect to where the coordinator listens now; a later one may listen elsewhere."""
+    """Connect to the coordinator's current address, which a restart may have changed."""
     address = read_address(run_dir / COORDINATOR_FILE)
     if address and address != socket.address:
         socket.connect(address)

@@ -1,11 +1,11 @@
-"""When links have something to do by themselves: a resend, an answer that is overdue.
+"""Timers of links: when each needs attention for a resend or an overdue answer.
 
-Reads   times in nanoseconds, of whatever clock the owner has
-Gives   Wakeups: the keys whose time has come, without a look at the others
+Reads   times in nanoseconds, of any clock
+Gives   Wakeups: the keys whose time has come, without scanning the others
 
-A server has ten thousand links and a turn concerns a few of them. A key may be in the heap more
-than once (its time moved forward) or in vain (its time moved back, or it is gone): who is woken
-looks at its link, and says again when it is due.
+A server has ten thousand links, and a turn concerns a few of them. A key may be in the heap several
+times (its time moved forward) or needlessly (its time moved back, or it is gone): the woken owner
+checks its link, and schedules the next wakeup.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Key = TypeVar("Key", str, tuple[str, str])
 
 
 class Wakeups(Generic[Key]):
-    """Keys by the time at which they want to be looked at."""
+    """Keys by the time of their next wakeup."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, Key]] = []
         self._earliest_ns: dict[Key, int] = {}  #: in the heap
 
     def schedule_wakeup(self, key: Key, at_ns: int) -> None:
-        """Have `due` name this key at that time, or before."""
+        """Have `take_due` return this key at that time, or before."""
         if at_ns < self._earliest_ns.get(key, NEVER_NS):
             self._earliest_ns[key] = at_ns
             heappush(self._heap, (at_ns, key))
 
     def take_due(self, now_ns: int) -> list[Key]:
-        """Keys whose time has come, in its order; they are not named again by themselves."""
+        """Return the keys whose time has come, in order, and forget them."""
         keys: list[Key] = []
         while self._heap and self._heap[0][0] <= now_ns:
             _, key = heappop(self._heap)
