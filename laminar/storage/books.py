@@ -1,12 +1,12 @@
-"""Reading a store database from outside: what an audit checks, while the store runs or after it.
+"""Read-only checks of a store database, for an audit during or after a run.
 
 Reads   store.sqlite and its payload files, in one read transaction; changes nothing
-Gives   the rows, and lists of problems, each one sentence; an empty list is a clean book
-Raises  ConfigError when the file is not there or is no store database
+Gives   the rows, and lists of problems, one sentence each; an empty list means no problem
+Raises  ConfigError if the file is missing or not a store database
 
-`check_integrity` needs only the file: every count and digest in it must agree with what it counts.
-What it cannot know is which trajectories there should be: the audit holds the rows against the
-account of another process, the event log. Together they notice the loss of any one row.
+`check_integrity` needs only the file: every count and digest in it must agree with the data. It
+cannot know which trajectories should exist; for that the audit compares the rows with another
+process's record, the event log. Together they detect the loss of any single row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from laminar.storage.tables import StoredChunk, Tables
 
 @contextmanager
 def open_tables(path: Path) -> Iterator[Tables]:
-    """The tables as of now; a store that goes on writing does not change what is read."""
+    """Open the tables as of now; a store that still writes does not change what is read."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name the store.sqlite of a run directory")
     with _connect_readonly(path) as db:
@@ -37,13 +37,13 @@ def open_tables(path: Path) -> Iterator[Tables]:
 
 
 def check_integrity(path: Path) -> list[str]:
-    """What in the database and its files contradicts itself."""
+    """Return the contradictions in a database and its files."""
     with open_tables(path) as tables:
         return find_contradictions(tables)
 
 
 def find_contradictions(tables: Tables) -> list[str]:
-    """The same of open tables."""
+    """Return the contradictions in open tables."""
     problems = tables.sqlite_problems() + _meta_problems(tables)
     removed = tables.removed_payloads()
     for row in tables.iter_rows():
@@ -75,7 +75,7 @@ def _meta_problems(tables: Tables) -> list[str]:
 
 
 def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
-    """The chunks must follow one another, belong to the attempt, and add up to the row."""
+    """Check that chunks are consecutive, belong to the attempt and add up to the row."""
     chunks = tables.stored_chunks(row.id)
     problems = _order_problems(row, chunks) + _source_problems(row, chunks)
     problems += _reward_problems(row) + _prompt_problems(tables, row)
@@ -106,8 +106,7 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
 
 
 def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
-    """Behind each turn that was answered there is one context, and no sampled token is missing
-    before it."""
+    """Check that each answered turn is followed by one context and misses no sampled token."""
     problems, count = [], sum(map(len, contexts.values())) // TOKEN_BYTES
     behind = [turn for turn in contexts if turn]
     if count != row.context_tokens or behind != list(range(1, row.turns + 1)):
@@ -125,8 +124,7 @@ def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
 def _read_problems(
     tables: Tables, row: Row, chunks: list[Chunk], contexts: dict[int, bytes]
 ) -> list[str]:
-    """Whenever an engine began, it was given to read the prompt and all that was sampled and
-    answered so far, token by token."""
+    """Check that engines were given the prompt and all earlier tokens, exactly, to begin from."""
     problems, read = [], xxhash.xxh3_128(contexts.get(0) or _prompt_ids(tables, row))
     for chunk in chunks:
         if chunk.segment and not chunk.offset:
@@ -141,8 +139,7 @@ def _read_problems(
 
 
 def _removed_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
-    """What contradicts a removal: only the counts of the payload are left, and nobody can need
-    it."""
+    """Check that a removed payload has kept its counts, and that the trajectory has ended."""
     problems = []
     counted = sum(chunk.num_tokens for chunk in chunks)
     if counted != row.num_tokens:
@@ -178,7 +175,7 @@ def _order_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
 
 
 def _source_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
-    """One placement has one replica; weights begin and end as the row says, and never get older."""
+    """Check that a placement has one replica, and that weights never get older."""
     known = [(chunk.placement, source) for chunk in chunks if (source := chunk.source)]
     if not known:
         return []
@@ -204,14 +201,14 @@ def _reward_problems(row: Row) -> list[str]:
 
 
 def _prompt_problems(tables: Tables, row: Row) -> list[str]:
-    """What was opened began with the token ids of its prompt."""
+    """Check that an opened trajectory has the token ids of its prompt."""
     if not row.attempt or _prompt_ids(tables, row):
         return []
     return [f"the {row.purpose} prompt {row.row_index} of trajectory {row.id} has no token ids"]
 
 
 def _prompt_ids(tables: Tables, row: Row) -> bytes:
-    """Token ids of the row's prompt; empty when they are not there."""
+    """Return the token ids of the row's prompt; empty if missing."""
     key = PromptKey(row.purpose, row.row_index)
     try:
         return tables.get_prompt_ids(key, tables.get_prompt(key) or b"")

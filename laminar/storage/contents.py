@@ -1,12 +1,12 @@
-"""What a learner is handed of a batch, as one digest.
+"""A digest of the content of a batch, as the learner receives it.
 
-Reads   samples as plain bytes and numbers: the trainer's are those that it hands to its learner,
-        an audit's those that it works out from the rows of the store
-Gives   Content, digest_of
+Reads   samples as plain bytes and numbers: the trainer's are those it hands to its learner, an
+        audit's are computed from the rows of the store
+Gives   Content, digest_batch
 
-Of both the same digest means that the learner had what the engines made: tokens and log-probs, who
-sampled which part of them with which weights, the reward of each sibling, and whether the response
-was cut off. It takes no part in how a batch is put together, so a mistake there cannot hide in it.
+Equal digests of both prove that the learner received what the engines made: tokens and log-probs,
+the replica and weights that sampled each part, the reward of each sibling, and whether the response
+was cut off. Batches are assembled without this module, so a mistake there cannot hide in it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from laminar.storage.rules import Span
 
 
 class Content(NamedTuple):
-    """One sample."""
+    """A sample."""
 
     trajectory_id: str
     group_id: str
-    prompt_ids: bytes  #: int32 little-endian, as are
-    tokens: bytes  #: of the response, the token that ended it included
-    logprobs: bytes  #: float32 little-endian, one to each token
+    prompt_ids: bytes  #: int32 little-endian, like `tokens`
+    tokens: bytes  #: of the response, including the token that ended it
+    logprobs: bytes  #: float32 little-endian, one per token
     reward: float
     temperature: float
-    truncated: bool  #: the engine stopped it at the longest response
+    truncated: bool  #: the engine stopped it at the maximum response length
     spans: tuple[Span, ...]
-    turns: tuple[int, ...] = ()  #: tokens of each, if there are several
-    contexts: tuple[bytes, ...] = ()  #: what was read between two of them
+    turns: tuple[int, ...] = ()  #: tokens of each turn, if there are several
+    contexts: tuple[bytes, ...] = ()  #: tokens read between two turns
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def digest_batch(batch: Iterable[Content]) -> str:
-    """xxh3_128 (hex) of the MessagePack arrays of the samples, in the order of the batch."""
+    """Return the xxh3_128 (hex) of the samples' MessagePack arrays, in the order of the batch."""
     state = xxhash.xxh3_128()
     for content in batch:
         state.update(_encode(content))

@@ -1,11 +1,11 @@
-"""The store's database as a file, with large payloads in files beside it.
+"""The store's database as a file, with large payloads in a folder next to it.
 
 Reads   requests (`transactions`), payload files
-Writes  the database and the payload files; nothing is answered before it is durable
-Raises  ConfigError when the database cannot be used, DatabaseHeld while another process of the
-        store lives, and what `transactions` raises
+Writes  the database and the payload files; data is durable before any reply
+Raises  ConfigError if the database cannot be used, DatabaseHeld while another process of the store
+        lives, and the exceptions of `transactions`
 
-All state is in the database, which must lie on a local disk: SQLite's log needs shared memory
+All state is in the database, which must be on a local disk: SQLite's log needs shared memory
 between its readers, which network file systems lack.
 """
 
@@ -30,8 +30,10 @@ class Database(Transactions):
     """The open store database at `path`, created when missing, and its payload files."""
 
     def __init__(self, path: Path, incarnation: int, *, in_flight: bool = False) -> None:
-        """`incarnation`: of this process of the store; one that is opened later has a higher one,
-        or the same when it is the same process."""
+        """Open the database and lock it for this process.
+
+        `incarnation`: of this process; a later process has a higher one, the same process the
+        same."""
         self._folder = payload_files.folder_of(path)
         self._fail_points = FailPoints(path.parent)
         with ExitStack() as opened:
@@ -67,7 +69,7 @@ class Database(Transactions):
         self._fail_points.hit_failpoint("store-commit")
 
     def _unlink_unnamed(self) -> None:
-        """Files of payloads whose removal is committed, or was undone: what no row names goes."""
+        """Remove the payload files that no row names after a commit or rollback."""
         with self._begin_transaction():  # no writer can be between a file and its row now
             unnamed = {name for name in self._tables.unnamed if not self._tables.is_named(name)}
             payload_files.remove_files(self._folder, unnamed)
@@ -75,7 +77,7 @@ class Database(Transactions):
 
 
 def _open_connection(path: Path) -> sqlite3.Connection:
-    """A connection that starts no transaction by itself."""
+    """Open a connection that starts no transaction by itself."""
     try:
         db = sqlite3.connect(path, isolation_level=None)
         modes = [db.execute(pragma).fetchone() for pragma in schema.WRITER_PRAGMAS]

@@ -1,8 +1,7 @@
-"""A file of lines that may be reported to other processes: each is on the disk as a whole, or not
-at all.
+"""A file of durable lines: each is on disk as a whole or not at all.
 
-Writes  lines at the end, synced; a last line that a killed process left torn is taken away first
-Raises  OSError: nothing of the line is left, the same line can be tried again
+Writes  lines at the end, synced; first removes a torn last line that a killed process left
+Raises  OSError: nothing of the line is left, the same line can be retried
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from pathlib import Path
 
 
 class DurableLines:
-    """Opened with the first line; this process is the only one that writes it."""
+    """A file of durable lines with one writing process, opened with the first line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._size = 0  #: of the whole lines
+        self._size = 0  #: bytes of the complete lines
 
     async def enter(self, line: bytes) -> None:
-        """Durable on return."""
+        """Append a line, durable on return."""
         await asyncio.to_thread(self._append_line, line)
 
     def _append_line(self, line: bytes) -> None:
@@ -46,6 +45,6 @@ class DurableLines:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Up to the end of the last line that has one: what is behind it was reported to nobody."""
+    """Return the size up to the last complete line; a torn one was never reported."""
     with path.open("rb") as file:
         return sum(len(line) for line in file if line.endswith(b"\n"))

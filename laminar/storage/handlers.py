@@ -1,12 +1,12 @@
-"""What each request does: read the row, ask the rules for the verdict, save what follows.
+"""Request handlers: read the row, ask the rules for a verdict, save the result.
 
 Reads   typed requests (`messages`) and the rows they name (`tables`)
 Writes  rows and chunks, inside the transaction of the caller
-Raises  DamageError when something that was stored is missing; NotTokenised, before anything is
-        written, for a request that needs token ids that were not made yet
+Raises  DamageError if stored data is missing; NotTokenised, before any write, for a request that
+        needs token ids that do not exist yet
 
-Nothing is decided here; the decisions are in `rules`. Items of one request are handled in order,
-each seeing what the ones before it wrote.
+All decisions are made in `rules`. Items of one request are handled in order; each sees what the
+earlier ones wrote.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from laminar.storage.tables import Tables
 from laminar.storage.turn_handlers import TurnHandlers, effect_item, make_result
 
 REMOVED_AT_ONCE = 256
-"""Payloads, so that other requests are not held up."""
+"""Payloads removed per request, so that other requests are not held up."""
 
 
 class Handlers:
-    """One method per request type, over the rows of one store."""
+    """Handlers of all request types, over the rows of one store."""
 
     def __init__(self, rows: Tables, *, in_flight: bool = False) -> None:
-        """`in_flight`: newer weights may go on with tokens of older ones."""
+        """Create the handlers; `in_flight`: newer weights may continue tokens of older ones."""
         self._rows, self._in_flight = rows, in_flight
         self._turns = TurnHandlers(rows)
         self._by_type: dict[type, Callable[[Any], m.Reply]] = {
@@ -65,7 +65,7 @@ class Handlers:
         return m.OpenReply(results=tuple(results), left_out=tuple(left_out))
 
     def _open_one(self, item: m.OpenItem, room: _Room) -> m.OpenResult | None:
-        """None: not opened, for its tokens have no room in the reply."""
+        """Open a trajectory; return None if its tokens do not fit into the reply."""
         asked = _make_opened_row(item)
         row = self._rows.get_row(item.trajectory_id)
         verdict = rules.judge_open(row, asked, self._in_flight)
@@ -102,7 +102,7 @@ class Handlers:
     def _append_one(self, item: m.AppendItem) -> m.Result:
         row = self._rows.get_row(item.trajectory_id)
         source = None
-        if row is not None and row.replica is not None:  # whoever has this placement
+        if row is not None and row.replica is not None:  # the holder of this placement
             source = rules.Source(row.replica, item.weight_version, item.version_step)
         place = item.segment, item.offset
         chunk = Chunk(*place, item.tokens, item.logprobs, source, item.read)
@@ -130,7 +130,7 @@ class Handlers:
         return make_result(item.trajectory_id, verdict)
 
     def _whole_digest(self, row: Row) -> str:
-        """The digest of the payload, which must have as many tokens and log-probs as the row."""
+        """Return the payload's digest; DamageError if its counts do not match the row."""
         tokens, logprobs = _join_payload(self._rows.load_chunks(row.id))
         if {len(tokens), len(logprobs)} != {row.num_tokens * rules.TOKEN_BYTES}:
             raise DamageError(
@@ -173,7 +173,7 @@ class Handlers:
         )
 
     def _require_ids(self, keys: Iterable[PromptKey]) -> None:
-        """All of these that exist have been tokenised; raises NotTokenised."""
+        """Raise NotTokenised if any of these existing prompts has no token ids."""
         missing = {}
         for key in dict.fromkeys(keys):
             prompt = self._rows.get_prompt(key)
@@ -290,7 +290,7 @@ class Handlers:
 
 
 class _Room:
-    """The payload bytes a reply still has room for; the first part always fits."""
+    """The payload bytes that still fit into a reply; the first part always fits."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -382,13 +382,13 @@ def _reward_result(
 
 
 def _join_payload(chunks: Sequence[Chunk]) -> tuple[bytes, bytes]:
-    """All tokens and all log-probs."""
+    """Return all tokens and all log-probs."""
     tokens = b"".join(chunk.tokens for chunk in chunks)
     return tokens, b"".join(chunk.logprobs for chunk in chunks)
 
 
 def _fetched_size(row: Row, prompt: bytes, prompt_ids: bytes) -> int:
-    """The bytes of the row in a reply, at least. Each span is of another placement."""
+    """Return a lower bound of the row's bytes in a reply, with a span for each placement."""
     payload = len(prompt) + len(prompt_ids) + 2 * rules.TOKEN_BYTES * row.all_tokens
     spans = m.SPAN_BYTES * min(row.placement, row.num_tokens)
     return payload + spans + 4 * len(row.reward_detail or "") + 4096

@@ -1,13 +1,13 @@
-"""The requests the store answers, its replies, and the one codec for both.
+"""The requests and replies of the store, and their codec.
 
 Reads   bytes of a frame (`decode_request`, `decode_reply`)
-Gives   frozen structs; bytes of at most MESSAGE_LIMIT (`encode`); StoreWireError for any others
+Gives   frozen structs; bytes of at most MESSAGE_LIMIT (`encode`); StoreWireError for invalid bytes
 
-MessagePack maps with kebab-case tags. Payloads travel as blobs: token ids int32, log-probs
-float32, both little-endian, segments one after the other in order. A request is a list of items
-and its reply lists their results in the same order, so that one commit covers many trajectories.
-Every request may be sent twice. Numbers and ids are bounded here, so that a decoded request cannot
-overflow a column and a reply cannot outgrow a frame.
+MessagePack maps with kebab-case tags. Payloads are blobs: token ids int32, log-probs float32, both
+little-endian, segments one after the other in order. A request is a list of items and its reply
+lists their results in the same order, so that one commit covers many trajectories. Every request
+may be sent twice. Numbers and ids are bounded, so that a decoded request cannot overflow a column
+and a reply cannot outgrow a frame.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from msgspec import Meta
 from laminar.names.ids import Purpose
 from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, Span
 
-MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket, less its envelope
-REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; what is over it is left out
+MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket minus its envelope
+REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; the excess is left out
 MAX_ITEMS = 4096  #: items of one request
-SPAN_BYTES = 320  #: more than one span of a trajectory takes in a reply
+SPAN_BYTES = 320  #: upper bound of the bytes of a span in a reply
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Attempt = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -33,12 +33,12 @@ Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Reason = Annotated[str, Meta(max_length=256)]
 Detail = Annotated[str, Meta(max_length=16_384)]
 Many = Meta(max_length=MAX_ITEMS)
-#: what a reward function gave besides the score
+#: further values that a reward function returned with the score
 Extras = Annotated[dict[str, float | str], Meta(max_length=64)]
 
 
 class StoreWireError(ValueError):
-    """Bytes that are no message of the store, or a message too large for a frame."""
+    """Bytes that are not a message of the store, or a message too large for a frame."""
 
 
 def _to_kebab_case(class_name: str) -> str:
@@ -46,11 +46,11 @@ def _to_kebab_case(class_name: str) -> str:
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the parts of messages."""
+    """Base of the items of messages."""
 
 
 class Message(Item, frozen=True, kw_only=True, tag=_to_kebab_case):
-    """Base of all messages: the field "type" holds the tag, PutRewards is "put-rewards"."""
+    """Base of all messages: the field "type" holds the tag, "put-rewards" for PutRewards."""
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -71,13 +71,13 @@ class OpenItem(Item, frozen=True, kw_only=True):
 
 
 class Open(Message, frozen=True, kw_only=True):
-    """Take trajectories over: fence every lower placement, learn how far they got."""
+    """Take over trajectories: fence every lower placement and return their progress."""
 
     items: Annotated[tuple[OpenItem, ...], Many]
 
 
 class AppendItem(Item, frozen=True, kw_only=True):
-    """Resend a chunk as it was: one cut differently overlaps and is refused."""
+    """A chunk to append; resend it unchanged, because a different cut overlaps and is refused."""
 
     trajectory_id: Name
     placement: Count
@@ -85,9 +85,9 @@ class AppendItem(Item, frozen=True, kw_only=True):
     offset: Count  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
-    weight_version: Count  #: that sampled all of them
+    weight_version: Count  #: the version that sampled all tokens
     version_step: Count
-    #: digest of all that the engine was given to read when it began here; empty where it went on
+    #: digest of all tokens that the engine read when it began here; empty if it continued
     read: Annotated[str, Meta(max_length=32)] = ""
 
 
@@ -105,44 +105,47 @@ class FinishItem(Item, frozen=True, kw_only=True):
 
 
 class Finish(Message, frozen=True, kw_only=True):
-    """Declare responses whole."""
+    """Declare responses complete."""
 
     items: Annotated[tuple[FinishItem, ...], Many]
 
 
 class EffectItem(Item, frozen=True, kw_only=True):
-    """A call of a tool by the model (tasks/environments/turns.py)."""
+    """A tool call by the model (tasks/environments/turns.py)."""
 
-    call: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]  #: which of its turn
+    call: Annotated[int, Meta(ge=0, lt=MAX_ITEMS)]  #: index within the turn
     tool: Annotated[str, Meta(max_length=256)]
     arguments: Detail
     status: Literal["intended", "done", "failed", "timed-out", "lost"]
-    """Lost, which the store alone says: its trajectory ended, or began again, before the call."""
+    """"lost" is set by the store only: the trajectory ended or restarted before the call did."""
     result: Detail = ""
-    seconds: Annotated[float, Meta(ge=0)] = 0.0  #: that it took
+    seconds: Annotated[float, Meta(ge=0)] = 0.0  #: duration of the call
 
 
 class Intend(Message, frozen=True, kw_only=True):
-    """Note calls of a turn before they are made: none of them is made by anybody else."""
+    """Record calls of a turn before they are made, so that no other process makes them."""
 
     trajectory_id: Name
     placement: Count
     turn: Count
-    owner: Name  #: process that makes them
+    owner: Name  #: process that makes the calls
     effects: Annotated[tuple[EffectItem, ...], Many]
 
 
 class ContextItem(Item, frozen=True, kw_only=True):
     trajectory_id: Name
     placement: Count
-    turn: Count  #: before which it is read; 0: as the prompt, in place of the row's
+    turn: Count  #: turn that reads it; 0: as the prompt, in place of the row's
     tokens: bytes
-    effects: Annotated[tuple[EffectItem, ...], Many] = ()  #: of the turn before, each with its end
+    effects: Annotated[
+        tuple[EffectItem, ...], Many
+    ] = ()  #: of the turn before, each with its outcome
 
 
 class Continue(Message, frozen=True, kw_only=True):
-    """Add what environments answered to finished turns: the trajectories are open again. The first
-    answer to a turn stays."""
+    """Add environments' answers to finished turns, which reopens the trajectories.
+
+    The first answer to a turn is kept."""
 
     items: Annotated[tuple[ContextItem, ...], Many]
 
@@ -162,19 +165,21 @@ class RewardItem(Item, frozen=True, kw_only=True):
     detail: Detail = ""
     text: str | None = None  #: the response as text, for people who read the run
     extras: Extras = {}
-    #: why its environment ended it, in place of what the engine said; empty: the engine's
+    #: the environment's reason for the end, in place of the engine's; empty: the engine's
     finish_reason: Annotated[str, Meta(max_length=64)] = ""
-    effects: Annotated[tuple[EffectItem, ...], Many] = ()  #: of its last turn, each with its end
+    effects: Annotated[
+        tuple[EffectItem, ...], Many
+    ] = ()  #: of the last turn, each with its outcome
 
 
 class PutRewards(Message, frozen=True, kw_only=True):
-    """Store rewards; the first one of a trajectory stays."""
+    """Store rewards; the first one of a trajectory is kept."""
 
     items: Annotated[tuple[RewardItem, ...], Many]
 
 
 class EndItem(Item, frozen=True, kw_only=True):
-    """The identity is repeated, because a trajectory may end that was never opened."""
+    """An end; it repeats the identity, because an unopened trajectory may end."""
 
     trajectory_id: Name
     group_id: Name
@@ -188,28 +193,29 @@ class EndItem(Item, frozen=True, kw_only=True):
 
 
 class End(Message, frozen=True, kw_only=True):
-    """Close trajectories, one row each, and learn how many tokens they had."""
+    """End trajectories, one row each, and return how many tokens they had."""
 
     items: Annotated[tuple[EndItem, ...], Many]
 
 
 class SamplePrompts(Message, frozen=True, kw_only=True):
-    """Ask for some prompts of the run, spread over its data; held-out ones when no others are."""
+    """Return some prompts, spread over the training data, else over the held-out data."""
 
     count: Annotated[int, Meta(ge=1, le=256)]
 
 
 class RemovePayloads(Message, frozen=True, kw_only=True):
-    """Tokens and log-probs of what has ended may go, the oldest first, while there are more than
-    `keep_bytes` of them: of answers that a batch before this one trained, or whose weights are of
-    fewer steps. Rows stay. A part of them goes with each request."""
+    """Remove the oldest payloads (tokens and log-probs) beyond `keep_bytes`, some per request.
 
-    before_step: Count  #: completed steps that no trainer will have to do again
+    Only of ended trajectories that were trained in an earlier batch than `before_step`, or sampled
+    by weights of fewer steps. Rows are kept."""
+
+    before_step: Count  #: completed steps that no trainer will have to repeat
     keep_bytes: Count
 
 
 class Stats(Message, frozen=True, kw_only=True):
-    """Ask for totals. Scans the trajectories: meant for reports, not for every step."""
+    """Return totals. Scans all trajectories: meant for reports, not for every step."""
 
 
 Request = (
@@ -231,7 +237,9 @@ Request = (
 
 
 class OpenResult(Item, frozen=True, kw_only=True):
-    """`tokens` and `contexts` only for "open"; the facts of the row, as stored, unless "fenced" or
+    """A trajectory's stored state.
+
+    `tokens` and `contexts` are set only for "open"; the other fields unless "fenced" or
     "refused"."""
 
     trajectory_id: str
@@ -248,14 +256,14 @@ class OpenResult(Item, frozen=True, kw_only=True):
     finish_reason: str | None = None
     score: float | None = None
     reward_reason: str | None = None
-    contexts: tuple[bytes, ...] = ()  #: token ids behind each turn that its environment answered
-    #: whether `prompt_ids` are its environment's; else the row's
+    contexts: tuple[bytes, ...] = ()  #: token ids after each turn that the environment answered
+    #: whether `prompt_ids` are the environment's instead of the row's
     own_prompt: bool = False
 
 
 class OpenReply(Message, frozen=True, kw_only=True):
     results: tuple[OpenResult, ...]
-    left_out: tuple[str, ...] = ()  #: not opened, for the reply was full: ask again
+    left_out: tuple[str, ...] = ()  #: not opened because the reply is full; request them again
 
 
 class Result(Item, frozen=True, kw_only=True):
@@ -273,7 +281,7 @@ class FinishReply(Message, frozen=True, kw_only=True):
 
 
 class IntendReply(Message, frozen=True, kw_only=True):
-    results: tuple[Result, ...]  #: one
+    results: tuple[Result, ...]  #: always one
 
 
 class ContinueReply(Message, frozen=True, kw_only=True):
@@ -288,7 +296,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     row_index: int
     attempt: int
     placement: int
-    replica: str | None  #: that opened it last
+    replica: str | None  #: replica that opened it last
     weight_version: int | None
     version_step: int | None
     temperature: float | None
@@ -303,25 +311,25 @@ class Trajectory(Item, frozen=True, kw_only=True):
     tokens: bytes
     logprobs: bytes
     segment_lengths: tuple[int, ...]
-    spans: tuple[Span, ...]  #: who sampled which part of the tokens, in order
+    spans: tuple[Span, ...]  #: sources of the tokens, in order
     prompt: bytes | None = None  #: for `decode_prompt`
     extras: dict[str, float | str] = {}
-    #: token ids behind each turn that its environment answered; `tokens` are the sampled ones, in
-    #: `segment_lengths` by turn
+    #: token ids after each turn that the environment answered; `tokens` are only the sampled ones,
+    #: split into turns by `segment_lengths`
     contexts: tuple[bytes, ...] = ()
     effects: tuple[EffectItem, ...] = ()  #: calls of the last turn; only with the prompt
-    call_seconds: float = 0.0  #: that the calls of the turns before took; only with the prompt
+    call_seconds: float = 0.0  #: total duration of the calls of earlier turns; only with the prompt
 
 
 class FetchReply(Message, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory, ...]
-    left_out: tuple[str, ...] = ()  #: the reply was full: ask again
-    unknown: tuple[str, ...] = ()  #: never opened nor ended
-    removed: tuple[str, ...] = ()  #: ended, and RemovePayloads took their tokens
+    left_out: tuple[str, ...] = ()  #: the reply is full; request them again
+    unknown: tuple[str, ...] = ()  #: neither opened nor ended
+    removed: tuple[str, ...] = ()  #: ended, and their tokens were removed by RemovePayloads
 
 
 class StoredReward(Item, frozen=True, kw_only=True):
-    """What is stored of it, when the answer is "ok" or "already"."""
+    """The stored reward, if the answer is "ok" or "already"."""
 
     trajectory_id: str
     answer: RewardAnswer
@@ -348,15 +356,15 @@ class EndReply(Message, frozen=True, kw_only=True):
 
 
 class SamplePromptsReply(Message, frozen=True, kw_only=True):
-    prompts: tuple[bytes, ...]  #: int32 little-endian; what the reply has no room for is left out
+    prompts: tuple[bytes, ...]  #: int32 little-endian; prompts that do not fit are left out
 
 
 class RemovePayloadsReply(Message, frozen=True, kw_only=True):
-    removed: int  #: trajectories; 0: nothing more may go
+    removed: int  #: trajectories; 0: nothing more can be removed
 
 
 class Total(Item, frozen=True, kw_only=True):
-    """The trajectories with one end, or without an end and with one status."""
+    """Totals of the trajectories with the same end, or without an end and with the same status."""
 
     state: str
     trajectories: int
@@ -372,7 +380,7 @@ class StatsReply(Message, frozen=True, kw_only=True):
 
 
 class ErrorReply(Message, frozen=True, kw_only=True):
-    """The request was refused as a whole and changed nothing."""
+    """The refusal of a whole request, which changed nothing."""
 
     reason: str
 
@@ -394,13 +402,13 @@ Reply = (
 
 
 class PromptPayload(Item, frozen=True, kw_only=True):
-    """One row of the data set, as the store keeps it for scoring and dispatch."""
+    """A row of the data set, as the store keeps it for scoring and dispatch."""
 
     prompt: Any  #: a string or a list of chat messages
     ground_truth: Any
     columns: dict[str, Any]
     data_source: str
-    prompt_ids: bytes = b""  #: int32 little-endian; empty: tokenised later, and kept elsewhere
+    prompt_ids: bytes = b""  #: int32 little-endian; empty: tokenised later and stored separately
 
 
 # --- codec ------------------------------------------------------------------------------------
@@ -432,7 +440,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def encode_prompt(prompt: PromptPayload) -> bytes:
-    """MessagePack of one prompt; TypeError for a column MessagePack cannot hold."""
+    """Encode a prompt as MessagePack; TypeError for a column that MessagePack cannot hold."""
     return _encode(prompt)
 
 

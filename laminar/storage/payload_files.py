@@ -1,13 +1,13 @@
-"""Large payloads as files beside the database, named by their content.
+"""Large payloads as files next to the database, named by their content.
 
 Reads   and writes one folder: files named xxh3_128 (hex) of their bytes, never changed
-Raises  DamageError for a missing or changed file; ports.DiskError when a write or sync fails,
-        DiskFull for want of room
+Raises  DamageError for a missing or changed file; ports.DiskError if a write or sync fails,
+        DiskFull if the disk is full
 
-A blob of many pages makes every later checkpoint of the database slower, so what is above
-INLINE_LIMIT goes here. A file is written under another name, synced, renamed, and its folder
-synced before the row that names it commits: a row never names a file that a crash could take away.
-The reverse, a file that no row names, is harmless and swept at the next start.
+A blob of many pages slows down every later checkpoint of the database, so payloads above
+INLINE_LIMIT are stored here. A file is written under a temporary name, synced, renamed, and its
+folder synced before the row that names it commits: a crash cannot remove a file that a row names.
+A file that no row names is harmless and removed at the next start.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from laminar.names.ports import DiskError, DiskFull, no_room
 from laminar.run.renames import sync, write_whole
 from laminar.storage.rows import DamageError
 
-INLINE_LIMIT = 64 * 2**10  #: bytes of a payload that still lies in the database
+INLINE_LIMIT = 64 * 2**10  #: largest payload in bytes that is stored in the database
 
 
 def folder_of(database: Path) -> Path:
-    """Where the payload files of a database lie: store.sqlite has store.files/."""
+    """Return the folder for a database's payload files: store.files/ for store.sqlite."""
     return database.with_name(f"{database.stem}.files")
 
 
@@ -54,19 +54,19 @@ def read(folder: Path, name: str) -> bytes:
 
 
 def create_folder(folder: Path) -> None:
-    """Make the folder and its entry in the parent durable."""
+    """Create the folder and make its entry in the parent durable."""
     folder.mkdir(exist_ok=True)
     sync(folder.parent)
 
 
 def remove_unnamed_files(folder: Path, named: Collection[str]) -> None:
-    """Remove every file that no row names: of restarted attempts and interrupted writes."""
+    """Remove files that no row names, left by restarted attempts and interrupted writes."""
     for path in folder.iterdir():
         if path.name not in named:
             path.unlink()
 
 
 def remove_files(folder: Path, names: Collection[str]) -> None:
-    """Remove these, as far as they are there."""
+    """Remove these files, ignoring missing ones."""
     for name in names:
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What the store says of its rows besides their content.
+"""Types and errors that describe the rows of the store.
 
 Gives   PromptKey, PromptCount, LoadedPrompts, Response; DamageError, PayloadRemoved, NotTokenised
 """
@@ -12,14 +12,14 @@ from laminar.storage.messages import PromptPayload
 
 
 class PromptKey(NamedTuple):
-    """Which prompt: its place within its purpose, from 0."""
+    """The key of a prompt: its index within its purpose, from 0."""
 
     purpose: str
     row_index: int
 
 
 class PromptCount(NamedTuple):
-    """Rows per purpose and the digest they were stored with ("" before it)."""
+    """The number of rows per purpose and the digest of the data ("" before it is stored)."""
 
     train: int
     held_out: int
@@ -27,36 +27,36 @@ class PromptCount(NamedTuple):
 
 
 class LoadedPrompts(NamedTuple):
-    """The rows that a run uses, each at its place; they may have no token ids yet."""
+    """The rows that a run uses, each at its index; token ids may be missing."""
 
     train: Sequence[PromptPayload]
     held_out: Sequence[PromptPayload]
-    overlap: int  #: rows left out of training because their prompt is held out
-    digest: str  #: of all rows as they were read
+    overlap: int  #: rows excluded from training because their prompt is held out
+    digest: str  #: of all rows as read
 
 
 class Response(NamedTuple):
-    """How long a response was, and what became of it."""
+    """The length and the outcome of a response."""
 
     num_tokens: int
     score: float | None
-    version_step: int  #: completed steps whose weights sampled it
-    trained: int | None  #: 1 when it was
-    end_step: int | None  #: then the index of the batch, from 0
+    version_step: int  #: completed steps of the weights that sampled it
+    trained: int | None  #: 1 if it was trained
+    end_step: int | None  #: index of the batch that trained it, from 0
 
 
 class DamageError(Exception):
-    """Something that was stored is missing, or is not what was stored."""
+    """Stored data is missing or has changed."""
 
 
 class PayloadRemoved(DamageError):
-    """Tokens and log-probs went as `messages.RemovePayloads` says."""
+    """Tokens and log-probs were removed by `messages.RemovePayloads`."""
 
 
 class NotTokenised(Exception):
-    """These prompts have no token ids yet; the request can be handled when they have."""
+    """These prompts have no token ids yet; retry the request once they have."""
 
     def __init__(self, prompts: Mapping[PromptKey, bytes]) -> None:
-        """`prompts`: their payloads."""
+        """Keep the payloads of the prompts that have to be tokenised."""
         super().__init__(prompts)
         self.prompts = prompts

@@ -1,15 +1,15 @@
-"""The rules of the store: who may write what, decided from a row and a request. Pure.
+"""The rules of the store: which writer may change what, decided from a row and a request. Pure.
 
-Reads   a `Row` (what is stored of one trajectory) and the plain values of one request item
+Reads   a `Row` (the stored state of one trajectory) and the plain values of one request item
 Gives   a verdict: the answer for the client and whether anything changes
 
-One sentence carries everything: a trajectory belongs to the highest placement that opened it.
+One rule implies all others: a trajectory belongs to the highest placement that opened it.
 Placements are fencing tokens (Kleppmann, "How to do distributed locking", 2016): the coordinator
-raises the number each time it dispatches, resumes or moves a trajectory, and the store refuses
-a process that holds a lower one. Hand-off, crash recovery and a process that wakes up late are
-therefore the same operation, and no lock or lease has to be released first. Every request may
-arrive twice; a repeat is answered like the first and changes nothing. A finished response is never
-discarded: a process that opens it again learns how far it got.
+raises the number each time it dispatches, resumes or migrates a trajectory, and the store refuses a
+process with a lower one. Migration, crash recovery and a process that wakes up late are therefore
+the same operation, and no lock or lease has to be released first. Every request may arrive twice;
+a repeat gets the same answer and changes nothing. A finished response is never discarded: a process
+that opens it again learns its progress.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RewardAnswer = Literal["ok", "already", "fenced", "refused"]
 OpenAnswer = Literal["open", "generated", "rewarded", "ended", "fenced", "refused"]
 OpenChange = Literal["none", "create", "move", "restart"]
 
-TOKEN_BYTES = 4  #: an int32 token id, and a float32 log-prob
+TOKEN_BYTES = 4  #: an int32 token id, or a float32 log-prob
 MAX_TOKENS = 1_000_000  #: of one trajectory, so that it always fits into one reply
 MAX_LOGPROB = np.float32(1e-6)  #: rounding may push a log-prob just above 0
 
 
 class Identity(NamedTuple):
-    """What a trajectory is; fixed by the first request that names it."""
+    """The identity of a trajectory, fixed by the first request that names it."""
 
     group_id: str
     sibling: int
@@ -45,8 +45,9 @@ class Identity(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What an attempt begins with; fixed once it has tokens. Only in flight may newer weights go on
-    with them."""
+    """The initial weights and temperature of an attempt, fixed once it has tokens.
+
+    Newer weights may continue these tokens only in flight."""
 
     weight_version: int | None
     version_step: int | None
@@ -62,7 +63,7 @@ class Source(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of a response that have one source; the fields of it come first."""
+    """Consecutive tokens of a response from one source, whose fields come first."""
 
     replica: str
     weight_version: int
@@ -71,36 +72,36 @@ class Span(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All that is stored of one trajectory but its payload and text; the columns in this order."""
+    """The stored state of a trajectory except payload and text; fields in column order."""
 
     id: str
     group_id: str
     sibling: int
     purpose: str
     row_index: int
-    attempt: int  #: 1-based; 0: ended without ever being opened
+    attempt: int  #: from 1; 0: ended without having been opened
     placement: int
-    replica: str | None = None  #: who opened it last
-    weight_version: int | None = None  #: that sampled the first token, or is to
+    replica: str | None = None  #: replica that opened it last
+    weight_version: int | None = None  #: version that sampled the first token, or will
     version_step: int | None = None
     temperature: float | None = None
     segments: int = 0  #: segments that have tokens
     segment_tokens: int = 0  #: tokens of the last segment
-    num_tokens: int = 0  #: of all segments; kept current on every append
+    num_tokens: int = 0  #: of all segments; updated by every append
     tokens_lost: int = 0  #: tokens of all earlier attempts, discarded by restarts
     status: str = "open"
     finish_reason: str | None = None
-    digest: str | None = None  #: `payload_digest`, set when generated
+    digest: str | None = None  #: `digest_payload`, set when generated
     reward_bits: bytes | None = None  #: float64 little-endian; None: not rewarded, or unscorable
     reward_reason: str | None = None
     reward_detail: str | None = None
     end: str | None = None
     end_reason: str | None = None
     end_step: int | None = None
-    last_version: int | None = None  #: that sampled the last token; None: weight_version did
+    last_version: int | None = None  #: version that sampled the last token; None: weight_version
     last_step: int | None = None
-    turns: int = 0  #: that its environment has answered: the tokens after it are the next segment's
-    context_tokens: int = 0  #: that it has read and did not sample: of its environment
+    turns: int = 0  #: answered by the environment; later tokens belong to the next segment
+    context_tokens: int = 0  #: tokens of the environment, read but not sampled
 
     @property
     def identity(self) -> Identity:
@@ -108,7 +109,7 @@ class Row(NamedTuple):
 
     @property
     def all_tokens(self) -> int:
-        """Sampled ones, and those of its environment."""
+        """Sampled tokens and those of the environment."""
         return self.num_tokens + self.context_tokens
 
     @property
@@ -117,32 +118,33 @@ class Row(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """Who opened it last, with the version of its first token; ValueError for a row that was
-        never opened."""
+        """The replica that opened it last, with the version of its first token.
+
+        Raises ValueError for a row that was never opened."""
         if self.replica is None or self.weight_version is None or self.version_step is None:
             raise ValueError(f"{self.id} was never opened")
         return Source(self.replica, self.weight_version, self.version_step)
 
     @property
     def latest(self) -> tuple[int | None, int | None]:
-        """Version and step of its last token."""
+        """Version and step of the last token."""
         if self.last_version is None:
             return self.weight_version, self.version_step
         return self.last_version, self.last_step
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one segment: int32 and float32 little-endian, of equal number."""
+    """Consecutive tokens of one segment: as many int32 ids as float32 log-probs, little-endian."""
 
     segment: int
     offset: int  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
-    source: Source | None = None  #: of all of its tokens; None: it was stored before this was kept
-    read: str = ""  #: digest of all that its engine was given to read before; empty: it went on
+    source: Source | None = None  #: of all its tokens; None: stored by a release without sources
+    read: str = ""  #: digest of all tokens that the engine read before; empty: it continued
 
     def has_same_tokens(self, other: Chunk) -> bool:
-        """Whether both have the same tokens at the same place, whoever sampled them."""
+        """Return whether both have the same tokens at the same place, from any source."""
         return self[:4] == other[:4]
 
 
@@ -171,11 +173,11 @@ _REPEAT = Verdict("ok")
 
 
 def judge_open(row: Row | None, asked: Row, in_flight: bool = False) -> OpenVerdict:
-    """May the opener work on the trajectory, and from where? `asked` is the row it would make.
+    """Decide whether the opener may work on the trajectory; `asked` is the row it would make.
 
     A higher placement takes over ("move"); with a higher attempt it discards the tokens so far
-    ("restart"), unless they are already a whole response. `in_flight`: newer weights may go on
-    with tokens of older ones.
+    ("restart"), unless the response is already complete. `in_flight`: newer weights may continue
+    tokens of older ones.
     """
     if row is None:
         return OpenVerdict("open", "create")
@@ -211,7 +213,7 @@ def _judge_open_unfinished(row: Row, asked: Row, takes_over: bool, in_flight: bo
 
 
 def apply_open(row: Row | None, change: OpenChange, asked: Row) -> Row:
-    """The row after `judge_open` allowed a change; a restart keeps count of what it discards."""
+    """Return the row after an allowed `judge_open`; a restart counts the tokens it discards."""
     if row is None:
         return asked
     if change == "restart":
@@ -221,8 +223,7 @@ def apply_open(row: Row | None, change: OpenChange, asked: Row) -> Row:
 
 
 def _can_continue(row: Row, version: int | None, step: int | None) -> bool:
-    """Whether these weights are no older than those of its last token. A held-out answer has one
-    version."""
+    """Return whether these weights are no older than the last token (evaluation: the same)."""
     last_version, last_step = row.latest
     if None in (version, step, last_version, last_step) or row.purpose != "train":
         return (version, step) == (last_version, last_step)
@@ -230,7 +231,7 @@ def _can_continue(row: Row, version: int | None, step: int | None) -> bool:
 
 
 def is_behind(row: Row, segment: int, offset: int) -> bool:
-    """Whether a chunk at this position starts where tokens are already stored."""
+    """Return whether a chunk at this position starts where tokens are already stored."""
     last = row.segments - 1
     return segment < last or (segment == last and offset < row.segment_tokens)
 
@@ -238,7 +239,7 @@ def is_behind(row: Row, segment: int, offset: int) -> bool:
 def judge_append(
     row: Row | None, placement: int, chunk: Chunk, stored: Chunk | None, in_flight: bool = False
 ) -> Verdict:
-    """May the chunk be added? `stored` is the chunk with the same key, if there is one."""
+    """Decide whether a chunk may be added; `stored` is the chunk with the same key, if any."""
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return barred or _refuse_unknown()
@@ -259,7 +260,7 @@ def judge_append(
 
 
 def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
-    """What is wrong with the weights of a chunk: others than the row's, or older ones in flight."""
+    """Return why the weights of a chunk are wrong: not the row's, or in flight older ones."""
     if chunk.source is None:
         return "it is not said who sampled it"
     _, version, step = chunk.source
@@ -273,7 +274,7 @@ def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
 
 
 def chunk_problem(chunk: Chunk, room: int) -> str:
-    """What is wrong with the bytes of a chunk, or "" when nothing is.
+    """Return why the bytes of a chunk are invalid, or "" if they are valid.
 
     Log-probs must be finite and at most 1e-6: anything else is not the log of a probability, and
     one NaN would silently spoil the loss of a whole step.
@@ -290,7 +291,7 @@ def chunk_problem(chunk: Chunk, room: int) -> str:
 
 
 def apply_append(row: Row, chunk: Chunk) -> Row:
-    """The row after an accepted chunk."""
+    """Return the row after an accepted chunk."""
     count = len(chunk.tokens) // TOKEN_BYTES
     after = row._replace(
         segments=chunk.segment + 1,
@@ -306,14 +307,14 @@ def apply_append(row: Row, chunk: Chunk) -> Row:
 
 
 def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens: int) -> Verdict:
-    """May the response be declared whole? Its writer must agree on the number of tokens."""
+    """Decide whether the response may be declared complete; the token counts must agree."""
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return barred or _refuse_unknown()
     if row.num_tokens != num_tokens:
         return Verdict("refused", f"{row.num_tokens} tokens are stored, not {num_tokens}")
     if 0 < row.segments <= row.turns:
-        return _REPEAT  # of the turn that was answered: the one after it has no tokens yet
+        return _REPEAT  # of the answered turn: the next one has no tokens yet
     if row.status != "open":
         if row.finish_reason == finish_reason:
             return _REPEAT
@@ -326,8 +327,10 @@ def judge_finish(row: Row | None, placement: int, finish_reason: str, num_tokens
 def judge_intend(
     row: Row | None, placement: int, turn: int, known: Sequence[object], asked: Sequence[object]
 ) -> Verdict:
-    """May these calls of a turn be made? Not where any are `known`, unless they are the very same,
-    of the same process: it may have asked twice."""
+    """Decide whether these calls of a turn may be made.
+
+    They may not if there are `known` calls, except for a repeat: the same calls of the same
+    process."""
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return barred or _refuse_unknown()
@@ -342,8 +345,10 @@ def judge_intend(
 def judge_context(
     row: Row | None, placement: int, turn: int, tokens: bytes, stored: bytes | None
 ) -> Verdict:
-    """May its environment's token ids be added: before the first turn as the prompt (turn 0), or
-    behind a turn that has ended? The first ones stay (`stored`): the model may have read them."""
+    """Decide whether the environment's token ids may be added.
+
+    They are the prompt (turn 0, before the first turn) or follow a turn that has ended. The first
+    ones are kept (`stored`), because the model may have read them."""
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return barred or _refuse_unknown()
@@ -361,7 +366,7 @@ def judge_context(
 
 
 def apply_context(row: Row, turn: int, tokens: bytes) -> Row:
-    """The row after an accepted context: it is open again."""
+    """Return the row after an accepted context, which is open again."""
     count = row.context_tokens + len(tokens) // TOKEN_BYTES
     return row._replace(
         turns=turn, context_tokens=count, status="open", finish_reason=None, digest=None
@@ -369,7 +374,7 @@ def apply_context(row: Row, turn: int, tokens: bytes) -> Row:
 
 
 def _ids_problem(tokens: bytes, room: int) -> str:
-    """What is wrong with token ids, or "" when nothing is."""
+    """Return why token ids are invalid, or "" if they are valid."""
     if len(tokens) % TOKEN_BYTES or not tokens:
         return f"{len(tokens)} bytes of tokens are not a positive number of int32"
     if len(tokens) > room * TOKEN_BYTES:
@@ -382,7 +387,7 @@ def _ids_problem(tokens: bytes, room: int) -> str:
 def judge_reward(
     row: Row | None, placement: int, score: float | None, reason: str, detail: str
 ) -> RewardVerdict:
-    """May the reward be stored? The first one stays: a batch may already have been chosen by it."""
+    """Decide whether a reward may be stored; the first is kept, a batch may have used it."""
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return RewardVerdict(*(barred or _refuse_unknown()))
@@ -398,9 +403,9 @@ def judge_reward(
 
 
 def judge_end(row: Row | None, asked: Row) -> Verdict:
-    """May the trajectory end so? Nothing is written to it afterwards, and no other end replaces it.
+    """Decide whether the trajectory may end this way; an end is final and stops all writes.
 
-    `asked` is the row it would be, had it never been opened.
+    `asked` is the row of a trajectory that was never opened.
     """
     how = (asked.end, asked.end_reason, asked.end_step)
     if asked.end not in ("dropped", "trained" if asked.purpose == "train" else "evaluated"):
@@ -424,7 +429,7 @@ def judge_end(row: Row | None, asked: Row) -> Verdict:
 
 
 def apply_end(row: Row | None, asked: Row) -> Row:
-    """The row after `judge_end` allowed it; one that was never opened has attempt 0."""
+    """Return the row after an allowed `judge_end`; an unopened one has attempt 0."""
     if row is None:
         return asked
     return row._replace(
@@ -436,8 +441,9 @@ def apply_end(row: Row | None, asked: Row) -> Row:
 
 
 def digest_payload(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = ()) -> str:
-    """xxh3_128 (hex) of all tokens, then all log-probs, then what its environment added, each
-    framed by its length: the same however they were cut."""
+    """Return the xxh3_128 (hex) of all tokens, then all log-probs, then the contexts.
+
+    Each context is framed by its length; the digest does not depend on how the tokens were cut."""
     state = xxhash.xxh3_128(tokens)
     state.update(logprobs)
     for context in contexts:
@@ -447,12 +453,12 @@ def digest_payload(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = (
 
 
 def digest_read_ids(ids: bytes) -> str:
-    """xxh3_128 (hex) of the token ids (int32) that an engine is given to read."""
+    """Return the xxh3_128 (hex) of the token ids (int32) that an engine is given to read."""
     return xxhash.xxh3_128_hexdigest(ids)
 
 
 def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
-    """Tokens per segment of chunks that are in order and without gaps."""
+    """Return the tokens per segment of chunks that are in order and without gaps."""
     lengths: list[int] = []
     for chunk in chunks:
         if chunk.segment == len(lengths):
@@ -462,9 +468,9 @@ def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
 
 
 def compute_spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
-    """The parts of the row's response by who sampled them, given all of its chunks in order.
+    """Split the row's response by source, given all of its chunks in order.
 
-    What was stored before chunks had a source counts for whoever opened the row last.
+    Chunks of releases without sources are attributed to the replica that opened the row last.
     """
     parts = groupby(chunks, lambda chunk: chunk.source or row.source)
     return tuple(
@@ -482,7 +488,7 @@ def score_of(bits: bytes | None) -> float | None:
 
 
 def _check_placement(row: Row | None, placement: int) -> Verdict | None:
-    """The refusal of a writer that does not hold the trajectory; None when it does."""
+    """Return the refusal of a writer that does not hold the trajectory; None if it does."""
     if row is None:
         return _refuse_unknown()
     if placement < row.placement:

@@ -4,9 +4,9 @@ Gives   SQL text and the column list of `rules.Row`
 
 `prompts` and `meta` are written once; `prompt_ids` has the token ids that were not known then;
 `trajectories` keeps one row per issued trajectory and never removes it; `chunks` holds the tokens
-of its latest attempt, keyed by segment from the first day (a single-turn response is segment 0),
-each with who sampled it: a trajectory may be moved, and then its row names the last one only.
-Only SQL that SQLite 3.24 knows is used: clusters run old systems.
+of its latest attempt by segment (a single-turn response is segment 0), each with its source: after
+a migration the row names the last replica only. Only SQL of SQLite 3.24 is used: clusters run old
+systems.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from laminar.events.reasons import DropReason
 from laminar.storage.rules import Row
 
-FORMAT = "1"  #: of these tables; another one is refused
+FORMAT = "1"  #: of these tables; others are rejected
 
 META = {
     "format": FORMAT,
@@ -25,9 +25,9 @@ META = {
 }
 
 WRITER_PRAGMAS = (
-    # One writer appends to the log while readers (an audit of a live run) go on undisturbed.
+    # One writer appends to the log while readers (an audit of a live run) continue undisturbed.
     "PRAGMA journal_mode = WAL",
-    # The log is synced at every commit: what was acknowledged survives a power cut.
+    # The log is synced at every commit: acknowledged data survives a power cut.
     "PRAGMA synchronous = FULL",
     # An old store process may still be in its last transaction when its successor starts.
     "PRAGMA busy_timeout = 30000",
@@ -102,7 +102,7 @@ TABLES = (
     "CREATE INDEX chunk_files ON chunks (file) WHERE file IS NOT NULL",
 )
 
-#: Tables that came later: made in a database that lacks them.
+#: Tables added by later releases; created in a database that lacks them.
 LATER_TABLES = (
     """
     CREATE TABLE IF NOT EXISTS prompt_ids (
@@ -113,8 +113,8 @@ LATER_TABLES = (
         PRIMARY KEY (purpose, row_index)
     )
     """,
-    # What the model reads before a turn and did not sample: behind the turn before it, or (0) in
-    # place of the row's prompt. NULL: removed, as the tokens of chunks are.
+    # Tokens that the model reads before a turn and did not sample: after the previous turn, or (0)
+    # in place of the row's prompt. NULL: removed, like the tokens of chunks.
     """
     CREATE TABLE IF NOT EXISTS contexts (
         trajectory_id TEXT NOT NULL,
@@ -124,7 +124,7 @@ LATER_TABLES = (
         PRIMARY KEY (trajectory_id, turn)
     )
     """,
-    # Calls of tools. One that must not be made twice is there before it is made, with its owner.
+    # Tool calls. An at-most-once call is recorded with its owner before it is made.
     """
     CREATE TABLE IF NOT EXISTS effects (
         trajectory_id TEXT NOT NULL,
@@ -141,7 +141,7 @@ LATER_TABLES = (
     """,
 )
 
-#: (table, column, type) that came later: added to a database that was made without them.
+#: (table, column, type) added by later releases; added to a database that lacks them.
 LATER_COLUMNS = (
     ("trajectories", "extras", "TEXT"),
     ("trajectories", "last_version", "INTEGER"),
@@ -156,12 +156,12 @@ LATER_COLUMNS = (
     ("chunks", "read", "TEXT NOT NULL DEFAULT ''"),  # digest of all ids that were read before it
 )
 
-#: Those whose payload may be removed one day. A batch may be trained again with what was left out
-#: of it, and nothing says of which batch that was.
+#: Trajectories whose payload may be removed. A batch may be trained again including the rows
+#: left out for mismatch, and nothing records which batch that was, so those are kept.
 PAYLOAD_KEPT = (
     f"\"end\" IS NOT NULL AND end_reason IS NOT '{DropReason.MISMATCH}' AND payload_removed IS NULL"
 )
-#: Steps that are completed when no trainer needs it again.
+#: Completed steps from which on no trainer needs the payload.
 PAYLOAD_STEP = "CASE \"end\" WHEN 'trained' THEN end_step ELSE version_step END"
 
 LATER_INDEX = (
@@ -169,6 +169,6 @@ LATER_INDEX = (
     f"WHERE {PAYLOAD_KEPT}"
 )
 
-#: Columns of `rules.Row`, in its order. `reward` (readable), `text` and `extras` (what a reward
-#: function gave besides the score, as JSON) are beside them.
+#: Columns of `rules.Row`, in its order. Further columns: `reward` (readable), `text` and `extras`
+#: (further values of the reward function, as JSON).
 ROW_COLUMNS = ", ".join(f'"{name}"' for name in Row._fields)

@@ -1,9 +1,9 @@
-"""Reading and writing single rows: the only place that knows both the columns and the files.
+"""Reads and writes of single rows: the only module that knows both columns and files.
 
 Reads   and writes the tables of `schema` and the payload files, inside the caller's transaction
 Raises  DamageError for a payload file that is missing or changed
 
-The store and the audit share these reads, so that what is checked is what is served.
+The store and the audit share these reads, so that the audit checks what the store serves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INSERT_ROW = (
 
 
 class _PromptIds(msgspec.Struct, frozen=True):
-    """The one field of a PromptPayload that dispatch needs; the others are skipped unread."""
+    """The field of a PromptPayload that dispatch needs; the decoder skips the others."""
 
     prompt_ids: bytes = b""
 
@@ -48,7 +48,7 @@ _prompt_ids = msgspec.msgpack.Decoder(_PromptIds)
 class StoredChunk(NamedTuple):
     """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs).
 
-    Who sampled it is None where a release that did not keep that stored the chunk.
+    The source is None if an earlier release stored the chunk without it.
     """
 
     trajectory_id: str
@@ -63,11 +63,11 @@ class StoredChunk(NamedTuple):
     replica: str | None = None
     weight_version: int | None = None
     version_step: int | None = None
-    read: str = ""  #: as Chunk has it
+    read: str = ""  #: see Chunk
 
     @property
     def removed(self) -> bool:
-        """Whether the payload's bytes are gone."""
+        """Whether the payload's bytes have been removed."""
         return self.tokens is None and self.file is None
 
     @property
@@ -79,23 +79,23 @@ class StoredChunk(NamedTuple):
 
 _INSERT_CHUNK = f"INSERT INTO chunks VALUES ({', '.join('?' * len(StoredChunk._fields))})"
 
-ALL = 1 << 62  #: above every place and every number of rows
+ALL = 1 << 62  #: above every rowid and every number of rows
 
 
 class TrajectoryFilter(NamedTuple):
-    """Which trajectories are wanted: one condition on the row."""
+    """A filter of trajectories: one SQL condition on the row."""
 
     condition: str
     values: tuple[str | int, ...] = ()
 
     @classmethod
     def trained_by(cls, step: int) -> TrajectoryFilter:
-        """The trajectories that the batch with this index, from 0, has trained."""
+        """Select the trajectories that the batch with this index, from 0, has trained."""
         return cls("\"end\" = 'trained' AND end_step = ?", (step,))
 
     @classmethod
     def evaluated_after(cls, step: int) -> TrajectoryFilter:
-        """Held-out answers, whole ones, to the weights that this many steps have made."""
+        """Select complete evaluation samples of the weights after this many steps."""
         return cls(
             "purpose = 'eval' AND status != 'open' AND COALESCE(version_step, end_step) = ?",
             (step,),
@@ -107,7 +107,7 @@ class TrajectoryFilter(NamedTuple):
 
     @classmethod
     def with_name(cls, name: str) -> TrajectoryFilter:
-        """One trajectory, or all of a group, however far they are."""
+        """Select one trajectory, or all of a group, in any state."""
         return cls("id = ? OR group_id = ?", (name, name))
 
 
@@ -115,14 +115,14 @@ class Tables:
     """The rows of one open database."""
 
     def __init__(self, connection: sqlite3.Connection, folder: Path | None) -> None:
-        """`folder`: of payload files; None: every payload lies in the database."""
+        """Read and write through `connection`; `folder` of payload files, None: all are inline."""
         self._db = connection
         self._folder = folder
         self.turns = TurnTables(connection)
-        self.unnamed: set[str] = set()  #: payload files of removed payloads, maybe still there
+        self.unnamed: set[str] = set()  #: files of removed payloads that may still exist
 
     def migrate_schema(self) -> None:
-        """What a database of an earlier release lacks."""
+        """Add the tables and columns that a database of an earlier release lacks."""
         for table in LATER_TABLES:
             self._db.execute(table)
         for table, name, kind in LATER_COLUMNS:
@@ -134,7 +134,7 @@ class Tables:
         return {found[1] for found in self._db.execute(f"PRAGMA table_info({table})")}
 
     def get_meta(self) -> dict[str, str]:
-        """Facts of the whole store, by the keys of `schema.META`."""
+        """Return the facts about the whole store, by the keys of `schema.META`."""
         return dict(self._db.execute("SELECT key, value FROM meta"))
 
     def set_meta(self, values: dict[str, str]) -> None:
@@ -145,13 +145,13 @@ class Tables:
         self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", rows)
 
     def get_prompt(self, key: PromptKey) -> bytes | None:
-        """The payload, for `messages.decode_prompt`."""
+        """Return the payload, for `messages.decode_prompt`."""
         sql = "SELECT payload FROM prompts WHERE purpose = ? AND row_index = ?"
         found = self._db.execute(sql, key).fetchone()
         return None if found is None else found[0]
 
     def get_prompt_ids(self, key: PromptKey, payload: bytes) -> bytes:
-        """Token ids of the prompt with this payload; empty when it has not been tokenised yet."""
+        """Return the token ids of the prompt with this payload; empty if not tokenised yet."""
         if ids := _prompt_ids.decode(payload).prompt_ids:
             return ids
         sql = "SELECT ids FROM prompt_ids WHERE purpose = ? AND row_index = ?"
@@ -163,10 +163,9 @@ class Tables:
         self._db.executemany("INSERT OR REPLACE INTO prompt_ids VALUES (?, ?, ?, ?)", rows)
 
     def damaged_prompt_ids(self) -> list[PromptKey]:
-        """Prompts whose ids do not have the digest they were stored with, or that belong to
-        none."""
+        """Return the prompts whose ids do not match their digest, or that have no row."""
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'prompt_ids'").fetchone():
-            return []  # a database of an earlier release: all are in the payloads
+            return []  # a database of an earlier release: all ids are in the payloads
         sql = (
             "SELECT i.purpose, i.row_index, i.ids, i.digest, p.payload IS NULL FROM prompt_ids i "
             "LEFT JOIN prompts p USING (purpose, row_index) ORDER BY 1, 2"
@@ -178,7 +177,7 @@ class Tables:
         ]
 
     def prompts_digest(self) -> str:
-        """xxh3_128 (hex) of every prompt row in key order, each framed by its key and length."""
+        """Return the xxh3_128 (hex) of all prompt rows in key order, framed by key and length."""
         state = xxhash.xxh3_128()
         sql = "SELECT purpose, row_index, payload FROM prompts ORDER BY purpose, row_index"
         for purpose, row_index, payload in self._db.execute(sql):
@@ -196,13 +195,13 @@ class Tables:
         return map(Row._make, self._db.execute(sql))
 
     def iter_placements(self) -> Iterator[tuple[str, int, str | None]]:
-        """(id, placement, end) of every trajectory, in the order in which they were opened."""
+        """Iterate (id, placement, end) over all trajectories, in the order of opening."""
         return iter(self._db.execute('SELECT id, placement, "end" FROM trajectories'))
 
     def find_newest(
         self, wanted: TrajectoryFilter, before: int = ALL, limit: int = ALL
     ) -> list[tuple[int, Row]]:
-        """(place, row) of rows with a lower place, the latest to be opened first."""
+        """Return (rowid, row) of rows below `before`, the most recently opened first."""
         sql = (
             f"SELECT rowid, {ROW_COLUMNS} FROM trajectories WHERE ({wanted.condition}) "
             "AND rowid < ? ORDER BY rowid DESC LIMIT ?"
@@ -211,7 +210,7 @@ class Tables:
         return [(place, Row._make(row)) for place, *row in found]
 
     def iter_responses(self) -> Iterator[Response]:
-        """Every whole response of training."""
+        """Iterate over every complete training response."""
         sql = (
             "SELECT num_tokens, reward, COALESCE(version_step, 0), \"end\" = 'trained', end_step "
             "FROM trajectories WHERE purpose = 'train' AND status != 'open'"
@@ -219,12 +218,12 @@ class Tables:
         return map(Response._make, self._db.execute(sql))
 
     def trained_steps(self) -> list[int]:
-        """Indices of the batches that trained something, from 0, in order."""
+        """Return the indices of the batches that trained something, from 0, in order."""
         sql = "SELECT DISTINCT end_step FROM trajectories WHERE \"end\" = 'trained' ORDER BY 1"
         return [step for (step,) in self._db.execute(sql)]
 
     def evaluated_steps(self) -> list[int]:
-        """How many steps had made the weights of each evaluation, in order."""
+        """Return the completed steps of the weights of each evaluation, in order."""
         sql = (
             "SELECT DISTINCT COALESCE(version_step, end_step) FROM trajectories "
             "WHERE purpose = 'eval' AND status != 'open' ORDER BY 1"
@@ -232,7 +231,7 @@ class Tables:
         return [step for (step,) in self._db.execute(sql)]
 
     def save(self, before: Row | None, after: Row) -> None:
-        """Insert the row, or write the columns that changed: an append changes three of them."""
+        """Insert the row, or update the columns that changed: an append changes three of them."""
         if before is None:
             self._db.execute(_INSERT_ROW, after)
             return
@@ -245,13 +244,13 @@ class Tables:
     def set_reward_text(
         self, trajectory_id: str, score: float | None, text: str | None, extras: Extras
     ) -> None:
-        """The columns for people: the reward as a number, the response as text, the extras."""
+        """Set the human-readable columns: reward as a number, response text, extras."""
         sql = "UPDATE trajectories SET reward = ?, text = ?, extras = ? WHERE id = ?"
         encoded = msgspec.json.encode(extras).decode() if extras else None
         self._db.execute(sql, (score, text, encoded, trajectory_id))
 
     def get_extras(self, trajectory_id: str) -> Extras:
-        """What its reward function gave besides the score; nothing in a database without it."""
+        """Return the further values of its reward function; empty in a database without them."""
         if "extras" not in self._list_columns("trajectories"):
             return {}
         sql = "SELECT extras FROM trajectories WHERE id = ?"
@@ -259,7 +258,7 @@ class Tables:
         return msgspec.json.decode(found[0], type=Extras) if found and found[0] else {}
 
     def add_chunk(self, row: Row, chunk: Chunk) -> None:
-        """Store a chunk of the row's attempt; a large one is durable as a file before its row."""
+        """Store a chunk of the row's attempt; a large one becomes a durable file before its row."""
         tokens: bytes | None = chunk.tokens
         logprobs: bytes | None = chunk.logprobs
         file = None
@@ -275,18 +274,17 @@ class Tables:
         self._db.execute(_INSERT_CHUNK, values)
 
     def drop_chunks(self, trajectory_id: str) -> None:
-        """Forget all chunks and contexts; their files are swept at the next start."""
+        """Delete all chunks and contexts; their files are removed at the next start."""
         self._db.execute("DELETE FROM chunks WHERE trajectory_id = ?", (trajectory_id,))
         self.turns.drop_contexts(trajectory_id)
 
     def stored_chunks(self, trajectory_id: str) -> list[StoredChunk]:
-        """The chunks of a trajectory in order, without what lies in files."""
+        """Return the chunks of a trajectory in order, without the content of files."""
         sql = 'SELECT * FROM chunks WHERE trajectory_id = ? ORDER BY attempt, segment, "offset"'
         return [StoredChunk(*found) for found in self._db.execute(sql, (trajectory_id,))]
 
     def load_chunk_at(self, row: Row, segment: int, offset: int) -> Chunk | None:
-        """The chunk of the row's attempt that starts at this very offset, unless its payload was
-        removed; DamageError."""
+        """Return the chunk of the attempt at exactly this offset, unless removed; DamageError."""
         sql = (
             "SELECT * FROM chunks WHERE trajectory_id = ? AND attempt = ? AND segment = ? "
             'AND "offset" = ?'
@@ -296,16 +294,16 @@ class Tables:
         return None if stored is None or stored.removed else self.load_chunk(stored)
 
     def get_spans(self, row: Row) -> tuple[Span, ...]:
-        """The row's spans, as `rules.spans` has them, also of a payload that was removed."""
+        """Return the row's spans, like `rules.compute_spans`, also of a removed payload."""
         parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source or row.source)
         return tuple(Span._make((*who, sum(c.num_tokens for c in part))) for who, part in parts)
 
     def load_chunks(self, trajectory_id: str) -> list[Chunk]:
-        """All, in order; DamageError, PayloadRemoved."""
+        """Return all chunks in order; DamageError, PayloadRemoved."""
         return [self.load_chunk(stored) for stored in self.stored_chunks(trajectory_id)]
 
     def load_chunk(self, stored: StoredChunk) -> Chunk:
-        """The chunk with its bytes, from the row or from its file."""
+        """Return the chunk with its bytes, from the row or from its file."""
         if stored.removed:
             raise PayloadRemoved(
                 f"the tokens of {stored.trajectory_id} are not in the store any more"
@@ -320,14 +318,14 @@ class Tables:
         return Chunk(stored.segment, stored.offset, tokens, logprobs, source, read)
 
     def file_names(self) -> set[str]:
-        """The payload files that a chunk names."""
+        """Return the payload files that chunks name."""
         sql = "SELECT file FROM chunks WHERE file IS NOT NULL"
         return {name for (name,) in self._db.execute(sql)}
 
-    # --- payloads that are removed ------------------------------------------------------------
+    # --- removal of payloads ------------------------------------------------------------------
 
     def find_removable(self, before_step: int, keep_tokens: int, most: int) -> list[str]:
-        """The oldest payloads of those that `messages.RemovePayloads` speaks of."""
+        """Return the oldest payloads that `messages.RemovePayloads` may remove."""
         kept = self._db.execute(f"SELECT SUM(num_tokens) FROM trajectories WHERE {PAYLOAD_KEPT}")
         beyond = (kept.fetchone()[0] or 0) - keep_tokens
         if beyond <= 0:
@@ -345,8 +343,9 @@ class Tables:
         return found
 
     def remove_payload(self, trajectory_id: str) -> None:
-        """Forget tokens and log-probs; the row stays, with who sampled how many of them. Its files
-        are unlinked when that is committed (database.py)."""
+        """Delete tokens and log-probs, but keep the row and the sources.
+
+        Files are unlinked after the commit (database.py)."""
         files = "SELECT file FROM chunks WHERE trajectory_id = ? AND file IS NOT NULL"
         self.unnamed |= {name for (name,) in self._db.execute(files, (trajectory_id,))}
         sql = (
@@ -360,30 +359,30 @@ class Tables:
         self._db.execute(sql, (trajectory_id,))
 
     def is_removed(self, trajectory_id: str) -> bool:
-        """Whether its tokens were removed: all of its chunks have none."""
+        """Return whether its tokens were removed from all of its chunks."""
         found = self.stored_chunks(trajectory_id)
         return bool(found) and all(chunk.removed for chunk in found)
 
     def removed_payloads(self) -> set[str]:
-        """Trajectories whose payload was removed; none in a database that could not do it."""
+        """Return the trajectories with a removed payload; none in a database of an old release."""
         if "payload_removed" not in self._list_columns("trajectories"):
             return set()
         sql = "SELECT id FROM trajectories WHERE payload_removed = 1"
         return {name for (name,) in self._db.execute(sql)}
 
     def is_named(self, file: str) -> bool:
-        """Whether a chunk names this payload file."""
+        """Return whether a chunk names this payload file."""
         sql = "SELECT 1 FROM chunks WHERE file = ? LIMIT 1"
         return self._db.execute(sql, (file,)).fetchone() is not None
 
     def get_text(self, trajectory_id: str) -> str:
-        """The response as a reward function saw it; empty when it was not scored."""
+        """Return the response as the reward function saw it; empty if it was not scored."""
         sql = "SELECT text FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
         return (found[0] or "") if found else ""
 
     def get_totals(self) -> list[tuple[str, int, int, int]]:
-        """(end, or status of what has none; trajectories; tokens; tokens lost), by name."""
+        """Return (end, or else status; trajectories; tokens; tokens lost), sorted by name."""
         sql = (
             'SELECT COALESCE("end", status), COUNT(*), SUM(num_tokens), SUM(tokens_lost) '
             "FROM trajectories GROUP BY 1 ORDER BY 1"
@@ -400,7 +399,7 @@ class Tables:
         return int(self._db.execute(sql, (purpose,)).fetchone()[0])
 
     def orphan_chunks(self) -> list[tuple[str, int]]:
-        """(trajectory id, chunks) of chunks whose trajectory has no row."""
+        """Return (trajectory id, chunks) of chunks whose trajectory has no row."""
         sql = (
             "SELECT trajectory_id, COUNT(*) FROM chunks WHERE trajectory_id NOT IN "
             "(SELECT id FROM trajectories) GROUP BY trajectory_id ORDER BY trajectory_id"
@@ -408,6 +407,6 @@ class Tables:
         return self._db.execute(sql).fetchall()
 
     def sqlite_problems(self) -> list[str]:
-        """What SQLite itself finds wrong in the file."""
+        """Return the problems that SQLite itself finds in the file."""
         found = [line for (line,) in self._db.execute("PRAGMA integrity_check")]
         return [] if found == ["ok"] else [f"SQLite: {line}" for line in found]

@@ -1,14 +1,14 @@
-"""Requests to the store as transactions of SQLite: together, or not at all.
+"""Requests to the store as SQLite transactions: all of a batch commit together, or none.
 
 Reads   typed requests (`messages`), the tables (`tables`)
-Writes  the tables; nothing is answered before it is committed
-Raises  ConfigError when the database is one of another format or other data; ports.DiskError when
-        a write fails. For want of room (DiskFull) nothing of it is left, and it can be tried again;
-        else the process must end: after a failed sync it is unknown what is on the disk
+Writes  the tables; every reply follows its commit
+Raises  ConfigError if the database has another format or other data; ports.DiskError if a write
+        fails. After DiskFull nothing of it is left, and it can be retried; after any other the
+        process must end, because a failed sync leaves the content of the disk unknown
 
-What arrived together is one transaction, one sync (group commit), and each request is a savepoint
-in it, so that a bad one takes nothing of the others with it. Where the database lies is the
-business of who made the connection: database.py has it in a file, the simulator in memory.
+Requests that arrived together share one transaction and one sync (group commit). Each is a
+savepoint in it, so that a bad one does not affect the others. The caller provides the connection:
+database.py to a file, the simulator in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laminar.storage.handlers import Handlers
 from laminar.storage.rows import DamageError, NotTokenised, PromptCount, PromptKey
 from laminar.storage.tables import Tables
 
-PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits one message
+PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits into one message
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
@@ -37,8 +37,7 @@ class Transactions:
     def __init__(
         self, connection: sqlite3.Connection, tables: Tables, name: str, *, in_flight: bool = False
     ) -> None:
-        """Creates the tables where there are none. `name`: of the database, for people;
-        `in_flight`: as Handlers has it."""
+        """Create missing tables. `name`: for messages; `in_flight`: see Handlers."""
         self._db = connection
         self._tables = tables
         self._handlers = Handlers(tables, in_flight=in_flight)
@@ -53,7 +52,8 @@ class Transactions:
     ) -> None:
         """Store the data once; the same digest again changes nothing, another one is an error.
 
-        The row index of a prompt is its position in its list. `digest` names the data as a whole.
+        The row index of a prompt is its position in its list. `digest` identifies the data as a
+        whole.
         """
         if not digest:
             raise ValueError("the digest of the data is empty")
@@ -88,20 +88,21 @@ class Transactions:
         return PromptCount(*counts, meta["data_digest"])
 
     def save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
-        """Token ids (int32 little-endian) of prompts that had none; on return they are on disk."""
+        """Save token ids (int32 little-endian) of prompts that had none; durable on return."""
         with self._begin_transaction():
             self._tables.add_prompt_ids(ids)
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
-        """Answer requests in order; on return all that they changed is on the disk. What needs
-        token ids that are not kept yet is left undone."""
+        """Answer requests in order; all changes are durable on return.
+
+        A request that needs missing token ids is left undone and answered with NotTokenised."""
         with self._begin_transaction():
             replies = [self._handle_request(request) for request in requests]
             self._before_commit()
         return replies
 
     def _before_commit(self) -> None:
-        """Called when a batch is answered, and before it is committed."""
+        """Run after a batch is answered and before it is committed."""
 
     def _handle_request(self, request: m.Request) -> m.Reply | NotTokenised:
         self._db.execute("SAVEPOINT request")
@@ -145,7 +146,7 @@ class Transactions:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """What SQLite raises, as the store's ports say it."""
+    """Convert SQLite exceptions to those of the store's ports."""
     try:
         yield
     except sqlite3.Error as error:
@@ -153,7 +154,7 @@ def disk_errors() -> Iterator[None]:
 
 
 def disk_error(error: sqlite3.Error) -> DiskError:
-    """DiskFull where only room was missing."""
+    """Return DiskFull if the disk was full, else DiskError."""
     if getattr(error, "sqlite_errorcode", 0) in NO_ROOM:
         return DiskFull(errno.ENOSPC, str(error))
     return DiskError(errno.EIO, f"{type(error).__name__}: {error}")

@@ -1,10 +1,10 @@
-"""The requests of environments: calls that are to be made, and answers to turns.
+"""Handlers of environment requests: intended calls, and answers to turns.
 
 Reads   typed requests (`messages`) and the rows they name (`tables`)
 Writes  rows, contexts and effects, inside the transaction of the caller
-Gives   TurnHandlers, a part of Handlers; what replies are made of: effect_item, result_of
+Gives   TurnHandlers, a part of Handlers; the parts of replies: effect_item, make_result
 
-Two request types of their own with the two tables of turn_tables.py; handlers.py has all others.
+These two request types use the two tables of turn_tables.py; handlers.py has all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laminar.storage.turn_tables import StoredEffect
 
 
 class TurnHandlers:
-    """Over the rows of one store."""
+    """Handlers of environment requests, over the rows of one store."""
 
     def __init__(self, rows: Tables) -> None:
         self._rows = rows
@@ -51,7 +51,7 @@ class TurnHandlers:
         return make_result(item.trajectory_id, verdict)
 
     def end_effects(self, row: Row, turn: int, effects: Sequence[m.EffectItem]) -> None:
-        """How the calls of a turn have ended."""
+        """Store the outcomes of the calls of a turn."""
         for effect in _make_stored_effects("", effects):
             self._rows.turns.add_effect(row, turn, effect)
 
@@ -61,7 +61,7 @@ def make_result(trajectory_id: str, verdict: rules.Verdict) -> m.Result:
 
 
 def effect_item(effect: StoredEffect) -> m.EffectItem:
-    """The same in a reply, which does not name its owner."""
+    """Convert an effect for a reply, without its owner."""
     fields = effect._asdict()
     del fields["owner"]
     return msgspec.convert(fields, m.EffectItem)

@@ -1,9 +1,9 @@
-"""Reading and writing what an environment adds to a trajectory: contexts and calls of tools.
+"""Reads and writes of what an environment adds to a trajectory: contexts and tool calls.
 
 Reads   and writes the tables `contexts` and `effects` of `schema`, inside the caller's transaction
 Gives   TurnTables, a part of Tables; StoredEffect
 
-Two tables that no other row needs: tables.py knows the columns of all the others.
+No other table refers to these two; tables.py knows the columns of all others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from laminar.storage.rules import TOKEN_BYTES, Row
 
 
 class StoredEffect(NamedTuple):
-    """A call of a tool: a row of `effects` without its key."""
+    """A tool call: a row of `effects` without its key."""
 
-    owner: str  #: process that makes it; empty: it may be made again
+    owner: str  #: process that makes it; empty: retryable
     call: int
     tool: str
     arguments: str
@@ -34,12 +34,12 @@ class TurnTables:
         self._db = connection
 
     def add_context(self, trajectory_id: str, turn: int, tokens: bytes) -> None:
-        """What the model reads before this turn (0: as its prompt) and did not sample."""
+        """Add unsampled tokens that the model reads before this turn (0: as its prompt)."""
         values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens)
         self._db.execute("INSERT INTO contexts VALUES (?, ?, ?, ?)", values)
 
     def get_contexts(self, row: Row) -> dict[int, bytes]:
-        """The row's contexts by the turn before which they are read; PayloadRemoved."""
+        """Return the row's contexts by the turn that reads them; PayloadRemoved."""
         if not row.context_tokens:
             return {}
         sql = "SELECT turn, tokens FROM contexts WHERE trajectory_id = ? ORDER BY turn"
@@ -50,17 +50,17 @@ class TurnTables:
         return known
 
     def drop_contexts(self, trajectory_id: str) -> None:
-        """Forget the contexts of an attempt that begins again; its calls stay."""
+        """Delete the contexts of an attempt that restarts; its calls are kept."""
         self._db.execute("DELETE FROM contexts WHERE trajectory_id = ?", (trajectory_id,))
         self.lose_effects(trajectory_id)
 
     def remove_payload(self, trajectory_id: str) -> None:
-        """Forget the tokens of the contexts; how many there were stays."""
+        """Delete the tokens of the contexts, but keep their number."""
         sql = "UPDATE contexts SET tokens = NULL WHERE trajectory_id = ?"
         self._db.execute(sql, (trajectory_id,))
 
     def get_effects(self, row: Row, turn: int) -> list[StoredEffect]:
-        """Those of one turn of the row's attempt, in order."""
+        """Return the calls of one turn of the row's attempt, in order."""
         sql = (
             "SELECT owner, call, tool, arguments, status, result, seconds FROM effects "
             "WHERE trajectory_id = ? AND attempt = ? AND turn = ? ORDER BY call"
@@ -69,7 +69,7 @@ class TurnTables:
         return [StoredEffect._make(effect) for effect in found]
 
     def add_effect(self, row: Row, turn: int, effect: StoredEffect) -> None:
-        """A call is intended, or has ended; its first end stays."""
+        """Record that a call is intended or has ended; its first end is kept."""
         sql = (
             "INSERT INTO effects (trajectory_id, attempt, turn, owner, call, tool, arguments, "
             "status, result, seconds) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
@@ -79,23 +79,23 @@ class TurnTables:
         self._db.execute(sql, (row.id, row.attempt, turn, *effect))
 
     def call_seconds(self, row: Row) -> float:
-        """What the calls of the row's attempt took, of the turns before the present one."""
+        """Return the total duration of the calls of all earlier turns of the row's attempt."""
         sql = "SELECT TOTAL(seconds) FROM effects WHERE trajectory_id = ? AND attempt = ? "
         sql += "AND turn < ?"
         found: float = self._db.execute(sql, (row.id, row.attempt, row.turns)).fetchone()[0]
         return found
 
     def list_call_ends(self) -> list[tuple[str, float]]:
-        """(status, seconds) of every call of the run."""
+        """Return (status, seconds) of every call of the run."""
         return self._db.execute("SELECT status, seconds FROM effects").fetchall()
 
     def lose_effects(self, trajectory_id: str) -> None:
-        """Of calls that have no end, nobody will learn it any more."""
+        """Mark calls without an end as lost."""
         sql = "UPDATE effects SET status = 'lost' WHERE trajectory_id = ? AND status = 'intended'"
         self._db.execute(sql, (trajectory_id,))
 
     def endless_effects(self) -> list[tuple[str, int]]:
-        """(trajectory id, calls) of calls without an end whose trajectory has one."""
+        """Return (trajectory id, calls) of calls without an end whose trajectory has ended."""
         sql = (
             "SELECT trajectory_id, COUNT(*) FROM effects WHERE status = 'intended' AND "
             'trajectory_id IN (SELECT id FROM trajectories WHERE "end" IS NOT NULL) '

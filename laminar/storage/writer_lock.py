@@ -1,15 +1,15 @@
-"""The lock of a store's database: of two processes of the store, one writes.
+"""The lock of a store's database: only one process of the store may write.
 
-Reads   store.lock, beside store.sqlite
-Writes  store.lock: the incarnation of the store that has it locked, and where that lives
+Reads   store.lock, next to store.sqlite
+Writes  store.lock: incarnation, host and pid of the store that holds it
 Gives   WriterLock
 Raises  DatabaseHeld while another process has it; DiskError once a later one has had it, and of the
         disk
 
-SQLite's own locks let two processes write in turn; a store that was replaced must not write at all,
-on whatever machine it still lives. The lock ends with its process. A server of files may give it
-away when nothing is heard from the machine of its holder: so the holder looks, in each transaction,
-whether a later incarnation stands in the file.
+SQLite's own locks let two processes write in turn; a replaced store must not write at all, on
+whatever machine it still lives. The lock ends with its process. A file server may release the lock
+of a silent machine, so the holder checks in each transaction whether the file names a later
+incarnation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laminar.run.lock import try_lock
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """Who has the lock, or had it last."""
+    """The present or last holder of the lock."""
 
     incarnation: int = 0
     host: str = ""
@@ -40,10 +40,10 @@ class Writer(msgspec.Struct, frozen=True):
 
 
 class WriterLock:
-    """The lock of one database, from now to `close`."""
+    """The lock of one database, from construction to `close`."""
 
     def __init__(self, database: Path, incarnation: int) -> None:
-        """`incarnation`: of this process, by the coordinator's count."""
+        """Take the lock; `incarnation`: of this process, assigned by the coordinator."""
         self._path = database.with_suffix(".lock")
         self._own = Writer(incarnation, socket.gethostname(), os.getpid())
         try:
@@ -60,13 +60,13 @@ class WriterLock:
             raise
 
     def check_owner(self) -> None:
-        """DiskError if a later incarnation of the store has taken the database over."""
+        """Raise DiskError if a later incarnation of the store has taken the database over."""
         last = self._read_writer()
         if last.incarnation > self._own.incarnation:
             raise DiskError(errno.ESTALE, f"{last} has taken over from {self._own}")
 
     def close(self) -> None:
-        """Let go of it; a second time is no harm, as with the database."""
+        """Release the lock; harmless a second time, like the database's."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -80,10 +80,10 @@ class WriterLock:
             raise self._make_disk_error("writing", error) from error
 
     def _read_writer(self) -> Writer:
-        """What the file says, by its name: an open file may be read from a cache."""
+        """Return the writer by reading the file by name: an open file may be cached."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Writer)
-        except (FileNotFoundError, msgspec.DecodeError):  # empty: nobody had it; or half written
+        except (FileNotFoundError, msgspec.DecodeError):  # empty: never locked; or half written
             return Writer()
 
     def _make_disk_error(self, doing: str, error: OSError) -> DiskError:
