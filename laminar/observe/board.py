@@ -2,11 +2,11 @@
 
 Reads   Scalars
 Writes  RUN/tensorboard/events.out.tfevents.*, a new one for each coordinator
-Raises  OSError, PartlyWritten: the outlet counts what is lost
+Raises  OSError, PartlyWritten: the outlet counts lost items
 
-The few fields are encoded here: the libraries that write such files import torch, which takes
-seconds and 200 MB, and their threads end with the first write that fails. A reader stops at a torn
-record, so one is cut off before the next.
+The few fields are encoded here: libraries that write such files import torch, which takes seconds
+and 200 MB, and their threads end at the first failed write. Readers stop at a torn record, so a
+torn record is cut off before the next is written.
 
     record   length u64, masked CRC-32C of it, event, masked CRC-32C of that; little-endian
     Event    wall_time = 1 (double), step = 2, file_version = 3, summary = 5   (event.proto)
@@ -28,7 +28,7 @@ from laminar.observe.files import GrowingFile, cut_off
 from laminar.run.directory import TENSORBOARD_DIR
 
 NO_TAG = re.compile(r"[^-/\w.]")
-"""What TensorBoard does not take in the name of a figure."""
+"""Characters that TensorBoard does not accept in a tag."""
 POLYNOMIAL = 0x82F63B78  #: of CRC-32C, bits reversed
 VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  #: protobuf's wire types
 
@@ -37,12 +37,12 @@ class Scalars(NamedTuple):
     """The figures of one step."""
 
     step: int
-    time_s: float  #: of the day
+    time_s: float  #: seconds since the epoch
     figures: dict[str, float]
 
 
 class Board:
-    """One file of events."""
+    """A file of events."""
 
     def __init__(self, run_dir: Path) -> None:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
@@ -88,7 +88,7 @@ def _encode_key(field: int, wire_type: int) -> bytes:
 
 
 def _encode_varint(number: int) -> bytes:
-    """Seven bits to a byte, the lowest first; all but the last byte have the highest bit."""
+    """Encode seven bits per byte, lowest first; all bytes but the last have the high bit set."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -106,7 +106,7 @@ def _encode_record(event: bytes) -> bytes:
 
 
 def _compute_checksum(content: bytes) -> bytes:
-    """CRC-32C, turned and shifted as readers of these files expect it."""
+    """Return the CRC-32C, rotated and offset as the file format demands."""
     crc = 0xFFFFFFFF
     for byte in content:
         crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 0xFF]

@@ -1,9 +1,9 @@
-"""Where a run's figures go besides metrics.jsonl and status.json: `trainer.logger`.
+"""Destinations of a run's figures other than metrics.jsonl and status.json: `trainer.logger`.
 
 Reads   the config
 Gives   Boards: the outlets that metrics and status put their figures into
 
-Each board has a thread of its own: one whose server does not answer holds up nothing else.
+Each board has a separate thread, so that a server that does not respond delays nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.observe.wandb_run import WandbRun
 
 LAST_FIGURES_S = 40.0
-"""How long the last figures of an ended run may take: W&B may have to begin its run first."""
+"""Time limit for the last figures of an ended run; W&B may have to begin its run first."""
 
 
 class Boards:
-    """The boards that a run has asked for."""
+    """The boards that the configuration names."""
 
     def __init__(self, config: Config, run_dir: Path, telemetry: Telemetry, log: Any) -> None:
         self.scalars: list[Outlet[Scalars]] = []
@@ -42,7 +42,7 @@ class Boards:
         host, port = config.coordinator.host, config.coordinator.prometheus_port
         try:
             page = Prometheus(run_dir, config.run.name, host, port)
-        except OSError as error:  # free when the run was checked, and taken since
+        except OSError as error:  # the port was free when the run was checked
             self._log.error("prometheus-not-served", address=f"{host}:{port}", reason=str(error))
             return
         self._log.info("prometheus-served", address=page.address)
@@ -50,7 +50,7 @@ class Boards:
         self.status.append(thread.add_outlet("prometheus-status", page.show_status, kept=1))
 
     def close(self) -> None:
-        """Wait for the last figures, within a limit; they are lost then, and nothing else is."""
+        """Wait for the last figures, within a limit; figures beyond it are lost."""
         for thread in self._threads.values():
             thread.wait_drained(LAST_FIGURES_S)
         if self._wandb is not None:

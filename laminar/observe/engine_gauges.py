@@ -1,11 +1,11 @@
-"""What the engines of the replicas last said about themselves: for people, never for decisions.
+"""Latest reports of the replicas' engines, for people only, never for decisions.
 
 Reads   TokenProgress and ReplicaReady, as the coordinator applies them; commands as it decides them
 Gives   LatestGauges: of each replica, for status.json; StepGauges: figures over the reports since
-        the step before, for metrics.jsonl; RepackCounts, for both
+        the previous step, for metrics.jsonl; RepackCounts, for both
 
-StepGauges forgets with each step what came before it, so a coordinator that replays its log from
-a step on writes the same figures as one that has seen it all.
+StepGauges resets with each step, so a coordinator that replays its log from any step writes the
+same figures as one that has seen all events.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ class LatestGauges:
             }
 
     def get_gauges(self, replica: str) -> dict[str, int] | None:
-        """None until it has reported."""
+        """Return the last report of a replica; None until there is one."""
         return self._said.get(replica)
 
 
 class StepGauges:
-    """Means over the reports since the step before, and growth between a replica's first and last
-    of them."""
+    """Means over the reports since the previous step, and the growth of each replica's counters."""
 
     def __init__(self) -> None:
         self._reset_counts()
@@ -70,7 +69,7 @@ class StepGauges:
             self._share_max = max(self._share_max, share)
 
     def drain_figures(self) -> dict[str, float]:
-        """The figures of a step; those without a basis are left out."""
+        """Return the figures of a step, without those that have no data, and reset."""
         figures: dict[str, float] = {}
         if self._reports:
             figures["rollout/running/mean"] = self._running / self._reports
@@ -92,8 +91,7 @@ class StepGauges:
 
 
 def _get_report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
-    """The report of a replica that serves; that of an earlier process of its name is out of
-    date."""
+    """Return the report of a serving replica; None for a former process of its name."""
     event, replica = stamped.event, stamped.peer
     if not isinstance(event, ev.TokenProgress) or replica not in state.replicas:
         return None
@@ -101,9 +99,9 @@ def _get_report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
 
 
 class RepackCounts:
-    """Replicas emptied and trajectories moved, from where it begins to see them.
+    """Counts of replicas emptied and trajectories migrated, from the first event seen.
 
-    Zeros while the run has no repack.
+    Always 0 if the run has no repack.
     """
 
     def __init__(self) -> None:
@@ -120,7 +118,7 @@ class RepackCounts:
                 self.moves += progress is not None and bool(progress.source)
 
     def drain_figures(self) -> dict[str, float]:
-        """The figures of a step; then it begins again."""
+        """Return the figures of a step and reset."""
         found = {"repack/emptied": float(self.emptied), "repack/moves": float(self.moves)}
         self.emptied = self.moves = 0
         return found

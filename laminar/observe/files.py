@@ -1,14 +1,14 @@
-"""Files of telemetry: they grow by whole lines or rows, or are replaced as a whole.
+"""Telemetry files: they grow by whole lines or rows, or are replaced as a whole.
 
-Reads   the end of a file that is there already
+Reads   the end of an existing file
 Writes  files of a run directory
-Raises  OSError, PartlyWritten: the outlet counts what is lost
+Raises  OSError, PartlyWritten: the outlet counts lost items
 
-A full disk tears a line in two. Before the next one the end of the file is mended, so that readers
-lose the torn line and nothing else: a torn line is ended, a torn row is cut off. Files and folders
-are made with the first write, never a run directory that is gone.
+A full disk tears a line in two. The end of the file is repaired before the next write, so that
+readers lose only the torn line: a torn line is ended, a torn row is cut off. Files and folders are
+created with the first write, except for a run directory that is gone.
 
-A file of lines may be cut into parts: a full one is set aside, and of those only the newest stay.
+A file of lines may be split into parts: a full one is renamed, and only the newest are kept.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from laminar.run.renames import rename, write_whole
 
 PART_BYTES = 64 << 20
 PARTS_KEPT = 4
-"""Parts of a log or timeline, the growing one included: some 250 MB for each process at most."""
+"""Parts of a log or timeline, with the growing one: at most some 250 MB per process."""
 
 Mend = Callable[[int, int], None]
-"""(descriptor, size after the last whole write): make the end of the file a place to go on from."""
+"""(descriptor, size after the last whole write): repairs the end of a file for appending."""
 
 
 def end_line(fd: int, whole: int) -> None:
-    """A line without its end gets one; readers pass it over."""
+    """End a torn line; readers skip it."""
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")
 
 
 def cut_off(fd: int, whole: int) -> None:
-    """Mend a file that is ours alone: cut it off behind what was written whole."""
+    """Cut a file that only this process writes after its last whole write."""
     os.ftruncate(fd, whole)
 
 
 def cut_rows(row_bytes: int) -> Mend:
-    """The mend for rows of a fixed size."""
+    """Return the repair function for rows of a fixed size."""
 
     def mend(fd: int, whole: int) -> None:
         size = os.fstat(fd).st_size
@@ -52,12 +52,12 @@ def cut_rows(row_bytes: int) -> Mend:
 
 
 class GrowingFile:
-    """Appends lines or rows; the end is mended before the first one and after every failure."""
+    """A file of appended lines or rows; repaired before the first write and after every failure."""
 
     def __init__(
         self, run_dir: Path, name: str, mend: Mend = end_line, *, in_parts: bool = False
     ) -> None:
-        """`in_parts`: set it aside when it is full, and remove all but the newest few."""
+        """Open nothing yet; `in_parts`: split it when full, and keep the newest parts only."""
         self._run_dir, self._name, self._mend = run_dir, name, mend
         self._in_parts = in_parts
         self._path = run_dir / name
@@ -116,18 +116,18 @@ class GrowingFile:
 
 
 class ReplacedFile:
-    """Readers see the old content or the new one, never half."""
+    """A file that is replaced atomically: readers see the old or the new content."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self._path = run_dir / name
 
     def write(self, items: Sequence[bytes]) -> None:
-        """The last of them; the next ones come soon, so a power cut may take it."""
+        """Write the last item; not durable, because the next one comes soon."""
         write_whole(self._path, items[-1], durable=False)
 
 
 def _count_whole_items(items: Sequence[bytes], written: int) -> int:
-    """How many items end within the first `written` bytes."""
+    """Return how many items end within the first `written` bytes."""
     done = 0
     while done < len(items) and len(items[done]) <= written:
         written -= len(items[done])
@@ -136,7 +136,7 @@ def _count_whole_items(items: Sequence[bytes], written: int) -> int:
 
 
 def _resolve_path(run_dir: Path, name: str) -> Path:
-    """Where a file is, whatever the link to the newest logs points at later."""
+    """Return the file's real path, so that a later change of logs/latest does not affect it."""
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is gone")
     path = run_dir / name

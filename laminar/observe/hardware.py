@@ -1,10 +1,10 @@
-"""What a machine is and which code it runs, for whoever looks at a run later.
+"""A description of a machine and of the code it runs.
 
 Reads   /proc, git
-Gives   hardware, for one line of the log of the machine's node
+Gives   describe_hardware, for one line of the log of the machine's node
 
-The file of metrics has figures of steps, the configuration what a user has set: neither is of a
-machine, of which a run may have many.
+The metrics describe steps and the configuration describes settings; this describes a machine, of
+which a run may have many.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import psutil
 from laminar.names.version import __version__
 
 GIT_S = 5.0
-"""A working directory on a slow file system has no commit, rather than a run that waits."""
+"""Time limit for git; on a slow file system the commit is left empty."""
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Plain values; what cannot be found out is empty."""
+    """Return plain values; unknown ones are empty."""
     return {
         "host": socket.gethostname(),
         "cpu": _read_cpu_model(),
@@ -42,8 +42,7 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def commit_of(directory: Path) -> str:
-    """The commit of the git checkout that the directory is in, with `-dirty` where files were
-    changed."""
+    """Return the commit of the directory's git checkout, with `-dirty` if files were changed."""
     words = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         found = subprocess.run(
@@ -63,7 +62,7 @@ def _read_cpu_model() -> str:
 
 
 def _list_gpu_models() -> list[str]:
-    """The models of all that the machine has, as the driver names them."""
+    """Return the models of all GPUs of the machine, as the driver names them."""
     found = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:

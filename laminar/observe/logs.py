@@ -1,9 +1,9 @@
-"""Structured logs: one JSON line per happening, one file per process.
+"""Structured logs: one JSON line per log entry, one file per process.
 
 Reads   nothing
 Writes  RUN/logs/attempt_N/PROCESS.jsonl, by the process's telemetry thread
 
-Every line has run, process and time; what belongs to a command also has the sequence number of the
+Every line has run, process and time. Lines about a command also have the sequence number of the
 event that caused it, and trajectory or version ids where they apply, so that lines of all processes
 can be merged along the event log.
 """
@@ -23,7 +23,7 @@ from laminar.run.renames import rename
 
 
 class _LineLogger:
-    """What structlog writes to: every level is one line for the outlet."""
+    """The sink of structlog: each message, of any level, is one line for the outlet."""
 
     def __init__(self, lines: Outlet[bytes]) -> None:
         self._lines = lines
@@ -35,8 +35,9 @@ class _LineLogger:
 
 
 def configure_logging(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
-    """Send this process's log lines to its file; call once at start. What the telemetry of the
-    process loses is reported there."""
+    """Send this process's log lines to its file; call once at start.
+
+    Items that the process's telemetry loses are reported there."""
     telemetry = Telemetry()
     lines = _add_log_outlet(run_dir, process, telemetry)
     structlog.configure(
@@ -50,7 +51,7 @@ def configure_logging(run_dir: Path, run: str, process: str, level: str = "info"
 
 
 def make_logger(run_dir: Path, run: str, actor: str, telemetry: Telemetry) -> Any:
-    """The logger of one of several actors of this process, with a file of its own."""
+    """Return the logger of one of several actors of this process, with a separate file."""
     return structlog.wrap_logger(
         _LineLogger(_add_log_outlet(run_dir, actor, telemetry)),
         processors=_make_processors(run, actor),
@@ -69,8 +70,9 @@ def _make_level_filter(level: str) -> Any:
 
 def _make_processors(run: str, process: str) -> list[Any]:
     def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
-        """Add the process to a line, and not through context variables: callbacks of the event loop
-        do not inherit them."""
+        """Add the process to a line.
+
+        Callbacks of the event loop do not inherit context variables, so these are not used."""
         return {"run": run, "process": process, **line}
 
     return [
@@ -87,7 +89,7 @@ def _log_losses(outlet: str, lost: int, reason: str) -> None:
 
 
 def create_attempt(run_dir: Path) -> Path:
-    """Make logs/attempt_N and point logs/latest at it."""
+    """Create logs/attempt_N and point logs/latest at it."""
     logs = run_dir / LOGS_DIR
     logs.mkdir(parents=True, exist_ok=True)
     number = 1 + sum(1 for entry in logs.glob("attempt_*") if entry.is_dir())

@@ -4,9 +4,9 @@ Reads   StepCompleted, WeightsLoaded, TokenProgress and the state after them
 Writes  RUN/metrics.jsonl (one line per step or evaluation), by the telemetry thread
 Gives   the same figures to the boards
 
-Each line names the event that it came from, so a coordinator that comes back and replays its log
-writes each figure once. A step's figures reach back to the step before, so the replay has to begin
-no later than the last step in the file (`replay_from`).
+Each line names its event, so a coordinator that restarts and replays its log writes each figure
+once. A step's figures cover the time since the previous step, so the replay must begin no later
+than the last step in the file (`replay_from`).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from laminar.observe.files import GrowingFile
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import METRICS_FILE
 
-#: A line with one of these is that of a step, or of an evaluation.
+#: Keys that only the line of a step, or of an evaluation, has.
 _STEP, _EVALUATION = "training/global_step", "val/version"
 
 
 Earlier = Callable[[dict[str, float]], None]
-"""Gets the figures of each step that an earlier coordinator has written, oldest first."""
+"""Receives the figures of each step that an earlier coordinator wrote, oldest first."""
 
 
 def _discard(figures: dict[str, float]) -> None:
-    """Where they go by default."""
+    """Discard the figures; the default receiver."""
 
 
 @dataclass
 class _Written:
-    """What an earlier coordinator has written."""
+    """The content of a file that an earlier coordinator has written."""
 
     earlier: Earlier
-    event: int = 0  #: the last one that a line names
-    step_event: int = 0  #: the last one of the line of a step
+    event: int = 0  #: last event of any line
+    step_event: int = 0  #: last event of the line of a step
     evaluations: int = 0
 
     def read_line(self, line: bytes) -> None:
@@ -56,7 +56,7 @@ class _Written:
             figures = json.loads(line)
             event = int(figures["event"])
         except (ValueError, KeyError, TypeError):
-            return  # the line that a crash or a full disk cut short
+            return  # a line that a crash or a full disk cut short
         self.event = max(self.event, event)
         if _STEP in figures:
             self.step_event = max(self.step_event, event)
@@ -65,7 +65,7 @@ class _Written:
 
 
 class MetricsWriter:
-    """An observer of the coordinator."""
+    """Observer of the coordinator that writes the metrics."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class MetricsWriter:
         boards: Sequence[Outlet[Scalars]] = (),
         earlier: Earlier = _discard,
     ) -> None:
-        """ConfigError when what an earlier coordinator has written cannot be read."""
+        """Continue an existing file; ConfigError if it cannot be read."""
         written = _read_written(run_dir / METRICS_FILE, earlier)
         self._after = written.event
-        self.replay_from = written.step_event  #: the first event that a replay must show again
+        self.replay_from = written.step_event  #: first event that a replay must include
         self._lines = telemetry.add_outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
         self._boards = boards
         self._pulls: list[float] = []
         self._gauges, self._repack = StepGauges(), RepackCounts()
         self._evaluations = written.evaluations
-        self._last: tuple[int, int] = (0, 0)  #: time and trained tokens at the step before
+        self._last: tuple[int, int] = (0, 0)  #: time and generated tokens at the previous step
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
@@ -100,7 +100,7 @@ class MetricsWriter:
             self._write(stamped, facts["step"], _compute_evaluation(facts))
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
-        """The trainer's figures, and what only the coordinator knows."""
+        """Return the trainer's figures together with those of the coordinator."""
         ledger = state.ledger
         then, tokens_before = self._last
         seconds = (stamped.time_ns - then) / 1e9 if then else 0.0
@@ -147,15 +147,14 @@ class MetricsWriter:
 
 
 def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:
-    """How many groups of the step have siblings that other weights generated."""
+    """Return how many groups of the step have siblings that different weights generated."""
     endings = [e for c in commands if isinstance(c, cmd.EndTrajectories) for e in c.endings]
     groups = {ending.group for ending in endings if ending.end == "trained"}
     return {"groups/mixed_versions": float(sum(state.groups[g].mixed for g in groups))}
 
 
 def _compute_evaluation(facts: dict[str, Any]) -> dict[str, float]:
-    """The figures of an evaluation, by verl's names where it has one; what has no basis is left
-    out."""
+    """Return the figures of an evaluation, with verl's names if it has one, without empty ones."""
     n, folder = facts["answers_per_prompt"], f"val-core/{'export' if facts['final'] else 'policy'}"
     figures = {
         f"acc/mean@{n}": facts["share"],
@@ -173,14 +172,14 @@ def _compute_evaluation(facts: dict[str, Any]) -> dict[str, float]:
 
 
 def _reward_errors(state: State) -> dict[str, float]:
-    """Answers so far on which the reward failed, by reason and together."""
+    """Return the number of responses on which the reward failed, by reason and in total."""
     errors = state.rewards.errors if state.rewards else {}
     by_reason = {f"reward/errors/{reason}": count for reason, count in errors.items()}
     return {"reward/errors/total": sum(errors.values()), **by_reason}
 
 
 def _read_written(path: Path, earlier: Earlier = _discard) -> _Written:
-    """What the whole lines of the file say, one at a time; zeros for a new one."""
+    """Read the complete lines of the file, one at a time; zeros for a new file."""
     found = _Written(earlier)
     try:
         with open(path, "rb") as lines:

@@ -2,10 +2,10 @@
 
 Reads   each status (observe/status.py) and the figures of each step, through outlets
 Serves  the latest of both, by a thread of the prometheus_client library
-Writes  RUN/prometheus.json: the address, as Prometheus' file_sd_configs reads it
+Writes  RUN/prometheus.json: the address, for Prometheus' file_sd_configs
 
-Names are those of metrics.jsonl with `laminar_` in front and `_` for what Prometheus does not take.
-A request sees what was last put, and asks the coordinator's loop for nothing.
+Names are those of metrics.jsonl with the prefix `laminar_` and `_` for unsupported characters. A
+request returns the latest values without involving the coordinator's loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from laminar.observe.files import ReplacedFile
 
 TARGET_FILE = "prometheus.json"
 NO_NAME = re.compile(r"\W+")
-#: of status.json, what is one number: its key there, and what it means
+#: numbers of status.json: key and meaning
 STATUS_FIGURES = {
     "event": "number of the last event",
     "step": "completed training steps",
@@ -38,15 +38,15 @@ STATUS_FIGURES = {
     "groups_ready": "finished groups that no batch has taken",
     "reward": "mean reward of the last step",
 }
-#: of a replica's last gauge, summed over the replicas
+#: sums over the last gauges of all replicas
 ENGINE_FIGURES = ("kv_used_tokens", "kv_capacity_tokens", "running", "waiting", "preempted")
 
 
 class Prometheus(Collector):
-    """What a scrape sees: the latest status and the figures of the latest step."""
+    """The latest status and the figures of the latest step, as a scrape returns them."""
 
     def __init__(self, run_dir: Path, run_name: str, host: str, port: int) -> None:
-        """Listen; `port` 0 is any free one. Raises OSError when it is taken."""
+        """Listen; port 0 picks any free port. Raises OSError if the port is taken."""
         self._status: dict[str, Any] = {}
         self._step: dict[str, float] = {}
         registry = CollectorRegistry()
@@ -57,19 +57,19 @@ class Prometheus(Collector):
         self._target = (ReplacedFile(run_dir, TARGET_FILE), msgspec.json.encode([target]))
 
     def show_status(self, found: list[dict[str, Any]]) -> None:
-        """Show the newest status; for its outlet."""
+        """Show the newest status; called by its outlet."""
         if not self._status:
             file, target = self._target
             file.write([target])
         self._status = found[-1]
 
     def show_step(self, items: list[Scalars]) -> None:
-        """Show figures; for their outlet. Those of evaluations stay beside those of steps."""
+        """Show figures; called by their outlet. Figures of evaluations and of steps are merged."""
         for item in items:
             self._step = self._step | item.figures
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Called by the library for each request, and once when this is registered."""
+        """Return all gauges; the library calls it for each request, and once at registration."""
         status, step = self._status, self._step
         if not status:
             return

@@ -1,10 +1,10 @@
-"""What a run looks like from outside: status.json, rewritten while the coordinator works.
+"""status.json: a summary of the run, rewritten while the coordinator works.
 
 Reads   the state after an event
 Writes  RUN/status.json, at most every INTERVAL_S, by the telemetry thread
 Gives   the same to the boards of `trainer.logger` that show it
 
-For live progress and for people on a cluster who have no terminal on the run.
+For live progress, and for people on a cluster without a terminal on the run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import STATUS_FILE
 
 INTERVAL_S = 0.4
-"""Less than a replica's interval between two gauges, so that each of them is seen."""
+"""Less than a replica's interval between two gauges, so that each of them is shown."""
 LEFT_OUT_SHOWN = 16
-"""Replicas and versions whose rows were left out; the log has all."""
+"""Replicas and versions with rows left out that are shown; the log has all."""
 
 
 class StatusWriter:
-    """Keeps the last figures of events that the state does not hold."""
+    """Observer of the coordinator that also keeps figures of events that the state lacks."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class StatusWriter:
             self._write(now, stamped.time_ns, state)
 
     def _write(self, now: float, time_ns: int, state: State) -> None:
-        """`time_ns`: of the event that led to it, by the clock of the run."""
+        """Write the status; `time_ns`: of the event, by the clock of the run."""
         self._written = now
         then, before = self._tokens
         total = sum(r.tokens_total for r in state.replicas.values())
@@ -118,14 +118,16 @@ class StatusWriter:
         }
 
     def _describe_repack(self, state: State) -> dict[str, int] | None:
-        """What repack did since this coordinator began; None without it."""
+        """Return the counts of repack since this coordinator began; None without repack."""
         if not state.settings.repack_policy:
             return None
         return {"emptied": self._repack.emptied, "moves": self._repack.moves}
 
     def _describe_replicas(self, state: State) -> dict[str, dict[str, Any]]:
-        """What each does, asked once for all of a kind: there may be ten thousand. What its engine
-        last said."""
+        """Return the activity of each replica and the last report of its engine.
+
+        The admission rule is evaluated once per kind of replica, since there may be ten
+        thousand."""
         doing: dict[Kind | None, str] = {}
         shown = {}
         for name, replica in state.replicas.items():
@@ -148,8 +150,10 @@ class StatusWriter:
 
 
 def _describe_activity(state: State, replica: Replica, doing: str) -> str:
-    """What one of its kind may do besides: stream. With an environment, whose sessions wait for
-    tools and hold no slot: which of both binds."""
+    """Return the activity of one replica, given that of its kind.
+
+    A replica may stream; with an environment, whose sessions hold no slot while they wait for
+    tools, the limit that binds is named."""
     if is_streaming(state, replica.name):
         return "streaming"
     if doing != "admitting" or not state.settings.environment:
@@ -159,7 +163,7 @@ def _describe_activity(state: State, replica: Replica, doing: str) -> str:
 
 
 def _describe_trainer(state: State) -> str:
-    """What it does; a new process of it does again what its checkpoint does not have."""
+    """Return the trainer's activity; a new process repeats the steps after its checkpoint."""
     if any(state.actors[name].role == Role.TRAINER for name in _list_awaited(state)):
         return "away"
     if 0 <= state.redone < state.completed:
@@ -168,7 +172,7 @@ def _describe_trainer(state: State) -> str:
 
 
 def _list_awaited(state: State) -> list[str]:
-    """Processes that are lost and have a time to come back."""
+    """Return the lost processes that still have time to come back."""
     timers = state.timers
     return [
         a.name for a in state.actors.values() if not a.alive and keys.rejoin_timer(a.name) in timers
@@ -176,12 +180,12 @@ def _list_awaited(state: State) -> list[str]:
 
 
 def _count_slots(state: State, replica: Replica) -> int:
-    """What its engine runs at a time: a replica takes one group more, which waits for slots."""
+    """Return the slots of its engine: capacity minus the group that waits for slots."""
     return max(replica.capacity - state.settings.group_size, 1)
 
 
 def _count_resetting(state: State, replica: Replica) -> int:
-    """Trajectories that have a place in its engine while their environment speaks first."""
+    """Return the trajectories that hold a place in the engine while their environment resets."""
     if not state.settings.environment:
         return 0
     known = state.trajectories
@@ -189,7 +193,7 @@ def _count_resetting(state: State, replica: Replica) -> int:
 
 
 def format_left_out(part: ev.ExcludedRows) -> str:
-    """Whose rows were not trained, and why."""
+    """Describe which rows were not trained, and why."""
     return (
         f"{len(part.trajectories)} answers of {part.replica} with version {part.version} were left "
         f"out: its log-probs differ from the trainer's by {part.diff:.3g} a token, where "
@@ -198,7 +202,7 @@ def format_left_out(part: ev.ExcludedRows) -> str:
 
 
 def reward_errors(state: State) -> dict[str, Any] | None:
-    """How many answers the reward failed on, of how many, and the first failure; None: on none."""
+    """Return counts of failed rewards and the first failure; None if there were none."""
     rewards = state.rewards
     if rewards is None or not rewards.errors:
         return None

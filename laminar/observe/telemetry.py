@@ -1,12 +1,12 @@
-"""What a process reports about itself, written by a thread that nothing waits for.
+"""Telemetry of a process, written by a background thread that never blocks the process.
 
 Reads   items that the process puts into its outlets
 Writes  through the outlets: log lines, timelines, status, metrics, the panel of a terminal
-Gives   Telemetry, Outlet; tell: a last line on the terminal
+Gives   Telemetry, Outlet; print_last_line: a last line on the terminal
 
-No write of these can end, block or wedge anything. What cannot be written is counted and dropped;
-the first write that works again is followed by one word about what was lost. An outlet whose writer
-is behind keeps a bounded number of items and counts the rest.
+No write can end or block the process. Items that cannot be written are counted and dropped; after
+the next successful write the loss is reported. An outlet whose writer is behind keeps a bounded
+number of items and counts the rest.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 KEPT_MAX = 10_000
-"""Items that one outlet keeps for its writer."""
+"""Items that an outlet keeps for its writer."""
 PAUSE_S = 0.02
-"""The time between two rounds of writing: what comes in it is written together."""
+"""The time between two rounds of writing; items of one round are written together."""
 DRAIN_S = 2.0
-"""How long the last items of a process may take."""
+"""Time limit for the last items of a process."""
 
 Item = TypeVar("Item")
 Say = Callable[[str, int, str], None]
 
 
 class PartlyWritten(Exception):
-    """Only the first `done` of the items that were to be written were."""
+    """Only the first `done` items were written."""
 
     def __init__(self, done: int, error: Exception) -> None:
         super().__init__(str(error))
@@ -41,7 +41,7 @@ class PartlyWritten(Exception):
 
 
 class Outlet(Generic[Item]):
-    """One destination; `put` never raises and never waits."""
+    """A destination; `put` never raises and never waits."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Outlet(Generic[Item]):
         kept: int,
     ) -> None:
         self.name = name
-        self.lost_before = 0  #: items for which there was no room
+        self.lost_before = 0  #: items dropped because the outlet was full
         self.lost_writing = 0  #: items whose write failed
         self._write, self._due, self._kept = write, due, kept
         self._items: deque[Item] = deque(maxlen=1 if kept == 1 else None)
@@ -60,7 +60,7 @@ class Outlet(Generic[Item]):
         self.say: Say = lambda name, lost, reason: None
 
     def put(self, item: Item) -> None:
-        """Have it written soon; of an outlet that keeps one, the newest is."""
+        """Queue an item for writing; an outlet that keeps one item writes the newest."""
         if self._kept > 1 and len(self._items) >= self._kept:
             self.lost_before += 1
             self._reason = self._reason or "its writer is behind"
@@ -71,14 +71,14 @@ class Outlet(Generic[Item]):
             self._due.put(self.flush)
 
     def flush(self) -> None:
-        """Write what is there; called by the one thread that writes."""
+        """Write the queued items; called by the writing thread only."""
         self._asked = False
         items = [self._items.popleft() for _ in range(len(self._items))]
         if not items:
             return
         try:
             self._write(items)
-        except (Exception, SystemExit) as error:  # rich leaves so when a pipe is closed
+        except (Exception, SystemExit) as error:  # rich exits this way when a pipe is closed
             done = error.done if isinstance(error, PartlyWritten) else 0
             self.lost_writing += len(items) - done
             self._reason = str(error) or type(error).__name__
@@ -105,25 +105,26 @@ class Telemetry:
     def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
     ) -> Outlet[Item]:
-        """`write` gets all waiting items in order, in the thread; what it raises is counted. With
-        `kept` = 1 the newest item is written, and an older one is no loss."""
+        """Add an outlet; `write` is called in the thread with all waiting items, in order.
+
+        Exceptions of `write` are counted. With `kept` = 1 only the newest item is written, and
+        replaced ones do not count as lost."""
         outlet = Outlet(name, write, self._due, kept)
         outlet.say = self._report_loss
         return outlet
 
     def tell_losses(self, say: Say) -> None:
-        """Have `say(outlet, items, reason)` called, once an outlet works again."""
+        """Have `say(outlet, items, reason)` called once an outlet works again."""
         self._say = say
 
     def start_sibling(self) -> Telemetry:
-        """Another thread, for what takes long: the others do not wait for it. Losses are reported
-        as this one's are."""
+        """Start another thread for slow outlets, with losses reported like this one's."""
         other = Telemetry()
         other.tell_losses(self._report_loss)
         return other
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Wait until everything put so far was tried; False: that took too long."""
+        """Wait until all items put so far were tried; return False on a timeout."""
         done = threading.Event()
         self._due.put(done.set)
         return done.wait(timeout_s)
@@ -139,11 +140,11 @@ class Telemetry:
                 time.sleep(PAUSE_S)
 
 
-_terminal = 2  #: where people read
+_terminal = 2  #: descriptor of the standard error that people read
 
 
 def output_to(path: Path) -> None:
-    """Send what this process and its children print to the file, but for `print_lines`."""
+    """Redirect output of this process and its children to a file, except `print_lines`."""
     global _terminal
     if _terminal == 2:
         _terminal = os.dup(2)
@@ -154,12 +155,12 @@ def output_to(path: Path) -> None:
 
 
 def print_lines(lines: list[bytes]) -> None:
-    """Print lines on the standard error that the process began with; for an outlet."""
+    """Print lines on the original standard error; for an outlet."""
     os.write(_terminal, b"".join(lines))
 
 
 def print_last_line(text: str) -> None:
-    """Print a last line to standard error; one that is gone or accepts nothing is ignored."""
+    """Print a last line to standard error; ignore one that is closed or blocked."""
     telemetry = Telemetry()
     telemetry.add_outlet("terminal", print_lines).put(f"{text}\n".encode(errors="replace"))
     telemetry.wait_drained(DRAIN_S)

@@ -1,13 +1,12 @@
 """A run in Weights & Biases: the figures of each step under the names of metrics.jsonl.
 
 Gives   WandbRun; check_wandb, for before a run
-Reads   Scalars; WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY and the like, as the wandb library does
-Writes  RUN/wandb/, and by way of the library's own process the server; RUN/wandb/run_id
-Raises  whatever the library raises: the outlet counts what is lost
+Reads   Scalars; WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY etc., as the wandb library does
+Writes  RUN/wandb/, and the server through the library's own process; RUN/wandb/run_id
+Raises  exceptions of the library: the outlet counts lost items
 
-The run's id is kept in the run directory, so a coordinator that comes back goes on with the same
-run. The library is imported, and the run begun, with the first figures, in the thread that writes
-them.
+The run's id is kept in the run directory, so that a restarted coordinator continues the same run.
+The writing thread imports the library and begins the run with the first figures.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ RUN_ID_FILE = "run_id"
 OFFLINE = ("offline", "disabled")
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 BEGIN_S = 30.0
-"""How long the server may take to answer when a run begins; then these figures are lost."""
+"""Time limit for the server when a run begins; after it these figures are lost."""
 FINISH_S = 30.0
 
 
 class WandbRun:
-    """One run; `write` is for an outlet of a thread of its own."""
+    """A W&B run; `write` is for an outlet with a separate thread."""
 
     def __init__(self, config: Config, run_dir: Path, log: Any) -> None:
         self._config, self._run_dir, self._log = config, run_dir, log
@@ -53,8 +52,10 @@ class WandbRun:
             self._run.log(item.figures, step=item.step)
 
     def close(self) -> None:
-        """Hand over what is left, within FINISH_S. Then the library's process is ended: without a
-        network it would keep this one from ending."""
+        """Upload the remaining figures, within FINISH_S.
+
+        Then the library's process is killed: without a network it would keep this one from
+        ending."""
         if "wandb" not in sys.modules:
             return
         import wandb
@@ -68,7 +69,7 @@ class WandbRun:
                 self._log.error("wandb-not-finished", after_s=FINISH_S)
 
     def _begin_or_log(self) -> Any:
-        """The run; that it cannot begin is said once, and tried again with the next figures."""
+        """Begin the run; log the first failure, and retry with the next figures."""
         try:
             return self._init_run()
         except Exception as error:
@@ -99,7 +100,7 @@ class WandbRun:
 
 
 def check_wandb() -> None:
-    """Raises ConfigError when the library is missing, or has no key for a run that is online."""
+    """Raise ConfigError if the library is missing, or has no key for a run that is online."""
     wrong = "trainer.logger names wandb, but "
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"{wrong}it is not installed: {with_extra('wandb')}")
@@ -113,8 +114,9 @@ def check_wandb() -> None:
 
 
 def _has_login() -> bool:
-    """Whether `wandb login` was called: it leaves a login named "user". The library's own question
-    starts its process, which without a network never ends."""
+    """Return whether `wandb login` was called, which leaves a login named "user" in .netrc.
+
+    The library's own check starts its process, which never ends without a network."""
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
         return any(login == "user" for login, _, _ in netrc.netrc(file).hosts.values())
@@ -123,7 +125,7 @@ def _has_login() -> bool:
 
 
 def run_id(run_dir: Path) -> str:
-    """The id of this run directory, made with the first call."""
+    """Return the id of this run directory, created with the first call."""
     file = run_dir / WANDB_DIR / RUN_ID_FILE
     try:
         return file.read_text()

@@ -1,12 +1,12 @@
-"""Warnings of bad learning: what a person would want to know while a run works.
+"""Warnings about training that a user should see while the run works.
 
-Reads   every event and the state after it; first_look.json, what was found before the run started;
-        the figures of earlier steps, after a restart
-Gives   Watch, an observer that hands TrainingWarning events to the coordinator, which logs them
+Reads   every event and the state after it; first_look.json, found before the run started; the
+        figures of earlier steps, after a restart
+Gives   WarningMonitor, an observer that hands TrainingWarning events to the coordinator to log
 
-Nothing is decided here, and nothing in the core depends on a warning: the state only remembers
-which kinds were given, so that each comes once in a run, also when the coordinator comes back. Each
-has a figure, the limit it passed, and what to look at.
+Warnings cause no decisions, and nothing in the core depends on them: the state only remembers which
+kinds were given, so that each is given once per run, also across restarts of the coordinator. Each
+has a figure, the limit it exceeded, and what to check.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.run.directory import FIRST_LOOK_FILE
 
-WINDOW = 5  #: steps over which figures of a batch are looked at
-ANSWERS_MIN = 64  #: below, a share of failed answers says little
+WINDOW = 5  #: steps over which a batch's figures are averaged
+ANSWERS_MIN = 64  #: minimum number of responses for a share of failed ones
 ERRORS_SHARE = 0.05
-FLAT_SHARE = 0.9  #: of the groups, without any difference between their rewards
+FLAT_SHARE = 0.9  #: of the groups, with equal rewards for all siblings
 TRUNCATED_SHARE = 0.5
-ENTROPY_SHARE = 0.1  #: of the first steps'
+ENTROPY_SHARE = 0.1  #: of the entropy in the first steps
 FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 
 Figures = dict[str, float]
 
 
 class WarningMonitor:
-    """Sees every event; `report` takes the warnings."""
+    """Observer of all events; passes warnings to `report`."""
 
     def __init__(
         self,
         report: Callable[[Event], None],
         at_start: Mapping[str, str] = {},
     ) -> None:
-        """`at_start`: texts of what was found before the run, by kind."""
+        """Create the monitor; `at_start`: texts of warnings from before the run, by kind."""
         self._report = report
         self._at_start = dict(at_start)
         self._recent: deque[Figures] = deque(maxlen=WINDOW)
         self._first: list[Figures] = []
         self._evaluations = 0
-        self._given: set[str] = set()  #: a report is handled in a later turn
+        self._given: set[str] = (
+            set()
+        )  #: kinds reported already; a report is applied in a later turn
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.StepCompleted):
@@ -63,14 +65,13 @@ class WarningMonitor:
                 self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
 
     def take_figures(self, figures: Figures) -> None:
-        """Take the figures of a completed step; a coordinator that comes back gives earlier ones
-        first."""
+        """Take the figures of a completed step; after a restart, earlier ones first."""
         self._recent.append(figures)
         if len(self._first) < WINDOW:
             self._first.append(figures)
 
     def _find_warnings(self, event: Event, state: State) -> Iterator[tuple[str, str]]:
-        """Kind and text of what is wrong now, looked for at the events that could show it."""
+        """Find kind and text of each present problem, at the events that can reveal it."""
         at_start, self._at_start = self._at_start, {}
         yield from at_start.items()
         if isinstance(event, ev.DataLoaded):
@@ -90,12 +91,12 @@ class WarningMonitor:
             yield from _check_evaluation_drop(state)
 
     def _mean(self, name: str) -> float | None:
-        """Over the last WINDOW steps; None before there are so many that have it."""
+        """Return the mean over the last WINDOW steps; None until all of them have a value."""
         values = [figures[name] for figures in self._recent if name in figures]
         return fmean(values) if len(values) == WINDOW else None
 
     def _at_first(self, name: str) -> list[float]:
-        """The values of the first WINDOW steps, as far as they have it."""
+        """Return the values of the first WINDOW steps that have one."""
         return [figures[name] for figures in self._first if name in figures]
 
     def _check_signal(self) -> Iterator[tuple[str, str]]:
@@ -160,7 +161,7 @@ def _reward_errors(state: State) -> Iterator[tuple[str, str]]:
 
 
 def _check_evaluation_drop(state: State) -> Iterator[tuple[str, str]]:
-    """The last evaluation against the best one before it, by the score, else by right answers."""
+    """Compare the last evaluation with the best earlier one, by score, else by accuracy."""
     results = [describe_evaluation(result) for result in state.evaluations]
     for name in ("score", "share"):
         known = [r for r in results if r[name] is not None and r[f"{name}_se"] is not None]
@@ -211,7 +212,7 @@ def _describe_rejected(event: ev.WeightsRejected) -> str:
 
 
 def first_look(run_dir: Path) -> dict[str, str]:
-    """Warnings from before the run, by kind; without such a file none."""
+    """Return the warnings from before the run, by kind; none without the file."""
     try:
         found: dict[str, str] = json.loads((run_dir / FIRST_LOOK_FILE).read_bytes())
     except FileNotFoundError:
