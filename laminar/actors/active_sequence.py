@@ -1,7 +1,7 @@
-"""A trajectory in a replica's engine: what the store does not have yet.
+"""A trajectory in a replica's engine: tokens that are not in the store yet.
 
-Gives   Running; Weights, what its tokens were sampled with; request_id, the engine's name of a
-        trajectory; digest_of_read
+Gives   ActiveSequence; LoadedWeights, the weights that sampled its tokens; request_id, the engine's
+        name of a trajectory; digest_of_read
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from laminar.storage.rules import digest_read_ids
 
 
 class LoadedWeights(NamedTuple):
-    """What an engine samples with from one load to the next."""
+    """The weights that an engine samples with from one load to the next."""
 
-    load: int  #: which load of the engine, as TokenDelta counts them
+    load: int  #: number of the engine's load, as in TokenDelta
     version: int
     step: int
 
@@ -38,32 +38,33 @@ class _Part:
 
 @dataclass
 class ActiveSequence:
-    """Tokens and log-probs that are not in the store yet, and where they begin."""
+    """Tokens and log-probs that are not in the store yet, and their position."""
 
     command: cmd.GenerateTrajectory
     event_seq: int
-    stored: int  #: tokens that the store has
+    stored: int  #: tokens in the store
     turn: int = 0
-    turn_begins: int = 0  #: tokens of the turns before it
-    read: str = ""  #: digest of what the engine was given to read, until a chunk has it
+    turn_begins: int = 0  #: tokens of earlier turns
+    read: str = ""  #: digest of the tokens that the engine read first, until a chunk has it
     parts: list[_Part] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def sampled(self) -> int:
-        """Tokens so far, earlier replicas' included."""
+        """Tokens so far, including those of earlier replicas."""
         return self.stored + sum(len(part.tokens) for part in self.parts)
 
     def add(self, weights: LoadedWeights, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """More tokens, of these weights."""
+        """Append tokens that these weights sampled."""
         if not self.parts or self.parts[-1].weights != weights:
             self.parts.append(_Part(weights))
         self.parts[-1].tokens.extend(tokens)
         self.parts[-1].logprobs.extend(logprobs)
 
     def take_chunks(self, proved: int) -> list[m.AppendItem]:
-        """Everything sampled since the last chunks, one for the weights of each; but nothing of a
-        load after `proved`: whose weights those are is not known yet."""
+        """Remove and return the tokens so far, as one chunk per weights.
+
+        Tokens of a load after `proved` stay: their weights are not verified yet."""
         items = []
         while self.parts and self.parts[0].weights.load <= proved:
             items.append(self._build_chunk(self.parts.pop(0)))
@@ -87,12 +88,11 @@ class ActiveSequence:
 
 
 def digest_of_read(request: GenerateRequest) -> str:
-    """The digest of what the engine reads before it samples."""
+    """Return the digest of the tokens that the engine reads before it samples."""
     ids = np.asarray(request.prompt_ids + request.done_ids, dtype="<i4")
     return digest_read_ids(ids.tobytes())
 
 
 def request_id(command: cmd.GenerateTrajectory) -> str:
-    """A placement is part of the engine's name for it: so late tokens of an old one are
-    recognised."""
+    """Return the engine's id for a placement, which identifies late tokens of an old one."""
     return f"{command.trajectory_id}@{command.placement}"

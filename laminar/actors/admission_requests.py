@@ -1,10 +1,9 @@
-"""Opening in the store what is to be generated: older placements are fenced, the tokens so far come
-back.
+"""Requests to open trajectories in the store, which fences older placements and returns tokens.
 
 Reads   orders of GenerateTrajectory, the answers of the store
-Gives   each answer to `opened`; as_of, how far the engine knows of its orders
+Gives   each answer to `opened`; as_of, up to which order the engine is complete
 
-What is taken back is neither opened nor handed on, whatever the store answers.
+A trajectory that was taken back is neither opened nor handed on, whatever the store answers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Ordered = tuple[cmd.Envelope, cmd.GenerateTrajectory]
 
 
 class AdmissionRequests:
-    """The trajectories that one replica has to open in the store."""
+    """The trajectories that one replica has yet to open in the store."""
 
     def __init__(
         self,
@@ -29,27 +28,28 @@ class AdmissionRequests:
         store: StoreClient,
         opened: Callable[[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult], None],
     ) -> None:
-        """`opened` is told what the store says of each that was not taken back, and calls `begun`
-        when it acts on it."""
+        """Report to `opened`, which must call `complete_opening` when it acts on an answer.
+
+        `opened` is called with the store's answer for each trajectory that was not taken back."""
         self._rollout, self.store, self._opened = rollout, store, opened
-        #: by trajectory; the store was not asked or has not answered, or its environment begins
+        #: by trajectory; not requested or not answered yet, or the environment is starting
         self._waiting: dict[str, Ordered] = {}
-        self._asked = 0  #: highest id of a command to generate
-        self._unsettled: dict[int, None] = {}  #: ids of those that the engine may not know
+        self._asked = 0  #: highest id of an order to generate
+        self._unsettled: dict[int, None] = {}  #: ids of orders that the engine may not have yet
 
     @property
     def as_of(self) -> int:
-        """Highest id of which, and of all before it, the engine has what it will ever get."""
+        """Highest order id up to which the engine has all orders that it will ever get."""
         return min(self._unsettled, default=self._asked + 1) - 1
 
     def add_pending(self, order: cmd.Envelope, command: cmd.GenerateTrajectory) -> None:
-        """Note a trajectory that is to be opened; what takes it back finds it from here on."""
+        """Note a trajectory that is to be opened, so that from now on it can be taken back."""
         self._waiting[command.trajectory_id] = (order, command)
         self._unsettled[order.command_id] = None
         self._asked = max(self._asked, order.command_id)
 
     def mark_settled(self, order: cmd.Envelope) -> None:
-        """The engine has what was ordered, or will not get it."""
+        """Note that the engine has the order, or will never get it."""
         self._unsettled.pop(order.command_id, None)
 
     def take_back(self, trajectory_id: str, placement: int) -> None:
@@ -64,7 +64,7 @@ class AdmissionRequests:
         self._waiting.clear()
 
     async def open(self, ordered: list[Ordered]) -> None:
-        """Open them; returns when the store has answered for all that were not taken back."""
+        """Open trajectories; return once the store has answered for all still wanted."""
         wanted: dict[str, Ordered] = {command.trajectory_id: (o, command) for o, command in ordered}
         while wanted := {t: pair for t, pair in wanted.items() if self._is_wanted(pair[1])}:
             items = tuple(self._build_item(command) for _, command in wanted.values())
@@ -75,14 +75,14 @@ class AdmissionRequests:
                     self._opened(order, command, result)
 
     def complete_opening(self, command: cmd.GenerateTrajectory) -> bool:
-        """Its opening is over; False when it was taken back since it was handed on."""
+        """End the opening; return False if it was taken back since it was handed on."""
         wanted = self._is_wanted(command)
         if wanted:
             del self._waiting[command.trajectory_id]
         return wanted
 
     def _is_wanted(self, command: cmd.GenerateTrajectory) -> bool:
-        """False once it was taken back."""
+        """Return whether this command was not taken back or replaced."""
         waiting = self._waiting.get(command.trajectory_id)
         return waiting is not None and waiting[1] is command
 
@@ -91,7 +91,7 @@ class AdmissionRequests:
 
 
 def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
-    """What its replica asks of the store before it generates."""
+    """Build a replica's request to the store for a trajectory that it will generate."""
     return m.OpenItem(
         trajectory_id=command.trajectory_id,
         group_id=command.group,
@@ -108,5 +108,5 @@ def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem
 
 
 def choose_temperature(rollout: RolloutConfig, purpose: str) -> float:
-    """What an answer is sampled with."""
+    """Return the sampling temperature of a purpose."""
     return rollout.val_kwargs.temperature if purpose == Purpose.EVAL else rollout.temperature

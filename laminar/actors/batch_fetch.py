@@ -1,7 +1,7 @@
-"""The rows of a batch: what the store has of its trajectories, as the learner takes them.
+"""The rows of a batch, fetched from the store in the learner's form.
 
 Reads   trajectories of the store
-Raises  ConfigError for steps whose tokens are gone with the checkpoint that had them
+Raises  ConfigError for steps whose tokens were removed together with their checkpoint
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from laminar.training.steps import TrainSample
 async def fetch_batch(
     client: StoreClient, command: cmd.TrainStep | cmd.RedoStep
 ) -> list[TrainSample]:
-    """The samples of a batch, in the order of the command.
+    """Return the samples of a batch, in the order of the command.
 
-    The store removes tokens once a kept checkpoint has the step that they were trained in, so a
-    step that is done again lacks them only when somebody has removed that checkpoint.
+    The store removes tokens once a kept checkpoint has the step that trained them, so a repeated
+    step lacks tokens only if that checkpoint was removed by hand.
     """
     try:
         rows = await client.fetch(command.trajectories, with_prompt=False)
@@ -37,7 +37,7 @@ async def fetch_batch(
 
 
 def sample_of(row: store.Trajectory) -> TrainSample:
-    """A stored trajectory as the learner takes it."""
+    """Convert a stored trajectory to the learner's form."""
     if row.score is None or row.temperature is None:
         raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
     truncated = is_cut_off(row.finish_reason)

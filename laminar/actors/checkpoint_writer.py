@@ -1,16 +1,16 @@
-"""Checkpoints: model and optimizer as they are now, written to disk while the trainer goes on.
+"""Checkpoints: model and optimizer, written to disk while training continues.
 
 Reads   the policy's tensors, the optimizer's state, the ids of what was trained
 Writes  checkpoints/step_N/ of the run directory
 Emits   CheckpointSaved
 
-The trainer stands still for one copy of its tensors and the probe; files, digests and the removal
-of old checkpoints go on beside it. An old one goes when the coordinator knows the new one: until
-then nobody would go on from the new one. So do the payloads that all kept ones cover. A
-checkpoint that is still being written when the next is due makes that one be left out: the trainer
-waits for a disk only where the coordinator waits for the checkpoint, since the run pauses. The one
-that a fork began with counts like any other, and stays on the disk: to train the fork again,
-nothing else will do.
+The trainer pauses for one copy of its tensors and for the probe; files, digests and the removal of
+old checkpoints are done in the background. An old checkpoint is removed once the coordinator knows
+the new one, because until then no trainer would resume from the new one. The same holds for
+payloads that all kept checkpoints cover. If the previous checkpoint is still being written, the
+next one is skipped: the trainer waits for a disk only if the coordinator waits for the checkpoint,
+because the run pauses. The checkpoint that a fork began with counts like any other, but stays on
+disk, because the fork cannot be trained again without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from laminar.actors.host import Host
 
 STOP_S = 8.0
-"""How long a write may go on when the process ends; less than the node waits for its children."""
+"""Time limit for a write when the process ends; less than the node's limit for its children."""
 
 
 class CheckpointWriter:
@@ -53,8 +53,10 @@ class CheckpointWriter:
         facts: Callable[[], LearnerFacts],
         covered: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`specs`: how a version is published. `probe`, `facts`: of the present weights. `covered`
-        is told how many steps are in all checkpoints that are kept."""
+        """Start without checkpoints.
+
+        `specs`: the published layout. `probe`, `facts`: of the present weights. `covered` is called
+        with the number of steps that all kept checkpoints contain."""
         self.host = host
         self._facts, self._covered = facts, covered
         self._before = ""  #: chained digest of the batches up to the last checkpoint
@@ -66,11 +68,11 @@ class CheckpointWriter:
         self._kept: dict[int, Path] = {}  #: by version, oldest first
         self._steps: dict[int, int] = {}  #: of each version that was kept
         self._old: list[Path] = []  #: to be removed
-        self._idle = asyncio.Event()  #: none is being written
+        self._idle = asyncio.Event()  #: set while no write is running
         self._idle.set()
 
     async def find_checkpoints(self) -> dict[Path, ResumeState]:
-        """The checkpoints on the disk that can be read, as they describe themselves."""
+        """Return the readable checkpoints on disk, with their own descriptions."""
         run_dir, described = self.host.run_dir, {}
         found = await self._files.find_directories(run_dir / CHECKPOINTS_DIR, RESUME_FILE)
         found |= await self._files.find_directories(run_dir, RESUME_FILE)  # the origin
@@ -85,7 +87,7 @@ class CheckpointWriter:
         self.host.log.warning("checkpoint-passed-over", path=str(directory), reason=str(error))
 
     async def resume_from(self, resume: ResumeState, kept: Collection[int]) -> None:
-        """Training goes on from this one; those whose versions are not `kept` are removed."""
+        """Continue from this checkpoint; remove those whose versions are not `kept`."""
         self._before, self._batches = resume.digest, []
         found = sorted((await self.find_checkpoints()).items(), key=lambda item: item[1].step)
         self._kept = {r.version: directory for directory, r in found if r.version in kept}
@@ -94,11 +96,11 @@ class CheckpointWriter:
         await self._remove_old()
 
     def record_batch(self, batch: tuple[str, ...]) -> None:
-        """Note that these trajectories have been trained, in this order."""
+        """Record that these trajectories were trained, in this order."""
         self._batches.append(batch)
 
     async def save_if_due(self, version: int, step: int, event_seq: int) -> None:
-        """Begin a checkpoint of the weights after `step` steps; they may change on return."""
+        """Start a checkpoint after `step` steps, if due; the weights may change on return."""
         if not self._freq or step % self._freq:
             return
         if not self._idle.is_set():
@@ -107,7 +109,7 @@ class CheckpointWriter:
         await self._start_save(version, step, event_seq, ordered=False)
 
     async def save(self, version: int, step: int, event_seq: int) -> None:
-        """Begin a checkpoint that the coordinator waits for, if there is none of this version."""
+        """Start a checkpoint that the coordinator waits for, unless this version has one."""
         await self._idle.wait()
         if version not in self._kept:
             await self._start_save(version, step, event_seq, ordered=True)
@@ -123,7 +125,7 @@ class CheckpointWriter:
         self.host.spawn(self._save(step, write, ordered=ordered))
 
     def _take_resume_state(self, version: int, step: int) -> ResumeState:
-        """What was trained up to now; from here on it is counted anew."""
+        """Describe what was trained up to now, and start the next count."""
         batches = tuple(self._batches)
         resume = ResumeState(
             version=version, step=step, before=self._before, batches=batches, learner=self._facts()
@@ -132,7 +134,7 @@ class CheckpointWriter:
         return resume
 
     async def close(self) -> None:
-        """Let a write come to its end, for a while; a part of a checkpoint has no name yet."""
+        """Wait a limited time for a write to finish; an incomplete checkpoint has no name yet."""
         try:
             async with asyncio.timeout(STOP_S):
                 await self._idle.wait()
@@ -142,8 +144,10 @@ class CheckpointWriter:
     async def _save(
         self, step: int, write: Callable[[], Awaitable[None]], *, ordered: bool
     ) -> None:
-        """A disk that fails costs this checkpoint and nothing else; one that is full is waited for
-        if the coordinator waits for the checkpoint."""
+        """Write a checkpoint and remove old ones; a disk error affects this checkpoint only.
+
+        If the coordinator waits for the checkpoint, a full disk is waited out and other errors are
+        raised."""
         try:
             await (self._disk.until_room(write) if ordered else write())
         except OSError as error:
@@ -159,7 +163,7 @@ class CheckpointWriter:
     async def _write(
         self, resume: ResumeState, weights: Weights, probe: mf.Probe, event_seq: int
     ) -> None:
-        """OSError: nothing of it is left."""
+        """Write one checkpoint; after an OSError nothing of it is left."""
         version, step = resume.version, resume.step
         path = f"{CHECKPOINTS_DIR}/step_{step}"
         directory = self.host.run_dir / path
@@ -175,8 +179,9 @@ class CheckpointWriter:
         self.host.emit(saved, event_seq=event_seq, version=version, path=path)
 
     async def _remove_old(self) -> None:
-        """Remove the checkpoints beyond the newest few, which the coordinator knows not to be kept.
-        What is found to be old meanwhile waits for what is reported meanwhile."""
+        """Remove the old checkpoints, once the coordinator knows that they are not kept.
+
+        Checkpoints that become old meanwhile wait for the next call."""
         old, self._old = self._old, []
         await self.host.wait_acknowledged()
         for directory in old:

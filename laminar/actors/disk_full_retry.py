@@ -1,11 +1,11 @@
-"""A full disk is waited for: what must be on it is written as soon as there is room.
+"""Retries for a full disk: a required write is repeated until there is space.
 
-Reads   what a write raised
-Gives   DiskWait, one per kind of write: when to try again
-Raises  DiskStayedFull after coordinator.disk_wait_s; at once, whatever else a write raised
+Reads   exceptions of a write
+Gives   DiskFullRetry, one per kind of write: when to retry
+Raises  DiskStayedFull after coordinator.disk_wait_s; any other exception of a write at once
 
-It says when the waiting begins and when it is over, in the log and on the terminal. A disk that
-fails otherwise than for want of room is not tried again: it is unknown what is on it.
+The start and the end of a wait are announced in the log and on the terminal. Other disk errors are
+not retried, because the content of the disk is unknown then.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from laminar.names.ports import no_room
 
 PAUSE_S, PAUSE_MAX_S = 0.25, 5.0
 QUIET_S = 10.0
-"""A disk with little room takes one write and refuses the next: that is said this often at most."""
+"""Minimum time between announcements; a nearly full disk alternates between success and failure."""
 
 Written = TypeVar("Written")
 
 
 class RetryHost(Protocol):
-    """What is needed of an actor's host."""
+    """The part of an actor's host that the retries need."""
 
     config: Config
 
     def now_ns(self) -> int:
-        """The time of a clock that only goes forward."""
+        """Return the time of a monotonic clock."""
 
     def notify_user(self, text: str) -> None:
-        """Say it in the log and on the terminal."""
+        """Show a message in the log and on the terminal."""
 
     async def sleep_for(self, seconds: float) -> None:
-        """Wait; raises (host.Ended) when this process is to end."""
+        """Wait; raise host.ProcessEnding when this process is to end."""
 
 
 class DiskStayedFull(OSError):
-    """There was no room for too long."""
+    """The disk stayed full for longer than coordinator.disk_wait_s."""
 
 
 class DiskFullRetry:
-    """The state of one kind of write: has room, or waits for it since a while."""
+    """The state of one kind of write: working, or waiting for space since some time."""
 
     def __init__(self, owner: RetryHost, what: str) -> None:
-        """`what` is written, for people."""
+        """Start in the working state; `what` is written, in words for messages."""
         self._owner, self._what = owner, what
         self._limit_s = owner.config.coordinator.disk_wait_s
         self._since_s: float | None = None
-        self._told_s: float | None = None  #: when the beginning of a wait was announced last
+        self._told_s: float | None = None  #: when the start of a wait was last announced
         self._told = False
         self._pause_s = PAUSE_S
 
     def handle_failure(self, error: Exception) -> float:
-        """Seconds until the next try; raises when there is to be none."""
+        """Return the seconds until the next try; raise if there should be none."""
         if not no_room(error):
             raise error
         now = self._now_s()
@@ -67,13 +67,13 @@ class DiskFullRetry:
                 f"{self._what} could not be written for {self._limit_s:g} s "
                 f"(coordinator.disk_wait_s), the disk is full: {error}"
             )
-            self._owner.notify_user(str(over))  # the coordinator may not be there to hear it
+            self._owner.notify_user(str(over))  # the coordinator may be unable to receive it
             raise over from error
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
         return min(pause_s, self._since_s + self._limit_s - now)
 
     def record_success(self) -> None:
-        """A write came through."""
+        """Record that a write succeeded, which ends a wait."""
         if self._since_s is not None:
             waited_s, self._since_s = self._now_s() - self._since_s, None
             if self._told:
@@ -94,7 +94,7 @@ class DiskFullRetry:
             )
 
     async def until_room(self, write: Callable[[], Awaitable[Written]]) -> Written:
-        """Try `write`, which leaves nothing half done, until it comes through."""
+        """Repeat `write`, which must leave nothing half done, until it succeeds."""
         while True:
             try:
                 written = await write()

@@ -1,6 +1,6 @@
-"""What a replica tells of its engine while it works: a gauge per interval, and its steps.
+"""Reports of a replica about its engine: a gauge per interval, and its steps.
 
-Reads   EngineStats and step records of the engine, what runs here
+Reads   EngineStats and step records of the engine, the running trajectories
 Writes  engine steps, for the timeline
 Emits   TokenProgress
 """
@@ -25,20 +25,19 @@ from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 
 GAUGES_PER_S_MAX = 500
-"""The most gauges of a whole run: each is a record of the coordinator's log."""
+"""Maximum rate of gauges in a run: each is a record of the coordinator's log."""
 STEPS_KEPT = 15
-"""Steps of each batch size, the latest: their median passes over a step that was held up, or that
-prefilled what came in."""
+"""Latest steps kept per batch size; their median ignores delayed steps and prefills."""
 
 
 def gauge_interval_s(config: Config) -> float:
-    """The time between two gauges of a replica."""
+    """Return the time between two gauges of a replica."""
     least_s = config.rollout.progress_interval_ms / 1000
     return max(least_s, config.total_replicas / GAUGES_PER_S_MAX)
 
 
 def largest_batch(rollout: RolloutConfig) -> int:
-    """The most sequences of a decode step when work is packed, as far as the settings say."""
+    """Return the largest decode batch when work is packed, as far as the settings determine it."""
     given = rollout.max_num_seqs if rollout.max_batch == "auto" else rollout.max_batch
     return min(given, rollout.max_num_seqs)
 
@@ -54,15 +53,15 @@ class EngineMetrics:
         running: Mapping[str, ActiveSequence],
         openings: AdmissionRequests,
     ) -> None:
-        """`keep_steps`: as ReplicaParts has it."""
+        """Report on `engine`; `keep_steps`: see ReplicaParts.record_steps."""
         self._host, self._engine, self._keep_steps = host, engine, keep_steps
         self._running, self._openings = running, openings
         self._speed = DecodeSpeed()
         self._repacked = host.config.repack.policy != "off"
-        self.tokens_total = 0  #: sampled, also those of what has been aborted since
+        self.tokens_total = 0  #: all sampled tokens, including those of aborted trajectories
 
     async def report_periodically(self, interval_s: float) -> None:
-        """One gauge per interval, however long the store takes for what it is given."""
+        """Send one gauge per interval, however long the store takes."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -86,7 +85,7 @@ class EngineMetrics:
         )
 
     def _add_straggler_fields(self, gauge: ev.TokenProgress) -> ev.TokenProgress:
-        """What repack is planned by; the lengths only while this may be a tail."""
+        """Add the inputs of the repack plan; lengths only if this may be a straggler."""
         max_batch = self._max_batch()
         tail = not gauge.waiting and gauge.running <= max_batch
         lengths = {TrajectoryId(t): running.sampled for t, running in self._running.items()}
@@ -98,8 +97,7 @@ class EngineMetrics:
         )
 
     def _max_batch(self) -> int:
-        """The batch size that is given; else as many as decode within the budget, by the steps so
-        far."""
+        """Return the set batch size, else the one that decodes within the budget so far."""
         rollout = self._host.config.rollout
         if rollout.max_batch != "auto" or rollout.decode_budget_ms == "none":
             return largest_batch(rollout)
@@ -107,7 +105,7 @@ class EngineMetrics:
         return fit_batch_size(self._speed.get_points(), budget_ns, rollout.max_num_seqs)
 
     def write_steps(self) -> None:
-        """(start, end, sequences, tokens) of every engine step, as rows of four int64."""
+        """Write (start, end, sequences, tokens) of every engine step, as rows of four int64."""
         records = self._engine.drain_steps()
         if records:
             self._speed.add(records)
@@ -117,29 +115,31 @@ class EngineMetrics:
 
 
 class DecodeSpeed:
-    """How many sequences an engine decodes together within a time, by its own steps so far.
+    """An estimate of how many sequences an engine decodes within a time, from its steps so far.
 
-    The time of a decode step is taken to be a line: a base, and so much for each sequence.
+    The time of a decode step is modelled as linear in the number of sequences.
     """
 
     def __init__(self) -> None:
         self._latest: dict[int, deque[int]] = {}  #: durations in ns by number of sequences
 
     def add(self, records: Iterable[StepRecord]) -> None:
-        """A step that gave a sequence several tokens is no decode step of this size."""
+        """Add the decode steps; one that gave a sequence several tokens does not count."""
         for record in records:
             if record.running and record.tokens == record.running:
                 of_size = self._latest.setdefault(record.running, deque(maxlen=STEPS_KEPT))
                 of_size.append(record.end_ns - record.start_ns)
 
     def get_points(self) -> list[tuple[int, float]]:
-        """(sequences, ns of a step) for each batch size that was seen."""
+        """Return (sequences, ns of a step) for each observed batch size."""
         return [(size, median(durations)) for size, durations in self._latest.items()]
 
 
 def fit_batch_size(points: Sequence[tuple[int, float]], budget_ns: float, most: int) -> int:
-    """The number of sequences, from 1 to `most`, at which the line of least squares through the
-    points (sequences, ns) reaches the budget; `most` while fewer than two sizes are known."""
+    """Return the number of sequences, 1 to `most`, at which a step takes the budget.
+
+    It is taken from the least-squares line through the points (sequences, ns); `most` if fewer than
+    two sizes are known."""
     if len(points) < 2:
         return most
     mean_size, mean_ns = fmean(size for size, _ in points), fmean(ns for _, ns in points)

@@ -1,14 +1,14 @@
-"""The shell of every actor: joins the run, hands out commands, reports events, ends.
+"""The common part of every actor process: joins the run, delivers commands, reports events, ends.
 
 Reads   commands of the coordinator
 Emits   events of the actor; ActorFailed and ActorLeft
 
-An actor outlives its coordinator: it finishes what it was given, idles, and ends by itself only
-after coordinator_absent_ms. When its own code fails, in a task or in a callback of the event loop,
-it says so and ends with a non-zero code, so that its node can start it again. It does not outlive
-its node, nor its run directory; a node whose starter is gone waits for no other coordinator.
+An actor outlives its coordinator: it finishes its work, idles, and ends by itself only after
+coordinator_absent_ms. When its own code fails, in a task or in a callback of the event loop, it
+reports that and ends with a non-zero code, so that its node can restart it. It does not outlive its
+node or its run directory; a node whose starter is gone does not wait for another coordinator.
 
-The world outside is a Process: a real one (actors/system/process.py), or one of the simulator.
+The environment is a Process: a real one (actors/system/process.py), or the simulator's.
 """
 
 from __future__ import annotations
@@ -29,98 +29,97 @@ from laminar.net.calls import Client, Handler, Server
 from laminar.net.session import LinkClosed, OutboxFull, RunOver
 
 ORPHAN_ABSENT_S = 10.0
-"""A coordinator that `laminar train` starts again is back sooner; nobody else starts one."""
+"""How long to wait for a coordinator without a starter; `laminar train` restarts one sooner."""
 ORPHAN_EXIT_S = 20.0
-"""An actor without a node has no process that would kill it when it does not end."""
+"""Time limit for an actor without a node, which no process would kill if it did not end."""
 UNHEARD = (exit_codes.COORDINATOR_ABSENT, exit_codes.FENCED)
-"""Of a process whose last words nobody would hear."""
+"""Exit codes of processes that no longer have a coordinator to report to."""
 WATCH_S = 0.5
 ACKNOWLEDGED_POLL_S = 0.1
 REASON_CHARS_MAX = 2_000
-"""The longest reason of a failure: it goes to every process of the run. The log of this one has all
-of it."""
+"""The longest reason of a failure, which goes to every process; the log has all of it."""
 
 _NO_FAILURES = (*UNHEARD, exit_codes.TERMINATED)
-"""Codes of processes that end for no fault of their own: one that a signal ends leaves the run."""
+"""Exit codes of processes that end through no fault of their own, such as by a signal."""
 
 Item = TypeVar("Item")
 ItemIn = TypeVar("ItemIn", contravariant=True)
 
 
 class ProcessEnding(RuntimeError):
-    """This process is to end: what waited for something else is given up, which is no failure."""
+    """A wait was abandoned because this process is to end, which is not a failure."""
 
 
 class Actor(Protocol):
-    """One process role."""
+    """The role of a process."""
 
     async def start(self) -> None:
-        """Get ready and report it; raises ConfigError for what the user has to mend."""
+        """Get ready and report it; raise ConfigError for mistakes of the user."""
 
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
-        """Take commands that arrived together; must not block."""
+        """Accept commands that arrived together; must not block."""
 
     async def stop(self) -> None:
-        """Flush and let go of everything."""
+        """Flush and release everything."""
 
 
 class Outlet(Protocol[ItemIn]):
-    """Items to be written beside the event loop, in order."""
+    """A queue of items that are written in order by a background thread."""
 
     def put(self, item: ItemIn) -> None:
-        """Never waits and never raises: what cannot be written is counted and lost."""
+        """Queue an item without waiting or raising; items that cannot be written are counted."""
 
 
 class Process(Protocol):
-    """The process that an actor lives in, as its operating system and its network give it."""
+    """The process of an actor: its operating system and network."""
 
     name: str
     role: str
     node: str
-    boot_id: str  #: another process of the same name has another
-    address: str  #: of this machine, which its servers listen on
+    boot_id: str  #: unique to this process among those of the same name
+    address: str  #: IP of this machine, on which its servers listen
     run_dir: Path
-    run_id: str  #: the same wherever the directory is mounted, and no other run's
-    bulk_key: bytes  #: by which relays of the run know each other
+    run_id: str  #: unique to the run, the same wherever the directory is mounted
+    bulk_key: bytes  #: shared key of the run's relays
     config: Config
     log: Any  #: debug, info, warning, error and exception, as of structlog
     clock_offset_ns: int
 
     @property
     def incarnation(self) -> int:
-        """The number of this process by the coordinator's count; 0 until its first welcome."""
+        """The number of this process, assigned by the coordinator; 0 until its first welcome."""
         ...
 
     @property
     def silent_ns(self) -> int:
-        """How long the coordinator has said nothing."""
+        """Nanoseconds since the coordinator was last heard."""
         ...
 
     @property
     def unacknowledged(self) -> int:
-        """Events that the coordinator has not on its disk yet."""
+        """Number of events that the coordinator does not have on disk yet."""
         ...
 
     def join(self, host: Host) -> None:
-        """Once started, call its `obey` for commands, `welcomed` and `refused` for coordinators."""
+        """Call accept_command, handle_welcome and handle_refusal of `host` once started."""
 
     async def start(self) -> None:
-        """Begin to look for the coordinator; does not wait for it."""
+        """Start to look for the coordinator, without waiting for it."""
 
     async def wait_closed(self) -> None:
-        """Return after `close`; raise what made the line to the coordinator fail."""
+        """Return after `close`; raise the error that broke the link to the coordinator."""
 
     async def close(self) -> None:
-        """Wait a little for acknowledgements of the coordinator and say Bye to it."""
+        """Wait briefly for the coordinator's acknowledgements and say Bye to it."""
 
     async def hit_failpoint(self, point: str) -> None:
-        """End at once, without a word, if that is asked for here; else go on."""
+        """Die here without a report if a test requests it; else return."""
 
     def send(self, event: Event) -> None:
-        """Send to the coordinator, until it has it on disk; OutboxFull, LinkClosed."""
+        """Send to the coordinator, until it has the event on disk; OutboxFull, LinkClosed."""
 
     def send_gauge(self, event: Event) -> None:
-        """A value that the next one replaces; forgotten when the coordinator is away."""
+        """Send a value that the next one replaces; dropped while the coordinator is away."""
 
     def make_client(self, server: str) -> Client: ...
 
@@ -131,10 +130,10 @@ class Process(Protocol):
     def now_ns(self) -> int: ...
 
     def record_span(self, line: dict[str, Any]) -> None:
-        """One line of the timeline."""
+        """Write one line of the timeline."""
 
     def print_message(self, text: str) -> None:
-        """Print a sentence for the people at the terminal."""
+        """Print a sentence on the terminal."""
 
     def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = ...
@@ -143,22 +142,21 @@ class Process(Protocol):
     def watch_for_stop(
         self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
     ) -> None:
-        """Call with the name of a signal that asks it to end; when the process that started it is
-        gone."""
+        """Call one on a signal to end, with its name; the other when the starter is gone."""
 
     def force_exit_after(self, after_s: float) -> None:
-        """Unless it has ended by then."""
+        """Exit after this time unless the process has ended by then."""
 
     async def directory_lost(self) -> str:
-        """Wait until the run directory is not this run's any more; why."""
+        """Wait until the run directory no longer belongs to this run, and return the reason."""
         ...
 
     def freeze_heap(self) -> None:
-        """What the actor has now, it has as long as the process lives."""
+        """Exclude present objects, which live as long as the process, from collection."""
 
 
 class Host:
-    """What an actor may use: config, events out, other servers, background tasks, a timeline."""
+    """The services for an actor: config, events, other servers, background tasks, a timeline."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -166,18 +164,22 @@ class Host:
         self.boot_id, self.address, self.run_dir = process.boot_id, process.address, process.run_dir
         self.run_id, self.bulk_key = process.run_id, process.bulk_key
         self.config, self.log = process.config, process.log
-        self.clock_offset_ns = process.clock_offset_ns  #: add it to now_ns() for the time of day
+        self.clock_offset_ns = (
+            process.clock_offset_ns
+        )  #: added to now_ns() it gives the time of day
         self.incarnation = 0
-        self.ordered_to_stop = False  #: by the coordinator, as all others are
-        self._paused = False  #: likewise, and the run goes on later
-        self.now_ns = process.now_ns  #: of a clock that only goes forward; its zero means nothing
+        self.ordered_to_stop = False  #: by the coordinator, like all other processes
+        self._paused = False  #: ordered to stop because the run pauses
+        self.now_ns = process.now_ns  #: monotonic clock with an arbitrary zero
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Envelope, Command]] = []
         self._actor: Actor | None = None
         self._stop = asyncio.Event()
-        self._begin = asyncio.Event()  #: the first welcome, or the end before it
-        self._failure: tuple[str, int, bool] | None = None  #: the last: of the engine
-        self._tasks: dict[asyncio.Task[Any], None] = {}  #: in their order
+        self._begin = asyncio.Event()  #: set by the first welcome, or by an earlier end
+        self._failure: tuple[str, int, bool] | None = (
+            None  #: reason, exit code, whether the engine failed
+        )
+        self._tasks: dict[asyncio.Task[Any], None] = {}  #: in order of creation
         process.join(self)
 
     # --- for actors ---------------------------------------------------------------------------
@@ -198,18 +200,18 @@ class Host:
         task.add_done_callback(self._task_done)
 
     def record_span(self, state: str, start_ns: int, end_ns: int, **facts: Any) -> None:
-        """Record what this process did from one now_ns() to another."""
+        """Record an activity of this process between two values of now_ns()."""
         offset = self.clock_offset_ns
         line = {"state": state, "start_ns": start_ns + offset, "end_ns": end_ns + offset, **facts}
         self.process.record_span(line)
 
     def notify_user(self, text: str) -> None:
-        """Say what people have to know now: in the log, and on the terminal of this process."""
+        """Show an urgent message in the log and on the terminal of this process."""
         self.log.warning("announced", text=text)
         self.process.print_message(text)
 
     async def sleep_for(self, seconds: float) -> None:
-        """Wait; Ended when this process is to end meanwhile."""
+        """Wait; raise ProcessEnding if this process is to end meanwhile."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
@@ -218,39 +220,39 @@ class Host:
         raise ProcessEnding(f"{self.name} was ended while it waited")
 
     async def hit_failpoint(self, point: str) -> None:
-        """A named place in the code where a test may have the process die."""
+        """Mark a named place in the code where a test may have the process die."""
         await self.process.hit_failpoint(point)
 
     async def wait_acknowledged(self) -> None:
-        """All that was sent is in the log; Ended when this process is to end."""
+        """Wait until all sent events are in the log; ProcessEnding if this process is to end."""
         while self.process.unacknowledged:
             await self.sleep_for(ACKNOWLEDGED_POLL_S)
 
     def make_client(self, server: str) -> Client:
-        """A client of the store or the relay of this run (not started)."""
+        """Return a client, not started, of the store or the relay of this run."""
         return self.process.make_client(server)
 
     def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server:
-        """A server on a free port of this machine (not started); others find it by tell_address.
+        """Return a server, not started, on a free port; others find it by publish_address.
 
         `on_peer_lost(boot_id)`: that process said Bye, or was silent for its lease.
         """
         return self.process.make_server(handle_batch, on_peer_lost)
 
     async def publish_address(self, address: str) -> None:
-        """Where this process serves, for those who call `client` with its name; OSError."""
+        """Publish this process's server address for `make_client` in other processes; OSError."""
         await self.process.publish_address(address)
 
     def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = 10_000
     ) -> Outlet[Item]:
-        """Items to be written beside the event loop, in order; `kept`: that wait at most."""
+        """Add an outlet with a background writer; `kept`: the most items that may wait."""
         return self.process.add_outlet(name, write, kept=kept)
 
     def fail_process(
         self, reason: str, exit_code: int = exit_codes.FAILED, *, engine: bool = False
     ) -> None:
-        """End this process with a reason; the first one counts. `engine`: it has failed."""
+        """End this process with a reason; the first one counts. `engine`: the engine failed."""
         self._begin_shutdown()
         if self._failure is None:
             self._failure = (reason[:REASON_CHARS_MAX], exit_code, engine)
@@ -263,7 +265,7 @@ class Host:
         return self._stop.is_set()
 
     async def run(self, actor: Actor) -> int:
-        """Run the actor from joining to leaving; returns the exit code."""
+        """Run the actor from joining to leaving; return the exit code."""
         self._actor = actor
         asyncio.get_running_loop().set_exception_handler(self._handle_loop_error)
         self.process.watch_for_stop(self._handle_signal, self._starter_gone)
@@ -285,7 +287,7 @@ class Host:
         self._begin.set()
 
     def _handle_signal(self, signal_name: str) -> None:
-        """Leave gracefully; but it was not the coordinator who wanted that."""
+        """Leave gracefully, though not on the coordinator's order."""
         if not self._stop.is_set():
             self.fail_process(f"ended by {signal_name}", exit_codes.TERMINATED)
 
@@ -294,7 +296,7 @@ class Host:
             return
         self.log.warning("starter-gone")
         self.spawn(self._watch_coordinator(ORPHAN_ABSENT_S))
-        if self.role == "node":  # its coordinator, if there is one, ends the run
+        if self.role == "node":  # its coordinator, if any, ends the run
             return
         self.process.force_exit_after(ORPHAN_EXIT_S)
         self.fail_process(f"its node, {self.node}, is gone")
@@ -321,21 +323,21 @@ class Host:
         except Exception:
             self.log.exception("stop-failed")
         if self.process.incarnation and code not in UNHEARD:
-            self._last_word(ev.ActorLeft())  # its node may be gone, and cannot tell it
+            self._last_word(ev.ActorLeft())  # its node may be gone and unable to report it
         for task in self._tasks:
             task.cancel()
         await self.process.close()
         return code
 
     def _last_word(self, event: Event) -> None:
-        """Report, and leave; without a coordinator to report to, gracefully all the same."""
+        """Report and leave; without a coordinator, leave gracefully all the same."""
         try:
             self.emit(event)
         except (OutboxFull, LinkClosed) as error:
             self.log.warning("not-said", message=str(event), reason=str(error))
 
     async def _watch_coordinator(self, absent_max_s: float) -> None:
-        """A coordinator that stays away ends the process."""
+        """End the process when the coordinator has been silent for too long."""
         while (absent_s := self.process.silent_ns / 1e9) <= absent_max_s:
             await asyncio.sleep(absent_max_s - absent_s + WATCH_S)
         if not self._stop.is_set():
@@ -343,24 +345,24 @@ class Host:
             self.fail_process(reason, exit_codes.COORDINATOR_ABSENT)
 
     async def _watch_directory(self) -> None:
-        """What has its path must be the directory that was locked; a disk may take long to say."""
+        """End the process once its directory is no longer the one that was locked."""
         self.fail_process(await self.process.directory_lost(), exit_codes.USER_ERROR)
 
     # --- called by the process ------------------------------------------------------------------
 
     def handle_welcome(self, incarnation: int) -> None:
-        """The first time, and by each other coordinator."""
+        """Handle the first welcome, and that of each other coordinator."""
         self.incarnation = incarnation
         self.log.info("welcome", incarnation=incarnation)
         self._begin.set()
 
     def handle_refusal(self, reason: str, again: bool) -> None:
-        """Nothing is sent or received any more; `again`: by a new process in the place of this."""
+        """End, as the link is closed; `again`: a new process may take this one's place."""
         code = exit_codes.FENCED if again else exit_codes.COORDINATOR_ABSENT
         self.fail_process(f"the coordinator refused this process: {reason}", code)
 
     def accept_command(self, order: cmd.Envelope, command: Command) -> bool:
-        """A command arrives; False if it has arrived before."""
+        """Accept a command; return False for a duplicate."""
         if not self._filter.accept_id(order.command_id):
             return False
         if isinstance(command, cmd.StopActor):
@@ -387,8 +389,7 @@ class Host:
             self._handle_error(error, "task-failed")
 
     def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback that raised has left something undone; other messages of the loop are
-        notes."""
+        """Fail if a callback raised, since work is left undone; only log other messages."""
         error = context.get("exception")
         if error is not None and "handle" in context:
             self._handle_error(error, "callback-failed")

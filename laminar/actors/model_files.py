@@ -1,11 +1,11 @@
-"""A model in a directory of the run: whole under its name, or not there.
+"""A model in a directory of the run: complete under its name, or absent.
 
 Reads   a copy of the weights, or the present ones
 Writes  a directory, through ModelFiles
-Raises  OSError: nothing of it is left, it can be tried again
+Raises  OSError: nothing of it is left, it can be retried
 
-Everything is written and synced beside the name first. Who finds the name may read all of it,
-whenever the trainer or its machine died.
+All files are written and synced under a temporary name first. A reader that finds the final name
+can read all of it, whenever the trainer or its machine died.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Protocol
 from laminar.weights.version import manifest as mf
 
 Weights = Any
-"""A copy of a model's weights and of its optimizer; only who made it looks into it."""
+"""A copy of a model's weights and optimizer; opaque to all but its creator."""
 
 
 class ModelFiles(Protocol):
-    """The trainer's model, as files; the work of threads. All raise OSError."""
+    """The trainer's model as files, accessed in threads. All methods raise OSError."""
 
     async def copy(self) -> Weights:
-        """The present ones, which may change on return; good until the next copy."""
+        """Copy the present weights, which may change on return; valid until the next copy."""
 
     async def build_manifest(
         self,
@@ -36,33 +36,31 @@ class ModelFiles(Protocol):
         specs: tuple[mf.TensorSpec, ...],
         probe: mf.Probe,
     ) -> mf.Manifest:
-        """The manifest that a relay would give the version that is made of these weights."""
+        """Return the manifest that a relay would give to a version with these weights."""
 
     async def create_partial(self, directory: Path) -> Path:
-        """An empty directory for what is to become `directory`."""
+        """Create an empty temporary directory that will become `directory`."""
 
     async def write(
         self, directory: Path, weights: Weights | None, extra: Mapping[str, bytes]
     ) -> None:
-        """Put the model into a directory, with further files; None: with its present weights, and
-        without the optimizer."""
+        """Write the model and extra files; None: the present weights, without the optimizer."""
 
     async def sync(self, directory: Path) -> None:
-        """All its files are on the disk on return."""
+        """Sync all files of the directory to disk."""
 
     async def rename(self, directory: Path, name: Path) -> None:
-        """Give it this name, in the place of what had it; durable on return, also after a power
-        cut."""
+        """Rename the directory, replacing `name`; durable on return."""
 
     async def find_directories(self, parent: Path, name: str) -> dict[Path, bytes]:
-        """Directories in `parent` that have a file of this name, with what is in it, in order."""
+        """Return the directories in `parent` with such a file, and its content, in order."""
 
     async def remove(self, directory: Path) -> None:
-        """Remove it with its files."""
+        """Remove the directory with its files."""
 
 
 async def pass_failpoint(point: str) -> None:
-    """The hook of a save that does nothing, before a name is given and after."""
+    """Do nothing; the default hook of a save, before and after the rename."""
 
 
 async def save_model(
@@ -72,7 +70,7 @@ async def save_model(
     extra: Mapping[str, bytes] | None = None,
     reached: Callable[[str], Awaitable[None]] = pass_failpoint,
 ) -> None:
-    """Write a model, the present one if no weights are given."""
+    """Write a model; without `weights`, the present one."""
     partial = await files.create_partial(directory)
     try:
         await files.write(partial, weights, extra or {})
@@ -82,5 +80,5 @@ async def save_model(
         await reached("trainer-checkpoint-named")
     except OSError:
         with suppress(OSError):
-            await files.remove(partial)  # a full disk needs the room
+            await files.remove(partial)  # a full disk needs the space
         raise

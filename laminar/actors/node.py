@@ -3,13 +3,13 @@
 Reads   RestartActor commands; exit codes of its children
 Emits   ProcessExited, once per actor that ended
 
-A replica or relay that ends without the coordinator's order, by a signal or by a fault, is started
-again, as often and after such pauses as restart_limit.py says. So is a store that was killed: all
-that it has acknowledged is on disk; and a trainer that writes checkpoints. A store that says why it
-cannot go on is not. A child that ends with the code of a user's mistake is never started again: the
-same mistake would meet it. One that the coordinator has given up for its silence, or does not take
-while the run ends, say, is started again however often. So is one that was silent with its whole
-machine: nothing is wrong with it.
+A replica or relay that ends by a signal or a fault, without the coordinator's order, is restarted
+within the limits of restart_limit.py. So is a trainer that writes checkpoints, and a store that was
+killed, since all data that it acknowledged is on disk; a store that reported why it cannot continue
+is not. A child with the exit code of a user's mistake is never restarted, since it
+would meet the same mistake. Restarts do not count after a refusal: the coordinator gave the process
+up for its silence, or accepts no processes, for example while the run ends. Nor do they count if
+the whole machine was silent, since nothing is wrong with the process.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from laminar.events.base import Command
 from laminar.names import exit_codes, ids
 
 GRACE_S = 10.0
-"""How long children may take to flush and leave once the run stops."""
+"""Time limit for children to flush and leave once the run stops."""
 DUMP_S = 0.5
-"""How long a stalled child has to write its stacks before it is killed."""
+"""Time for a stalled child to write its stacks before it is killed."""
 
 
 class ChildProcess(Protocol):
-    """A child. A signal to one that has ended does nothing."""
+    """A child process. A signal to one that has ended does nothing."""
 
     @property
     def pid(self) -> int: ...
 
     @property
     def boot_id(self) -> str:
-        """NAME-BOOT, of no other process of the run."""
+        """The id NAME-BOOT, unique to this process in the run."""
         ...
 
     @property
@@ -49,10 +49,10 @@ class ChildProcess(Protocol):
         ...
 
     async def wait(self) -> int:
-        """The child's returncode, once it has ended."""
+        """Wait for the child's end and return its returncode."""
 
     def dump_stacks(self) -> None:
-        """Have it write what its threads are doing."""
+        """Have the child write the stacks of its threads."""
 
     def terminate(self) -> None: ...
 
@@ -63,24 +63,24 @@ class Processes(Protocol):
     """The operating system's processes of this machine."""
 
     def prepare_launches(self) -> None:
-        """Get ready to launch."""
+        """Get ready to launch processes."""
 
     async def launch_actor(self, name: str, role: str) -> ChildProcess:
-        """A new process of this actor; RuntimeError when there can be none."""
+        """Start a new process of this actor; RuntimeError if that is impossible."""
 
     async def close(self) -> None:
-        """All have ended: remove what is left of them, and launch no more."""
+        """Clean up after all processes have ended, and launch no more."""
 
 
 @dataclass
 class Child:
-    """One actor slot of this machine."""
+    """An actor slot of this machine, and its present process."""
 
     name: str
     role: str
     limit: RestartLimit
     process: ChildProcess | None = None
-    cut_off: str = ""  #: boot id of one that is ended since its machine was silent
+    cut_off: str = ""  #: boot id of a process that is ended because its machine was silent
 
 
 class Node:
@@ -100,7 +100,7 @@ class Node:
         if host.config.trainer.save_freq:
             self._restarted.append("trainer")
         self._stopping = False
-        self._launching = asyncio.Lock()  #: one process at a time
+        self._launching = asyncio.Lock()  #: held to launch one process at a time
 
     async def start(self) -> None:
         self._processes.prepare_launches()
@@ -116,9 +116,9 @@ class Node:
                 self.host.spawn(self._kill_child(self.children[command.actor], command))
 
     async def stop(self) -> None:
-        """Children leave when the coordinator says so, or else now; wait, then insist."""
+        """Wait for the children to leave, on the coordinator's order or now; then kill them."""
         self._stopping = True
-        async with self._launching:  # what is being started is known to us then
+        async with self._launching:  # until a launch in progress is recorded
             pass
         launched = [c.process for c in self.children.values() if c.process is not None]
         if not self.host.ordered_to_stop:
@@ -139,7 +139,7 @@ class Node:
                 return
             process = child.process = await self._processes.launch_actor(child.name, child.role)
         if self._stopping:
-            process.kill()  # the coordinator does not know it, and cannot tell it to leave
+            process.kill()  # the coordinator does not know it, so cannot order it to leave
         await self.host.hit_failpoint("node-launched")
         self.host.log.info("launched", actor=child.name, pid=process.pid)
         self.host.spawn(self._watch_child(child, process))
@@ -170,8 +170,9 @@ class Node:
             await self._launch_child(child)
 
     def _decide_restart(self, child: Child, code: int, lived_s: float) -> float | str:
-        """The pause after which it is started again; else why it is not, if its end alone does not
-        say that."""
+        """Return the pause before a restart, or the reason against one.
+
+        The reason is empty if the exit code is reason enough."""
         fenced = code == exit_codes.FENCED
         refused = fenced or (code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S)
         healthy = child.role == "store" and (code < 0 or fenced)
@@ -185,8 +186,7 @@ class Node:
         return child.limit.record_exit(self.host.now_ns() / 1e9)
 
     async def _kill_child(self, child: Child, order: cmd.RestartActor) -> None:
-        """Have the stacks written, then end it, unless another has its place; the watcher does the
-        rest."""
+        """Have the stacks written, then kill the process, unless it was replaced already."""
         process = child.process
         if process is None or process.returncode is not None or process.boot_id != order.boot_id:
             return

@@ -1,10 +1,10 @@
-"""What every actor does with commands, without doing any of it: once each, in order.
+"""Deduplication of commands, the same for every actor.
 
-Reads   command ids as they arrive, also from a coordinator that came back and sends them again
+Reads   command ids as they arrive, including repeats by a coordinator that came back
 Gives   whether to act
 
 Pure. A coordinator repeats every outstanding command after a reconnect. An actor acts once per
-command id; the events that end a command are resent by the session, so a repeated command needs no
+command id; the session resends the events that end a command, so a repeated command needs no
 repeated answer.
 """
 
@@ -15,14 +15,14 @@ COMMANDS_REMEMBERED = 65_536
 
 
 class CommandFilter:
-    """Remembers which commands were taken."""
+    """A memory of the commands that were accepted."""
 
     def __init__(self, remembered: int = COMMANDS_REMEMBERED) -> None:
         self._seen: dict[int, None] = {}
         self._remembered = remembered
 
     def accept_id(self, command_id: int) -> bool:
-        """True the first time that this id is seen."""
+        """Return whether this id is new, and remember it."""
         if command_id in self._seen:
             return False
         self._seen[command_id] = None

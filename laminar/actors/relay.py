@@ -1,14 +1,14 @@
-"""The relay actor: the last weight versions of this machine, from the relay before, to the next.
+"""The relay actor: keeps the last weight versions of its machine and forwards them along the chain.
 
 Reads   slots that a trainer has written; PinVersion and ForwardWeights commands; reports of the
         bulk plane
 Writes  relay-N.json (its address)
 Emits   RelayReady, WeightsPublished, WeightsReceived, RelayLinked, TransferTrouble
-Gives   Relay; Machine and Plane, what it needs of where it runs
+Gives   Relay; RelayPlatform and TransferPlane, the ports to its environment
 
-A trainer writes a slot and goes on; checksums and digest are worked out here, in a thread, after
-the copy. Replicas lease a version while they load it. Weights never pass through a socket on one
-machine; between machines the bulk plane moves them, in a thread of its own.
+A trainer writes a slot and continues; checksums and digest are computed here in a thread, after the
+copy. Replicas lease a version while they load it. Within a machine weights never pass through a
+socket; between machines the bulk plane moves them, in a separate thread.
 """
 
 from __future__ import annotations
@@ -51,42 +51,42 @@ from laminar.weights.version.table import VersionTable
 
 SLOT_POLL_S = 0.02
 DELTA_SHARE = 4
-"""Deltas that are kept for the next relay may take this fraction of the arena's limit."""
+"""Deltas kept for the next relay may take this fraction of the arena's limit."""
 DETAIL_CHARS_MAX = 500
 _UNKNOWN = TransferPace(0, 0.0, 0)
 _REFUSALS = (m.RelayWireError, SlotError, ArenaError, mf.ManifestError)
 
 
 class TransferPlane(Protocol):
-    """Moves versions from the relay before to the next one; each call returns at once."""
+    """Transfers of versions from the previous relay to the next one; calls return at once."""
 
     def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listen; the address for the predecessor's order. PlaneError."""
+        """Listen, and return the address for the predecessor's order. PlaneError."""
 
     def set_successor(self, chain: int, successor: tuple[str, str, int] | None) -> None:
         """Feed relay (name, host, port), or none, by the order with this number."""
 
     def publish_version(self, manifest: mf.Manifest, slot: int) -> None:
-        """A whole version was written here."""
+        """Forward a complete version that was written on this machine."""
 
     def grant_slot(self, slot: int) -> None:
-        """The answer to SlotWanted."""
+        """Answer SlotWanted with a slot."""
 
     def deny_slot(self, reason: str) -> None:
-        """The other answer: there will never be a slot for it."""
+        """Answer SlotWanted with a refusal: there will never be a slot for the version."""
 
     def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
-        """Take this version from relay (name, host, port), beside the chain."""
+        """Fetch this version from relay (name, host, port), outside the chain."""
 
     def fetch_into(self, slot: int) -> None:
-        """The answer to SlotWanted of a fetch; below 0: there will be no slot."""
+        """Answer SlotWanted of a fetch with a slot; below 0: there will be none."""
 
 
 class RelayPlatform(Protocol):
-    """Where a relay runs."""
+    """The environment of a relay."""
 
     memory_bytes: int
-    versions: VersionTable  #: what is held in this process
+    versions: VersionTable  #: held in this process
 
     @property
     def slots(self) -> SlotMemory:
@@ -94,20 +94,20 @@ class RelayPlatform(Protocol):
         ...
 
     async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
-        """Remove what killed relays left in the shared memory: (path, bytes) of each."""
+        """Remove shared memory that killed relays left; return (path, bytes) of each."""
         ...
 
     def make_plane(
         self, identity: RelayIdentity, notify: Callable[[Report], None], options: PlaneOptions
     ) -> TransferPlane:
-        """One that is not started; `notify` is called in the event loop."""
+        """Create a plane that is not started; `notify` is called in the event loop."""
 
     async def close(self) -> None:
-        """End the plane, remove the slots; those who have them mapped keep them."""
+        """Close the plane and remove the slots; processes that have mapped them keep them."""
 
 
 class Relay:
-    """Slots, leases and the neighbours of one machine."""
+    """Slots, leases and neighbours of one machine."""
 
     def __init__(self, host: Host, machine: RelayPlatform) -> None:
         self.host, self.machine = host, machine
@@ -122,7 +122,7 @@ class Relay:
             host.fail_process,
         )
         self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
-        self._linked = False  #: the order was answered
+        self._linked = False  #: whether the order was answered
         self._fetches = Fetches(self.slots, self._fetch)
         self.server = host.make_server(self._handle_batch, self._peer_lost)
 
@@ -170,7 +170,7 @@ class Relay:
                 self._set_successor(order, command)
 
     def _set_successor(self, order: cmd.Envelope, command: cmd.ForwardWeights) -> None:
-        """Feed another successor from now on; an order that came late changes nothing."""
+        """Feed another successor from now on; ignore an outdated order."""
         if self._order is not None and order.command_id <= self._order[0]:
             return
         self._order, self._linked = (order.command_id, command), False
@@ -184,7 +184,7 @@ class Relay:
             self._report_linked()
 
     def _report_linked(self) -> None:
-        """Once for each order."""
+        """Report the link, once for each order."""
         assert self._order is not None
         self._linked = True
         command_id, command = self._order
@@ -223,7 +223,7 @@ class Relay:
             self.host.fail_process(f"the thread that moves weights failed: {report.reason}")
 
     async def _grant_slot(self, wanted: SlotWanted) -> None:
-        """Find a slot for a version that is offered; a reader or a sender may take a while."""
+        """Find a slot for an offered version; a reader or a sender may delay it."""
         try:
             self.slots.ensure_slots(wanted.nbytes)
         except (ArenaError, SlotError) as error:
@@ -324,7 +324,7 @@ class Relay:
         if self.slots.begin_commit(boot_id, request):
             self.host.spawn(self._digest_slot(boot_id, request))
         elif (manifest := self.slots.get_manifest(request.version)) is not None:
-            self._report_published(manifest)  # it is here, and a neighbour does not know
+            self._report_published(manifest)  # a neighbour does not know that it is here
         return m.SlotCommitted()
 
     async def _digest_slot(self, boot_id: str, request: m.CommitSlot) -> None:
@@ -339,7 +339,7 @@ class Relay:
             self._report_published(manifest)
 
     def _report_published(self, manifest: mf.Manifest) -> None:
-        """The version can be pulled here."""
+        """Report that the version can be pulled here."""
         published = ev.WeightsPublished(
             version=manifest.version,
             step=manifest.step,

@@ -1,12 +1,12 @@
-"""The slots of one relay process: the arena, who writes where, which versions lie in it.
+"""The slots of a relay process: its arena, the writer of each slot, the versions in it.
 
 Reads   requests of trainers and readers (weights/messages.py), by the boot id of the process
-Writes  the slots' states; which bytes they hold is in the version table
-Gives   RelaySlots and its replies; Fetches; SlotMemory, what it needs of the machine
+Writes  the slots' states; their content is described by the version table
+Gives   RelaySlots and its replies; Fetches; SlotMemory, the port to the machine
 Raises  SlotError, ArenaError and ManifestError for wrong requests
 
-One process has one arena with a name of its own. A writer is a process, not a name: a trainer that
-was started again gets another slot than the one that its previous process may have left incomplete.
+One process has one arena with a unique name. A writer is a process, not a name: a restarted trainer
+gets another slot than the one that its previous process may have left incomplete.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.table import VersionTable
 
 CHAIN, FETCH = "chain", "fetch"
-"""The relay before this one, as a writer, and any from which an older version is fetched."""
+"""Writers that are other relays: the previous one of the chain, and any that is fetched from."""
 
 
 class SlotMemory(Protocol):
     """The memory of the slots, which other processes of the machine map by its path."""
 
-    path: str  #: new for every relay process
-    slot_bytes: int  #: 0 until `create`
+    path: str  #: unique to every relay process
+    slot_bytes: int  #: 0 until `create_slots`
 
     def create_slots(self, slots: int, slot_bytes: int) -> None:
-        """Make so many equal slots; their memory comes later. ArenaError."""
+        """Create so many equal slots, whose memory is populated later. ArenaError."""
 
     def get_region(self, slot: int) -> Region:
-        """All bytes of a slot."""
+        """Return all bytes of a slot."""
 
     async def populate_slots(self) -> None:
-        """Have memory behind slot after slot, in the background; ArenaError if there is none."""
+        """Allocate memory for slot after slot, in the background; ArenaError if there is none."""
 
     async def build_manifest(self, commit: m.CommitSlot) -> mf.Manifest:
-        """Work out the checksums of what lies in a slot, in the background."""
+        """Compute the checksums of a slot's content, in the background."""
 
 
 class RelaySlots:
-    """Everything about slots; knows neither sockets nor commands."""
+    """The state of all slots, independent of sockets and commands."""
 
     def __init__(
         self,
@@ -56,14 +56,16 @@ class RelaySlots:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_shortage: Callable[[str], None],
     ) -> None:
-        """`max_bytes`: of the whole arena. `versions`: what is held in this process, and what of
-        it is being sent. `on_shortage`: called when the memory of the slots cannot be had."""
+        """Start without slots.
+
+        `max_bytes`: of the whole arena. `versions`: versions held in this process, and how much of
+        them is sent. `on_shortage`: called if memory for the slots cannot be allocated."""
         self._memory, self._num_slots, self._max_bytes = memory, slots, max_bytes
         self._versions, self._spawn, self._on_shortage = versions, spawn, on_shortage
         self._table: SlotTable | None = None
         self._granted: dict[str, int] = {}  #: by writing process, until its version is complete
         self._digesting: set[int] = set()
-        self._pin = -1  #: a version to be kept, also one that is not here yet
+        self._pin = -1  #: a pinned version, which may not be here yet
         self._unfinished: Collection[int] = ()  #: versions that are evicted last
 
     @property
@@ -74,9 +76,9 @@ class RelaySlots:
     # --- the arena ----------------------------------------------------------------------------
 
     def ensure_slots(self, version_bytes: int) -> m.ArenaOpened:
-        """Have slots of this size. Their memory comes in the background, slot after slot.
+        """Create slots of this size if there are none, and populate their memory later.
 
-        ArenaError or SlotError if they cannot be had, or those that there are are smaller.
+        ArenaError or SlotError if that is impossible, or the existing slots are smaller.
         """
         if self._table is None:
             count = slots_within(version_bytes, self._num_slots, self._max_bytes)
@@ -100,7 +102,7 @@ class RelaySlots:
     def grant_trainer_slot(
         self, boot_id: str, request: m.GrantSlot
     ) -> m.SlotGranted | m.ArenaReplaced:
-        """A slot for a trainer; the next one when the one before it is digested."""
+        """Return a slot for a trainer; the next one once its previous version is digested."""
         if self.is_other(request.arena):
             return m.ArenaReplaced()
         self._abandon_former(boot_id)
@@ -110,7 +112,7 @@ class RelaySlots:
         return m.SlotGranted(slot=slot if slot >= 0 else self._grant_slot(boot_id))
 
     def grant_to(self, writer: str) -> int:
-        """A slot for a version of another relay (CHAIN, FETCH); -1: none is free now."""
+        """Return a slot for a version of another relay (CHAIN, FETCH); -1: none is free now."""
         return self._grant_slot(writer)
 
     def _grant_slot(self, writer: str) -> int:
@@ -122,7 +124,7 @@ class RelaySlots:
         return grant.slot
 
     def _abandon_former(self, boot_id: str) -> None:
-        """Free what an earlier process of this name had: a node starts one when that has ended."""
+        """Free the slots of earlier processes of this name; a node starts one after the other."""
         name = _parse_process_name(boot_id)
         former = [
             w
@@ -134,13 +136,13 @@ class RelaySlots:
                 self.abandon_slot(writer)
 
     def abandon_slot(self, writer: str) -> None:
-        """The writer has stopped before it was done; its slot is free again."""
+        """Free the slot of a writer that stopped before it was done."""
         assert self._table is not None
         del self._granted[writer]
         self._table.abandon_slot(writer)
 
     def begin_commit(self, boot_id: str, request: m.CommitSlot) -> bool:
-        """The slot is written: whether its digest is to be worked out now (else it is a repeat)."""
+        """Accept a written slot; return whether to compute its digest now (False for a repeat)."""
         if request.slot in self._digesting or request.version in self.held:
             return False
         if self._granted.get(boot_id) != request.slot:
@@ -153,17 +155,17 @@ class RelaySlots:
         return True
 
     async def digest_slot(self, boot_id: str, request: m.CommitSlot) -> mf.Manifest | None:
-        """Work out checksums off the loop; the version is held then.
+        """Compute checksums in the background; afterwards the version is held.
 
-        None: a newer version came over the chain in the meantime, this one is of no use.
+        Returns None if a newer version came over the chain in the meantime, which makes this one
+        useless.
         """
         manifest = await self._memory.build_manifest(request)
         self._digesting.discard(request.slot)
         return manifest if self.commit_version(boot_id, request.slot, manifest) else None
 
     def commit_version(self, writer: str, slot: int, manifest: mf.Manifest) -> bool:
-        """A slot holds this complete version from now on; False if a newer one is here, or the very
-        one that was fetched."""
+        """Hold this complete version; return False if a newer one or the same is held."""
         assert self._table is not None
         older = writer == FETCH
         if manifest.version in self.held or (
@@ -177,7 +179,7 @@ class RelaySlots:
         return True
 
     def get_manifest(self, version: int) -> mf.Manifest | None:
-        """The manifest of a version that can be leased; None if this one cannot."""
+        """Return the manifest of a version that can be leased, else None."""
         return self._load_manifest(version) if version in self.held else None
 
     def _load_manifest(self, version: int) -> mf.Manifest:
@@ -193,7 +195,7 @@ class RelaySlots:
     def lease_version(
         self, boot_id: str, request: m.LeaseVersion
     ) -> m.VersionLeased | m.VersionUnavailable:
-        """Any version that is kept, or the newest that is new enough."""
+        """Lease any held version, or the newest that is new enough."""
         if self._table is None:
             return m.VersionUnavailable(held=())
         lease = self._table.lease_version(request.version, boot_id, exact=request.exact)
@@ -210,7 +212,7 @@ class RelaySlots:
     def stream_version(
         self, boot_id: str, request: m.LeaseVersion
     ) -> m.VersionLeased | m.VersionArriving | m.VersionPending | m.VersionUnavailable:
-        """This very version, or what is here of it; a newer one instead means that it has gone."""
+        """Lease the exact version or its part that is here; unavailable if only newer are."""
         reply, copy = self.lease_version(boot_id, request), self._versions.get(request.version)
         if isinstance(reply, m.VersionLeased):
             return reply
@@ -231,14 +233,16 @@ class RelaySlots:
         return m.LeaseReleased(valid=self._table.release(request.lease_id))
 
     def revoke_reader(self, boot_id: str) -> list[int]:
-        """End its leases; of which versions. A silent writer may still write: its slot stays its
-        own."""
+        """End a reader's leases and return their versions.
+
+        A silent writer may still write, so it keeps its slot."""
         ended = self._table.revoke_leases(boot_id) if self._table is not None else ()
         return [lease.version for lease in ended]
 
     def pin_version(self, version: int, unfinished: Collection[int] = ()) -> None:
-        """Keep this version and no other, also if it comes later, -1: none; and evict those with
-        unfinished work last."""
+        """Pin this version, which may come later, and no other (-1: none).
+
+        Versions with unfinished work are evicted last."""
         self._pin, self._unfinished = version, unfinished
         if self._table is not None:
             self._table.unpin()
@@ -251,20 +255,20 @@ class RelaySlots:
             self._table.pin(self._pin)
 
     def is_other(self, arena: str) -> bool:
-        """Whether a request names another arena than the one of this process."""
+        """Return whether a request names another arena than this process's."""
         return self._table is None or arena != self._memory.path
 
 
 def _parse_process_name(boot_id: str) -> str:
-    """The process name in a boot id, which is "name-random"."""
+    """Return the process name in a boot id, which is "name-random"."""
     return boot_id.rpartition("-")[0]
 
 
 class Fetches:
-    """Which versions come from beside the chain, and for which orders to load."""
+    """Versions that are fetched outside the chain, and the orders that they are for."""
 
     def __init__(self, slots: RelaySlots, fetch: Callable[[int, str, str], None]) -> None:
-        """`fetch`: take this version from that relay, at its address."""
+        """Fetch by `fetch(version, relay, address)`."""
         self._slots, self._fetch = slots, fetch
         self._coming: set[int] = set()
         self._asked: set[int] = set()  #: ids of orders for which a version was fetched
@@ -272,7 +276,7 @@ class Fetches:
     def lease_version(
         self, boot_id: str, request: m.LeaseVersion
     ) -> m.VersionLeased | m.VersionArriving | m.VersionPending | m.VersionUnavailable:
-        """What is here; else it is fetched once for this order, if that names a holder."""
+        """Lease a held version; else fetch it once for this order, if it names a holder."""
         if request.stream:
             return self._slots.stream_version(boot_id, request)
         reply = self._slots.lease_version(boot_id, request)
@@ -287,5 +291,5 @@ class Fetches:
         return reply
 
     def end_fetch(self, version: int) -> None:
-        """It is here, or does not come."""
+        """Note that a fetched version is here, or will not come."""
         self._coming.discard(version)

@@ -1,16 +1,16 @@
-"""When a process that ended is started again, and when it is given up.
+"""The restart policy: when an ended process is restarted, and when it is given up.
 
 Reads   recovery.max_restarts, recovery.restart_window_s, coordinator.start_timeout_s; the times at
         which it ended
-Gives   RestartLimit: the pause before each restart, or why there is none; node_again
+Gives   RestartLimit: the pause before each restart, or the reason against it; decide_node_restart
 
-Pure: nodes ask it for their actors, `laminar train` for its nodes, and the simulator for both. The
-first restart within the window comes at once: one end in an hour is mostly none of the program's
-fault, and the run waits for the process. From the second one on there is a pause of 1 s, which
-doubles up to 60 s; but the coordinator waits for a start no longer than start_timeout_s.
+Pure: nodes use it for their actors, `laminar train` for its nodes, and the simulator for both. The
+first restart within the window is immediate: a single end in an hour is rarely the program's fault,
+and the run waits for the process. From the second one on there is a pause of 1 s, which doubles up
+to 60 s, and up to half of start_timeout_s, the coordinator's limit for a start.
 
-An end that says nothing of the process does not count: the coordinator has given it up for its
-silence, which a cut network explains, or does not take an actor while the run ends, say.
+An end that proves nothing about the process does not count: the coordinator gave it up for its
+silence, which a network partition explains, or accepts no actors, for example while the run ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from laminar.names import exit_codes
 
 PAUSE_MAX_S = 60.0
 TAKEN_S = 10.0
-"""A process that is refused ends sooner than this after its start, or had been taken before."""
+"""Lifetime below which a process counts as refused at its start."""
 REFUSED_PAUSE_MIN_S, REFUSED_PAUSE_MAX_S = 1.0, 10.0
-"""The pause before a process that was not taken is started again; doubled each time."""
+"""The pause before a refused process is restarted; doubled each time."""
 NODE_ENDS = (
     exit_codes.COMPLETE, exit_codes.PAUSED, exit_codes.USER_ERROR, exit_codes.TERMINATED,
 )  # fmt: skip
-"""After which a node is not started again: with the run, by a mistake, by SIGTERM."""
+"""Codes after which a node is not restarted: the run's end, a user's mistake, SIGTERM."""
 
 
 class RestartLimit:
@@ -36,18 +36,18 @@ class RestartLimit:
         self._most = config.recovery.max_restarts
         self._window_s = config.recovery.restart_window_s
         self._pause_max_s = min(PAUSE_MAX_S, config.coordinator.start_timeout_s / 2)
-        self._at_s: list[float] = []  #: of the restarts within the window
-        self._refusals = 0  #: in a row, of a process that was not taken
+        self._at_s: list[float] = []  #: times of the restarts within the window
+        self._refusals = 0  #: refusals in a row
 
     def record_refusal(self, lived_s: float) -> float:
-        """How long to wait before one that was refused is started again, which does not count."""
+        """Return the pause before a refused process is restarted, which does not count."""
         self._refusals = self._refusals + 1 if lived_s < TAKEN_S else 0
         if not self._refusals:
             return 0.0
         return min(REFUSED_PAUSE_MIN_S * 2.0 ** min(self._refusals - 1, 10), REFUSED_PAUSE_MAX_S)
 
     def record_exit(self, now_s: float) -> float | str:
-        """How long to wait before it is started again, which counts; or why it is not."""
+        """Return the pause before a restart, which counts, or the reason against it."""
         self._refusals = 0
         self._at_s = [at_s for at_s in self._at_s if now_s - at_s < self._window_s]
         count = len(self._at_s)
@@ -61,7 +61,7 @@ class RestartLimit:
 def decide_node_restart(
     limit: RestartLimit, code: int, lived_s: float, now_s: float
 ) -> float | str:
-    """The same of a node that ended with this code; empty where it was to end."""
+    """Return the same for a node with this exit code; an empty reason if its end was intended."""
     if code in NODE_ENDS:
         return ""
     if code == exit_codes.FENCED:

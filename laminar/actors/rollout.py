@@ -1,4 +1,4 @@
-"""The rollout actor: one replica. Generates, hands tokens to the store, scores, pulls weights.
+"""The rollout actor: one replica. Generates, stores tokens, scores responses, pulls weights.
 
 Reads   GenerateTrajectory, ScoreTrajectories, PullWeights, AbortTrajectories, ReleaseTrajectories;
         the relay's slots
@@ -6,13 +6,14 @@ Writes  tokens, log-probs and rewards (through the store)
 Emits   ReplicaReady, TrajectoryStarted/Finished/Failed/Rewarded, TrajectoriesReleased,
         TokenProgress, WeightsLoaded, ...
 
-Store first, event second: no event names a payload that is not durable. Tokens go to the store in
-the rhythm of progress, and at once when a response ends.
+Data is durable in the store before any event refers to it. Tokens are stored at the interval of
+progress reports, and at once when a response ends.
 
-What the coordinator takes back (by an abort, a pull, or a newer placement) ends here in whatever
-state it is, and without a report: the coordinator has moved on. A pull in flight takes nothing
-back: sequences go on with the new weights. What they sample with them is held until these are
-proved, neither stored nor reported; if they prove wrong, it is dropped, and nothing runs any more.
+Trajectories that the coordinator takes back (by an abort, a pull, or a newer placement) end here in
+any state and without a report, because the coordinator no longer needs one. A pull in flight takes
+nothing back: sequences continue with the new weights. Their new tokens are held, neither stored nor
+reported, until the weights are proved; if they prove wrong, the tokens are dropped and all
+sequences are aborted.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ FINISH_DELAY_S = 0.002
 
 
 class ReplicaParts(Protocol):
-    """What a replica is made of besides its logic."""
+    """The parts of a replica other than its logic."""
 
     stop_ids: frozenset[int]  #: known once the engine has started
 
@@ -64,7 +65,7 @@ class ReplicaParts(Protocol):
 
     @property
     def environments(self) -> Environments | None:
-        """The sessions of the run's environment; None: it has none. Once the engine has started."""
+        """The sessions of the run's environment, if it has one; set once the engine has started."""
         ...
 
     @property
@@ -73,21 +74,23 @@ class ReplicaParts(Protocol):
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
     ) -> ReplicaEngine:
-        """Tokenizer and engine of the run's model; ConfigError. `seed`: for an engine that draws
-        by itself."""
+        """Load tokenizer and engine of the run's model; ConfigError.
+
+        `seed`: for an engine with its own random numbers."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         ...
 
     def record_steps(self, rows: bytes) -> None:
-        """Engine steps for the timeline: rows of start, end, sequences and tokens as int64, times
-        in ns of the day's clock."""
+        """Record engine steps for the timeline: int64 rows of start, end, sequences, tokens.
+
+        Times are ns of the day's clock."""
 
 
 class Rollout:
-    """One engine and what surrounds it."""
+    """The actor of one replica: an engine and its surroundings."""
 
     def __init__(self, host: Host, parts: ReplicaParts) -> None:
         self.host, self.config, self.parts = host, host.config, parts
@@ -130,7 +133,7 @@ class Rollout:
         self.host.emit(ready)
 
     def _engine_seed(self) -> int:
-        """A replica that was started again must not draw the same numbers again."""
+        """Return a seed that differs for every restart, so that no numbers are drawn twice."""
         parts = (self.config.seed, "engine", self.host.name, self.host.incarnation)
         return ids.hash64(*parts) % (1 << 31)
 
@@ -145,7 +148,7 @@ class Rollout:
         await self.relay.close(0.5)
 
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
-        """Commands that arrived together: all openings are one request to the store."""
+        """Handle commands that arrived together; all openings are one request to the store."""
         opening: list[Ordered] = []
         for order, command in orders:
             if isinstance(command, cmd.GenerateTrajectory):
@@ -168,7 +171,7 @@ class Rollout:
             self.host.spawn(self.openings.open(opening))
 
     async def _pull_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
-        if self.running:  # what the store has is lost with nobody
+        if self.running:  # otherwise the tokens would be lost
             await self._flush()
         await self.loader.pull_weights(order, command)
         if self.loader.version < 0:
@@ -192,7 +195,7 @@ class Rollout:
     def _handle_open_result(
         self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
-        """Act on what the store has of it."""
+        """Act on the store's answer for one trajectory."""
         facts = {"event_seq": order.cause, "trajectory": command.trajectory_id}
         if result.answer == "open":
             return self._start_generation(order, command, result)
@@ -210,7 +213,7 @@ class Rollout:
         self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
         if not self._can_serve(command):
-            if self.loader.version < 0:  # sent before the coordinator heard of that: it is lost
+            if self.loader.version < 0:  # sent before the coordinator knew
                 return self.openings.mark_settled(order)
             order_of = f"{command.trajectory_id} is to be generated by version {command.version}"
             raise RuntimeError(f"{order_of}, and the engine serves {self.loader.version}")
@@ -242,22 +245,22 @@ class Rollout:
             stop_ids=self.stop_ids,
         )
         running.read = digest_of_read(request)
-        # The engine has it from here on: an abort or a load that comes next comes after it.
+        # The engine has the request from here on, before any later abort or load.
         self.engine.add(request).add_done_callback(partial(self._check_accepted, order))
 
     def _can_serve(self, command: cmd.GenerateTrajectory) -> bool:
-        """In flight an order may have crossed a load; for what is streamed, work waits here."""
+        """Return whether the engine serves this version; in flight, an order may cross a load."""
         older = self.config.rollout.in_flight and command.version < self.loader.version
         crossed = older and command.purpose == Purpose.TRAIN
         return crossed or command.version in (self.loader.version, self.loader.coming)
 
     def _check_accepted(self, order: cmd.Envelope, added: asyncio.Future[None]) -> None:
-        """What the engine refuses ends the process: EngineError."""
+        """Raise EngineError, which ends the process, if the engine refused the request."""
         if not added.cancelled():
             added.result()
             self.openings.mark_settled(order)
 
-    # --- what is wanted here no longer ----------------------------------------------------------
+    # --- trajectories that are no longer wanted here ---------------------------------------------
 
     def _release_trajectories(self, order: cmd.Envelope, command: cmd.ReleaseTrajectories) -> None:
         for item in command.items:
@@ -274,7 +277,7 @@ class Rollout:
                 self.turns.environments.end_session(item.trajectory_id)
 
     def _let_go(self, trajectory_id: str, placement: int) -> None:
-        """Forget a trajectory under this placement and older ones."""
+        """Drop a trajectory under this placement and older ones."""
         self.openings.take_back(trajectory_id, placement)
         running = self.running.get(trajectory_id)
         if running is not None and running.command.placement <= placement:
@@ -282,7 +285,7 @@ class Rollout:
             self.engine.abort_request(request_id(running.command))
 
     def _drop_all(self) -> None:
-        """A pull means that nothing is wanted here; an abort that was lost must not block it."""
+        """Drop all work, since nothing is wanted after a pull and an abort may have been lost."""
         self.openings.withdraw_all()
         for running in self.running.values():
             self.engine.abort_request(request_id(running.command))
@@ -315,8 +318,9 @@ class Rollout:
         self.host.spawn(self._flush(everything=False))
 
     async def _flush(self, *, everything: bool = True) -> None:
-        """Hand over new tokens (of what has ended, or of everything), then what has ended. The
-        store has acknowledged all of it, and what was on its way, when this returns."""
+        """Store new tokens, of ended responses or of all, then finish the ended ones.
+
+        On return the store has acknowledged them, and those of earlier calls."""
         async with self._flush_lock:
             chosen = [r for r in self.running.values() if everything or r.finish_reason]
             chunks = [chunk for r in chosen for chunk in r.take_chunks(self.loader.proved)]
@@ -361,9 +365,9 @@ class Rollout:
             report_finished(self.host, running.command, running.event_seq, running.stored, reason)
 
     def _not_taken(self, placement: int, result: m.Result) -> None:
-        """Fenced: another replica has it now. Refused: these tokens can never be trained.
+        """Handle a refusal by the store: fenced (another replica has it) or refused (untrainable).
 
-        That of a placement which has ended here is old news.
+        A refusal of a placement that has ended here is only logged.
         """
         running = self.running.get(result.trajectory_id)
         current = running is not None and running.command.placement == placement
@@ -383,7 +387,7 @@ class Rollout:
             report_failed(self.host, running.command, running.event_seq, refused, result.reason)
 
     async def _keep_tokens(self) -> None:
-        """The tokens so far into the store, in the rhythm of the gauges."""
+        """Store the tokens so far, at the interval of the gauges."""
         while True:
             await asyncio.sleep(self._interval_s)
             await self._flush()
@@ -393,7 +397,7 @@ class Rollout:
 
 
 async def _of_engine(work: Awaitable[T]) -> T:
-    """What fails in it is an EngineError, as which Host reports it; a user's mistake is not."""
+    """Await engine work; convert exceptions to EngineError, except a user's ConfigError."""
     try:
         return await work
     except (ConfigError, EngineError):
@@ -409,8 +413,7 @@ async def open_session(
     go_on: Callable[[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult], None],
     opened: tuple[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult],
 ) -> None:
-    """Let the environment of an opened trajectory speak first, and then `go_on` with it, unless it
-    was taken back meanwhile."""
+    """Open the session of a trajectory, then call `go_on`, unless it was taken back meanwhile."""
     order, command, result = opened
     try:
         spoken = await turns.open_session(command, result)
@@ -428,7 +431,7 @@ async def open_session(
 def report_finished(
     host: Host, command: cmd.GenerateTrajectory, event_seq: int, num_tokens: int, reason: str
 ) -> None:
-    """The store has the whole response."""
+    """Report that the store has the whole response."""
     trajectory = command.trajectory_id
     finished = ev.TrajectoryFinished(
         trajectory_id=trajectory,
@@ -446,7 +449,7 @@ def report_failed(
     reason: FailureReason,
     detail: str,
 ) -> None:
-    """It cannot be generated: the store takes no tokens of it, or its environment is lost."""
+    """Report that it cannot be generated: the store refuses it, or its environment is lost."""
     trajectory = command.trajectory_id
     failed = ev.TrajectoryFailed(
         trajectory_id=trajectory, placement=command.placement, reason=reason, detail=detail[:500]
@@ -462,12 +465,12 @@ async def release_trajectories(
     order: cmd.Envelope,
     command: cmd.ReleaseTrajectories,
 ) -> None:
-    """Let go of trajectories that go on on another replica, without losing a token.
+    """Release trajectories that migrate to another replica, without losing a token.
 
-    `flush`: the store has all tokens, and what has ended is reported, when it returns. The engine
-    stops before it: what it sampled later would be sampled again elsewhere. Meanwhile the
-    coordinator may go on without waiting: what it takes back, or orders anew under another
-    placement, is then left as it is, and the report comes too late to count.
+    `flush`: must return once the store has all tokens and ended responses are reported. The engine
+    stops first, since later tokens would be sampled again elsewhere. The coordinator does not wait:
+    trajectories that it takes back, or orders under another placement, meanwhile are left alone,
+    and the report comes too late to count.
     """
     leaving = [
         found
@@ -479,7 +482,7 @@ async def release_trajectories(
     await flush()
     for item in leaving:
         trajectory = item.command.trajectory_id
-        if running.get(trajectory) is item:  # or else it has ended, or was taken back
+        if running.get(trajectory) is item:  # else it has ended, or was taken back
             del running[trajectory]
     released = ev.TrajectoriesReleased(command_id=order.command_id)
     host.emit(released, event_seq=order.cause, trajectories=len(command.items))

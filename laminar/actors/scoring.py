@@ -4,9 +4,9 @@ Reads   ScoreTrajectories commands; responses and prompts of the store
 Writes  rewards (through the store)
 Emits   TrajectoryRewarded, TrajectoryContinues, TrajectoryFailed
 
-The function runs in worker processes with a time-out. A response on which the user's function
-fails gets reward.error_score, counted by reason; a fault of the worker itself drops the sibling.
-What went wrong is in the store for each response; events and log tell the first of each reason.
+The function runs in worker processes with a timeout. A response on which the user's function fails
+gets reward.error_score and is counted by reason; a fault of the worker itself drops the sibling.
+The store has the error of each response; events and log have only the first of each reason.
 """
 
 from __future__ import annotations
@@ -38,28 +38,27 @@ from laminar.tasks.rewards.results import (
 )
 
 DETAILS_MAX = 3
-"""Details of each reason by one process: the run keeps the first, and the event log stays small."""
+"""Details per reason and process that are reported, so that the event log stays small."""
 
 
 class RewardWorkers(Protocol):
-    """What runs the user's function."""
+    """A pool of workers that run the user's reward function."""
 
-    workers_lost: int  #: that died by themselves
-    workers_killed: int  #: that took too long
+    workers_lost: int  #: workers that died by themselves
+    workers_killed: int  #: workers killed because they exceeded the time limit
 
     async def start(self) -> None:
-        """Start the workers; returns when they have loaded the function. ConfigError,
-        RewardWorkerLost."""
+        """Start the workers; return once the function is loaded. ConfigError, RewardWorkerLost."""
 
     async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
-        """One result per completion, in order; RewardWorkerLost."""
+        """Return one result per completion, in order; RewardWorkerLost."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Scorer:
-    """The rewards of one replica, fed from the store."""
+    """The rewards of one replica, computed from the store's data."""
 
     def __init__(
         self,
@@ -69,15 +68,17 @@ class Scorer:
         decode: Callable[[list[int]], str],
         turns: Turns | None = None,
     ) -> None:
-        """`decode`: the text of token ids, without special tokens. `turns`: whose environment
-        answers in place of a score, or gives it."""
+        """Score with `pool`.
+
+        `decode`: returns the text of token ids, without special tokens. `turns`: environments that
+        answer instead of a score, or give it."""
         self.host, self.store, self.pool, self._decode = host, store, pool, decode
         self.turns = turns
         self._open = asyncio.Event()
-        self._told: Counter[str] = Counter()  #: failures of each reason
+        self._told: Counter[str] = Counter()  #: failures by reason
 
     async def start(self) -> None:
-        """Start the workers; calls of `score` wait until they have loaded the function."""
+        """Start the workers; `score_trajectories` waits until they have loaded the function."""
         await self.pool.start()
         self._open.set()
 
@@ -89,8 +90,8 @@ class Scorer:
     async def score_trajectories(self, order: cmd.Envelope, command: cmd.ScoreTrajectories) -> None:
         """Reward the siblings of one command, all with one call of the pool.
 
-        A process that stood still may come to it when they have been dropped, and their tokens are
-        gone: nobody waits for their rewards then.
+        A process that was stopped for long may find them dropped and their tokens removed; their
+        rewards are not needed then.
         """
         await self._open.wait()
         if self.turns is not None:
@@ -123,7 +124,7 @@ class Scorer:
     async def _ask_environment(
         self, turns: Turns, order: cmd.Envelope, item: cmd.PlacedTrajectory
     ) -> None:
-        """Ask the environment of one trajectory; what was answered before is only reported."""
+        """Ask the environment of one trajectory; if it was answered before, only report that."""
         try:
             (row,) = await self.store.fetch([item.trajectory_id], with_prompt=True)
         except TokensRemoved as gone:
@@ -175,7 +176,7 @@ class Scorer:
         row: m.Trajectory,
         answer: TrajectoryDone,
     ) -> None:
-        """Its environment has scored it, or the reward functions do."""
+        """Store the environment's score, or else that of the reward functions."""
         result = answer.result
         if result is None:
             completion = (answer.text, _decode_token_ids(row))
@@ -197,7 +198,7 @@ class Scorer:
         results: list[RewardResult],
         answer: TrajectoryDone | None = None,
     ) -> None:
-        """`answer`: of the environment, to the one trajectory."""
+        """Store the rewards and report them; `answer`: the environment's, for one trajectory."""
         items = tuple(
             m.RewardItem(
                 trajectory_id=item.trajectory_id,
@@ -228,7 +229,7 @@ class Scorer:
         stored: m.StoredReward,
         result: RewardResult,
     ) -> None:
-        """`result` is of this attempt; where the store had a reward, that one stays."""
+        """Report the stored reward, which may be an earlier one than `result`."""
         reason = stored.reward_reason or "ok"
         if stored.score is None:
             return self._report_failed(
@@ -256,7 +257,7 @@ class Scorer:
     def _log_first_failures(
         self, order: cmd.Envelope, item: cmd.PlacedTrajectory, reason: str, detail: str
     ) -> str:
-        """The detail of a failure that is among the first of its reason, which is logged, too."""
+        """Log one of the first failures of its reason, and return the detail for its event."""
         self._told[reason] += 1
         if self._told[reason] > DETAILS_MAX:
             return ""
@@ -287,7 +288,7 @@ def _decode_token_ids(row: m.Trajectory) -> list[int]:
 
 
 def _make_stored_reward(row: m.Trajectory) -> m.StoredReward:
-    """What the store says of a reward that it has."""
+    """Return a row's reward in the form of the store's answer."""
     return m.StoredReward(
         trajectory_id=row.trajectory_id,
         answer="already",
@@ -298,6 +299,6 @@ def _make_stored_reward(row: m.Trajectory) -> m.StoredReward:
 
 
 def _ended_by(stored: m.StoredReward) -> EndedBy:
-    """Whether its environment ended it, and why."""
+    """Return the reason if the environment ended the trajectory."""
     reason = stored.finish_reason or ""
     return EndedBy(reason) if reason in set(EndedBy) else EndedBy.NONE

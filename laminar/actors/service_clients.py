@@ -1,9 +1,9 @@
-"""What actors ask of the store and of the relay on their machine.
+"""Typed clients of the store and of the relay on the same machine.
 
 Reads   replies of the two servers
 Emits   typed requests
 
-One place for the deadline, the codec and the check that the answer is the one that was asked for.
+Deadline, codec and the check of the answer's type are here only.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from laminar.storage import messages as store
 from laminar.weights import messages as relay
 
 RPC_TIMEOUT_S = 120.0
-"""A server of this machine that says nothing for two minutes hangs."""
+"""A server that says nothing for two minutes hangs."""
 
 StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
 RelayAnswer = TypeVar("RelayAnswer", bound=relay.RelayMessage)
 
 
 class TokensRemoved(RuntimeError):
-    """The store has no tokens of these trajectories any more: they ended long ago."""
+    """The store has removed the tokens of these trajectories, which ended long ago."""
 
 
 class StoreClient:
-    """Typed requests to the store; an answer of another kind is an error of the program."""
+    """Typed requests to the store; an answer of another type is an error of the program."""
 
     def __init__(self, rpc: Client, disk_wait_s: float) -> None:
-        """`disk_wait_s`: how long the store may wait for room on its disk."""
+        """Use `rpc`; `disk_wait_s`: how long the store may wait for space on its disk."""
         self._rpc = rpc
         self._timeout_s = RPC_TIMEOUT_S + disk_wait_s
 
@@ -48,7 +48,7 @@ class StoreClient:
         return reply
 
     async def remove_payloads(self, before_step: int, keep_bytes: int) -> int:
-        """How many went; see RemovePayloads. RpcError, TimeoutError."""
+        """Remove payloads (see RemovePayloads); return how many. RpcError, TimeoutError."""
         removed = 0
         request = store.RemovePayloads(before_step=before_step, keep_bytes=keep_bytes)
         while part := (await self.send_request(request, store.RemovePayloadsReply)).removed:
@@ -56,13 +56,13 @@ class StoreClient:
         return removed
 
     async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
-        """Trajectories in the order asked for; several replies when they are large.
+        """Return trajectories in the order of `ids`, by several requests if they are large.
 
-        RpcError, TimeoutError. TokensRemoved: the order came late, its group was dropped
-        meanwhile; or a step is to be done again whose checkpoint was removed by hand.
+        RpcError, TimeoutError. TokensRemoved: the order came late and its group was dropped
+        meanwhile, or the checkpoint of a repeated step was removed by hand.
         """
         found: dict[str, store.Trajectory] = {}
-        missing = deque(ids)  # not searched again for every reply: a batch can be 200,000
+        missing = deque(ids)  # a deque is not searched for every reply: a batch can be 200,000
         asked = store.MAX_ITEMS
         while missing:
             part = tuple(missing.popleft() for _ in range(min(len(missing), asked)))
@@ -75,7 +75,7 @@ class StoreClient:
                 raise TokensRemoved(f"the store has removed {', '.join(reply.removed[:5])}")
             found.update((row.trajectory_id, row) for row in reply.trajectories)
             missing.extendleft(reversed(reply.left_out))
-            # The store looks up what it is asked for, also what the reply has no room for.
+            # The store looks up all requested ids, even those that do not fit into the reply.
             asked = min(store.MAX_ITEMS, 2 * max(1, len(reply.trajectories)))
         return [found[wanted] for wanted in ids]
 
@@ -98,7 +98,7 @@ class RelayClient:
         *answers: type[RelayAnswer],
         timeout_s: float = RPC_TIMEOUT_S,
     ) -> RelayAnswer:
-        """The answer of the relay, or of the one that was started in its place.
+        """Return the answer of the relay, or of its successor after a restart.
 
         RpcError if it refuses, TimeoutError.
         """

@@ -1,14 +1,13 @@
 """The store actor: prompts, partial responses and experience of the run, over a socket.
 
 Reads   the prompts of the configuration; requests of rollouts and trainer; EndTrajectories commands
-Writes  the database of the run (through Database), its address
+Writes  the database of the run (through StoreBackend), its address
 Emits   DataLoaded, TrajectoriesEnded
 
-Everything that arrived in one turn of the loop is one transaction; nothing is answered before it is
-on disk. It opens the database when the store before it has ended. While the disk is full, requests
-that write wait, those that read are answered. A prompt is tokenised when it is first needed, beside
-the loop: a run of a few steps needs a few of them. What needs it waits, and everything else goes
-on.
+All requests of one turn of the loop are one transaction, and replies follow once it is durable. The
+database is opened when the previous store has ended. While the disk is full, writing requests wait
+and reading ones are answered. A prompt is tokenised in the background when it is first needed,
+because a run of a few steps needs few of them; only requests that need it wait.
 """
 
 from __future__ import annotations
@@ -28,56 +27,61 @@ from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
 
 HELD_PAUSE_S = 0.1
-"""How often the database is asked for that another process still has."""
+"""Interval between attempts to open a database that another process still has."""
 READS = (m.Fetch, m.SamplePrompts, m.Stats)
-"""Requests that need no room."""
+"""Requests that need no disk space."""
 
 
 class StoreBackend(Protocol):
-    """What the store keeps. A write raises DiskError; for want of room nothing of it is left."""
+    """The database of the store. A write raises DiskError; DiskFull leaves nothing of it."""
 
     def load_prompts(
         self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
     ) -> None:
-        """Store the data once; ConfigError when other data is stored already."""
+        """Store the data once; ConfigError if other data is stored already."""
 
     def prompt_count(self) -> PromptCount: ...
 
     def save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
-        """Token ids (int32 little-endian) of prompts that had none; on return they are durable."""
+        """Save token ids (int32 little-endian) of prompts that had none; durable on return."""
 
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
-        """Answer requests in order; on return all that they changed is durable. What needs token
-        ids that are not kept yet is left undone."""
+        """Answer requests in order; all changes are durable on return.
+
+        A request that needs missing token ids is left undone and answered with NotTokenised."""
 
     def close(self) -> None: ...
 
 
 class PromptSource(Protocol):
-    """Where the prompts come from, and the tokenizer. Both take long: beside the event loop."""
+    """The prompts and the tokenizer; both are slow and work outside the event loop."""
 
     async def load(self) -> LoadedPrompts:
-        """Read and check all; ConfigError names what the user has to mend."""
+        """Read and check all prompts; ConfigError names the user's mistake."""
 
     async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
-        """Token ids (int32 little-endian) of payloads; ConfigError."""
+        """Return the token ids (int32 little-endian) of payloads; ConfigError."""
 
 
 class Store:
-    """The database behind a socket."""
+    """The actor that serves the database over a socket."""
 
     def __init__(
         self, host: Host, open_database: Callable[[], StoreBackend], prompts: PromptSource
     ) -> None:
-        """`open_database`: the run's, created when missing; raises ConfigError, DiskError, and
+        """Create the actor.
+
+        `open_database`: opens the run's, or creates it; raises ConfigError, DiskError, and
         DatabaseHeld while another process of the store has it."""
         self.host = host
         self.database: StoreBackend | None = None
         self._open_database, self._prompts = open_database, prompts
         self._disk = DiskFullRetry(host, "the store")
-        self._endings: list[tuple[cmd.Envelope, cmd.EndTrajectories]] = []  #: not on disk yet
-        self._ending = False  #: they are being written
-        self._ready = False  #: the data is loaded
+        self._endings: list[
+            tuple[cmd.Envelope, cmd.EndTrajectories]
+        ] = []  #: orders that are not on disk yet
+        self._ending = False  #: whether a task writes them
+        self._ready = False  #: whether the data is loaded
         self._wanted: dict[PromptKey, bytes] = {}  #: payloads that have to be tokenised
         self._tokenising = False
         self.server = host.make_server(
@@ -108,8 +112,9 @@ class Store:
         return self.database.prompt_count()
 
     async def _open_when_free(self) -> StoreBackend:
-        """The database, once the store before this one has ended; that was replaced, and is told to
-        by its node or, when it next asks, by the coordinator."""
+        """Open the database, once the previous store has ended.
+
+        That was replaced; its node, or the coordinator at its next request, tells it to end."""
         told = False
         while True:
             try:
@@ -121,8 +126,9 @@ class Store:
             await self.host.sleep_for(HELD_PAUSE_S)
 
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
-        """All endings that arrived together are one transaction; those that another process of the
-        store has left come before this one has its database."""
+        """Write all ends that arrived together in one transaction.
+
+        Those left by an earlier process of the store come before this one has its database."""
         self._endings += [(o, c) for o, c in orders if isinstance(c, cmd.EndTrajectories)]
         self._write_endings()
 
@@ -169,7 +175,7 @@ class Store:
             self.database.close()
 
     def _handle_batch(self, batch: Batch) -> list[bytes | RpcError | None]:
-        """Bad bytes are answered with an error; the others share one commit, or wait for room."""
+        """Answer invalid bytes with an error; the others share one commit, or wait for space."""
         answers: list[bytes | RpcError | None] = [None] * len(batch)
         requests: list[m.Request] = []
         places = []
@@ -184,8 +190,10 @@ class Store:
         return answers
 
     def _answer_requests(self, requests: list[m.Request]) -> list[m.Reply | None]:
-        """None for what writes while there is no room, and for what needs prompts that are being
-        tokenised; raises when there is no room for too long."""
+        """Answer requests; None for one that has to wait.
+
+        Writes wait while the disk is full (raises if that takes too long); requests that need
+        untokenised prompts wait for them."""
         assert self.database is not None, "the server listens when the database is filled"
         if not requests:
             return []
@@ -215,7 +223,7 @@ class Store:
         return None
 
     async def _tokenise_missing(self) -> None:
-        """Tokenise until no prompt is waited for; all that are waited for go together."""
+        """Tokenise, in batches, until no request waits for a prompt."""
         while self._wanted:
             ids = await self._prompts.tokenise_prompts(self._wanted.copy())
             await self._disk.until_room(partial(self._save_prompt_ids, ids))
@@ -230,7 +238,7 @@ class Store:
 
 
 def end_item(ending: cmd.TrajectoryEnding) -> m.EndItem:
-    """What the coordinator's order means for one trajectory."""
+    """Convert the coordinator's order for one trajectory to a request item."""
     return m.EndItem(
         trajectory_id=ending.trajectory_id,
         group_id=ending.group,

@@ -7,9 +7,9 @@ Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExpor
         CheckpointLoaded, StepRedone
 
 A step never waits for the relay or the disk: see weight_publisher.py and checkpoint_writer.py. The
-trainer's own book is synced before a step is reported, so that what was trained can be audited
-against the log and the store. One that was started again has the model that the run began with,
-and says which checkpoints there are; the coordinator says which to load, and what to do again.
+trainer's own book is synced before a step is reported, so that an audit can compare what was
+trained with the log and the store. A restarted trainer has the initial model of the run and reports
+the existing checkpoints; the coordinator orders which to load and which steps to repeat.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 PROBE_SEQUENCES, PROBE_LENGTH, PROBE_PROMPTS = 8, 32, 32
 """Enough tokens for a steady mean (every layer and the head act on each), cheap to score."""
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-"""Nats per token on average; what was measured is in docs/weights.md."""
+"""Nats per token on average; measurements are in docs/weights.md."""
 NO_PROBE = mf.Probe(sequences=((0, 0),), logprobs=((0.0,),), tolerance=1.0, mean_tolerance=1.0)
-"""The probe of weights that go to nobody."""
+"""The probe of weights that are not published."""
 ROUNDING = (
     "torch",
     "threads",
@@ -67,9 +67,9 @@ ROUNDING = (
     "functions",
     "prompts_once",
 )
-"""The facts of a checkpoint on which it depends whether a step gives the same bytes again."""
+"""The facts of a checkpoint that determine whether a repeated step gives the same bytes."""
 PROBE_OUTLIER = 10.0
-"""How many times the tolerance one token may be off."""
+"""Factor by which a single token may exceed the tolerance."""
 
 
 class Learner(Protocol):
@@ -82,24 +82,23 @@ class Learner(Protocol):
         """Consume one batch as training step `step` (from 0)."""
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of tokens 1..L-1 of each sequence with the present weights, nats."""
+        """Return log-probs of tokens 1..L-1 of each sequence with the present weights, nats."""
 
     async def reload_weights(self, directory: Path) -> None:
-        """Take the weights of an exported model in the place of the present ones."""
+        """Replace the weights with those of an exported model."""
 
     def collect_facts(self) -> LearnerFacts:
-        """What a checkpoint has to say of it."""
+        """Return the facts about the learner that a checkpoint records."""
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
-        """Be as it was when this checkpoint was written; CheckpointError: it is damaged,
-        ConfigError: it is another model's."""
+        """Restore a checkpoint; CheckpointError: damaged, ConfigError: another model's."""
 
 
 class Book(Protocol):
-    """What was trained, for those who check the run."""
+    """The record of what was trained, for audits of the run."""
 
     async def enter(self, line: bytes) -> None:
-        """Durable on return; OSError: nothing of the line is left."""
+        """Append a line, durable on return; OSError: nothing of the line is left."""
 
     def close(self) -> None: ...
 
@@ -110,7 +109,9 @@ class Trainer:
     def __init__(
         self, host: Host, learner: Learner, attach: Attach, files: ModelFiles, book: Book
     ) -> None:
-        """`attach`: maps the arena of this machine's relay. `files`: of the learner's model."""
+        """Create the actor.
+
+        `attach`: maps the arena of this machine's relay. `files`: of the learner's model."""
         self.host, self.config = host, host.config
         self.learner, self.book = learner, book
         self._attach, self._files = attach, files
@@ -121,7 +122,7 @@ class Trainer:
         self.checkpoints: CheckpointWriter | None = None
         self._book_disk = DiskFullRetry(host, "the trainer's book")
         self._export_disk = DiskFullRetry(host, "the model")
-        self._probed: mf.Probe | None = None  #: of the present weights, once it was asked for
+        self._probed: mf.Probe | None = None  #: of the present weights, once computed
         self._waiting_from_ns = host.now_ns()
 
     async def start(self) -> None:
@@ -169,8 +170,9 @@ class Trainer:
         )
 
     async def _sample_prompts(self) -> tuple[bytes, ...]:
-        """Some of the run's. The store may take long to read them: coordinator.start_timeout_s is
-        the deadline of both."""
+        """Return some prompts of the run, waiting for the store to read them.
+
+        coordinator.start_timeout_s is the deadline of both."""
         while True:
             try:
                 sample = store.SamplePrompts(count=PROBE_PROMPTS)
@@ -186,16 +188,16 @@ class Trainer:
         closing = [self.store.close()]
         if self.publisher is not None:
             closing.append(self.publisher.close())
-        await asyncio.gather(*closing)  # each may wait for a server that ends as well
+        await asyncio.gather(*closing)  # each may wait for a server that is ending too
         if self.checkpoints is not None:
             await self.checkpoints.close()
         self.book.close()
 
     async def _run_jobs(self, publisher: WeightPublisher, checkpoints: CheckpointWriter) -> None:
-        """One job at a time, in the order of the commands."""
+        """Run one job at a time, in the order of the commands."""
         while True:
             order, command = await self.jobs.get()
-            self._probed = None  # each job may change the weights, before it asks for a probe
+            self._probed = None  # each job may change the weights before it needs a probe
             self.host.record_span("waiting", self._waiting_from_ns, self.host.now_ns())
             if isinstance(command, cmd.TrainStep):
                 result, contents, seconds = await self._train_step(command)
@@ -222,7 +224,7 @@ class Trainer:
     # --- training -----------------------------------------------------------------------------
 
     async def _train_step(self, command: cmd.TrainStep) -> tuple[StepResult, str, float]:
-        """The step, the digest of what it was trained on, and how many seconds it took."""
+        """Train a batch; return the result, the digest of its content, and the seconds it took."""
         started = self.host.now_ns()
         await self.host.hit_failpoint("trainer-fetch")
         samples = await fetch_batch(self.store, command)
@@ -246,7 +248,7 @@ class Trainer:
         line: bytes,
         seconds: float,
     ) -> None:
-        """Write a step into the book, and then tell the coordinator."""
+        """Write a step into the book, then report it to the coordinator."""
         await self._book_disk.until_room(lambda: self.book.enter(line))
         await self.host.hit_failpoint("trainer-book")
         completed = ev.StepCompleted(
@@ -264,16 +266,16 @@ class Trainer:
         )
 
     async def _measure_probe(self) -> mf.Probe:
-        """What these weights say about text of the run's prompts: an engine must say the same. The
-        version and the checkpoint of a step have the same weights, which are scored once."""
+        """Return the log-probs of these weights for prompts of the run, which engines must match.
+
+        The version and the checkpoint of a step have the same weights, which are scored once."""
         if self._probed is None:
             scores = await self.learner.compute_logprobs(self.probe_ids)
             self._probed = make_probe(self.probe_ids, scores, self.tolerance)
         return self._probed
 
     async def _remove_payloads(self, before_step: int) -> None:
-        """Remove payloads beyond store.payload_gb; no step before this one can have to be done
-        again."""
+        """Remove payloads beyond store.payload_gb; no earlier step can have to be repeated."""
         keep_gb = self.config.store.payload_gb
         if not keep_gb:
             return
@@ -284,13 +286,12 @@ class Trainer:
         else:
             self.host.log.info("payloads-removed", before_step=before_step, removed=removed)
 
-    # --- going on after a loss ----------------------------------------------------------------
+    # --- recovery -----------------------------------------------------------------------------
 
     async def _load_checkpoint(
         self, order: cmd.Envelope, command: cmd.LoadCheckpoint, checkpoints: CheckpointWriter
     ) -> None:
-        """Be as the checkpoint is. One that is damaged is set aside: the process that comes after
-        this one goes on from the one before it."""
+        """Restore a checkpoint; set a damaged one aside, so that a restart uses an older."""
         await self.host.hit_failpoint("trainer-load")
         directory, started = self.host.run_dir / command.path, self.host.now_ns()
         try:
@@ -312,7 +313,7 @@ class Trainer:
     async def _repeat_step(
         self, order: cmd.Envelope, command: cmd.RedoStep, checkpoints: CheckpointWriter
     ) -> None:
-        """Train what the log has, and say what it came to: it is neither published nor entered."""
+        """Repeat a logged step and report its digest, without publishing it or a book entry."""
         started = self.host.now_ns()
         result = await self.learner.train_step(
             await fetch_batch(self.store, command), command.step_index
@@ -342,7 +343,7 @@ class Trainer:
     async def _export_model(
         self, order: cmd.Envelope, command: cmd.ExportModel, publisher: WeightPublisher
     ) -> None:
-        """Write the model, read it back, and publish what was read: that is what is evaluated."""
+        """Write the model, read it back and publish the result, which is then evaluated."""
         directory = self.host.run_dir / EXPORT_DIR
         started = self.host.now_ns()
         await self.host.hit_failpoint("trainer-export")
@@ -358,7 +359,7 @@ class Trainer:
 def _book_line(
     command: cmd.TrainStep, result: StepResult, contents: str, incarnation: int
 ) -> bytes:
-    """What was trained, and by which process."""
+    """Return the book's line on a step: what was trained, and by which process."""
     line = {
         "incarnation": incarnation,
         "step": command.step_index,
@@ -373,7 +374,7 @@ def _book_line(
 
 
 def _left_out(result: StepResult) -> tuple[ev.ExcludedRows, ...]:
-    """The trajectories left out, by origin; one that several suspects have sampled is with each."""
+    """Return excluded trajectories by origin; those of several suspects appear under each."""
     rows: dict[Origin, list[TrajectoryId]] = {}
     for sample_id, origins in result.left_out.items():
         for origin in origins:
@@ -393,7 +394,7 @@ def _left_out(result: StepResult) -> tuple[ev.ExcludedRows, ...]:
 def make_probe(
     sequences: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], tolerance: float
 ) -> mf.Probe:
-    """`scores`: log-probs of the learner's weights; `tolerance`: nats per token on average."""
+    """Build a probe; `scores`: the learner's log-probs; `tolerance`: mean nats per token."""
     return mf.Probe(
         sequences=tuple(tuple(s) for s in sequences),
         logprobs=tuple(tuple(s) for s in scores),
@@ -403,9 +404,10 @@ def make_probe(
 
 
 def probe_sequences(prompts: Sequence[bytes], longest: int) -> list[list[int]]:
-    """Text that the run is about: its prompts one after the other, cut into equal pieces.
+    """Return text of the run: its prompts, concatenated and cut into equal pieces.
 
-    As often as it takes: a piece needs two tokens, and there may be one prompt of one.
+    The text is repeated if it is too short: a piece needs two tokens, and there may be a single
+    prompt of one.
     """
     text = [token for ids in prompts for token in np.frombuffer(ids, "<i4").tolist()] or [0]
     length = min(PROBE_LENGTH, longest)

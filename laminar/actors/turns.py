@@ -1,12 +1,11 @@
-"""A trajectory of several turns as its replica sees it: what the engine reads, what an environment
-is asked, and what of its answer goes to the store.
+"""A multi-turn trajectory in its replica: the engine's input, and the environment's answers.
 
 Reads   answers of the store to an opening or to a fetch
-Writes  prompts and contexts, calls of tools (through the store)
-Gives   Environments, the port; Turn, what the engine goes on with; Turns
+Writes  prompts and contexts, tool calls (through the store)
+Gives   Environments, the port; Turn, the input from which the engine continues; Turns
 
-The engine knows nothing of turns: it is given all that stands before the present one as a prompt.
-No module of the replica's could have this: rollout.py and scoring.py are both its callers.
+The engine does not know turns: all text before the present turn is its prompt. A separate module,
+because both rollout.py and scoring.py call it.
 """
 
 from __future__ import annotations
@@ -41,37 +40,39 @@ class Environments(Protocol):
     """The sessions of one replica."""
 
     async def start(self) -> None:
-        """Be ready to open sessions; ConfigError."""
+        """Get ready to open sessions; ConfigError."""
 
     async def reset(self, session: Session) -> Ids | None:
-        """Open a session; the token ids of the prompt with what it says first, None: it says
-        nothing. SessionLost."""
+        """Open a session and return the prompt's token ids including its first message.
+
+        None: the environment adds nothing to the prompt. SessionLost."""
         ...
 
     async def answer_turn(
         self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
     ) -> NextTurn | TrajectoryDone:
-        """Answer a turn; asked again, the same answer. `intend` notes calls that are not to be made
-        twice, before they are made. SessionLost."""
+        """Answer a turn; a repeated call gets the same answer. SessionLost.
+
+        `intend` records at-most-once calls before they are made."""
         ...
 
     def end_session(self, trajectory_id: str) -> None:
-        """End its session, if there is one."""
+        """End the session of a trajectory, if there is one."""
 
     async def close(self) -> None: ...
 
 
 class Turn(NamedTuple):
-    """Where a trajectory goes on."""
+    """The state from which a trajectory continues."""
 
     number: int  #: from 0
-    prompt_ids: Ids  #: all that stands before the turn
-    done_ids: Ids  #: sampled of it so far
-    begins: int  #: sampled tokens of the turns before it
+    prompt_ids: Ids  #: all tokens before the turn
+    done_ids: Ids  #: tokens of the turn sampled so far
+    begins: int  #: sampled tokens of earlier turns
 
 
 def make_turn(opened: m.OpenResult) -> Turn:
-    """The turn to sample."""
+    """Return the turn to sample."""
     sampled, number = _decode_ids(opened.tokens), len(opened.contexts)
     turns = list(accumulate(opened.segment_lengths[:number], initial=0))
     before = [*_decode_ids(opened.prompt_ids)]
@@ -81,12 +82,12 @@ def make_turn(opened: m.OpenResult) -> Turn:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """No turn draws the numbers of another one."""
+    """Return a turn's seed, so that no turn draws the random numbers of another."""
     return ids.hash64(seed, "turn", turn) if turn else seed
 
 
 class Turns:
-    """The environments of one replica, fed from the store."""
+    """The environments of one replica, connected to the store."""
 
     def __init__(self, host: Host, store: StoreClient, environments: Environments) -> None:
         self.host, self.store, self.environments = host, store, environments
@@ -95,10 +96,12 @@ class Turns:
     async def open_session(
         self, command: cmd.GenerateTrajectory, opened: m.OpenResult
     ) -> m.OpenResult | None:
-        """Open the session of a trajectory that has no tokens yet; what was opened, with the prompt
-        that its environment makes, durable. None: another placement has it. SessionLost."""
+        """Open the session of a trajectory without tokens; return it with the durable prompt.
+
+        The environment may change the prompt. None: another placement has the trajectory.
+        SessionLost."""
         if opened.num_tokens or opened.contexts or opened.own_prompt:
-            return opened  # its session is elsewhere, or lost: its turn will tell
+            return opened  # its session is elsewhere, or lost, which the next turn will find
         reply = await self.store.fetch([command.trajectory_id], with_prompt=True)
         session = self._make_session(reply[0])
         prompt_ids = await self.environments.reset(session)
@@ -129,7 +132,7 @@ class Turns:
     async def answer_turn(
         self, item: cmd.PlacedTrajectory, row: m.Trajectory
     ) -> NextTurn | TrajectoryDone:
-        """What its environment says to the turn that has ended; SessionLost."""
+        """Return the environment's answer to the turn that has ended; SessionLost."""
         effects = tuple(
             Effect(e.call, e.tool, e.arguments, e.status, e.result, e.seconds) for e in row.effects
         )
@@ -165,7 +168,7 @@ class Turns:
     async def store_context(
         self, item: cmd.PlacedTrajectory, turn: int, answer: NextTurn
     ) -> m.Result:
-        """Context and ends of calls into the store: the trajectory is open again."""
+        """Store the context and the outcomes of calls, which reopens the trajectory."""
         context = m.ContextItem(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
@@ -181,7 +184,7 @@ class Turns:
         return Session(row.trajectory_id, row.attempt, seed, prompt_row(row), row.purpose)
 
     def _count_context_room(self, row: m.Trajectory) -> int:
-        """Context tokens that still fit; a longer prompt takes of it."""
+        """Return how many context tokens still fit; a prompt over the limit counts."""
         longer = len(row.prompt_ids) // 4 - self.config.data.max_prompt_length
         used = sum(map(len, row.contexts)) // 4 + max(longer, 0)
         if len(row.tokens) // 4 >= self.config.data.max_response_length:
@@ -190,7 +193,7 @@ class Turns:
 
 
 def split_turns(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
-    """Turns and contexts in order: whether the model sampled it, token ids."""
+    """Return turns and contexts in order: whether the model sampled them, and token ids."""
     sampled, parts = _decode_ids(row.tokens), list[tuple[bool, Ids]]()
     ends = list(accumulate(row.segment_lengths, initial=0))
     for (start, end), context in zip(pairwise(ends), [*row.contexts, b""], strict=True):
@@ -201,7 +204,7 @@ def split_turns(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
 
 
 def prompt_row(row: m.Trajectory) -> PromptRow:
-    """The prompt as reward functions and environments take it."""
+    """Return the prompt in the form for reward functions and environments."""
     if row.prompt is None:
         raise RuntimeError(f"the store sent {row.trajectory_id} without its prompt")
     payload = m.decode_prompt(row.prompt)

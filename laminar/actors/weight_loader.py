@@ -1,17 +1,17 @@
-"""Pulling weights into an engine, and proving that they have arrived in it.
+"""Loads of weights into an engine, with proof that they arrived unchanged.
 
 Reads   PullWeights commands; leased slots of the relay on this machine; checkpoints
 Emits   WeightsLoaded, WeightsRejected, VersionGone, CheckpointRefused
 
-A stream copies what its relay has got so far, while the rest arrives; work waits in the engine
-meanwhile, and is sampled when the version is proved.
+A stream copies the part that the relay has so far while the rest arrives; work waits in the engine
+and is sampled once the version is proved.
 
-Two proofs: the digest of the bytes that were loaded, taken after the load (a slot must not have
-changed under the reader), and the probe: the engine scores a few fixed sequences and must agree
-with the trainer. A right digest with a wrong probe is a tensor in the wrong place.
+Two proofs: the digest of the loaded bytes, taken after the load (a slot must not have changed
+during the read), and the probe: the engine scores a few fixed sequences and must agree with the
+trainer. A correct digest with a wrong probe means a tensor in the wrong place.
 
-The relay may die at any moment, and come back with another arena and without versions: what was
-read of the old one and has its digest is good, all else is asked for again.
+The relay may die at any moment and return with another arena and without versions: bytes of the old
+arena with the right digest are good, all others are requested again.
 """
 
 from __future__ import annotations
@@ -41,33 +41,34 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, WeightsCorrupt
 
 LOADS_MAX = 2
-"""A load that fails its digest is tried once more; the second failure is reported. One with which
-sequences went on is not: what they sampled since is worth nothing."""
+"""Loads per pull: a failed digest is retried once, the second failure is reported.
+
+A load in flight is not retried, because tokens sampled since then are worthless."""
 REVOKED = "the lease was revoked while the slot was read"
 COMING_POLL_S = 0.05
-"""How often a relay is asked for a version that it fetches, or for more of one that it gets."""
+"""How often a relay is asked for a version, or more of one, that it is receiving."""
 RELEASE_S = 5.0
-"""A relay that does not answer must not keep a replica that has its weights from serving."""
+"""Time limit for a release, so that a dead relay does not keep a loaded replica from serving."""
 
 
 class NotReadable(RuntimeError):
-    """The bytes of a version are not there, or not any more."""
+    """The bytes of a version do not exist, or no longer do."""
 
 
 class SlotArena(Protocol):
     """The memory of a relay on this machine."""
 
     def get_slot_offset(self, index: int) -> int:
-        """Where a slot begins in its file, bytes."""
+        """Return the offset of a slot in its file, bytes."""
         ...
 
     def get_slot(self, index: int) -> Bytes:
-        """The bytes of a slot, uint8 [slot_bytes], which the relay may write to."""
+        """Return the bytes of a slot, uint8 [slot_bytes], which the relay may write to."""
         ...
 
 
 class RestoredVersion(Protocol):
-    """A version in memory of its own."""
+    """A version in separate memory."""
 
     @property
     def manifest(self) -> mf.Manifest: ...
@@ -81,7 +82,7 @@ class RestoredVersion(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the copy; its memory is freed when nothing reads it any more."""
+        """Close the copy; its memory is freed once no reader has it."""
 
 
 class WeightFiles(Protocol):
@@ -92,26 +93,27 @@ class WeightFiles(Protocol):
         ...
 
     async def read_checkpoint(self, directory: Path, version: int) -> RestoredVersion:
-        """This version, proved by its digest; NotReadable."""
+        """Read a version, proved by its digest; NotReadable."""
         ...
 
     async def verify_weights(self, view: Bytes, manifest: mf.Manifest) -> None:
-        """WeightsCorrupt, ManifestError."""
+        """Check the digest of a version; WeightsCorrupt, ManifestError."""
 
 
 class Leases:
-    """Slots of the relay on this machine, for as long as they are read."""
+    """Leases of slots of the relay on this machine, held during reads."""
 
     def __init__(self, host: Host, relay: RelayClient, files: WeightFiles) -> None:
         self._host, self._relay, self._files = host, relay, files
         self._arena: SlotArena | None = None
-        self._arena_path = ""  #: a relay that was started again has another
+        self._arena_path = ""  #: a restarted relay has another
 
     async def take_lease(
         self, order: cmd.Envelope, command: cmd.PullWeights, copy: int = -1
     ) -> m.VersionLeased | m.VersionArriving | m.VersionUnavailable:
-        """A slot to read, its arena mapped. A relay that is gone, or going, holds nothing; one that
-        awaits the version is asked again until it is there. `copy`: the one that is known here."""
+        """Lease a slot and map its arena, waiting for a version that the relay expects.
+
+        A relay that is dead or ending holds nothing. `copy`: number of the copy known here."""
         request = m.LeaseVersion(
             version=command.version,
             exact=command.exact,
@@ -144,10 +146,10 @@ class Leases:
         return lease
 
     async def release(self, lease: m.VersionLeased) -> bool:
-        """Whether nothing can have been written into the slot while it was read.
+        """Release a lease; return whether the slot was surely not written during the read.
 
-        Nothing is written into what a relay leaves behind when it dies; and if it is only slow, the
-        digest, which was checked after the load, decides.
+        The slots of a dead relay are never written again; if the relay is only slow, the digest,
+        checked after the load, decides.
         """
         request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
         try:
@@ -159,45 +161,44 @@ class Leases:
         return isinstance(released, m.ArenaReplaced) or released.valid
 
     def bytes_of(self, lease: m.VersionLeased) -> Bytes:
-        """The slot, in the arena that was mapped last."""
+        """Return the slot's bytes, in the arena that was mapped last."""
         assert self._arena is not None
         return self._arena.get_slot(lease.slot)
 
     def make_source(
         self, lease: m.VersionLeased | m.VersionArriving, draft: mf.Draft
     ) -> WeightSource:
-        """Where the tensors of a version lie that has this layout."""
+        """Describe where the tensors of a version with this layout are."""
         assert self._arena is not None
         offset = self._arena.get_slot_offset(lease.slot)
         return source_of(lease.arena, offset, draft.tensors, draft.total_bytes)
 
 
 class WeightLoader:
-    """What this replica has loaded, and how it loads more."""
+    """The weights of one replica: loaded versions, and their loads."""
 
     def __init__(
         self, host: Host, relay: RelayClient, engine: ReplicaEngine, files: WeightFiles
     ) -> None:
         self.host, self.engine, self._files = host, engine, files
         self._leases = Leases(host, relay, files)
-        #: of what the engine serves; empty and -1: nothing
+        #: of the served version; empty and -1: none
         self.digest, self.version = "", -1
-        self.coming = -1  #: what is streamed into it now; -1: nothing
-        self._expected: Awaitable[None]  #: its engine takes work for it from then on
-        self.proved = 0  #: the last load whose digest and probe were right, as TokenDelta counts
-        self._loads = 0  #: that have begun
+        self.coming = -1  #: version being streamed; -1: none
+        self._expected: Awaitable[None]  #: the engine accepts work for it from then on
+        self.proved = 0  #: last load with correct digest and probe, as TokenDelta counts
+        self._loads = 0  #: loads begun
         self._weights: dict[int, LoadedWeights] = {}  #: by load, of the last ones
         self.probe_diff = 0.0
-        #: seconds of the last load, its digest included, and of its probe
+        #: seconds of the last load including its digest, and of its probe
         self._took: dict[str, float] = {}
 
     def get_weights(self, load: int) -> LoadedWeights:
-        """What the engine samples with after this load, one of the last two; 0: after the last."""
+        """Return the weights after this load, one of the last two; 0: after the last."""
         return self._weights[load or self._loads]
 
     def expect_version(self, version: int) -> None:
-        """From here on the engine takes work for a version of which nothing is here; `pull` with
-        the purpose stream follows."""
+        """Accept work for a version before any of it is here; a streaming pull follows."""
         self._clear_served()
         self._loads += 1
         self.coming, self._expected = version, self.engine.expect_weights()
@@ -217,7 +218,9 @@ class WeightLoader:
                 if failure:  # what the engine had is gone, too
                     return self._report_rejected(order, command.version, failure)
                 return self._report_gone(order, command.version, lease)
-            assert isinstance(lease, m.VersionLeased)  # only a stream is told of what arrives
+            assert isinstance(
+                lease, m.VersionLeased
+            )  # only a stream gets versions that are arriving
             await self.host.hit_failpoint("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
@@ -231,8 +234,9 @@ class WeightLoader:
         self._report_rejected(order, manifest.version, failure)
 
     async def _stream_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
-        """Copy what arrives, prove the whole, report, let the engine sample. A failure is not tried
-        again here: the whole version is there by then."""
+        """Copy a version as it arrives, prove it, report, and let the engine sample.
+
+        A failure is not retried here, because the complete version is available by then."""
         started = self.host.now_ns()
         try:
             await self._expected
@@ -257,14 +261,16 @@ class WeightLoader:
     async def _follow_copy(
         self, order: cmd.Envelope, command: cmd.PullWeights
     ) -> tuple[m.VersionLeased | m.VersionUnavailable, WeightSource, int]:
-        """Copy what is proved of one copy in the relay until that is whole, or gone; when its
-        first bytes were here, ns."""
+        """Copy the proved part of one relay copy until it is complete or gone.
+
+        The last value returned is the time of its first bytes, ns.
+        """
         source, copy, begun, here = WeightSource("", 0, 0, ()), -1, 0, 0
         while True:
             lease = await self._leases.take_lease(order, command, copy)
             if isinstance(lease, m.VersionUnavailable):
                 return lease, source, begun
-            former = source.path not in ("", lease.arena)  # of a relay that was started again
+            former = source.path not in ("", lease.arena)  # of a relay that has restarted
             if former or copy not in (-1, lease.copy):  # its slot was given away
                 if isinstance(lease, m.VersionLeased):
                     await self._leases.release(lease)
@@ -274,7 +280,7 @@ class WeightLoader:
                 draft = (
                     mf.decode(lease.manifest) if isinstance(lease, m.VersionLeased) else lease.draft
                 )
-                assert draft is not None, lease  # it is left out where the reader knows it
+                assert draft is not None, lease  # it is left out only if the reader knows it
                 self._note_weights(draft)
                 source = self._leases.make_source(lease, draft)
             if isinstance(lease, m.VersionLeased):
@@ -286,7 +292,7 @@ class WeightLoader:
                 await asyncio.sleep(COMING_POLL_S)
 
     async def _pull_from_disk(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
-        """What the relays have evicted. The bytes are proved before the engine sees them."""
+        """Load a version that the relays evicted; its bytes are proved before the load."""
         started = self.host.now_ns()
         directory = self.host.run_dir / command.checkpoint
         try:
@@ -319,7 +325,7 @@ class WeightLoader:
         manifest: mf.Manifest,
         on_update: KvOnUpdate | None = None,
     ) -> str:
-        """Load a version, of which `view` is the bytes, and check; why it failed, or nothing."""
+        """Load a version with bytes `view` and check it; return the failure, or ""."""
         if on_update is None:
             self._clear_served()
         self._loads += 1
@@ -330,8 +336,7 @@ class WeightLoader:
     async def _verify_load(
         self, load: Awaitable[None], view: Bytes, manifest: mf.Manifest, begun: int
     ) -> str:
-        """Let `load` end, which began at `begun` (ns), and check the digest and the probe of what
-        it has loaded; what is wrong, or nothing."""
+        """Finish a load begun at `begun` (ns) and prove it; return the failure or ""."""
         try:
             await load
             await self._files.verify_weights(view, manifest)
@@ -348,7 +353,7 @@ class WeightLoader:
         return failure
 
     def _note_weights(self, manifest: mf.Draft) -> None:
-        """From the last load on, or as of now where nothing had to be loaded."""
+        """Note the weights since the last load, or from now on if nothing was loaded."""
         before = self._weights.get(self._loads - 1)
         self._weights = {} if before is None else {before.load: before}
         self._weights[self._loads] = LoadedWeights(self._loads, manifest.version, manifest.step)
@@ -387,7 +392,7 @@ class WeightLoader:
 def source_of(
     path: str, offset: int, tensors: Iterable[mf.TensorSpec], nbytes: int
 ) -> WeightSource:
-    """What an engine needs to know of a version, in its words."""
+    """Describe a version to an engine."""
     places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in tensors)
     return WeightSource(path, offset, nbytes, tuple(places))
 
@@ -400,7 +405,7 @@ class ProbeDifference(NamedTuple):
 
 
 async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> ProbeDifference:
-    """Have the engine score the probe."""
+    """Have the engine score the probe, and return the difference."""
     if probe is None:
         return ProbeDifference(0.0, 0.0)
     scores = await engine.compute_logprobs([list(s) for s in probe.sequences])
@@ -417,9 +422,9 @@ _INFINITE = ProbeDifference(math.inf, math.inf)
 
 
 def probe_failure(found: ProbeDifference, probe: mf.Probe) -> str:
-    """Why these are not the trainer's weights, or nothing.
+    """Return why these are not the trainer's weights, or "".
 
-    A wrong tensor moves all log-probs, which the mean shows; rounding moves a few of them far.
+    A wrong tensor shifts all log-probs, which the mean shows; rounding shifts a few of them far.
     """
     pairs = (
         (found.mean, probe.mean_tolerance, "on average"),

@@ -1,13 +1,13 @@
-"""Publishing weights: from the trainer into a slot of the relay on its machine.
+"""Publishing of weights: from the trainer into a slot of the relay on its machine.
 
 Reads   replies of the relay on this machine
 Writes  slots of its arena, through SlotWriter
 Emits   PublishSkipped
 
-Publishing costs the trainer one copy into a slot that was granted ahead; digests are the relay's
-work. The relay may die at any moment and come back with another arena. Training never waits for it:
-a background task finds the new arena and the next slot, a version for which there is no slot, or
-that was in the old arena, is skipped, and the coordinator asks for it again.
+Publishing costs the trainer one copy into a slot that was granted in advance; the relay computes
+digests. The relay may die at any moment and return with another arena. Training never waits for it:
+a background task finds the new arena and the next slot. A version without a slot, or in the old
+arena, is skipped, and the coordinator requests it again.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 
 SLOT_POLL_S = 0.02
 RELAY_CHECK_S = 1.0
-"""How often a slot that waits to be written is asked for again: the answer tells a new relay."""
+"""Interval at which a waiting slot is confirmed; the answer reveals a new relay."""
 SLOT_WAIT_S = 1830.0
-"""How long an owed publish, or that of an export, waits for a slot; longer than the coordinator's
-deadline for an export, and than most transfers that hold the slots. For a publish the coordinator's
-deadline decides, which runs anew while bytes come."""
+"""Time limit for the slot of an owed publish or an export.
+
+Longer than the coordinator's deadline for an export, and than most transfers that hold the slots.
+For a publish the coordinator's deadline decides, which is extended while bytes arrive."""
 
 
 class SlotWriter(Protocol):
-    """One arena, mapped by this process, and the weights that go into its slots."""
+    """An arena, mapped by this process, whose slots receive the weights."""
 
     path: str
 
     async def populate_slot(self, slot: int) -> None:
-        """Have memory behind a slot; ArenaError, also when it is closed meanwhile."""
+        """Populate a slot's memory; ArenaError, also if it is closed meanwhile."""
 
     async def write(self, slot: int, specs: tuple[mf.TensorSpec, ...]) -> None:
-        """Put the present weights there; they must not change meanwhile."""
+        """Write the present weights to a slot; they must not change meanwhile."""
 
     def close(self) -> None:
-        """What is being prepared is given up."""
+        """Close the arena and abandon slots that are being prepared."""
 
 
 Attach = Callable[[str], SlotWriter]
@@ -55,7 +56,7 @@ Attach = Callable[[str], SlotWriter]
 
 
 class WeightPublisher:
-    """The way of new versions out of the trainer."""
+    """The publisher of the trainer's new versions."""
 
     def __init__(
         self,
@@ -65,24 +66,28 @@ class WeightPublisher:
         specs: tuple[mf.TensorSpec, ...],
         probe: Callable[[], Awaitable[mf.Probe]],
     ) -> None:
-        """`specs`: how a version is published. `probe`: of the present weights."""
+        """Create the publisher. `specs`: the published layout. `probe`: of the present weights."""
         self.host, self.relay = host, relay
         self._attach, self._specs, self._probe = attach, specs, probe
         self._arena: SlotWriter | None = None
         self._slot = -1  #: granted and not written
-        self._granted = asyncio.Event()  #: there is such a slot
+        self._granted = asyncio.Event()  #: set while there is such a slot
         self._publishing = False  #: between the copy and the relay's answer
-        self._published = 0  #: counts copies
-        self._idle = asyncio.Event()  #: set when a publish is over
+        self._published = 0  #: number of copies
+        self._idle = asyncio.Event()  #: set after each publish
 
     async def start(self) -> None:
-        """Wait for the relay and its arena, until the coordinator's deadline for the start;
-        RpcError if the slots cannot be had."""
+        """Wait for the relay and its arena, up to the coordinator's deadline for the start.
+
+        RpcError if the slots cannot be allocated."""
         await self.relay.start()
         while self._arena is None:
             try:
                 await self._open_arena()
-            except (ArenaError, TimeoutError) as error:  # it is gone by now, or not ready yet
+            except (
+                ArenaError,
+                TimeoutError,
+            ) as error:  # the relay is gone by now, or not ready yet
                 self.host.log.warning("no-arena", reason=str(error))
                 await self.host.sleep_for(RELAY_CHECK_S)
         self.host.spawn(self._maintain_slot())
@@ -95,9 +100,9 @@ class WeightPublisher:
     # --- publishing ---------------------------------------------------------------------------
 
     async def publish_or_skip(self, version: int, step: int, event_seq: int) -> None:
-        """Copy the weights if a slot is there; PublishSkipped if not, or if the relay is gone.
+        """Copy the weights if a slot is free; else, or if the relay is gone, emit PublishSkipped.
 
-        The weights may change when this returns; the hand-over goes on in the background.
+        The weights may change on return; the commit continues in the background.
         """
         if self._slot < 0:
             now = self.host.now_ns()
@@ -107,7 +112,7 @@ class WeightPublisher:
         self.host.spawn(self._commit_or_skip(request, event_seq))
 
     async def publish_owed(self, version: int, step: int) -> bool:
-        """Copy and hand over, again with a relay that was started meanwhile; False: no slot."""
+        """Copy and commit, again after a restart of the relay; return False if no slot came."""
         deadline_ns = self.host.now_ns() + int(SLOT_WAIT_S * 1e9)
         while await self._slot_by(deadline_ns):
             request = await self._copy_weights(version, step)
@@ -149,7 +154,7 @@ class WeightPublisher:
         )
 
     async def _commit_slot(self, request: m.CommitSlot) -> str:
-        """Give the slot to the relay; why it did not take it, or nothing."""
+        """Give the slot to the relay; return why it refused it, or ""."""
         try:
             taken = await self.relay.send_request(request, m.SlotCommitted, m.ArenaReplaced)
         except (RpcError, TimeoutError) as error:
@@ -165,20 +170,20 @@ class WeightPublisher:
             self._report_skipped(request.version, request.step, failure, event_seq)
 
     def _report_skipped(self, version: int, step: int, reason: str, event_seq: int) -> None:
-        """The coordinator asks for it again."""
+        """Report a skipped version, which the coordinator will request again."""
         skipped = ev.PublishSkipped(version=version, step=step, reason=reason)
         self.host.emit(skipped, event_seq=event_seq, version=version, reason=reason)
 
     # --- the next slot ------------------------------------------------------------------------
 
     async def _open_arena(self) -> None:
-        """Find the arena of the relay that is there now."""
+        """Find the arena of the present relay."""
         request = m.OpenArena(version_bytes=mf.check_tensors(self._specs))
         opened = await self.relay.send_request(request, m.ArenaOpened)
         self._arena = self._attach(opened.arena)
 
     async def _maintain_slot(self) -> None:
-        """Have a slot ready, and notice a new relay before there is something to publish."""
+        """Keep a slot ready, and detect a new relay before there is something to publish."""
         while True:
             self._idle.clear()
             try:
@@ -195,7 +200,7 @@ class WeightPublisher:
                 pass
 
     async def _request_slot(self) -> None:
-        """One request; an answer that is older than a publish is about a slot that is used up."""
+        """Request a slot once; ignore an answer older than a publish, whose slot is used up."""
         if self._arena is None:
             await self._open_arena()
         assert self._arena is not None

@@ -1,11 +1,10 @@
-"""A child of this process that another process has forked for it, and children that were never
-registered.
+"""Child processes that another process forked for this one, and unregistered children.
 
 Reads   the ends of children, by their pidfd
 Gives   ForkedProcess; adopt_orphans, reap_orphan
 
 Linux: a process that has called adopt_orphans becomes the parent of every descendant whose own
-parent ends, and learns of their ends as of those of any other child (prctl(2),
+parent ends, and is notified of their ends like those of other children (prctl(2),
 PR_SET_CHILD_SUBREAPER).
 """
 
@@ -22,17 +21,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphans from now on; OSError where the system cannot."""
+    """Become the parent of orphans from now on; OSError if the system does not support it."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"no child subreaper: {os.strerror(number)}")
 
 
 def reap_orphan(known: Container[int], seen: int) -> int:
-    """Reap a dead child that no code here waits for, once it was seen twice; the one seen now, or
-    0.
+    """Reap a dead unknown child once it was seen twice; return the one seen now, or 0.
 
-    Twice, because a child may end in the moment in which it becomes known."""
+    Twice, because a child may end at the moment in which it becomes known."""
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -46,7 +44,7 @@ def reap_orphan(known: Container[int], seen: int) -> int:
 
 
 class ForkedProcess:
-    """A running or ended child, in a running event loop: asyncio's Process, however it was made."""
+    """A child in a running event loop, like asyncio's Process but forked in any way."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -70,11 +68,11 @@ class ForkedProcess:
         return await asyncio.shield(self._end)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """One that has ended is no error."""
+        """Send a signal; do nothing if the child has ended."""
         if self.returncode is None:
             try:
                 signal.pidfd_send_signal(self._fd, number)
-            except ProcessLookupError:  # a zombie, of which we are about to hear
+            except ProcessLookupError:  # a zombie whose end is about to be reported
                 pass
 
     def dump_stacks(self) -> None:

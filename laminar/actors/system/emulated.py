@@ -1,14 +1,14 @@
-"""What the actors of an emulated run have in the place of models: they only take time.
+"""Emulated models: the parts of an emulated run that take time instead of computing.
 
 Reads   emulation.*, seed, weights.dtype; arenas, samples and directories, which are real
 Writes  slots of the relay's arena; directories with the bytes of a version; timeline/NAME.steps
-Gives   EmulatedPrompts, the Prompts of actors/store.py; EmulatedParts, the ReplicaParts of
+Gives   EmulatedPrompts, the PromptSource of actors/store.py; EmulatedParts, the ReplicaParts of
         actors/rollout.py; EmulatedLearner, the Learner of actors/trainer.py; EmulatedFiles, the
         ModelFiles of actors/model_files.py, with EmulatedWeights and read_checkpoint
 
-Weights are bytes of a configured size, of which every step changes a part. They are published,
-sent, mapped and checked like a model's. A directory has them as they lie in a slot, in a file whose
-name says what they are: no program can take it for a model.
+Weights are bytes of a configured size; every step changes a part of them. They are published, sent,
+mapped and checked like a model's. A directory has them as they lie in a slot, in a file whose name
+prevents any program from mistaking it for a model.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from laminar.weights.version.restored import Restored, restore_version
 
 WEIGHTS_FILE = "emulated_weights.bin"
 TENSORS = 8
-"""Tensors of equal size; a step changes one of them."""
+"""Tensors of equal size; each step changes one of them."""
 
 
 class EmulatedRewards:
-    """Right or wrong by the tokens of the answer: the same on every replica."""
+    """Rewards determined by the tokens of the response, the same on every replica."""
 
     workers_lost = workers_killed = 0
 
     async def start(self) -> None:
-        """There are no workers."""
+        """Do nothing, since there are no workers."""
 
     async def close(self) -> None:
-        """There are no workers."""
+        """Do nothing, since there are no workers."""
 
     async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         return [RewardResult(float(sum(tokens) % 2)) for _, tokens in call.completions]
@@ -87,7 +87,7 @@ class EmulatedParts:
 
 
 class EmulatedPrompts:
-    """data.dataset_size prompts of data.max_prompt_length tokens; the last are held out."""
+    """Prompts, data.dataset_size of data.max_prompt_length tokens; the last are held out."""
 
     def __init__(self, config: Config) -> None:
         self._data = config.data
@@ -118,7 +118,7 @@ def _make_payload(index: int) -> m.PromptPayload:
 
 
 class EmulatedLearner:
-    """A learner whose step takes its time, changes some of the weights, and learns nothing."""
+    """A learner whose step takes time, changes some of the weights, and learns nothing."""
 
     def __init__(self, config: Config, weights: EmulatedWeights) -> None:
         self._train_s, self.weights = config.emulation.train_s, weights
@@ -153,7 +153,7 @@ class EmulatedLearner:
         await asyncio.to_thread(self.weights.read, directory)
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
-        """There is no optimizer: its weights are all that a step depends on."""
+        """Read the weights; there is no optimizer, and a step depends on nothing else."""
         try:
             found = decode((directory / RESUME_FILE).read_bytes())
             await self.reload_weights(directory)
@@ -182,18 +182,18 @@ class EmulatedWeights:
         return steps.ModelLayout(shapes, self._dtype)
 
     def apply_step(self, step: int) -> None:
-        """What this step does to them."""
+        """Change the weights as this step does."""
         size = len(self.data) // TENSORS
         start = step % TENSORS * size
         draw = np.random.Generator(np.random.PCG64(hash64(self._seed, "weights", step)))
         self.data[start : start + size] = np.frombuffer(draw.bytes(size), np.uint8)
 
     def fill_slot(self, view: Bytes, specs: tuple[mf.TensorSpec, ...]) -> None:
-        """Put them into a slot."""
+        """Write the weights into a slot."""
         view[: len(self.data)] = self.data
 
     def read(self, directory: Path) -> None:
-        """Take those of a directory instead."""
+        """Replace the weights with those of a directory."""
         self.data[:] = np.fromfile(directory / WEIGHTS_FILE, np.uint8)
 
 
@@ -224,7 +224,7 @@ def _write(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def read_checkpoint(directory: Path, version: int) -> Restored:
-    """A version that was saved; CheckpointError."""
+    """Restore a saved version; CheckpointError."""
 
     def fill(view: Bytes, manifest: mf.Manifest) -> None:
         content = np.fromfile(directory / WEIGHTS_FILE, np.uint8)

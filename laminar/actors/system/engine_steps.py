@@ -1,12 +1,12 @@
-"""The engine steps of a replica in its timeline, which stays small in a run of weeks.
+"""The engine steps of a replica in its timeline, kept small for runs of weeks.
 
 Reads   rows of four int64: start, end, sequences, tokens of each step, times in unix ns
 Writes  RUN/timeline/NAME.steps
-Raises  OSError, PartlyWritten: the outlet counts what is lost
+Raises  OSError, PartlyWritten: the outlet counts lost items
 
-An engine takes a hundred steps a second. The first FULL_BYTES hold each of them (two million); from
-then on those of one report (half a second) become one row for each time without a pause, with 0
-sequences. Times and tokens stay as they were; what is lost is the time of the single step.
+An engine makes a hundred steps a second. The first FULL_BYTES hold each of them (two million);
+after that the steps of one report (half a second) are joined into one row per time without a pause,
+with 0 sequences. Times and tokens stay exact; only the times of single steps are lost.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FULL_BYTES = PART_BYTES
 
 
 class EngineSteps:
-    """The file of one replica."""
+    """The steps file of one replica."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self._file = GrowingFile(run_dir, f"{TIMELINE_DIR}/{name}.steps", cut_rows(ROW_BYTES))
 
     def write(self, items: Sequence[bytes]) -> None:
-        """`items`: rows of steps that were reported together, by start."""
+        """Write rows of steps that were reported together, ordered by start."""
         full = self._file.size >= FULL_BYTES
         self._file.write([join_steps(rows) for rows in items] if full else items)
 
 
 def join_steps(data: bytes) -> bytes:
-    """One row for each time without a pause of JOIN_NS."""
+    """Join steps into one row for each time without a pause of JOIN_NS."""
     rows = np.frombuffer(data, dtype="<i8").reshape(-1, 4)
     pauses = rows[1:, 0] > np.maximum.accumulate(rows[:-1, 1]) + JOIN_NS
     begins = np.concatenate(([0], np.flatnonzero(pauses) + 1))

@@ -1,10 +1,10 @@
 """The learner of a run with its files, in one process or over ranks.
 
 Reads   the configuration
-Gives   Parts, `parts_of`; is_ranked; worker_of, what a rank does
+Gives   LearnerParts, `parts_of`; is_ranked; worker_of, the work of a rank
 
-Here training, tasks and weights come together: the trainer, its other ranks and `laminar retrain`
-have the same.
+Training, tasks and weights are combined here, identically for the trainer, its other ranks and
+`laminar retrain`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from laminar.weights.version.tensors import write_tensors
 
 
 class LearnerParts(NamedTuple):
-    """What the trainer actor is given."""
+    """The learner, its files and the arena of the trainer actor."""
 
     learner: Learner
     files: ModelFiles
@@ -40,15 +40,14 @@ class LearnerParts(NamedTuple):
 
 
 def is_ranked(config: Config) -> bool:
-    """Whether the model is divided among ranks; one alone is as soon as its state is in host
-    memory."""
+    """Return whether ranks hold the model: several, or one with its state in host memory."""
     return config.trainer.ranks > 1 or config.trainer.offload != "none"
 
 
 def parts_of(
     config: Config, gang: RankProcesses | None, reached: Callable[[str], None] = no_point
 ) -> LearnerParts:
-    """`gang`: not yet started; None where the model is not divided. `reached`: fail points."""
+    """Build the parts; `gang`: not started, None if not divided. `reached`: failpoints."""
     name = config.model.name
     if gang is not None:
         worker = worker_of(config, 0, gang.meeting)

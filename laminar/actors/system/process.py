@@ -4,8 +4,8 @@ Reads   the run directory (config.toml, coordinator.json, the addresses of other
 Writes  logs, timeline/NAME.*, by the telemetry thread; NAME.json, where others find it
 Emits   the events of its actor; requests and replies
 
-What actors/host.py asks of the world is here, and nothing else of an actor: the simulator has the
-same for its own world.
+Implements the Process of actors/host.py and nothing else of an actor; the simulator implements it
+for its own world.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from laminar.run.stop_requests import (
 )
 
 SWITCH_INTERVAL_S = 0.0005
-"""A thread that computes must not keep the event loop waiting for Python's default 5 ms."""
+"""Lower than Python's 5 ms, so that a computing thread does not delay the event loop."""
 STACK_SIGNAL = signal.SIGUSR2
-"""Has an actor write the stacks of its threads."""
+"""The signal on which an actor writes the stacks of its threads."""
 WATCH_S = 0.5
 
 
 class SystemProcess:
-    """This process, as its host needs it (actors/host.py: Process)."""
+    """An actor's process in the operating system: the Process of actors/host.py."""
 
     def __init__(self, own: OwnProcess, name: str, node: str, address: str) -> None:
-        """`address`: the IP of this machine, which its servers listen on."""
+        """Create the process; `address`: the IP of this machine, on which its servers listen."""
         self.own, self.run_dir, self.config = own, own.run_dir, own.config
         self.name, self.role, self.node, self.address = name, own.role, node, address
         self.keys = own.keys
@@ -95,8 +95,9 @@ class SystemProcess:
         )
 
     def _find_coordinator(self) -> str | None:
-        """Its address; ConfigError where other machines reach it and not the servers of this
-        one."""
+        """Return the coordinator's address, if known.
+
+        ConfigError if other machines reach it but not the servers of this machine."""
         address = read_address(self.run_dir / COORDINATOR_FILE)
         if address is not None:
             check_reachable(self.address, address)
@@ -129,7 +130,7 @@ class SystemProcess:
     async def wait_closed(self) -> None:
         try:
             await self.control.wait_closed()
-        except ConfigError as error:  # an address is of no use: there is nobody else to be told
+        except ConfigError as error:  # an unusable address can be reported nowhere else
             self.print_message(str(error))
             raise
 
@@ -201,19 +202,19 @@ class SystemProcess:
 
     def freeze_heap(self) -> None:
         gc.collect()
-        gc.freeze()  # a full collection must not walk what lives as long as the process
+        gc.freeze()  # a full collection should not scan objects that live as long as the process
 
 
 def job_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The job of the batch system, and how often that was started before: of two nodes with one
-    name, that of its last start counts."""
+    """Return the batch system's job and its restarts.
+
+    Of two nodes with one name, that of the job's last start counts."""
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     return {"job": environment.get("SLURM_JOB_ID", ""), "job_restarts": restarts}
 
 
 def _open_stacks(path: Path) -> TextIO:
-    """The file for the stacks of a stalled process: the terminal, where there is no room for
-    one."""
+    """Open the file for the stacks of a stalled process; the terminal if the disk is full."""
     try:
         return open(path, "a")
     except OSError:
@@ -228,7 +229,7 @@ def run_actors(
     address: str,
     make: Callable[[Host], Actor],
 ) -> int:
-    """Body of a process with these actors; returns its exit code."""
+    """Run these actors as the body of a process; return its exit code."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -248,8 +249,7 @@ def run_actors(
 
 
 async def _run_until_failure(runs: Sequence[Coroutine[Any, Any, int]]) -> int:
-    """Run all until they have ended well, or one has not, which ends the others: its node starts
-    all of them again."""
+    """Run all until they have ended; a failed one ends the others, and the node restarts all."""
     left = {asyncio.ensure_future(run) for run in runs}
     while left:
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
@@ -260,14 +260,14 @@ async def _run_until_failure(runs: Sequence[Coroutine[Any, Any, int]]) -> int:
 
 
 class OwnProcess:
-    """What the actors of this process of the operating system share: telemetry, signals, lock.
+    """The shared part of all actors in an operating system process: telemetry, signals, lock.
 
-    Standard input tells it that the starter is gone. One actor has it for itself, except emulated
-    replicas, of which many share a process.
+    The end of standard input reveals that the starter is gone. Each actor has a separate process,
+    except emulated replicas, many of which share one.
     """
 
     def __init__(self, lock: RunLock, name: str, role: str) -> None:
-        """`name`: of its first actor, by which its log is called."""
+        """Open the run's files; `name`: of its first actor, which names its log."""
         self.lock, self.run_dir, self.role = lock, lock.run_dir, role
         self.config: Config = run_config(lock.run_dir)
         self.secret = read_secret(lock.run_dir)
@@ -281,7 +281,7 @@ class OwnProcess:
         self._lost: asyncio.Task[str] | None = None
 
     def get_log(self, name: str) -> Any:
-        """Each actor has a log of its own."""
+        """Return an actor's log; each has a separate one."""
         if name == self._name:
             return get_logger()
         return make_logger(self.run_dir, self.config.run.name, name, self.telemetry)
@@ -300,9 +300,11 @@ class OwnProcess:
         handle_signals(leave_signals(warned=self.role == "node"), self._end_all)
         if self.role == "node":
             handle_signals(drop_ignored(signal.SIGINT), self._end_all)
-        else:  # a terminal's Ctrl-C goes to all processes in it, and actors wait for their node
+        else:  # a terminal's Ctrl-C reaches all its processes, but actors wait for their node
             handle_signals([signal.SIGINT], lambda name: None)
-        if self.lock.inherited:  # its starter writes to a coordinator only; only its end counts
+        if (
+            self.lock.inherited
+        ):  # the starter writes to a coordinator only; here only the end counts
             follow_starter(self._handle_starter_line)
 
     def _end_all(self, signal_name: str) -> None:
@@ -315,7 +317,7 @@ class OwnProcess:
                 starter_gone()
 
     async def directory_lost(self) -> str:
-        """Wait until the run directory is not this run's any more; why."""
+        """Wait until the run directory no longer belongs to this run, and return the reason."""
         if self._lost is None:
             self._lost = asyncio.ensure_future(self._watch_directory())
         return await asyncio.shield(self._lost)

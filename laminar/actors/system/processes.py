@@ -1,13 +1,13 @@
-"""The processes of one machine, for its node: forked from warm processes, and let go at the end.
+"""The processes of one machine, for its node: forked from warm processes, closed at the end.
 
 Reads   the ends of children, by their pidfd; the GPUs of this machine
-Writes  nothing; removes the shared memory of killed relays, when the run ends
+Writes  nothing; removes the shared memory of killed relays when the run ends
 Starts  a warm process of each kind (warm_process.py), which forks the actors
-Gives   MachineProcesses, the Processes of actors/node.py; gpus_of
+Gives   MachineProcesses, the Processes of actors/node.py; assign_gpus
 
-Actors are children of the node, whichever process forked them. They have its share of the run
-directory's lock from their birth, and end when the other end of their standard input, which the
-node has, is closed. Emulated replicas share processes.
+Actors are children of the node, whichever process forked them. They share its lock of the run
+directory from the start, and end when the node's end of their standard input is closed. Emulated
+replicas share processes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from laminar.run.lock import RunLock
 from laminar.weights.arena.arena import sweep_arenas
 
 REAP_S = 1.0
-"""The time between two looks for children of killed actors, which are the node's then."""
+"""Interval of the search for children of killed actors, which are then the node's."""
 
 
 def assign_gpus(
     role: str, name: str, gpus: list[str], per_replica: int = 1, ranks: int = 1
 ) -> list[str]:
-    """The trainer has the first `ranks` GPUs, replicas take turns on the others, or share those of
-    the trainer where too few are left.
+    """Return an actor's GPUs: the first `ranks` for the trainer, the others for replicas.
 
-    A replica has `per_replica` neighbours, and never fewer because the last ones are left over.
+    Replicas share the trainer's GPUs if too few are left. A replica always gets `per_replica`
+    adjacent ones, never a shorter rest.
     """
     if role == "trainer":
         return gpus[:ranks]
@@ -55,8 +55,7 @@ def assign_gpus(
 def group_by_process(
     roles: Iterable[tuple[str, int]], config: Config, node: str
 ) -> dict[str, tuple[str, ...]]:
-    """The actors that share a process, by the name of each of them. Only emulated replicas
-    share one."""
+    """Return by actor the actors that share its process; only emulated replicas share one."""
     found: dict[str, tuple[str, ...]] = {}
     for role, count in roles:
         share = config.is_emulated and role == "rollout"
@@ -69,8 +68,7 @@ def group_by_process(
 
 
 class Member:
-    """An actor's process: the ChildProcess of actors/node.py. Its end is that of all who share
-    it."""
+    """The process of an actor, as ChildProcess; it ends together with all that share it."""
 
     def __init__(self, process: ForkedProcess, boot_id: str) -> None:
         self.pid, self.boot_id = process.pid, boot_id
@@ -93,15 +91,18 @@ class MachineProcesses:
         roles: Sequence[tuple[str, int]],
         seeds: Mapping[str, PrestartedProcess] | None = None,
     ) -> None:
-        """`roles`: with how many actors. `seeds`: warm processes that were started before, by
-        kind."""
+        """Create the pipes and warm processes.
+
+        `roles`: with the number of actors. `seeds`: prestarted warm processes, by kind."""
         self._host, self._lock, self._gpus = host, lock, visible_gpus()
         here = "trainer" in dict(roles) or ip_address(host.address).is_loopback
-        self._ranks = host.config.trainer.ranks if here else 0  #: that have GPUs of this machine
+        self._ranks = (
+            host.config.trainer.ranks if here else 0
+        )  #: number of ranks with GPUs of this machine
         self._together = group_by_process(roles, host.config, host.node)
         self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: with its boot
         self._starts = Counter[tuple[str, ...]]()
-        self._lifeline = os.pipe()  #: its first end is the standard input of the actors
+        self._lifeline = os.pipe()  #: the read end is the standard input of the actors
         ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}
         self._warm = {
             name: WarmProcess(name, need, host.log, ready_s=ready_s, seed=seeds.get(name))
@@ -109,14 +110,14 @@ class MachineProcesses:
         }
 
     def prepare_launches(self) -> None:
-        """Start the warm processes: they import while others work."""
+        """Start the warm processes, which import while other processes work."""
         adopt_orphans()
         self._host.spawn(self._reap_orphans())
         for warm in self._warm.values():
             warm.ensure_started()
 
     async def launch_actor(self, name: str, role: str) -> Member:
-        """An actor's process; it lives already, if an actor beside it was launched before."""
+        """Return an actor's process, which already lives if it is shared and was launched."""
         names = self._together[name]
         process, boot = self._newest.get(names, (None, ""))
         if process is None or process.returncode is not None:

@@ -1,11 +1,11 @@
 """A rank of the trainer, other than the first: python -m laminar.actors.system.rank_process.
 
 Reads   RUN/config.toml; orders of rank 0, by descriptors that it has handed down
-Writes  what it is ordered to; logs/latest/LOG.rank-N.jsonl of the run, if it has a log
-Gives   program, the command that starts one; main
+Writes  files as ordered; logs/latest/LOG.rank-N.jsonl of the run, if it has a log
+Gives   build_rank_command, the command that starts one; main
 
-It takes no part in the run: only rank 0 does, which starts it and whose end is its own, whatever
-it computes then. It is no fork of a warm process, since `laminar retrain` has none.
+Only rank 0 takes part in the run; it starts the other ranks, which end with it even while they
+compute. They are not forked from a warm process, since `laminar retrain` has none.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from laminar.run.parent_death import die_with_parent
 from laminar.training.rank_processes import InheritedDescriptors, serve_orders
 
 OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a terminal or a batch system sends to all processes: rank 0 decides what comes of it."""
+"""Signals that a terminal or batch system sends to all processes; rank 0 handles them."""
 
 
 def build_rank_command(run_dir: Path, log: str = "") -> list[str]:
-    """The command that starts a rank, for Gang. `log`: the name of its log, without its number;
-    empty: it writes none."""
+    """Return the command that starts a rank, for RankProcesses.
+
+    `log`: the name of its log, without its number; empty: none."""
     module = [sys.executable, "-P", "-m", "laminar.actors.system.rank_process"]
     return [*module, str(run_dir), log]
 
@@ -63,7 +64,7 @@ def main(run_dir: str, log: str, rank: str, parent: str, *descriptors: str) -> N
     asyncio.new_event_loop().run_until_complete(serve_orders(given, handle))
     if telemetry is not None:
         telemetry.wait_drained(DRAIN_S)
-    os._exit(exit_codes.COMPLETE)  # a thread may be in a collective that nobody comes to
+    os._exit(exit_codes.COMPLETE)  # a thread may be in a collective that the other ranks never join
 
 
 if __name__ == "__main__":

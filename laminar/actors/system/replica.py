@@ -1,7 +1,7 @@
-"""What a real replica is made of: tokenizer, engine, reward workers, weights, the record of steps.
+"""The parts of a real replica: tokenizer, engine, reward workers, weights, step records.
 
 Reads   the model, the reward function and the environment of the run; arenas and checkpoints
-Writes  timeline/NAME.steps; what these two print: logs/latest/NAME.reward.log
+Writes  timeline/NAME.steps; output of the user's code: logs/latest/NAME.reward.log
 Gives   RealParts, the ReplicaParts of actors/rollout.py
 """
 
@@ -29,19 +29,19 @@ from laminar.tasks.rewards.worker_pool import Output, RewardPool
 from laminar.weights.version import checkpoint
 
 OUTPUT_BYTES_MAX = 8 << 20
-"""Output of one replica that is kept: a thousand replicas may share a file system."""
+"""Bytes of output kept per replica: a thousand replicas may share a file system."""
 PIECES_KEPT_MAX = 256
-"""Waiting for the file; each is what a pipe holds, 64 KiB."""
+"""Pieces that may wait for the file; each is up to the size of a pipe, 64 KiB."""
 
 
 def user_output(host: Host) -> Output:
-    """Takes what code of the user prints in this process's workers, for its log."""
+    """Return the receiver of the user code's output in this process's workers, for its log."""
     printed = OutputLog(reward_log(host.run_dir, host.name))
     return host.add_outlet("reward output", printed.write, kept=PIECES_KEPT_MAX).put
 
 
 def make_reward_pool(host: Host, on_output: Output) -> RewardPool:
-    """The pool of this process (not started)."""
+    """Return the reward pool of this process (not started)."""
     reward = host.config.reward
     return RewardPool(
         reward_spec(host.config),
@@ -79,7 +79,7 @@ class RealParts:
         return await start_engine(config, size, seed, on_deltas, output)
 
     def _make_environments(self) -> Environments:
-        """Not started; what the user's class prints goes where the reward functions print."""
+        """Return environments, not started, whose output goes with that of the reward functions."""
         config, tools = self._host.config, decode_tools(self._host.config.env)
         tokenizer = self._tokenizer
         return Environments(
@@ -98,10 +98,10 @@ class RealParts:
 
 
 class OutputLog:
-    """What reward functions print, in a file of limited size; one process writes it at a time.
+    """A log of limited size for the output of reward functions; one process writes it at a time.
 
-    What user code prints belongs on no terminal, and may go on for days. What came first is kept:
-    there is the beginning of whatever went wrong.
+    User code may print for days, and not on a terminal. The beginning is kept, because it shows the
+    first error.
     """
 
     def __init__(self, path: Path, bytes_max: int = OUTPUT_BYTES_MAX) -> None:

@@ -1,8 +1,8 @@
 """The roles of actors: the class of each, and the modules that its process needs.
 
 Reads   the configuration
-Gives   make, the actor of a process; kind, which processes may share their imports; needs, what
-        those are
+Gives   make_actor; get_process_kind, the kind of process that can share imports; collect_needs,
+        those imports
 
 Modules are named, not imported: a node knows what to import and imports none of it.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from laminar.training.rank_processes import RankProcesses
 
 COMMON = "torch"
-"""The kind of every process without an engine of another kind."""
+"""The kind of all processes except those of another engine."""
 EMULATED = "emulated"
-"""The kind of every process of a run without models."""
+"""The kind of all processes in a run without models."""
 RANK_LOST_S = 5.0
-"""How long a trainer that has lost a rank may take to say so and to leave."""
+"""Time limit for a trainer that lost a rank to report it and leave."""
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _MODULES = {
@@ -64,21 +64,21 @@ ROLES = tuple(_MODULES)
 
 
 def get_process_kind(role: str, config: Config) -> str:
-    """Processes of one kind have the same imports and the same environment."""
+    """Return the kind of a process; one kind shares imports and environment."""
     if config.is_emulated:
         return EMULATED
     return config.rollout.engine if role == "rollout" else COMMON
 
 
 class Needs(NamedTuple):
-    """What a warm process has for the actors that are forked from it."""
+    """The modules and the environment of a warm process."""
 
     modules: list[str]
-    environment: dict[str, str]  #: below what the user has set
+    environment: dict[str, str]  #: lower priority than the user's variables
 
 
 def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:
-    """What processes of these roles import sooner or later, by kind, the user's own code aside."""
+    """Return what processes of these roles import, by kind, except the user's code."""
     found: dict[str, Needs] = {}
     for role in dict.fromkeys(roles):
         need = found.setdefault(get_process_kind(role, config), Needs(["uvloop"], {}))
@@ -95,7 +95,7 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
 
 
 def make_actor(host: Host) -> Actor:
-    """The actor of a role; each role imports only what it needs."""
+    """Return the actor of a role; each role imports only what it needs."""
     if host.role == "store":
         return _make_store(host)
     if host.role == "relay":

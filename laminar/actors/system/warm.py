@@ -1,12 +1,13 @@
-"""The node's side of a warm process: starts it, starts it again, has actors forked from it.
+"""The node's side of a warm process: starts and restarts it, and has actors forked from it.
 
 Reads   the answers of the warm process, its end
 Writes  Launch messages, each with the descriptors of the actor's standard input and lock
 Starts  python -m laminar.actors.system.warm_process
-Gives   Seed, a warm process that has been started; WarmProcess, one for as long as the node lives
+Gives   PrestartedProcess, a warm process that has been started; WarmProcess, one for as long as the
+        node lives
 
-One that dies costs no actor: it is started again, and what was asked of it meanwhile is asked of
-its successor. An actor that it had forked and not reported never begins.
+The death of a warm process costs no actor: it is restarted, and pending requests go to its
+successor. An actor that it had forked but not reported never begins.
 """
 
 from __future__ import annotations
@@ -33,32 +34,35 @@ from laminar.actors.system.warm_process import (
 )
 
 FORK_S = 60.0
-"""A fork takes milliseconds; a machine that swaps may take a thousand times as long."""
+"""Time limit for a fork, normally milliseconds; a swapping machine may take 1000 times longer."""
 CLOSE_S = 2.0
 TRIES = 3
-"""Warm processes that are tried for one actor: an import that crashes would crash again."""
+"""Warm processes tried per actor: an import that crashes would crash again."""
 OWN_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking whether there is a GPU opens it
 }
-"""Variables of the warm process alone; its children have what they would have without it."""
+"""Variables of the warm process only; its children get their own values."""
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
-"""Weights are copied tensor by tensor; with glibc's default, which grows with the cache that a
-virtual machine reports, such copies go through the cache at a little over half the speed."""
+"""Weights are copied tensor by tensor. glibc's default threshold grows with the cache size that a
+
+virtual machine reports, and then such copies run through the cache at little over half the
+speed."""
 _CHILD_FD = 3
 
 
 @dataclass(frozen=True)
 class PrestartedProcess:
-    """A warm process that imports or waits, and our end of its socket."""
+    """A warm process that imports or waits, and the node's end of its socket."""
 
     pid: int
     socket: socket.socket
 
     @classmethod
     def spawn(cls, needs: Needs) -> PrestartedProcess:
-        """Start a warm process in this one's environment and what is needed besides; what the user
-        has set stays. Signals that are ignored here (nohup) are ignored there."""
+        """Start a warm process with this environment and the needs; the user's values win.
+
+        Signals that are ignored here (nohup) are ignored there."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = [sys.executable, "-m", "laminar.actors.system.warm_process", str(_CHILD_FD), ""]
         all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
@@ -89,24 +93,24 @@ class WarmProcess:
         ready_s: float,
         seed: PrestartedProcess | None = None,
     ) -> None:
-        """`ready_s`: how long its imports may take. `seed`: one that was started before."""
+        """Start nothing yet; `ready_s`: limit for its imports. `seed`: a prestarted one."""
         self.kind = kind
-        self.note = ""  #: for people: why it is not warm
+        self.note = ""  #: for people: why nothing is preloaded
         self._needs = needs
         self._log, self._ready_s, self._seed = log, ready_s, seed
         self._process: ForkedProcess | None = None
         self._socket: socket.socket | None = None
-        self._using = asyncio.Lock()  #: one question at a time
+        self._using = asyncio.Lock()  #: one request at a time
         self._closed = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
-        """The process id of the present warm process; 0 when there is none."""
+        """The process id of the present warm process; 0 if there is none."""
         return self._process.pid if self._process is not None else 0
 
     def ensure_started(self) -> None:
-        """Start it, if it does not run; it imports while others work."""
+        """Start the process unless it runs; it imports while other processes work."""
         if self._process is not None or self._closed:
             return
         seed, self._seed = self._seed or PrestartedProcess.spawn(self._needs), None
@@ -115,7 +119,7 @@ class WarmProcess:
         self._watcher = asyncio.ensure_future(self._watch_process(self._process))
 
     async def fork_actor(self, launch: Launch, stdin: int, lock_fd: int) -> ForkedProcess:
-        """The actor's process, a child of this one; RuntimeError when there can be none."""
+        """Fork an actor's process, a child of this one; RuntimeError if that is impossible."""
         below = self._needs.environment
         its_own = {name: os.environ.get(name, below.get(name)) for name in OWN_ENVIRONMENT}
         launch = msgspec.structs.replace(launch, environment=its_own | launch.environment)
@@ -130,7 +134,7 @@ class WarmProcess:
             raise RuntimeError(f"the warm process ({self.kind}) {reason}, {TRIES} times in a row")
 
     async def close(self) -> None:
-        """No process is forked any more."""
+        """End the warm process; nothing is forked any more."""
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -170,7 +174,7 @@ class WarmProcess:
         return answer
 
     async def _find_exit_cause(self) -> str:
-        """How the warm process has ended; it has closed its socket."""
+        """Describe the end of a warm process that has closed its socket."""
         assert self._process is not None
         try:
             return f"ended with code {await asyncio.wait_for(self._process.wait(), CLOSE_S)}"
@@ -178,7 +182,7 @@ class WarmProcess:
             return "closed its socket"
 
     async def _watch_process(self, process: ForkedProcess) -> None:
-        """One that had worked is started again before it is needed."""
+        """Restart a warm process that had worked before it is needed."""
         code = await process.wait()
         self._log.warning("warm-process-ended", kind=self.kind, pid=process.pid, code=code)
         if self._ready.done() and not self._ready.cancelled() and not self._ready.exception():
@@ -188,7 +192,7 @@ class WarmProcess:
                     self.ensure_started()
 
     async def _end_process(self) -> None:
-        """End the present warm process: the end of its socket is its own."""
+        """End the present warm process, which ends with its socket."""
         process, self._process = self._process, None
         if process is None or self._socket is None:
             return
@@ -199,4 +203,4 @@ class WarmProcess:
 
 
 class _WarmProcessLost(Exception):
-    """The warm process gives no answer."""
+    """The warm process does not answer."""

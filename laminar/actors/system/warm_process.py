@@ -1,18 +1,18 @@
-"""A warm process: it has imported what actors need, and every actor of its node is forked from it.
+"""A warm process: imports the modules of actors in advance, so that actors are forked from it.
 
     python -m laminar.actors.system.warm_process FD NOTE MODULE...
 
-Reads   Launch messages of its node on the socket FD; with each two descriptors, the standard input
-        and the share of the run directory's lock of the actor to be
-Gives   Ready once, then Forked or Refused for each Launch
-Forks   actors, by way of a process that ends at once: they are children of the node, which sees
-        their ends itself, and die with it. A warm process that dies takes no actor with it
+Reads   Launch messages of its node on the socket FD; each with two descriptors: the actor's
+        standard input and its share of the run directory's lock
+Gives   WarmReady once, then Forked or ForkRefused for each Launch
+Forks   actors, through a process that ends at once: they are children of the node, which sees
+        their ends itself, and die with it. The death of a warm process ends no actor
 
-A fork copies one thread. Locks that another one holds would stay locked in the child, so a
-process with more than one forks nothing: if an import has started threads, it begins again without
-imports, says so, and each actor imports for itself; so if one has begun CUDA, which no child could
-use then. It opens no connection, and what cannot be imported is left to the actor that needs it,
-which can say so in the run.
+A fork copies one thread. Locks that another one holds would stay locked in the child, so a process
+with several threads forks nothing. If an import has started threads or initialised CUDA, which no
+child could use, the process restarts without imports and reports that; then each actor imports for
+itself. It opens no connection. Failed imports are left to the actor that needs them, which can
+report the error in the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from laminar.run.lock import RunLock
 from laminar.run.parent_death import die_with_parent
 
 MESSAGE_MAX = 64 << 10
-"""Bytes. A launch has the variables that differ from the node's own, a handful."""
+"""Bytes. A launch has only the variables that differ from the node's, a handful."""
 _PID = struct.Struct("<i")
 _GO = b"+"
 
@@ -54,26 +54,27 @@ class Launch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     role: str
     node: str
     address: str
-    environment: dict[str, str | None]  #: what differs from that of the warm process; None: unset
-    beside: tuple[str, ...] = ()  #: further actors of this role, in the same process
+    environment: dict[str, str | None]  #: differences from the warm process; None: unset
+    #: further actors of this role, in the same process
+    beside: tuple[str, ...] = ()
 
 
 class WarmReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The warm process takes launches now."""
+    """The warm process accepts launches now."""
 
-    seconds: float  #: that the imports took
-    note: str  #: for people: why it has imported nothing; else empty
-    missing: list[str]  #: what could not be imported, and why
+    seconds: float  #: duration of the imports
+    note: str  #: for people: why nothing was imported; else empty
+    missing: list[str]  #: failed imports, with the reason
 
 
 class Forked(msgspec.Struct, tag="forked", frozen=True, kw_only=True):
-    """The actor is a child of the node now, and begins when the node has this."""
+    """The actor is a child of the node now, and begins once the node has this message."""
 
     pid: int
 
 
 class ForkRefused(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
-    """There is no process."""
+    """The actor's process could not be created."""
 
     reason: str
 
@@ -106,7 +107,7 @@ def main(fd: str, note: str, *modules: str) -> int:
 
 
 def import_all(modules: Sequence[str]) -> list[str]:
-    """Import them; what failed and why."""
+    """Import modules; return the failures with their reasons."""
     missing = []
     for name in modules:
         try:
@@ -117,7 +118,7 @@ def import_all(modules: Sequence[str]) -> list[str]:
 
 
 def hindrance_to_fork() -> str:
-    """What children of this process would suffer from; empty: nothing."""
+    """Return what would harm children of this process; empty: nothing."""
     if threads := _other_threads():
         return f"has started threads ({threads})"
     torch = sys.modules.get("torch")
@@ -134,13 +135,13 @@ def _other_threads() -> str:
 
 
 def _exec_without_modules(fd: str, note: str) -> None:
-    """Become this program again without modules; threads end with the program that had them."""
+    """Restart this program without modules, which ends all other threads."""
     program = [sys.executable, "-m", "laminar.actors.system.warm_process", fd, note]
     os.execv(sys.executable, program)
 
 
 class _Actor(NamedTuple):
-    """What the process of an actor has when it is forked."""
+    """The descriptors and the launch of a just forked actor process."""
 
     launch: Launch
     warm: socket.socket
@@ -149,8 +150,7 @@ class _Actor(NamedTuple):
 
 
 def _serve_launches(node: socket.socket, ready: WarmReady) -> _Actor | None:
-    """Fork actors until the node is gone; in the process of an actor it gives what that is to
-    be."""
+    """Fork actors until the node is gone; in an actor's process, return its launch."""
     with contextlib.suppress(ConnectionError):
         _send(node, ready)
         while True:
@@ -174,7 +174,7 @@ def _serve_launches(node: socket.socket, ready: WarmReady) -> _Actor | None:
 
 
 def _try_fork() -> int:
-    """os.fork, with -errno where there is no process."""
+    """Call os.fork; return -errno if that fails."""
     try:
         return os.fork()
     except OSError as error:
@@ -182,7 +182,7 @@ def _try_fork() -> int:
 
 
 def _answer_launch(node: socket.socket, actor: socket.socket, between: int) -> None:
-    """Tell the node, then let the actor begin: without the second there is none."""
+    """Report to the node, then let the actor begin; without the report it must not."""
     said = b""
     if between > 0:
         said = actor.recv(_PID.size)
@@ -191,12 +191,12 @@ def _answer_launch(node: socket.socket, actor: socket.socket, between: int) -> N
     if pid <= 0:
         return _send(node, ForkRefused(reason=os.strerror(-pid)))
     _send(node, Forked(pid=pid))
-    with contextlib.suppress(OSError):  # it has ended already, and the node sees that
+    with contextlib.suppress(OSError):  # it has ended already, which the node sees
         actor.send(_GO)
 
 
 def _fork_and_end(warm: socket.socket) -> None:
-    """Returns in a child whose parent, this process, has ended: the node is the parent then."""
+    """Fork and end this process; returns in the child, which the node adopts."""
     pid = _try_fork()
     if pid:
         warm.send(_PID.pack(pid))
@@ -204,12 +204,14 @@ def _fork_and_end(warm: socket.socket) -> None:
 
 
 def _run_actor(actor: _Actor, node_pid: int) -> int:
-    """The actor, from its first moment to its exit code."""
+    """Run the actor and return its exit code."""
     launch = actor.launch
     with actor.warm:
         if not actor.warm.recv(1):  # the warm process ended before the node could hear of this one
             return exit_codes.FAILED
-    die_with_parent(node_pid)  # which has adopted it by now; whatever it does, it cannot stay
+    die_with_parent(
+        node_pid
+    )  # the node has adopted it by now; it ends with the node whatever it does
     os.dup2(actor.stdin, 0)
     os.close(actor.stdin)
     _apply_launch(launch)
@@ -223,30 +225,30 @@ def _run_actor(actor: _Actor, node_pid: int) -> int:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process without taking its modules apart, as multiprocessing's children end.
+    """End this process without tearing down its modules, like multiprocessing's children.
 
-    That would cost each actor a third of a second of a core, all of them at the same time.
+    Teardown would cost each actor a third of a second of a core, all of them at the same time.
     """
-    atexit._run_exitfuncs()  # logs are written out there
+    atexit._run_exitfuncs()  # writes out logs
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _apply_launch(launch: Launch) -> None:
-    """Name, environment and random numbers of its own."""
+    """Set the process name, environment and random seed of an actor."""
     _take_name(launch.name)
     for variable, value in launch.environment.items():
         if value is None:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = value
-    if numpy := sys.modules.get("numpy"):  # Python's own generator does this by itself
+    if numpy := sys.modules.get("numpy"):  # Python's own generator is reseeded automatically
         numpy.random.seed()
 
 
 def _take_name(name: str) -> None:
-    """What `ps -e` and `top` show; the command line is the same for all."""
+    """Set the name that `ps -e` and `top` show; the command line is the same for all."""
     Path("/proc/self/comm").write_text(name)
 
 

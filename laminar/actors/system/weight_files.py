@@ -1,6 +1,6 @@
-"""Arenas and checkpoints of this machine, without keeping the event loop waiting.
+"""Arenas and checkpoints of this machine, read without blocking the event loop.
 
-Reads   the memory of relays; directories of models, as `read` does
+Reads   the memory of relays; directories of models, through `read`
 Gives   ReplicaFiles, the WeightFiles of actors/weight_loader.py
 """
 
@@ -22,7 +22,7 @@ class ReplicaFiles:
     """The weight files that one replica can reach."""
 
     def __init__(self, read: Callable[[Path, int], Restored]) -> None:
-        """`read(directory, version)`: a version of a checkpoint; CheckpointError."""
+        """Use `read(directory, version)` to read a checkpoint's version; CheckpointError."""
         self._read = read
 
     def attach_arena(self, arena: str) -> Arena:
