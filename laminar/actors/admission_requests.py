@@ -32,7 +32,7 @@ class AdmissionRequests:
 
         `opened` is called with the store's answer for each trajectory that was not taken back."""
         self._rollout, self.store, self._opened = rollout, store, opened
-        #: by trajectory; not requested or not answered yet, or the environment is starting
+        #: orders by trajectory, until the store has answered and the environment has started
         self._waiting: dict[str, Ordered] = {}
         self._asked = 0  #: highest id of an order to generate
         self._unsettled: dict[int, None] = {}  #: ids of orders that the engine may not have yet

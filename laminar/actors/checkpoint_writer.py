@@ -60,14 +60,14 @@ class CheckpointWriter:
         self.host = host
         self._facts, self._covered = facts, covered
         self._before = ""  #: chained digest of the batches up to the last checkpoint
-        self._batches: list[tuple[str, ...]] = []  #: since then
+        self._batches: list[tuple[str, ...]] = []  #: batches since then
         self._files, self._specs, self._probe = files, specs, probe
         self._disk = DiskFullRetry(host, "the checkpoint")
         self._freq = host.config.trainer.save_freq
         self._keep = host.config.trainer.max_ckpt_to_keep
-        self._kept: dict[int, Path] = {}  #: by version, oldest first
-        self._steps: dict[int, int] = {}  #: of each version that was kept
-        self._old: list[Path] = []  #: to be removed
+        self._kept: dict[int, Path] = {}  #: checkpoints by version, oldest first
+        self._steps: dict[int, int] = {}  #: steps of each version that was kept
+        self._old: list[Path] = []  #: checkpoints to be removed
         self._idle = asyncio.Event()  #: set while no write is running
         self._idle.set()
 

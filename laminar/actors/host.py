@@ -164,22 +164,18 @@ class Host:
         self.boot_id, self.address, self.run_dir = process.boot_id, process.address, process.run_dir
         self.run_id, self.bulk_key = process.run_id, process.bulk_key
         self.config, self.log = process.config, process.log
-        self.clock_offset_ns = (
-            process.clock_offset_ns
-        )  #: added to now_ns() it gives the time of day
+        self.clock_offset_ns = process.clock_offset_ns  #: time of day minus now_ns()
         self.incarnation = 0
-        self.ordered_to_stop = False  #: by the coordinator, like all other processes
-        self._paused = False  #: ordered to stop because the run pauses
+        self.ordered_to_stop = False  #: whether the coordinator ordered all processes to stop
+        self._paused = False  #: whether that order pauses the run
         self.now_ns = process.now_ns  #: monotonic clock with an arbitrary zero
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Envelope, Command]] = []
         self._actor: Actor | None = None
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: set by the first welcome, or by an earlier end
-        self._failure: tuple[str, int, bool] | None = (
-            None  #: reason, exit code, whether the engine failed
-        )
-        self._tasks: dict[asyncio.Task[Any], None] = {}  #: in order of creation
+        self._failure: tuple[str, int, bool] | None = None  #: reason, code, engine failed
+        self._tasks: dict[asyncio.Task[Any], None] = {}  #: running tasks, in order of creation
         process.join(self)
 
     # --- for actors ---------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class RelayPlatform(Protocol):
     """The environment of a relay."""
 
     memory_bytes: int
-    versions: VersionTable  #: held in this process
+    versions: VersionTable  #: versions held in this process
 
     @property
     def slots(self) -> SlotMemory:

@@ -63,7 +63,7 @@ class RelaySlots:
         self._memory, self._num_slots, self._max_bytes = memory, slots, max_bytes
         self._versions, self._spawn, self._on_shortage = versions, spawn, on_shortage
         self._table: SlotTable | None = None
-        self._granted: dict[str, int] = {}  #: by writing process, until its version is complete
+        self._granted: dict[str, int] = {}  #: slots by writing process, until complete
         self._digesting: set[int] = set()
         self._pin = -1  #: a pinned version, which may not be here yet
         self._unfinished: Collection[int] = ()  #: versions that are evicted last

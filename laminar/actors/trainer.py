@@ -122,7 +122,7 @@ class Trainer:
         self.checkpoints: CheckpointWriter | None = None
         self._book_disk = DiskFullRetry(host, "the trainer's book")
         self._export_disk = DiskFullRetry(host, "the model")
-        self._probed: mf.Probe | None = None  #: of the present weights, once computed
+        self._probed: mf.Probe | None = None  #: probe of the present weights, once computed
         self._waiting_from_ns = host.now_ns()
 
     async def start(self) -> None:

@@ -65,7 +65,7 @@ class Environments(Protocol):
 class Turn(NamedTuple):
     """The state from which a trajectory continues."""
 
-    number: int  #: from 0
+    number: int  #: index, from 0
     prompt_ids: Ids  #: all tokens before the turn
     done_ids: Ids  #: tokens of the turn sampled so far
     begins: int  #: sampled tokens of earlier turns

@@ -182,13 +182,13 @@ class WeightLoader:
     ) -> None:
         self.host, self.engine, self._files = host, engine, files
         self._leases = Leases(host, relay, files)
-        #: of the served version; empty and -1: none
+        #: digest and number of the served version; empty and -1: none
         self.digest, self.version = "", -1
         self.coming = -1  #: version being streamed; -1: none
         self._expected: Awaitable[None]  #: the engine accepts work for it from then on
         self.proved = 0  #: last load with correct digest and probe, as TokenDelta counts
         self._loads = 0  #: loads begun
-        self._weights: dict[int, LoadedWeights] = {}  #: by load, of the last ones
+        self._weights: dict[int, LoadedWeights] = {}  #: weights of the last loads
         self.probe_diff = 0.0
         #: seconds of the last load including its digest, and of its probe
         self._took: dict[str, float] = {}
@@ -218,9 +218,7 @@ class WeightLoader:
                 if failure:  # what the engine had is gone, too
                     return self._report_rejected(order, command.version, failure)
                 return self._report_gone(order, command.version, lease)
-            assert isinstance(
-                lease, m.VersionLeased
-            )  # only a stream gets versions that are arriving
+            assert isinstance(lease, m.VersionLeased)  # only a stream gets partial versions
             await self.host.hit_failpoint("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest

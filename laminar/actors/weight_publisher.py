@@ -70,7 +70,7 @@ class WeightPublisher:
         self.host, self.relay = host, relay
         self._attach, self._specs, self._probe = attach, specs, probe
         self._arena: SlotWriter | None = None
-        self._slot = -1  #: granted and not written
+        self._slot = -1  #: slot that is granted and not written, or -1
         self._granted = asyncio.Event()  #: set while there is such a slot
         self._publishing = False  #: between the copy and the relay's answer
         self._published = 0  #: number of copies
@@ -84,10 +84,7 @@ class WeightPublisher:
         while self._arena is None:
             try:
                 await self._open_arena()
-            except (
-                ArenaError,
-                TimeoutError,
-            ) as error:  # the relay is gone by now, or not ready yet
+            except (ArenaError, TimeoutError) as error:  # the relay is gone or not ready
                 self.host.log.warning("no-arena", reason=str(error))
                 await self.host.sleep_for(RELAY_CHECK_S)
         self.host.spawn(self._maintain_slot())

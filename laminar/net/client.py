@@ -41,7 +41,7 @@ class AddressFile(msgspec.Struct):
     """The fields of an address file that are used; it may have more."""
 
     address: str
-    run_over: bool = False  #: the coordinator's: it was the last one
+    run_over: bool = False  #: whether the coordinator has ended for good
     machine: str = MACHINE  #: boot id of the server's machine
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from laminar.events.base import WireError
 
-FRAME_BYTES_MAX = 16 << 20  #: of any socket; a control message and its envelope fit
+FRAME_BYTES_MAX = 16 << 20  #: bytes, for any socket; a control message and its envelope fit
 MAX_TEXT = 4096  #: characters of a reason or an info value
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Boot = Annotated[str, msgspec.Meta(max_length=128)]  #: empty: not welcomed yet

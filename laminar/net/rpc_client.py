@@ -71,9 +71,7 @@ class RpcClient:
         self._calls: dict[int, _Call] = {}
         self._last_id = 0
         self._server_boot = ""
-        self._again: deque[int] = (
-            deque()
-        )  #: requests that a former server acknowledged and never answered
+        self._again: deque[int] = deque()  #: requests that a former server never answered
 
     async def start(self) -> None:
         """Start to look for the server and to join it, without waiting for either."""

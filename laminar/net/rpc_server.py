@@ -52,7 +52,7 @@ class _Peer:
         self.link = link
         self.route = route  #: routing id of its newest connection
         self.requests: deque[tuple[int, Request]] = deque()  #: (number on the link, request)
-        self.replies: deque[bytes] = deque()  #: for which its outbox had no room
+        self.replies: deque[bytes] = deque()  #: replies for which its outbox had no room
 
     def flush(self) -> None:
         """Queue replies while there is room; a refused client gets none."""
@@ -90,10 +90,10 @@ class RpcServer:
         self._boot_id = boot_id
         self._lease_ns = lease_ms * MS
         self._on_peer_lost = on_peer_lost
-        self._peers: dict[_Key, _Peer] = {}  #: by name and boot id
+        self._peers: dict[_Key, _Peer] = {}  #: peers by name and boot id
         self._routes: dict[bytes, _Peer] = {}
         self._awake: dict[_Key, None] = {}  #: peers to attend to in this turn
-        self._wakeups = Wakeups[_Key]()  #: of peers with something to resend
+        self._wakeups = Wakeups[_Key]()  #: wakeups of peers with something to resend
         self._held: dict[_Key, None] = {}  #: peers with a request that could not be handled yet
         self._peers_max = clients_allowed()
         self._links_made = 0

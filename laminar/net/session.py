@@ -55,15 +55,15 @@ from laminar.net.frames import (
 )
 
 PEERS_MAX = 16_384  #: clients of one server
-GAUGES_WAITING = 16  #: between two polls; the newest are kept
+GAUGES_WAITING = 16  #: gauges kept between two polls; the newest win
 SERVERS_KNOWN = 16  #: server boots whose inboxes a client remembers
 
 MS = 1_000_000  #: nanoseconds
 NEVER_NS = 2**63 - 1  #: `next_due_ns` of a link that waits for nothing
-RESEND_MIN_NS = 200 * MS  #: above a slow disk sync (130 ms seen), so that resends are rare
+RESEND_MIN_NS = 200 * MS  #: timeout above a slow disk sync (130 ms seen), so that resends are rare
 RESEND_MAX_NS = 2_000 * MS
-WINDOW_MESSAGES = 512  #: sent and unacknowledged: what a server drains in one turn
-WINDOW_BYTES = 4 * 1024 * 1024  #: bounds what one resend costs; a larger body goes alone
+WINDOW_MESSAGES = 512  #: messages sent and unacknowledged; a server drains as many per turn
+WINDOW_BYTES = 4 * 1024 * 1024  #: limit of the bytes of one resend; a larger body goes alone
 FRAME_OVERHEAD = 1024  #: bytes that a frame adds to its body, at most
 
 
@@ -84,9 +84,9 @@ class Outbox:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._bodies: dict[int, bytes] = {}  #: by sequence number, ascending
+        self._bodies: dict[int, bytes] = {}  #: bodies by sequence number, ascending
         self._bytes = 0
-        self._flight_bytes = 0  #: of the bodies first..sent
+        self._flight_bytes = 0  #: bytes of the bodies first..sent
         self._sent = 0
         self._wait_ns = RESEND_MIN_NS
         self._resend_ns = NEVER_NS
@@ -281,7 +281,7 @@ class ClientLink(_Link):
         self.info = info or {}
         self.incarnation = 0
         self._heartbeat_ns = heartbeat_ns
-        self._inboxes: dict[str, Inbox] = {}  #: by server boot, the current one last
+        self._inboxes: dict[str, Inbox] = {}  #: inboxes by server boot, the current one last
         self._gauges: deque[bytes] = deque(maxlen=GAUGES_WAITING)
         self._asked_ns = now_ns  #: when a frame that wants an answer was last sent
         self._hello_ns = now_ns  #: when the next Hello is due
@@ -423,7 +423,7 @@ class ServerLink(_Link):
         self.info = hello.info
         self.incarnation = incarnation
         self._has_record = last_seq is not None
-        self._answer_due = True  #: Welcome, or Refused
+        self._answer_due = True  #: whether Welcome or Refused is due
         self.inbox = Inbox(last_seq or 0)
         self._resume_from(hello.first_seq)
 

@@ -45,14 +45,14 @@ from laminar.net.rejected_peers import RejectedPeers
 from laminar.net.session import PEERS_MAX
 
 HIGH_WATER_MARK = 1_024  #: frames queued per peer: two session windows; then `send` returns False
-DRAIN_FRAMES = 512  #: per turn, so that commands leave between two turns
+DRAIN_FRAMES = 512  #: frames per turn, so that commands leave between two turns
 SAFETY_TICK_S = 0.05
 RECONNECT_MIN_MS = 50
 RECONNECT_MAX_MS = 500
-PROBE_MS = 2_000  #: of a client: ZeroMQ's heartbeat, to detect a vanished server
+PROBE_MS = 2_000  #: interval of ZeroMQ's heartbeat at a client, to detect a vanished server
 PROBE_TIMEOUT_MS = 6_000
-REFUSALS_SAID = 3  #: a server that dies during a handshake looks as if it refused the client
-KEEPALIVE_S = 5  #: of a server: the kernel's probes; three in a row end the connection
+REFUSALS_SAID = 3  #: refusals that are certain; a server that dies in a handshake looks the same
+KEEPALIVE_S = 5  #: interval of the kernel's probes at a server; three lost ones end a connection
 
 
 class _Socket:

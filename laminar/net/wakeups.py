@@ -23,7 +23,7 @@ class Wakeups(Generic[Key]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, Key]] = []
-        self._earliest_ns: dict[Key, int] = {}  #: in the heap
+        self._earliest_ns: dict[Key, int] = {}  #: earliest time in the heap
 
     def schedule_wakeup(self, key: Key, at_ns: int) -> None:
         """Have `take_due` return this key at that time, or before."""

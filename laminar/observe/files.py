@@ -62,7 +62,7 @@ class GrowingFile:
         self._in_parts = in_parts
         self._path = run_dir / name
         self._fd = -1
-        self._size = 0  #: after the last whole write
+        self._size = 0  #: bytes after the last whole write
         self._mended = False
 
     def write(self, items: Sequence[bytes]) -> None:

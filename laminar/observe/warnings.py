@@ -27,9 +27,9 @@ from laminar.run.directory import FIRST_LOOK_FILE
 WINDOW = 5  #: steps over which a batch's figures are averaged
 ANSWERS_MIN = 64  #: minimum number of responses for a share of failed ones
 ERRORS_SHARE = 0.05
-FLAT_SHARE = 0.9  #: of the groups, with equal rewards for all siblings
+FLAT_SHARE = 0.9  #: share of the groups with equal rewards for all siblings
 TRUNCATED_SHARE = 0.5
-ENTROPY_SHARE = 0.1  #: of the entropy in the first steps
+ENTROPY_SHARE = 0.1  #: share of the entropy in the first steps
 FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 
 Figures = dict[str, float]
@@ -49,9 +49,7 @@ class WarningMonitor:
         self._recent: deque[Figures] = deque(maxlen=WINDOW)
         self._first: list[Figures] = []
         self._evaluations = 0
-        self._given: set[str] = (
-            set()
-        )  #: kinds reported already; a report is applied in a later turn
+        self._given: set[str] = set()  #: reported already; applied in a later turn
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.StepCompleted):

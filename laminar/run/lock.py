@@ -46,8 +46,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  #: train, coordinator, node-0, store-0, ...
     host: str
-    pid: int  #: in its own pid namespace
-    pids: str  #: that namespace; numbers of another one mean other processes
+    pid: int  #: process id in its pid namespace
+    pids: str  #: pid namespace; the numbers of another one mean other processes
 
     @property
     def local(self) -> bool:
@@ -65,7 +65,7 @@ class RunLock:
     def __init__(self, run_dir: Path, fd: int, name: str, *, inherited: bool = False) -> None:
         """Use `create`, `join` or `inherit`."""
         self.run_dir, self.fd = run_dir, fd
-        self.inherited = inherited  #: another process of the run started this one
+        self.inherited = inherited  #: whether another process of the run started this one
         self._identity = _get_identity(os.fstat(fd))
         self._card: tuple[Path, int] | None = None
         if reason := self.find_lost_reason():
@@ -131,7 +131,7 @@ class RunLock:
             path, fd = self._card
             if (
                 not self.find_lost_reason() and path.name not in SOLE
-            ):  # a process that waits for the card has it open
+            ):  # a waiting process has the card open
                 path.unlink(missing_ok=True)
             os.close(fd)
 

@@ -26,7 +26,7 @@ class Content(NamedTuple):
     trajectory_id: str
     group_id: str
     prompt_ids: bytes  #: int32 little-endian, like `tokens`
-    tokens: bytes  #: of the response, including the token that ended it
+    tokens: bytes  #: response tokens, including the one that ended it
     logprobs: bytes  #: float32 little-endian, one per token
     reward: float
     temperature: float

@@ -61,7 +61,7 @@ class OpenItem(Item, frozen=True, kw_only=True):
     group_id: Name
     sibling: Count
     purpose: Purpose
-    row_index: Count  #: of the prompt, within its purpose
+    row_index: Count  #: index of the prompt within its purpose
     attempt: Attempt
     placement: Count
     weight_version: Count
@@ -101,7 +101,7 @@ class FinishItem(Item, frozen=True, kw_only=True):
     trajectory_id: Name
     placement: Count
     finish_reason: Name
-    num_tokens: Count  #: over all segments; must agree with what is stored
+    num_tokens: Count  #: total of all segments; must agree with the stored tokens
 
 
 class Finish(Message, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ class ContextItem(Item, frozen=True, kw_only=True):
     tokens: bytes
     effects: Annotated[
         tuple[EffectItem, ...], Many
-    ] = ()  #: of the turn before, each with its outcome
+    ] = ()  #: calls of the turn before, each with its outcome
 
 
 class Continue(Message, frozen=True, kw_only=True):
@@ -169,7 +169,7 @@ class RewardItem(Item, frozen=True, kw_only=True):
     finish_reason: Annotated[str, Meta(max_length=64)] = ""
     effects: Annotated[
         tuple[EffectItem, ...], Many
-    ] = ()  #: of the last turn, each with its outcome
+    ] = ()  #: calls of the last turn, each with its outcome
 
 
 class PutRewards(Message, frozen=True, kw_only=True):
@@ -249,7 +249,7 @@ class OpenResult(Item, frozen=True, kw_only=True):
     tokens: bytes = b""
     segment_lengths: tuple[int, ...] = ()
     num_tokens: int = 0  #: stored tokens, which is also the number of stored log-probs
-    tokens_lost: int = 0  #: of all earlier attempts together
+    tokens_lost: int = 0  #: total of all earlier attempts
     attempt: int = 0
     weight_version: int | None = None
     version_step: int | None = None
@@ -348,7 +348,7 @@ class EndResult(Item, frozen=True, kw_only=True):
     answer: Answer
     reason: str = ""
     num_tokens: int = 0  #: stored tokens of the last attempt
-    tokens_lost: int = 0  #: of all earlier attempts together
+    tokens_lost: int = 0  #: total of all earlier attempts
 
 
 class EndReply(Message, frozen=True, kw_only=True):
@@ -376,7 +376,7 @@ class StatsReply(Message, frozen=True, kw_only=True):
     train_prompts: int
     eval_prompts: int
     totals: tuple[Total, ...]
-    database_bytes: int  #: of the database, without payload files
+    database_bytes: int  #: size of the database, without payload files
 
 
 class ErrorReply(Message, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ class LoadedPrompts(NamedTuple):
     train: Sequence[PromptPayload]
     held_out: Sequence[PromptPayload]
     overlap: int  #: rows excluded from training because their prompt is held out
-    digest: str  #: of all rows as read
+    digest: str  #: digest of all rows as read
 
 
 class Response(NamedTuple):

@@ -31,7 +31,7 @@ OpenAnswer = Literal["open", "generated", "rewarded", "ended", "fenced", "refuse
 OpenChange = Literal["none", "create", "move", "restart"]
 
 TOKEN_BYTES = 4  #: an int32 token id, or a float32 log-prob
-MAX_TOKENS = 1_000_000  #: of one trajectory, so that it always fits into one reply
+MAX_TOKENS = 1_000_000  #: tokens of one trajectory, so that it always fits into one reply
 MAX_LOGPROB = np.float32(1e-6)  #: rounding may push a log-prob just above 0
 
 
@@ -87,7 +87,7 @@ class Row(NamedTuple):
     temperature: float | None = None
     segments: int = 0  #: segments that have tokens
     segment_tokens: int = 0  #: tokens of the last segment
-    num_tokens: int = 0  #: of all segments; updated by every append
+    num_tokens: int = 0  #: total of all segments; updated by every append
     tokens_lost: int = 0  #: tokens of all earlier attempts, discarded by restarts
     status: str = "open"
     finish_reason: str | None = None
@@ -140,7 +140,7 @@ class Chunk(NamedTuple):
     offset: int  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
-    source: Source | None = None  #: of all its tokens; None: stored by a release without sources
+    source: Source | None = None  #: source of all its tokens; None: stored by a release without it
     read: str = ""  #: digest of all tokens that the engine read before; empty: it continued
 
     def has_same_tokens(self, other: Chunk) -> bool:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from laminar.events.reasons import DropReason
 from laminar.storage.rules import Row
 
-FORMAT = "1"  #: of these tables; others are rejected
+FORMAT = "1"  #: format of these tables; others are rejected
 
 META = {
     "format": FORMAT,
-    "data_digest": "",  #: of the data, as given to load_prompts; "" until then
+    "data_digest": "",  #: digest of the data, as given to load_prompts; "" until then
     "train_prompts": "0",
     "eval_prompts": "0",
-    "prompts_digest": "",  #: of the stored prompt rows, so that an audit needs no data file
+    "prompts_digest": "",  #: digest of the stored prompt rows, so that an audit needs no data file
 }
 
 WRITER_PRAGMAS = (

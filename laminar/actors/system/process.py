@@ -302,9 +302,7 @@ class OwnProcess:
             handle_signals(drop_ignored(signal.SIGINT), self._end_all)
         else:  # a terminal's Ctrl-C reaches all its processes, but actors wait for their node
             handle_signals([signal.SIGINT], lambda name: None)
-        if (
-            self.lock.inherited
-        ):  # the starter writes to a coordinator only; here only the end counts
+        if self.lock.inherited:  # the starter writes to a coordinator only; here its end counts
             follow_starter(self._handle_starter_line)
 
     def _end_all(self, signal_name: str) -> None:

@@ -96,11 +96,9 @@ class MachineProcesses:
         `roles`: with the number of actors. `seeds`: prestarted warm processes, by kind."""
         self._host, self._lock, self._gpus = host, lock, visible_gpus()
         here = "trainer" in dict(roles) or ip_address(host.address).is_loopback
-        self._ranks = (
-            host.config.trainer.ranks if here else 0
-        )  #: number of ranks with GPUs of this machine
+        self._ranks = host.config.trainer.ranks if here else 0  #: with GPUs of this machine
         self._together = group_by_process(roles, host.config, host.node)
-        self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: with its boot
+        self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: and its boot id
         self._starts = Counter[tuple[str, ...]]()
         self._lifeline = os.pipe()  #: the read end is the standard input of the actors
         ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}

@@ -44,10 +44,9 @@ OWN_ENVIRONMENT = {
 }
 """Variables of the warm process only; its children get their own values."""
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
-"""Weights are copied tensor by tensor. glibc's default threshold grows with the cache size that a
+"""Keeps copies of single tensors out of the cache, which nearly halves their speed.
 
-virtual machine reports, and then such copies run through the cache at little over half the
-speed."""
+The default threshold of glibc grows with the cache size that a virtual machine reports."""
 _CHILD_FD = 3
 
 
@@ -100,7 +99,7 @@ class WarmProcess:
         self._log, self._ready_s, self._seed = log, ready_s, seed
         self._process: ForkedProcess | None = None
         self._socket: socket.socket | None = None
-        self._using = asyncio.Lock()  #: one request at a time
+        self._using = asyncio.Lock()  #: held during each request
         self._closed = False
         self._watcher: asyncio.Task[None] | None = None
 

@@ -207,11 +207,9 @@ def _run_actor(actor: _Actor, node_pid: int) -> int:
     """Run the actor and return its exit code."""
     launch = actor.launch
     with actor.warm:
-        if not actor.warm.recv(1):  # the warm process ended before the node could hear of this one
+        if not actor.warm.recv(1):  # the warm process ended before it reported this one
             return exit_codes.FAILED
-    die_with_parent(
-        node_pid
-    )  # the node has adopted it by now; it ends with the node whatever it does
+    die_with_parent(node_pid)  # the node, which has adopted this process by now
     os.dup2(actor.stdin, 0)
     os.close(actor.stdin)
     _apply_launch(launch)
