@@ -64,7 +64,8 @@ class ActiveSequence:
     def take_chunks(self, proved: int) -> list[m.AppendItem]:
         """Remove and return the tokens so far, as one chunk per weights.
 
-        Tokens of a load after `proved` stay: their weights are not verified yet."""
+        Tokens of a load after `proved` stay: their weights are not verified yet.
+        """
         items = []
         while self.parts and self.parts[0].weights.load <= proved:
             items.append(self._build_chunk(self.parts.pop(0)))

@@ -3,7 +3,7 @@
 Reads   orders of GenerateTrajectory, the answers of the store
 Gives   each answer to `opened`; as_of, up to which order the engine is complete
 
-A trajectory that was taken back is neither opened nor handed on, whatever the store answers.
+A trajectory that was taken back is neither opened nor reported, whatever the store answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class AdmissionRequests:
     ) -> None:
         """Report to `opened`, which must call `complete_opening` when it acts on an answer.
 
-        `opened` is called with the store's answer for each trajectory that was not taken back."""
+        `opened` is called with the store's answer for each trajectory that was not taken back.
+        """
         self._rollout, self.store, self._opened = rollout, store, opened
         #: orders by trajectory, until the store has answered and the environment has started
         self._waiting: dict[str, Ordered] = {}
@@ -75,7 +76,7 @@ class AdmissionRequests:
                     self._opened(order, command, result)
 
     def complete_opening(self, command: cmd.GenerateTrajectory) -> bool:
-        """End the opening; return False if it was taken back since it was handed on."""
+        """End the opening; return False if it was taken back since it was reported."""
         wanted = self._is_wanted(command)
         if wanted:
             del self._waiting[command.trajectory_id]

@@ -56,7 +56,8 @@ class CheckpointWriter:
         """Start without checkpoints.
 
         `specs`: the published layout. `probe`, `facts`: of the present weights. `covered` is called
-        with the number of steps that all kept checkpoints contain."""
+        with the number of steps that all kept checkpoints contain.
+        """
         self.host = host
         self._facts, self._covered = facts, covered
         self._before = ""  #: chained digest of the batches up to the last checkpoint
@@ -147,7 +148,8 @@ class CheckpointWriter:
         """Write a checkpoint and remove old ones; a disk error affects this checkpoint only.
 
         If the coordinator waits for the checkpoint, a full disk is waited out and other errors are
-        raised."""
+        raised.
+        """
         try:
             await (self._disk.until_room(write) if ordered else write())
         except OSError as error:
@@ -181,7 +183,8 @@ class CheckpointWriter:
     async def _remove_old(self) -> None:
         """Remove the old checkpoints, once the coordinator knows that they are not kept.
 
-        Checkpoints that become old meanwhile wait for the next call."""
+        Checkpoints that become old meanwhile wait for the next call.
+        """
         old, self._old = self._old, []
         await self.host.wait_acknowledged()
         for directory in old:

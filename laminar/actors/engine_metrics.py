@@ -139,7 +139,8 @@ def fit_batch_size(points: Sequence[tuple[int, float]], budget_ns: float, most: 
     """Return the number of sequences, 1 to `most`, at which a step takes the budget.
 
     It is taken from the least-squares line through the points (sequences, ns); `most` if fewer than
-    two sizes are known."""
+    two sizes are known.
+    """
     if len(points) < 2:
         return most
     mean_size, mean_ns = fmean(size for size, _ in points), fmean(ns for _, ns in points)

@@ -29,7 +29,7 @@ from laminar.net.calls import Client, Handler, Server
 from laminar.net.session import LinkClosed, OutboxFull, RunOver
 
 ORPHAN_ABSENT_S = 10.0
-"""How long to wait for a coordinator without a starter; `laminar train` restarts one sooner."""
+"""Wait for a coordinator when the starter is gone; `laminar train` would restart one sooner."""
 ORPHAN_EXIT_S = 20.0
 """Time limit for an actor without a node, which no process would kill if it did not end."""
 UNHEARD = (exit_codes.COORDINATOR_ABSENT, exit_codes.FENCED)

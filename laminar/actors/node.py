@@ -172,7 +172,8 @@ class Node:
     def _decide_restart(self, child: Child, code: int, lived_s: float) -> float | str:
         """Return the pause before a restart, or the reason against one.
 
-        The reason is empty if the exit code is reason enough."""
+        The reason is empty if the exit code is reason enough.
+        """
         fenced = code == exit_codes.FENCED
         refused = fenced or (code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S)
         healthy = child.role == "store" and (code < 0 or fenced)

@@ -59,7 +59,8 @@ class RelaySlots:
         """Start without slots.
 
         `max_bytes`: of the whole arena. `versions`: versions held in this process, and how much of
-        them is sent. `on_shortage`: called if memory for the slots cannot be allocated."""
+        them is sent. `on_shortage`: called if memory for the slots cannot be allocated.
+        """
         self._memory, self._num_slots, self._max_bytes = memory, slots, max_bytes
         self._versions, self._spawn, self._on_shortage = versions, spawn, on_shortage
         self._table: SlotTable | None = None
@@ -235,14 +236,16 @@ class RelaySlots:
     def revoke_reader(self, boot_id: str) -> list[int]:
         """End a reader's leases and return their versions.
 
-        A silent writer may still write, so it keeps its slot."""
+        A silent writer may still write, so it keeps its slot.
+        """
         ended = self._table.revoke_leases(boot_id) if self._table is not None else ()
         return [lease.version for lease in ended]
 
     def pin_version(self, version: int, unfinished: Collection[int] = ()) -> None:
         """Pin this version, which may come later, and no other (-1: none).
 
-        Versions with unfinished work are evicted last."""
+        Versions with unfinished work are evicted last.
+        """
         self._pin, self._unfinished = version, unfinished
         if self._table is not None:
             self._table.unpin()

@@ -76,7 +76,8 @@ class ReplicaParts(Protocol):
     ) -> ReplicaEngine:
         """Load tokenizer and engine of the run's model; ConfigError.
 
-        `seed`: for an engine with its own random numbers."""
+        `seed`: for an engine with its own random numbers.
+        """
         ...
 
     def decode(self, tokens: list[int]) -> str:
@@ -86,7 +87,8 @@ class ReplicaParts(Protocol):
     def record_steps(self, rows: bytes) -> None:
         """Record engine steps for the timeline: int64 rows of start, end, sequences, tokens.
 
-        Times are ns of the day's clock."""
+        Times are ns of the day's clock.
+        """
 
 
 class Rollout:
@@ -320,7 +322,8 @@ class Rollout:
     async def _flush(self, *, everything: bool = True) -> None:
         """Store new tokens, of ended responses or of all, then finish the ended ones.
 
-        On return the store has acknowledged them, and those of earlier calls."""
+        On return the store has acknowledged them, and those of earlier calls.
+        """
         async with self._flush_lock:
             chosen = [r for r in self.running.values() if everything or r.finish_reason]
             chunks = [chunk for r in chosen for chunk in r.take_chunks(self.loader.proved)]

@@ -71,7 +71,8 @@ class Scorer:
         """Score with `pool`.
 
         `decode`: returns the text of token ids, without special tokens. `turns`: environments that
-        answer instead of a score, or give it."""
+        answer instead of a score, or give it.
+        """
         self.host, self.store, self.pool, self._decode = host, store, pool, decode
         self.turns = turns
         self._open = asyncio.Event()

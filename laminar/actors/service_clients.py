@@ -17,7 +17,7 @@ from laminar.storage import messages as store
 from laminar.weights import messages as relay
 
 RPC_TIMEOUT_S = 120.0
-"""A server that says nothing for two minutes hangs."""
+"""Timeout of a request; a local server that is silent for two minutes hangs."""
 
 StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
 RelayAnswer = TypeVar("RelayAnswer", bound=relay.RelayMessage)

@@ -48,7 +48,8 @@ class StoreBackend(Protocol):
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
         """Answer requests in order; all changes are durable on return.
 
-        A request that needs missing token ids is left undone and answered with NotTokenised."""
+        A request that needs missing token ids is left undone and answered with NotTokenised.
+        """
 
     def close(self) -> None: ...
 
@@ -72,7 +73,8 @@ class Store:
         """Create the actor.
 
         `open_database`: opens the run's, or creates it; raises ConfigError, DiskError, and
-        DatabaseHeld while another process of the store has it."""
+        DatabaseHeld while another process of the store has it.
+        """
         self.host = host
         self.database: StoreBackend | None = None
         self._open_database, self._prompts = open_database, prompts
@@ -114,7 +116,8 @@ class Store:
     async def _open_when_free(self) -> StoreBackend:
         """Open the database, once the previous store has ended.
 
-        That was replaced; its node, or the coordinator at its next request, tells it to end."""
+        That was replaced; its node, or the coordinator at its next request, tells it to end.
+        """
         told = False
         while True:
             try:
@@ -128,7 +131,8 @@ class Store:
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         """Write all ends that arrived together in one transaction.
 
-        Those left by an earlier process of the store come before this one has its database."""
+        Those left by an earlier process of the store come before this one has its database.
+        """
         self._endings += [(o, c) for o, c in orders if isinstance(c, cmd.EndTrajectories)]
         self._write_endings()
 
@@ -193,7 +197,8 @@ class Store:
         """Answer requests; None for one that has to wait.
 
         Writes wait while the disk is full (raises if that takes too long); requests that need
-        untokenised prompts wait for them."""
+        untokenised prompts wait for them.
+        """
         assert self.database is not None, "the server listens when the database is filled"
         if not requests:
             return []

@@ -111,7 +111,8 @@ class Trainer:
     ) -> None:
         """Create the actor.
 
-        `attach`: maps the arena of this machine's relay. `files`: of the learner's model."""
+        `attach`: maps the arena of this machine's relay. `files`: of the learner's model.
+        """
         self.host, self.config = host, host.config
         self.learner, self.book = learner, book
         self._attach, self._files = attach, files
@@ -172,7 +173,8 @@ class Trainer:
     async def _sample_prompts(self) -> tuple[bytes, ...]:
         """Return some prompts of the run, waiting for the store to read them.
 
-        coordinator.start_timeout_s is the deadline of both."""
+        coordinator.start_timeout_s is the deadline of both.
+        """
         while True:
             try:
                 sample = store.SamplePrompts(count=PROBE_PROMPTS)
@@ -268,7 +270,8 @@ class Trainer:
     async def _measure_probe(self) -> mf.Probe:
         """Return the log-probs of these weights for prompts of the run, which engines must match.
 
-        The version and the checkpoint of a step have the same weights, which are scored once."""
+        The version and the checkpoint of a step have the same weights, which are scored once.
+        """
         if self._probed is None:
             scores = await self.learner.compute_logprobs(self.probe_ids)
             self._probed = make_probe(self.probe_ids, scores, self.tolerance)

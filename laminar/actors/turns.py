@@ -45,7 +45,8 @@ class Environments(Protocol):
     async def reset(self, session: Session) -> Ids | None:
         """Open a session and return the prompt's token ids including its first message.
 
-        None: the environment adds nothing to the prompt. SessionLost."""
+        None: the environment adds nothing to the prompt. SessionLost.
+        """
         ...
 
     async def answer_turn(
@@ -53,7 +54,8 @@ class Environments(Protocol):
     ) -> NextTurn | TrajectoryDone:
         """Answer a turn; a repeated call gets the same answer. SessionLost.
 
-        `intend` records at-most-once calls before they are made."""
+        `intend` records at-most-once calls before they are made.
+        """
         ...
 
     def end_session(self, trajectory_id: str) -> None:
@@ -99,7 +101,8 @@ class Turns:
         """Open the session of a trajectory without tokens; return it with the durable prompt.
 
         The environment may change the prompt. None: another placement has the trajectory.
-        SessionLost."""
+        SessionLost.
+        """
         if opened.num_tokens or opened.contexts or opened.own_prompt:
             return opened  # its session is elsewhere, or lost, which the next turn will find
         reply = await self.store.fetch([command.trajectory_id], with_prompt=True)

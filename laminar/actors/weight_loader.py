@@ -43,10 +43,11 @@ from laminar.weights.version.hashes import Bytes, WeightsCorrupt
 LOADS_MAX = 2
 """Loads per pull: a failed digest is retried once, the second failure is reported.
 
-A load in flight is not retried, because tokens sampled since then are worthless."""
+A load in flight is not retried, because tokens sampled since then are worthless.
+"""
 REVOKED = "the lease was revoked while the slot was read"
 COMING_POLL_S = 0.05
-"""How often a relay is asked for a version, or more of one, that it is receiving."""
+"""Interval of requests to a relay for a version that it is receiving."""
 RELEASE_S = 5.0
 """Time limit for a release, so that a dead relay does not keep a loaded replica from serving."""
 
@@ -113,7 +114,8 @@ class Leases:
     ) -> m.VersionLeased | m.VersionArriving | m.VersionUnavailable:
         """Lease a slot and map its arena, waiting for a version that the relay expects.
 
-        A relay that is dead or ending holds nothing. `copy`: number of the copy known here."""
+        A relay that is dead or ending holds nothing. `copy`: number of the copy known here.
+        """
         request = m.LeaseVersion(
             version=command.version,
             exact=command.exact,
@@ -234,7 +236,8 @@ class WeightLoader:
     async def _stream_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         """Copy a version as it arrives, prove it, report, and let the engine sample.
 
-        A failure is not retried here, because the complete version is available by then."""
+        A failure is not retried here, because the complete version is available by then.
+        """
         started = self.host.now_ns()
         try:
             await self._expected

@@ -33,7 +33,8 @@ SLOT_WAIT_S = 1830.0
 """Time limit for the slot of an owed publish or an export.
 
 Longer than the coordinator's deadline for an export, and than most transfers that hold the slots.
-For a publish the coordinator's deadline decides, which is extended while bytes arrive."""
+For a publish the coordinator's deadline decides, which is extended while bytes arrive.
+"""
 
 
 class SlotWriter(Protocol):
@@ -79,7 +80,8 @@ class WeightPublisher:
     async def start(self) -> None:
         """Wait for the relay and its arena, up to the coordinator's deadline for the start.
 
-        RpcError if the slots cannot be allocated."""
+        RpcError if the slots cannot be allocated.
+        """
         await self.relay.start()
         while self._arena is None:
             try:

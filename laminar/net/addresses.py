@@ -79,7 +79,8 @@ def route_to(address: str) -> str:
 def own_name() -> str:
     """Return this machine's name as other machines know it.
 
-    In a Slurm job that is Slurm's node name, which may differ from the host name."""
+    In a Slurm job that is Slurm's node name, which may differ from the host name.
+    """
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

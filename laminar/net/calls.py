@@ -39,7 +39,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 Handler = Callable[[Batch], list[bytes | RpcError | None]]
 """Returns one reply per request, in order; all are durable on return.
 
-None: not possible yet; the request and all later ones of its peer are handed over again."""
+None: not possible yet; the request and all later ones of its peer are held and retried.
+"""
 
 
 class Client(Protocol):
@@ -52,7 +53,8 @@ class Client(Protocol):
         """Send a request and return the reply.
 
         RpcError: the server refused it. TimeoutError: the request may still be handled. LinkClosed:
-        the link was refused, was closed or failed."""
+        the link was refused, was closed or failed.
+        """
         ...
 
     async def close(self, flush_s: float = FLUSH_S) -> None:

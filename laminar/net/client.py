@@ -31,7 +31,7 @@ from laminar.net.transport import ClientSocket
 from laminar.run.renames import write_whole
 
 GONE_S = 10.0
-"""How long a server may be silent before it counts as gone; a restarted one is back sooner."""
+"""Silence after which a server counts as gone; a restarted one is back sooner."""
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
 
 now_ns = time.monotonic_ns
@@ -54,7 +54,8 @@ def write_address(path: Path, address: str, **facts: str | int) -> None:
 def read_address(path: Path) -> str | None:
     """Return the address in a file; None if there is no file.
 
-    ConfigError if it is malformed, or is a loopback address of another machine."""
+    ConfigError if it is malformed, or is a loopback address of another machine.
+    """
     found = _read(path)
     if found is None:
         return None
@@ -102,7 +103,8 @@ class ClientShell:
         """Connect the link to a socket in the running loop.
 
         `on_frame`: called after each frame, before the body that it may complete. `on_trouble`:
-        called once with a reason if the server refuses this process."""
+        called once with a reason if the server refuses this process.
+        """
         self.link = link
         self.bad_frames = 0
         self.turned = asyncio.Event()  #: set after each turn that received frames
@@ -236,7 +238,8 @@ class ControlClient:
         `on_welcome(incarnation)`: called at the first welcome and at each by another coordinator.
         `on_refused(reason, again)`: called once; nothing is sent or received after it. `again`: a
         new process may take this one's place. `on_trouble(reason)`: called if the server at the
-        address refuses this process, which keeps trying."""
+        address refuses this process, which keeps trying.
+        """
         self._keys, self._on_trouble = keys, on_trouble
         self._find_address = find_address
         self._heartbeat_ms = heartbeat_ms

@@ -54,7 +54,8 @@ class RpcClient:
 
         `find_address`: called until it returns an address, and again when the server is silent.
         `server`: its name in error messages. `on_trouble`: called with a reason if the server
-        refuses this process."""
+        refuses this process.
+        """
         self._keys, self._on_trouble = keys, on_trouble
         self._find_address = find_address
         self._server = server

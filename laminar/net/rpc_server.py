@@ -36,7 +36,7 @@ from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 
 RETRY_MS = 250
-"""The pause before a request that could not be handled is handed over again."""
+"""The pause before a held request is passed to the handler again."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -83,7 +83,8 @@ class RpcServer:
         """Bind the server's socket.
 
         `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`. `on_stranger`:
-        see ServerSocket."""
+        see ServerSocket.
+        """
         self._socket = ServerSocket(host, port, keys, max_message, on_stranger)
         self._limits = Limits(max_frame=max_message)
         self._handle_batch = handle_batch

@@ -415,7 +415,8 @@ class ServerLink(_Link):
         """Create the link from a Hello.
 
         `last_seq`: the last number of this client on the owner's record, 0 for a new client; None
-        for an owner without a record, which starts where the client says."""
+        for an owner without a record, which starts where the client says.
+        """
         super().__init__(LinkState.UP, server_boot, limits, now_ns)
         self.name = hello.name
         self.role = hello.role

@@ -184,7 +184,8 @@ class ServerSocket(_Socket):
         """Bind tcp://host:port (port 0: any free one); PortTaken, ConfigError: not our host.
 
         A frame above `max_message` bytes ends the connection of its sender. `on_stranger`: called
-        with a report, at a limited rate, while strangers try to connect."""
+        with a report, at a limited rate, while strangers try to connect.
+        """
         ip = own_ip(host, "coordinator.host")
         super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -267,7 +268,8 @@ class ClientSocket(_Socket):
     def find_refusal_reason(self) -> str:
         """Return why the server refuses this end; empty if it does not, or does not respond.
 
-        A refusal without a reason counts only after REFUSALS_SAID times."""
+        A refusal without a reason counts only after REFUSALS_SAID times.
+        """
         last = 0
         while self._monitor is not None and (event := next_event(self._monitor)):
             last = event

@@ -27,12 +27,12 @@ from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.secret import read_secret
 
 ANSWER_S = 20.0
-"""How long to wait for an answer; a restarted coordinator, even elsewhere, answers by then."""
+"""Timeout of a request, long enough for a coordinator to restart, even elsewhere."""
 AGAIN_S = 1.0
 REACH_S = 3.0
-"""How long connecting to a live machine may take."""
+"""Timeout of a connection to a live machine."""
 TURN_S = 5.0
-"""How long a living coordinator may take until its next turn."""
+"""Time limit for a turn of a living coordinator."""
 _POLL_S = 0.02
 
 

@@ -37,7 +37,8 @@ class _LineLogger:
 def configure_logging(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
     """Send this process's log lines to its file; call once at start.
 
-    Items that the process's telemetry loses are reported there."""
+    Items that the process's telemetry loses are reported there.
+    """
     telemetry = Telemetry()
     lines = _add_log_outlet(run_dir, process, telemetry)
     structlog.configure(
@@ -72,7 +73,8 @@ def _make_processors(run: str, process: str) -> list[Any]:
     def name_process(logger: Any, method: str, line: dict[str, Any]) -> dict[str, Any]:
         """Add the process to a line.
 
-        Callbacks of the event loop do not inherit context variables, so these are not used."""
+        Callbacks of the event loop do not inherit context variables, so these are not used.
+        """
         return {"run": run, "process": process, **line}
 
     return [

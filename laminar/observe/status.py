@@ -127,7 +127,8 @@ class StatusWriter:
         """Return the activity of each replica and the last report of its engine.
 
         The admission rule is evaluated once per kind of replica, since there may be ten
-        thousand."""
+        thousand.
+        """
         doing: dict[Kind | None, str] = {}
         shown = {}
         for name, replica in state.replicas.items():
@@ -153,7 +154,8 @@ def _describe_activity(state: State, replica: Replica, doing: str) -> str:
     """Return the activity of one replica, given that of its kind.
 
     A replica may stream; with an environment, whose sessions hold no slot while they wait for
-    tools, the limit that binds is named."""
+    tools, the limit that binds is named.
+    """
     if is_streaming(state, replica.name):
         return "streaming"
     if doing != "admitting" or not state.settings.environment:

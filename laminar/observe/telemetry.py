@@ -108,7 +108,8 @@ class Telemetry:
         """Add an outlet; `write` is called in the thread with all waiting items, in order.
 
         Exceptions of `write` are counted. With `kept` = 1 only the newest item is written, and
-        replaced ones do not count as lost."""
+        replaced ones do not count as lost.
+        """
         outlet = Outlet(name, write, self._due, kept)
         outlet.say = self._report_loss
         return outlet

@@ -55,7 +55,8 @@ class WandbRun:
         """Upload the remaining figures, within FINISH_S.
 
         Then the library's process is killed: without a network it would keep this one from
-        ending."""
+        ending.
+        """
         if "wandb" not in sys.modules:
             return
         import wandb
@@ -116,7 +117,8 @@ def check_wandb() -> None:
 def _has_login() -> bool:
     """Return whether `wandb login` was called, which leaves a login named "user" in .netrc.
 
-    The library's own check starts its process, which never ends without a network."""
+    The library's own check starts its process, which never ends without a network.
+    """
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
         return any(login == "user" for login, _, _ in netrc.netrc(file).hosts.values())

@@ -31,13 +31,13 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
 
 MOVE_WAIT_S = 5.0
-"""How long to wait for a process that moves the directory, which is one rename."""
+"""Timeout for a process that moves the directory, which is one rename."""
 ASK_WAIT_S = 0.5
-"""How long to wait for a process that tests whether another one lives, which is one read."""
+"""Timeout for a process that tests whether another one lives, which is one read."""
 SOLE = ("coordinator", "serve")
 """Names that only one process of a run may have; its card is named after it."""
 SOLE_WAIT_S = 2.0
-"""How long to wait for a killed process of that name to disappear."""
+"""Timeout for a killed process of that name to disappear."""
 _POLL_S = 0.02
 
 
@@ -105,7 +105,7 @@ class RunLock:
 
     @classmethod
     def inherit(cls, run_dir: Path, name: str, fd: int | None) -> RunLock:
-        """Take over the lock by a descriptor that the starter handed down; None: `join`."""
+        """Take over the lock by an inherited descriptor; without one, `join`."""
         if fd is None:
             return cls.join(run_dir, name)
         os.set_inheritable(fd, False)
@@ -138,7 +138,8 @@ class RunLock:
     def _write_card(self, name: str) -> None:
         """Write the card that describes this process; without one if it cannot be written.
 
-        ConfigError if another process has a name that only one may have."""
+        ConfigError if another process has a name that only one may have.
+        """
         holder = Holder(
             name=name, host=socket.gethostname(), pid=os.getpid(), pids=_pid_namespace()
         )

@@ -17,7 +17,8 @@ _libc = ctypes.CDLL(None)  # loaded before any fork: a child does as little as i
 def die_with_parent(parent: int | None = None) -> None:
     """Have this process killed (SIGKILL) when the thread that forked or adopted it ends.
 
-    `parent`: the expected parent pid, if known, to detect a parent that has ended already."""
+    `parent`: the expected parent pid, if known, to detect a parent that has ended already.
+    """
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid() if parent is None else parent

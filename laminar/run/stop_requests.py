@@ -25,7 +25,8 @@ from laminar.config import Config
 PAUSE, DRAIN, NOW = "pause", "drain", "now"
 """Requests: complete and save the step in training; complete it and export; end at once.
 
-A reason may follow."""
+A reason may follow.
+"""
 END = signal.SIGUSR2
 """The signal for a graceful end of the run, also under a batch system."""
 STARTER_GONE = ""
@@ -60,7 +61,8 @@ def pause_signals() -> list[signal.Signals]:
 def get_pause_timeout_ms(config: Config, asked_by: str) -> int:
     """Return how long a pause may wait for responses that could not be resumed later.
 
-    Half of the time between a batch system's warning and the kill; 0 after SIGTERM."""
+    Half of the time between a batch system's warning and the kill; 0 after SIGTERM.
+    """
     return 0 if asked_by == signal.SIGTERM.name else config.slurm.notice_s * 500
 
 

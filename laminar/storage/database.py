@@ -33,7 +33,8 @@ class Database(Transactions):
         """Open the database and lock it for this process.
 
         `incarnation`: of this process; a later process has a higher one, the same process the
-        same."""
+        same.
+        """
         self._folder = payload_files.folder_of(path)
         self._fail_points = FailPoints(path.parent)
         with ExitStack() as opened:

@@ -145,7 +145,8 @@ class ContextItem(Item, frozen=True, kw_only=True):
 class Continue(Message, frozen=True, kw_only=True):
     """Add environments' answers to finished turns, which reopens the trajectories.
 
-    The first answer to a turn is kept."""
+    The first answer to a turn is kept.
+    """
 
     items: Annotated[tuple[ContextItem, ...], Many]
 
@@ -208,7 +209,8 @@ class RemovePayloads(Message, frozen=True, kw_only=True):
     """Remove the oldest payloads (tokens and log-probs) beyond `keep_bytes`, some per request.
 
     Only of ended trajectories that were trained in an earlier batch than `before_step`, or sampled
-    by weights of fewer steps. Rows are kept."""
+    by weights of fewer steps. Rows are kept.
+    """
 
     before_step: Count  #: completed steps that no trainer will have to repeat
     keep_bytes: Count
@@ -240,7 +242,8 @@ class OpenResult(Item, frozen=True, kw_only=True):
     """A trajectory's stored state.
 
     `tokens` and `contexts` are set only for "open"; the other fields unless "fenced" or
-    "refused"."""
+    "refused".
+    """
 
     trajectory_id: str
     answer: OpenAnswer

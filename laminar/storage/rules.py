@@ -47,7 +47,8 @@ class Identity(NamedTuple):
 class Stamp(NamedTuple):
     """The initial weights and temperature of an attempt, fixed once it has tokens.
 
-    Newer weights may continue these tokens only in flight."""
+    Newer weights may continue these tokens only in flight.
+    """
 
     weight_version: int | None
     version_step: int | None
@@ -120,7 +121,8 @@ class Row(NamedTuple):
     def source(self) -> Source:
         """The replica that opened it last, with the version of its first token.
 
-        Raises ValueError for a row that was never opened."""
+        Raises ValueError for a row that was never opened.
+        """
         if self.replica is None or self.weight_version is None or self.version_step is None:
             raise ValueError(f"{self.id} was never opened")
         return Source(self.replica, self.weight_version, self.version_step)
@@ -330,7 +332,8 @@ def judge_intend(
     """Decide whether these calls of a turn may be made.
 
     They may not if there are `known` calls, except for a repeat: the same calls of the same
-    process."""
+    process.
+    """
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return barred or _refuse_unknown()
@@ -348,7 +351,8 @@ def judge_context(
     """Decide whether the environment's token ids may be added.
 
     They are the prompt (turn 0, before the first turn) or follow a turn that has ended. The first
-    ones are kept (`stored`), because the model may have read them."""
+    ones are kept (`stored`), because the model may have read them.
+    """
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
         return barred or _refuse_unknown()
@@ -443,7 +447,8 @@ def apply_end(row: Row | None, asked: Row) -> Row:
 def digest_payload(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = ()) -> str:
     """Return the xxh3_128 (hex) of all tokens, then all log-probs, then the contexts.
 
-    Each context is framed by its length; the digest does not depend on how the tokens were cut."""
+    Each context is framed by its length; the digest does not depend on how the tokens were cut.
+    """
     state = xxhash.xxh3_128(tokens)
     state.update(logprobs)
     for context in contexts:

@@ -345,7 +345,8 @@ class Tables:
     def remove_payload(self, trajectory_id: str) -> None:
         """Delete tokens and log-probs, but keep the row and the sources.
 
-        Files are unlinked after the commit (database.py)."""
+        Files are unlinked after the commit (database.py).
+        """
         files = "SELECT file FROM chunks WHERE trajectory_id = ? AND file IS NOT NULL"
         self.unnamed |= {name for (name,) in self._db.execute(files, (trajectory_id,))}
         sql = (

@@ -95,7 +95,8 @@ class Transactions:
     def handle_batch(self, requests: Sequence[m.Request]) -> list[m.Reply | NotTokenised]:
         """Answer requests in order; all changes are durable on return.
 
-        A request that needs missing token ids is left undone and answered with NotTokenised."""
+        A request that needs missing token ids is left undone and answered with NotTokenised.
+        """
         with self._begin_transaction():
             replies = [self._handle_request(request) for request in requests]
             self._before_commit()

@@ -30,7 +30,8 @@ def adopt_orphans() -> None:
 def reap_orphan(known: Container[int], seen: int) -> int:
     """Reap a dead unknown child once it was seen twice; return the one seen now, or 0.
 
-    Twice, because a child may end at the moment in which it becomes known."""
+    Twice, because a child may end at the moment in which it becomes known.
+    """
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -97,7 +97,8 @@ class SystemProcess:
     def _find_coordinator(self) -> str | None:
         """Return the coordinator's address, if known.
 
-        ConfigError if other machines reach it but not the servers of this machine."""
+        ConfigError if other machines reach it but not the servers of this machine.
+        """
         address = read_address(self.run_dir / COORDINATOR_FILE)
         if address is not None:
             check_reachable(self.address, address)
@@ -208,7 +209,8 @@ class SystemProcess:
 def job_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the batch system's job and its restarts.
 
-    Of two nodes with one name, that of the job's last start counts."""
+    Of two nodes with one name, that of the job's last start counts.
+    """
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     return {"job": environment.get("SLURM_JOB_ID", ""), "job_restarts": restarts}
 

@@ -93,7 +93,8 @@ class MachineProcesses:
     ) -> None:
         """Create the pipes and warm processes.
 
-        `roles`: with the number of actors. `seeds`: prestarted warm processes, by kind."""
+        `roles`: with the number of actors. `seeds`: prestarted warm processes, by kind.
+        """
         self._host, self._lock, self._gpus = host, lock, visible_gpus()
         here = "trainer" in dict(roles) or ip_address(host.address).is_loopback
         self._ranks = host.config.trainer.ranks if here else 0  #: with GPUs of this machine

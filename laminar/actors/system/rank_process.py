@@ -1,6 +1,6 @@
 """A rank of the trainer, other than the first: python -m laminar.actors.system.rank_process.
 
-Reads   RUN/config.toml; orders of rank 0, by descriptors that it has handed down
+Reads   RUN/config.toml; orders of rank 0, by inherited descriptors
 Writes  files as ordered; logs/latest/LOG.rank-N.jsonl of the run, if it has a log
 Gives   build_rank_command, the command that starts one; main
 
@@ -33,7 +33,8 @@ OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def build_rank_command(run_dir: Path, log: str = "") -> list[str]:
     """Return the command that starts a rank, for RankProcesses.
 
-    `log`: the name of its log, without its number; empty: none."""
+    `log`: the name of its log, without its number; empty: none.
+    """
     module = [sys.executable, "-P", "-m", "laminar.actors.system.rank_process"]
     return [*module, str(run_dir), log]
 

@@ -46,7 +46,8 @@ OWN_ENVIRONMENT = {
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
 """Keeps copies of single tensors out of the cache, which nearly halves their speed.
 
-The default threshold of glibc grows with the cache size that a virtual machine reports."""
+The default threshold of glibc grows with the cache size that a virtual machine reports.
+"""
 _CHILD_FD = 3
 
 
@@ -61,7 +62,8 @@ class PrestartedProcess:
     def spawn(cls, needs: Needs) -> PrestartedProcess:
         """Start a warm process with this environment and the needs; the user's values win.
 
-        Signals that are ignored here (nohup) are ignored there."""
+        Signals that are ignored here (nohup) are ignored there.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = [sys.executable, "-m", "laminar.actors.system.warm_process", str(_CHILD_FD), ""]
         all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
