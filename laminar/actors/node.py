@@ -6,10 +6,10 @@ Emits   ProcessExited, once per actor that ended
 A replica or relay that ends by a signal or a fault, without the coordinator's order, is restarted
 within the limits of restart_limit.py. So is a trainer that writes checkpoints, and a store that was
 killed, since all data that it acknowledged is on disk; a store that reported why it cannot continue
-is not. A child with the exit code of a user's mistake is never restarted, since it
-would meet the same mistake. Restarts do not count after a refusal: the coordinator gave the process
-up for its silence, or accepts no processes, for example while the run ends. Nor do they count if
-the whole machine was silent, since nothing is wrong with the process.
+is not. A child with the exit code of a user's mistake is never restarted, since it would meet the
+same mistake. Restarts do not count after a refusal: the coordinator gave the process up for its
+silence, or accepts no processes, for example while the run ends. Nor do they count if the whole
+machine was silent, since nothing is wrong with the process.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ repeated answer.
 from __future__ import annotations
 
 COMMANDS_REMEMBERED = 65_536
-"""Far more than one actor has outstanding (512 trajectories and their rewards)."""
+"""Remembered ids, far more than one actor has outstanding (512 trajectories and rewards)."""
 
 
 class CommandFilter:

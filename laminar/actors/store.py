@@ -79,9 +79,7 @@ class Store:
         self.database: StoreBackend | None = None
         self._open_database, self._prompts = open_database, prompts
         self._disk = DiskFullRetry(host, "the store")
-        self._endings: list[
-            tuple[cmd.Envelope, cmd.EndTrajectories]
-        ] = []  #: orders that are not on disk yet
+        self._endings: list[tuple[cmd.Envelope, cmd.EndTrajectories]] = []  #: not on disk yet
         self._ending = False  #: whether a task writes them
         self._ready = False  #: whether the data is loaded
         self._wanted: dict[PromptKey, bytes] = {}  #: payloads that have to be tokenised

@@ -35,9 +35,7 @@ class Hello(Frame, frozen=True):
     role: Name
     boot_id: Name
     incarnation: Count  #: 0 until a server assigned one
-    first_seq: Annotated[
-        int, msgspec.Meta(ge=1, le=2**63 - 1)
-    ]  #: all lower numbers are acknowledged
+    first_seq: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]  #: first unacknowledged number
     info: dict[Name, Text]
 
 

@@ -76,7 +76,7 @@ class GrowingFile:
 
     @property
     def size(self) -> int:
-        """Bytes that it has now; OSError when it cannot be had."""
+        """Present size in bytes; OSError if it cannot be read."""
         self._open()
         return self._size
 

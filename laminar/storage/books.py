@@ -124,7 +124,7 @@ def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
 def _read_problems(
     tables: Tables, row: Row, chunks: list[Chunk], contexts: dict[int, bytes]
 ) -> list[str]:
-    """Check that engines were given the prompt and all earlier tokens, exactly, to begin from."""
+    """Check that each engine began with exactly the prompt and all earlier tokens."""
     problems, read = [], xxhash.xxh3_128(contexts.get(0) or _prompt_ids(tables, row))
     for chunk in chunks:
         if chunk.segment and not chunk.offset:

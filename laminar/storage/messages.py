@@ -137,9 +137,8 @@ class ContextItem(Item, frozen=True, kw_only=True):
     placement: Count
     turn: Count  #: turn that reads it; 0: as the prompt, in place of the row's
     tokens: bytes
-    effects: Annotated[
-        tuple[EffectItem, ...], Many
-    ] = ()  #: calls of the turn before, each with its outcome
+    #: calls of the turn before, each with its outcome
+    effects: Annotated[tuple[EffectItem, ...], Many] = ()
 
 
 class Continue(Message, frozen=True, kw_only=True):
@@ -168,9 +167,8 @@ class RewardItem(Item, frozen=True, kw_only=True):
     extras: Extras = {}
     #: the environment's reason for the end, in place of the engine's; empty: the engine's
     finish_reason: Annotated[str, Meta(max_length=64)] = ""
-    effects: Annotated[
-        tuple[EffectItem, ...], Many
-    ] = ()  #: calls of the last turn, each with its outcome
+    #: calls of the last turn, each with its outcome
+    effects: Annotated[tuple[EffectItem, ...], Many] = ()
 
 
 class PutRewards(Message, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ OWN_ENVIRONMENT = {
 }
 """Variables of the warm process only; its children get their own values."""
 COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
-"""Keeps copies of single tensors out of the cache, which nearly halves their speed.
+"""Makes copies of single tensors bypass the cache, which would nearly halve their speed.
 
 The default threshold of glibc grows with the cache size that a virtual machine reports.
 """
@@ -183,7 +183,7 @@ class WarmProcess:
             return "closed its socket"
 
     async def _watch_process(self, process: ForkedProcess) -> None:
-        """Restart a warm process that had worked before it is needed."""
+        """Restart a warm process that had worked, before it is needed again."""
         code = await process.wait()
         self._log.warning("warm-process-ended", kind=self.kind, pid=process.pid, code=code)
         if self._ready.done() and not self._ready.cancelled() and not self._ready.exception():
