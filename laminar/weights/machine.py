@@ -1,4 +1,4 @@
-"""What a relay needs of its machine: shared memory, what dead relays left in it, a bulk plane.
+"""A relay's access to its machine: shared memory, leftovers of dead relays, the bulk plane.
 
 Reads   the size of the machine's memory, /dev/shm
 Writes  the arena file
@@ -44,7 +44,7 @@ class ArenaMemory:
         return self._made.get_region(slot)
 
     async def populate_slots(self) -> None:
-        """Fill the slots in a thread of its own, which is not waited for when the process ends."""
+        """Allocate the slots' pages in a daemon thread, which does not delay process exit."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -76,7 +76,7 @@ class ArenaMemory:
         )
 
     def close(self) -> None:
-        """Remove the file; those who have it mapped keep it."""
+        """Remove the file; processes that have it mapped keep the memory."""
         self._closed = True
         if self._arena is not None:
             self._arena.close()
@@ -91,7 +91,7 @@ class ArenaMemory:
 
 
 class RelayMachine:
-    """One relay process on a real machine (actors/relay.py: Machine)."""
+    """The real machine of a relay process (actors/relay.py: Machine)."""
 
     def __init__(self, run: str, run_id: str, node: str, boot_id: str) -> None:
         self.memory_bytes = memory_limit()
@@ -121,7 +121,7 @@ class RelayMachine:
 
 
 def _settle_future(ended: asyncio.Future[None], error: ArenaError | None) -> None:
-    """The task that waits may have been cancelled meanwhile."""
+    """Complete the future unless its task has been cancelled meanwhile."""
     if ended.done():
         return
     if error is None:

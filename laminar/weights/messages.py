@@ -1,9 +1,9 @@
-"""What a relay answers on its own machine: requests, replies, and their one codec.
+"""Messages between a relay and the processes of its machine: requests, replies and their codec.
 
 Reads   bytes of an RPC body
 Gives   frozen structs; RelayWireError for any other bytes
 
-Weights never travel in these messages: they say which slot of the shared arena to write or read.
+Weights never travel in these messages, which only name the slot of the arena to write or read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MESSAGE_BYTES_MAX = 15 << 20
 
 
 class RelayWireError(ValueError):
-    """These bytes are no message of a relay."""
+    """Bytes that are not a relay message."""
 
 
 class RelayMessage(
@@ -33,19 +33,19 @@ class RelayMessage(
 
 
 class OpenArena(RelayMessage, frozen=True, kw_only=True):
-    """A trainer says how large a version is; the relay makes its slots once, in the background."""
+    """A trainer's request to create slots for versions of this size, once, in the background."""
 
     version_bytes: int
 
 
 class GrantSlot(RelayMessage, frozen=True, kw_only=True):
-    """A trainer wants a slot to write; the same one is granted again until it is committed."""
+    """A trainer's request for a slot to write; repeats return the same slot until it commits."""
 
     arena: str
 
 
 class CommitSlot(RelayMessage, frozen=True, kw_only=True):
-    """The slot is written. Checksums, digest and the announcement are the relay's work."""
+    """A trainer's report of a written slot; the relay then hashes and announces the version."""
 
     arena: str
     slot: int
@@ -56,16 +56,16 @@ class CommitSlot(RelayMessage, frozen=True, kw_only=True):
 
 
 class LeaseVersion(RelayMessage, frozen=True, kw_only=True):
-    """A replica wants to load: this very version, or the newest that is at least it."""
+    """A replica's request to read exactly `version`, or the newest version that is at least it."""
 
     version: int
     exact: bool
-    #: a relay that has it, if this one has not; then it is fetched, and waited for
+    #: relay to fetch the version from if this one does not hold it
     holder: str = ""
-    address: str = ""  #: of the holder's bulk plane, numeric host:port
-    order: int = -1  #: id of the order to load, for which it is fetched once
-    stream: bool = False  #: what is here of it will do, while the rest arrives
-    copy: int = -1  #: number of the copy that the reader knows: its layout is not sent again
+    address: str = ""  #: numeric host:port of the holder's bulk plane
+    order: int = -1  #: id of the load order, which fetches the version at most once
+    stream: bool = False  #: the bytes present so far suffice while the rest arrives
+    copy: int = -1  #: number of the copy whose layout the reader already has
 
 
 class ReleaseLease(RelayMessage, frozen=True, kw_only=True):
@@ -80,22 +80,22 @@ Request = OpenArena | GrantSlot | CommitSlot | LeaseVersion | ReleaseLease
 
 
 class ArenaOpened(RelayMessage, frozen=True, kw_only=True):
-    arena: str  #: its path, new for every relay process
+    arena: str  #: path of the arena, new for every relay process
 
 
 class ArenaReplaced(RelayMessage, frozen=True, kw_only=True):
-    """The request names an arena that is not this relay's: a former relay made it.
+    """A reply to a request that names the arena of a former relay process.
 
-    What was granted or leased there is void, and nothing is written into it any more.
+    Grants and leases in that arena are void, and nothing writes to it any more.
     """
 
 
 class SlotGranted(RelayMessage, frozen=True, kw_only=True):
-    slot: int  #: -1: none is free now
+    slot: int  #: index, or -1 if none is free now
 
 
 class SlotCommitted(RelayMessage, frozen=True, kw_only=True):
-    """The relay has taken the slot over."""
+    """A confirmation that the relay now owns the slot."""
 
 
 class VersionLeased(RelayMessage, frozen=True, kw_only=True):
@@ -103,25 +103,25 @@ class VersionLeased(RelayMessage, frozen=True, kw_only=True):
     slot: int
     arena: str
     manifest: bytes  #: for `manifest.decode`
-    copy: int = -1  #: its number
+    copy: int = -1  #: number of the copy
 
 
 class VersionArriving(RelayMessage, frozen=True, kw_only=True):
-    """The first bytes of a version that is on its way, in reply to a stream: ask again.
+    """The leading bytes of a version in transfer, in reply to a `stream` request; ask again.
 
-    It is no lease. What was read between two replies that name the same copy was read while its
-    slot was its own.
+    This is not a lease: bytes are valid if read between two replies that name the same copy,
+    because the slot held that copy throughout.
     """
 
     slot: int
     arena: str
     copy: int
-    num_bytes: int  #: proved, from its beginning
-    draft: Draft | None  #: its layout; None: the reader knows this copy
+    num_bytes: int  #: leading bytes that are verified
+    draft: Draft | None  #: layout, or None if the reader knows this copy
 
 
 class VersionPending(RelayMessage, frozen=True, kw_only=True):
-    """The version, or its first bytes, are awaited: ask again."""
+    """A reply while the version, or its first bytes, have not arrived; ask again."""
 
 
 class VersionUnavailable(RelayMessage, frozen=True, kw_only=True):
@@ -129,7 +129,7 @@ class VersionUnavailable(RelayMessage, frozen=True, kw_only=True):
 
 
 class LeaseReleased(RelayMessage, frozen=True, kw_only=True):
-    valid: bool  #: false: the lease was revoked, what was read since is not to be used
+    valid: bool  #: false if the lease was revoked; discard what was read since
 
 
 Reply = (

@@ -1,4 +1,4 @@
-"""The shared memory of one machine's weight plane: one file of equal slots that all map.
+"""The shared memory of a machine's weight plane: a file of equal slots that all processes map.
 
 Reads   a path below /dev/shm (or another directory), the number of slots and their size
 Writes  that file: one page of header, then the slots
@@ -6,16 +6,16 @@ Gives   Arena, arena_path, sweep_arenas
 Raises  ArenaError with one sentence for a user
 
 The first touch of a page costs about nine times the copy of its bytes, so nothing waits for the
-memory of all slots: a file is made without pages, `fill_all` gives them to slot after slot in the
-background, and who is about to write asks for those that it needs (`prepare`, Region.prepare),
-which is also where it learns that there are no more. A page that is missing when it is written
-would be a SIGBUS.
+memory of all slots. The file is created without pages, and `populate_all` allocates them slot by
+slot in the background. A writer first allocates the pages that it needs (`populate_slot`,
+`Region.populate_pages`) and gets an error there if memory has run out; writing to a missing page
+would raise SIGBUS.
 
 multiprocessing.SharedMemory is not used: its tracker unlinks the memory when any process that
 attached to it ends.
 
 The creator holds an exclusive lock on the file for as long as it lives. A file that is not
-locked was left by a killed process, and a process that finds it may remove it.
+locked was left by a killed process, and any process that finds it may remove it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAME = re.compile(r"laminar-.+-[0-9a-f]{16}-[0-9a-f]{16}")
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _POPULATE_BYTES = 16 << 20
-"""Filled in one call, some milliseconds: then it is looked whether the arena is closed."""
+"""Bytes populated per call, some milliseconds; between calls, closing of the arena is checked."""
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,11 +55,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def arena_path(
     run: str, run_id: str, node: str, boot_id: str, directory: Path = SHARED_MEMORY
 ) -> Path:
-    """One file name per run, node and relay process.
+    """Return the arena's file path, unique per run, node and relay process.
 
-    A relay that starts again makes another file: readers of the former one keep what they have
-    mapped, and nothing is written there any more. The run's identity is in the name, with the node,
-    as a hash, since two users may both have a "run".
+    A restarted relay makes another file: readers of the former one keep their mapping, and nothing
+    is written there any more. The name contains a hash of the run's identity and the node, since
+    two users may both have a "run".
     """
     where = hash64(run_id, node)
     return directory / f"laminar-{run}-{where:016x}-{hash64(boot_id):016x}"
@@ -67,17 +67,17 @@ def arena_path(
 
 @dataclass(frozen=True)
 class RemovedArena:
-    """An arena whose creator is dead, removed."""
+    """A removed arena, whose creator had died."""
 
     path: Path
-    num_bytes: int  #: of memory that it took
+    num_bytes: int  #: memory that the arena occupied
 
 
 def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[RemovedArena]:
-    """Remove what killed relays of this user have left behind, of whichever run; what that was.
+    """Remove the arenas that killed relays of this user left behind in any run; return them.
 
-    Files that are locked (their creator lives), of other users, of another format or not ours by
-    their name are left alone. Processes that have a removed file mapped keep it.
+    Skipped are files that are locked (their creator lives), belong to other users, or have another
+    format or name. Processes that have a removed file mapped keep it.
     """
     if not directory.is_dir():
         return []
@@ -89,7 +89,7 @@ def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[RemovedArena]:
 def _sweep_arena(path: Path) -> RemovedArena | None:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # it went away, or is another user's
+    except OSError:  # removed meanwhile, or another user's
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,24 +106,25 @@ def _sweep_arena(path: Path) -> RemovedArena | None:
 
 
 class Arena:
-    """A mapped arena. Creator and attached processes see the same bytes; all may write."""
+    """A mapped arena; its creator and all attached processes may read and write its bytes."""
 
     def __init__(
         self, path: Path, memory: mmap.mmap, slots: int, slot_bytes: int, fd: int = NO_FILE
     ) -> None:
         """Use `create` or `attach`."""
         self.path = path
-        self._fd = fd  #: of the creator alone, who sends from it
+        self._fd = fd  #: open only in the creator, which sends from the file
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(memory, dtype=np.uint8)
-        self._filled = [0] * slots  #: leading bytes of each that have their memory
+        self._filled = [0] * slots  #: number of leading bytes per slot that have pages
 
     @classmethod
     def create(cls, path: Path, slots: int, slot_bytes: int) -> Arena:
-        """Make the file (mode 0600) and map it; its memory comes later, see `prepare`.
+        """Create and map the file (mode 0600), without its pages (see `populate_slot`).
 
-        ArenaError if the file exists or there is too little space now; then nothing is left behind.
+        Raises ArenaError, and leaves nothing behind, if the file exists or there is too little
+        space.
         """
         if slots < 1 or slot_bytes < 1:
             raise ArenaError(f"arena {path}: {slots} slots of {slot_bytes} bytes hold nothing")
@@ -143,7 +144,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> Arena:
-        """Map an arena that another process made; ArenaError if the file is not one."""
+        """Map an arena that another process created; raise ArenaError for any other file."""
         fd = _open(path, os.O_RDWR)
         try:
             slots, slot_bytes = _read_header(fd, path)
@@ -155,10 +156,10 @@ class Arena:
     # --- memory -------------------------------------------------------------------------------
 
     def populate_slot(self, index: int) -> None:
-        """Have memory behind a whole slot, before it is written by this process.
+        """Allocate all pages of a slot before this process writes it.
 
-        Takes a second for some gigabytes the first time, and nothing later; other threads go on.
-        ArenaError if there is not enough, or when the arena is closed meanwhile.
+        Takes a second for some gigabytes the first time, then nothing; other threads keep running.
+        Raises ArenaError if memory runs out or the arena is closed meanwhile.
         """
         start = self.get_slot_offset(index)
         while (done := self._filled[index]) < self.slot_bytes:
@@ -167,12 +168,12 @@ class Arena:
             self._filled[index] = done + size
 
     def populate_all(self) -> None:
-        """The same for slot after slot, in the order in which they are granted first."""
+        """Populate all slots, in the order in which they are first granted."""
         for index in range(self.slots):
             self.populate_slot(index)
 
     def _populate_missing(self, offset: int, nbytes: int) -> None:
-        """Have memory behind some bytes of the file, which are in one slot."""
+        """Allocate the missing pages of a range of the file that lies within one slot."""
         index, start = divmod(offset - _PAGE, _page_aligned(self.slot_bytes))
         if start + nbytes > self._filled[index]:
             self._populate_range(offset, nbytes)
@@ -183,11 +184,11 @@ class Arena:
             raise ArenaError(f"arena {self.path} is closed")
         error = _populate_pages(data.ctypes.data + start, offset + nbytes - start)
         if error not in (0, errno.EINVAL):
-            full = error == errno.EFAULT  # what would be a SIGBUS
+            full = error == errno.EFAULT  # a write would raise SIGBUS
             raise self._make_shortage_error("it is full" if full else os.strerror(error))
 
     def _reserve_where_needed(self) -> None:
-        """A kernel before Linux 5.14 fills no pages when asked: there all are reserved at once."""
+        """Reserve all pages at once on kernels before 5.14, which lack MADV_POPULATE_WRITE."""
         assert self._bytes is not None
         if _populate_pages(self._bytes.ctypes.data, _PAGE) != errno.EINVAL:
             return
@@ -206,28 +207,28 @@ class Arena:
     # --- slots --------------------------------------------------------------------------------
 
     def get_slot(self, index: int) -> npt.NDArray[np.uint8]:
-        """Writable view, uint8 [slot_bytes]; its start is aligned to a page."""
+        """Return a writable view of a slot, uint8 [slot_bytes], aligned to a page."""
         if self._bytes is None:
             raise ArenaError(f"arena {self.path} is closed")
         start = self.get_slot_offset(index)
         return self._bytes[start : start + self.slot_bytes]
 
     def get_region(self, index: int) -> Region:
-        """The same bytes, and where they are in the file (only of an arena that was created)."""
+        """Return a slot's bytes with their place in the file (only in the arena's creator)."""
         return Region(
             self.get_slot(index).data, self._fd, self.get_slot_offset(index), self._populate_missing
         )
 
     def get_slot_offset(self, index: int) -> int:
-        """Where a slot begins in the file, in bytes."""
+        """Return the byte offset of a slot in the file."""
         if not 0 <= index < self.slots:
             raise ArenaError(f"arena {self.path} has {self.slots} slots, there is no slot {index}")
         return _PAGE + index * _page_aligned(self.slot_bytes)
 
     def close(self) -> None:
-        """Let go of the memory and the file; nothing may be sent from it any more.
+        """Release the memory and the file; nothing may be sent from it any more.
 
-        The memory is unmapped when the last view of it is gone, never before.
+        The memory is unmapped once its last view is gone.
         """
         self._bytes = None
         if self._fd != NO_FILE:
@@ -236,7 +237,7 @@ class Arena:
 
     @staticmethod
     def unlink(path: Path) -> bool:
-        """Remove the file; False if there was none. Processes that have it mapped keep it."""
+        """Remove the file and return whether it existed; processes that map it keep it."""
         try:
             path.unlink()
         except FileNotFoundError:
@@ -256,7 +257,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _create_locked(path: Path) -> int:
-    """A new file with our lock on it; a sweep that came between the two took the name away."""
+    """Create a file and lock it; start over if a sweep removed it between the two steps."""
     while True:
         fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -276,21 +277,22 @@ def _check_space(fd: int, path: Path, total: int) -> None:
 
 
 def _populate_pages(address: int, nbytes: int) -> int:
-    """Fill the pages of a mapping; 0 or the error. Not by mmap.madvise, which keeps Python's other
-    threads from running, and they have bytes to move."""
+    """Allocate the pages of a mapping; return 0 or the errno.
+
+    mmap.madvise would hold the GIL and so stop the threads that transfer bytes."""
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return 0
     return ctypes.get_errno()
 
 
 def _is_arena(fd: int) -> bool:
-    """Whether the file has this format, if only begun."""
+    """Return whether the file has an arena's header, even if it is unfinished."""
     data = os.pread(fd, _HEADER.size, 0)
     return len(data) == _HEADER.size and _HEADER.unpack(data)[:2] == (_MAGIC, _FORMAT)
 
 
 def _read_header(fd: int, path: Path) -> tuple[int, int]:
-    """(slots, slot_bytes), checked against the size of the file."""
+    """Return (slots, slot_bytes), checked against the size of the file."""
     data = os.pread(fd, _HEADER.size, 0)
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise ArenaError(f"{path} is not an arena, or its creator has not finished it")

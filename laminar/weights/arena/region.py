@@ -1,9 +1,9 @@
-"""Bytes in memory, and in which file they are.
+"""A span of memory with its place in the file that it is mapped from.
 
-Gives   Region; ArenaError when there is no memory behind it
+Gives   Region; ArenaError if its memory cannot be allocated
 
 A slot is mapped from a file, so that its bytes can be written and hashed as memory and sent from
-the file's pages, without a copy in between.
+the file's pages without a copy.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ NO_FILE = -1
 
 
 class ArenaError(RuntimeError):
-    """The arena cannot be made or mapped; one sentence with the path, the reason and the fix."""
+    """An arena that cannot be created or mapped; the message has the path, reason and fix."""
 
 
 class Region(NamedTuple):
-    """Some bytes."""
+    """A span of memory, and its place in a file if it is mapped from one."""
 
     view: memoryview
     fd: int = NO_FILE  #: descriptor of the file that `view` is mapped from
-    offset: int = 0  #: in it, of the first byte
-    back: Callable[[int, int], None] | None = None  #: gives bytes of the file their memory
+    offset: int = 0  #: file offset of the first byte
+    back: Callable[[int, int], None] | None = None  #: function that allocates pages of the file
 
     @property
     def nbytes(self) -> int:
         return self.view.nbytes
 
     def slice_bytes(self, start: int, end: int) -> Region:
-        """Bytes `start` to `end` of it, as far as it reaches."""
+        """Return bytes `start` to `end`, clipped to the region."""
         return Region(self.view[start:end], self.fd, self.offset + start, self.back)
 
     def populate_pages(self) -> None:
-        """Have memory behind all of it; to be called before it is written. Raises ArenaError."""
+        """Allocate all pages of the region, before it is written; raise ArenaError."""
         if self.back is not None:
             self.back(self.offset, self.nbytes)

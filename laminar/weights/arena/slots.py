@@ -1,14 +1,14 @@
-"""Who may touch which slot of the arena: the relay's table of writers, versions and read leases.
+"""The relay's slot table: the writer, version and read leases of each slot of the arena.
 
 Reads   requests of writers (grant, commit, abandon), readers (lease, release, revoke) and pins
-Gives   Grant, Lease, VersionGone; slots_within; SlotError for wrong use
+Gives   SlotTable, SlotGrant, ReadLease, VersionNotHeld; slots_within; SlotError for wrong use
 
-Pure and owned by one process, so that there is one place where a slot changes hands. With three
-slots a publish seldom waits: one holds the latest version, one the pinned or the previous, one is
-free. Who sends versions to other machines is asked before one is evicted, since it may be in the
-middle of it. The table trusts its caller in one thing: that an abandoned writer and a revoked
-reader are known to have stopped. A late request of either is refused, because a slot is named
-together with its writer and a lease id is never used twice.
+The table is pure and owned by one process, so slots change owner in a single place. With three
+slots a publish seldom waits: the first holds the latest version, the second the pinned or previous
+one, and the third is free. Before a version is evicted, the code that sends versions to other
+machines must agree, since it may be sending that one. The table trusts its caller that an abandoned
+writer and a revoked reader have stopped. It refuses late requests of either, because a slot is
+named together with its writer and a lease id is never reused.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ MIN_SLOTS = 3
 
 
 class SlotError(RuntimeError):
-    """The caller broke a rule of the table; the message ends with the table's state."""
+    """A violation of the table's rules; the message ends with the table's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSlot:
-    """Held by none."""
+    """An unused slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritingSlot:
-    """Granted to a writer that has not said that it is done."""
+    """A slot granted to a writer that has not committed yet."""
 
     writer: str
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSlot:
-    """Holds a complete version."""
+    """A slot with a complete version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class SlotGrant:
-    """`slot` is the writer's until it commits or is abandoned."""
+    """A writer's hold of `slot`, until it commits or is abandoned."""
 
     slot: int
-    evicted: int | None  #: the version that the slot held until now
+    evicted: int | None  #: version that the slot held until now
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """`slot` holds `version` at least until the lease is released or revoked."""
+    """A guarantee that `slot` holds `version` until the lease is released or revoked."""
 
     lease_id: int
     reader: str
@@ -62,16 +62,16 @@ class ReadLease:
 
 @dataclass(frozen=True, slots=True)
 class VersionNotHeld:
-    """The version asked for is not held: evicted, or not here yet."""
+    """A refusal: the requested version was evicted or has not arrived."""
 
     wanted: int
     held: tuple[int, ...]  #: ascending
 
 
 def slots_within(version_bytes: int, slots: int, max_bytes: int) -> int:
-    """How many slots of `version_bytes` there is room for, at most `slots`.
+    """Return how many slots of `version_bytes` fit into `max_bytes`, at most `slots`.
 
-    SlotError if `max_bytes` is too little for a publish beside the versions that must be kept.
+    Raises SlotError if fewer than MIN_SLOTS fit: a publish needs room next to the kept versions.
     """
     fitting = min(slots, max_bytes // version_bytes)
     if fitting < MIN_SLOTS:
@@ -89,8 +89,8 @@ def _allow_always(version: int) -> bool:
 class SlotTable:
     """States of `num_slots` slots, the leases on them, and at most one pinned version.
 
-    `forget(version)` is asked before a version is evicted: False keeps it, True says that no relay
-    will send it from now on.
+    `forget(version)` is called before a version is evicted: False vetoes the eviction, True
+    promises that the version is not sent to other relays from now on.
     """
 
     def __init__(self, num_slots: int, forget: Callable[[int], bool] = _allow_always) -> None:
@@ -100,7 +100,7 @@ class SlotTable:
         self._leases: dict[int, ReadLease] = {}
         self._next_lease = 0
         self._pinned: int | None = None
-        self._last: frozenset[int] = frozenset()  #: evicted when nothing else can be
+        self._last: frozenset[int] = frozenset()  #: versions to evict only if no other can be
         self._forget = forget
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class SlotTable:
 
     @property
     def versions_held(self) -> tuple[int, ...]:
-        """Versions that can be leased, ascending."""
+        """The versions that can be leased, ascending."""
         return tuple(sorted(state.version for state in self._slots if isinstance(state, HeldSlot)))
 
     @property
@@ -125,7 +125,7 @@ class SlotTable:
         return self._pinned
 
     def get_state(self, slot: int) -> FreeSlot | WritingSlot | HeldSlot:
-        """SlotError if there is no such slot."""
+        """Return the state of a slot; raise SlotError if there is no such slot."""
         if not 0 <= slot < len(self._slots):
             raise self._make_error(f"there is no slot {slot}")
         return self._slots[slot]
@@ -133,10 +133,10 @@ class SlotTable:
     # --- writers ------------------------------------------------------------------------------
 
     def grant_slot(self, writer: str) -> SlotGrant | None:
-        """A free slot, else that of the oldest version which is not needed, those with unfinished
-        work last, else None.
+        """Grant a free slot, else evict the oldest version that is not needed, else return None.
 
-        SlotError if the writer has a slot already: two would leave too few for the versions.
+        Versions named by `set_evict_last` are evicted last. Raises SlotError if the writer has a
+        slot already, since two would leave too few for the versions.
         """
         if WritingSlot(writer) in self._slots:
             raise self._make_error(f"{writer} has a slot already")
@@ -147,11 +147,10 @@ class SlotTable:
         return self._evict_slot(writer)
 
     def commit(self, slot: int, writer: str, version: int, *, older: bool = False) -> None:
-        """The writer is done: the slot holds `version`, which is now the latest, or (`older`) one
-        that is not held.
+        """Record that the writer has filled the slot with `version`.
 
-        SlotError if the slot is not this writer's, or if the version is not above the latest, or is
-        held.
+        The version must be above the latest or, with `older`, one that is not held. Raises
+        SlotError otherwise, or if the slot is not this writer's.
         """
         if self.get_state(slot) != WritingSlot(writer):
             raise self._make_error(f"slot {slot} is not being written by {writer}")
@@ -162,7 +161,7 @@ class SlotTable:
         self._slots[slot] = HeldSlot(version)
 
     def abandon_slot(self, writer: str) -> int | None:
-        """Free the slot of a writer that is known to have stopped; None if it had none."""
+        """Free and return the slot of a writer known to have stopped; None if it had none."""
         if WritingSlot(writer) not in self._slots:
             return None
         slot = self._slots.index(WritingSlot(writer))
@@ -174,7 +173,7 @@ class SlotTable:
     def lease_version(
         self, version: int, reader: str, *, exact: bool
     ) -> ReadLease | VersionNotHeld:
-        """Read `version` itself (exact), or the latest, if that is at least `version`."""
+        """Lease `version` itself if `exact`, else the latest if it is at least `version`."""
         held = self.versions_held
         chosen = version if exact else max(held, default=-1)
         if chosen not in held or chosen < version:
@@ -186,16 +185,16 @@ class SlotTable:
         return lease
 
     def release(self, lease_id: int) -> bool:
-        """End a lease; False if it had ended before, so that what was read since is not to be used.
+        """End a lease; return False if it was revoked before: discard what was read since.
 
-        SlotError if there never was such a lease.
+        Raises SlotError if there never was such a lease.
         """
         if not 0 <= lease_id < self._next_lease:
             raise self._make_error(f"there never was a lease {lease_id}")
         return self._leases.pop(lease_id, None) is not None
 
     def revoke_leases(self, reader: str) -> tuple[ReadLease, ...]:
-        """End all leases of a reader that is known to have stopped; which they were."""
+        """End and return all leases of a reader that is known to have stopped."""
         ended = tuple(lease for lease in self._leases.values() if lease.reader == reader)
         for lease in ended:
             del self._leases[lease.lease_id]
@@ -204,10 +203,10 @@ class SlotTable:
     # --- pins ---------------------------------------------------------------------------------
 
     def pin(self, version: int) -> VersionNotHeld | None:
-        """Keep this version, in place of the one pinned before; None if that was possible.
+        """Pin this version in place of the one pinned before; return None on success.
 
-        One pin at a time: a second would take the slot that the next publish needs. A version that
-        is not held leaves the pin as it was.
+        A second pin would take the slot that the next publish needs. If the version is not held,
+        the pin stays as it was.
         """
         if version not in self.versions_held:
             return VersionNotHeld(wanted=version, held=self.versions_held)
@@ -215,12 +214,11 @@ class SlotTable:
         return None
 
     def unpin(self) -> None:
-        """Keep no version for its own sake; harmless when none is pinned."""
+        """Remove the pin, if there is one."""
         self._pinned = None
 
     def set_evict_last(self, versions: Collection[int]) -> None:
-        """Evict these versions last, and no longer those named before; a publish still gets a slot
-        of theirs if need be."""
+        """Replace the set of versions that are evicted only if no other version can be."""
         self._last = frozenset(versions)
 
     def _evict_slot(self, writer: str) -> SlotGrant | None:

@@ -1,13 +1,13 @@
-"""What one relay's bulk plane decides, without the thread, the sockets and the clock it runs on.
+"""Logic of a relay's bulk plane, independent of its thread, sockets and clock.
 
 Reads   slots of the relay, frames of its neighbours
 Writes  slots that were granted, frames to its neighbours
 Emits   reports (reports.py)
 Gives   PlaneCore, PlaneOptions; PlaneError with one sentence for a user
 
-Its owner takes turns: `turn`, then wait for what `readiness` names, at most for as long as
-`turn` said, then act on what is ready, then carry out orders. transfer_thread.py does that with one
-thread and poll(); the simulator does it in virtual time.
+The owner repeats a turn: call `run_turn`, wait for the endpoints of `iter_poll_entries` for at most
+the time that `run_turn` returned, run the actions of those that are ready, then run posted orders.
+transfer_thread.py does this with a thread and poll(), the simulator in virtual time.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ from laminar.weights.version.manifest import Draft, Manifest
 from laminar.weights.version.table import VersionTable
 
 STALLED_S = 5.0
-"""The time without a byte where bytes are due, after which that is reported."""
+"""Time without a byte, while bytes are due, after which a stall is reported."""
 
 
 class PlaneError(RuntimeError):
-    """The plane cannot do what was asked; one sentence with the thing, the value and the fix."""
+    """A request that the plane cannot meet; the message has the value and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneOptions:
-    """What a user may choose."""
+    """The user's options."""
 
-    delta_bytes_max: int = 0  #: of encoded deltas kept; 0: versions always go out whole
-    send_rate: int = 0  #: bytes per second at most; 0: no limit
-    congestion: str = ""  #: of TCP, by the kernel's name; empty: the machine's default
+    delta_bytes_max: int = 0  #: limit of the cached deltas; 0: versions are always sent whole
+    send_rate: int = 0  #: maximum bytes per second; 0: no limit
+    congestion: str = ""  #: TCP congestion control by its kernel name; empty: system default
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneRuntime:
-    """What the core runs on."""
+    """The environment of the core: network, clock, randomness and threads."""
 
     network: Network
-    clock: Callable[[], float]  #: seconds; only ever goes forward
-    nonce: Callable[[], bytes]  #: NONCE_BYTES that were never used before
-    post: Callable[[Callable[[], None]], None]  #: have an order carried out in its turn
-    beside: Callable[[Callable[[], None]], None]  #: run what takes long
+    clock: Callable[[], float]  #: monotonic seconds
+    nonce: Callable[[], bytes]  #: source of NONCE_BYTES that were never used before
+    post: Callable[[Callable[[], None]], None]  #: queue of orders for the end of a turn
+    #: runner of long work in a separate thread
+    beside: Callable[[Callable[[], None]], None]
 
 
 class PlaneCore:
-    """Upstream, downstream and what is between them. Owned by the code that takes its turns;
-    `publish`, `publish_share`, `order` and `status` may be called from elsewhere."""
+    """The upstream and downstream sides of a relay and the state between them.
+
+    Owned by the code that runs its turns; the orders, and `get_status`, are thread-safe."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class PlaneCore:
         options: PlaneOptions,
         world: PlaneRuntime,
     ) -> None:
-        """`region`: all bytes of a slot. `notify`: takes a report and returns at once."""
+        """Connect the parts; `region` maps a slot to its bytes, `notify` must return at once."""
         self._table, self._region, self._notify, self._world = table, region, notify, world
         cache = DeltaCache(options.delta_bytes_max)
         self._sender = Sender(table, cache, self._is_arriving, world.beside, world.post, notify)
@@ -94,9 +96,9 @@ class PlaneCore:
         self._stalls: set[str] = set()
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Listen on a numeric address; the address for the predecessor's order.
+        """Listen on a numeric address; return the address for the predecessor's order.
 
-        PlaneError if the address cannot be had.
+        Raises PlaneError if the address is not available.
         """
         try:
             ipaddress.ip_address(host)
@@ -114,12 +116,12 @@ class PlaneCore:
         self._downstream.close()
         self._fetcher.close()
 
-    # --- orders: carried out in its next turn ---------------------------------------------------
+    # --- orders: carried out in the next turn ---------------------------------------------------
 
     def set_successor(self, chain: int, successor: tuple[str, str, int] | None) -> None:
-        """Feed relay (name, numeric host, port), or none.
+        """Send versions to this relay (name, numeric host, port), or to none.
 
-        `chain` is the number of this order; a successor refuses a lower one than it has seen.
+        `chain` is the number of this order; a successor refuses numbers lower than it has seen.
         """
         order = None if successor is None else Successor(*successor, chain)
         if order is not None:
@@ -127,38 +129,39 @@ class PlaneCore:
         self._world.post(lambda: self._downstream.set_successor(order))
 
     def publish_version(self, manifest: Manifest, slot: int) -> None:
-        """A whole version was written here; its slot stays as it is until `forget` allows."""
+        """Publish a whole version written here; its slot stays unchanged until `try_forget`."""
         self._add_copy(VersionCopy.from_manifest(manifest, slot, self._region(slot)))
 
     def publish_share(self, draft: Draft, slot: int, checksums: Mapping[int, int]) -> None:
-        """Some chunks of a version were written here: their checksums, by index.
+        """Publish chunks of a version that were written here, by index and checksum.
 
-        Received follows when the rest has come from the predecessor, or SlotReturned when a newer
+        Received follows when the rest has come from the predecessor, or SlotReturned if a newer
         version was complete before that.
         """
         self._add_copy(VersionCopy.from_share(draft, slot, self._region(slot), checksums))
 
     def grant_slot(self, slot: int) -> None:
-        """The answer to SlotWanted; the slot is the plane's until Received or SlotReturned."""
+        """Answer SlotWanted; the plane owns the slot until Received or SlotReturned."""
         self._world.post(lambda: self._receiver.take_slot(slot))
 
     def deny_slot(self, reason: str) -> None:
-        """The other answer: there will never be a slot for it."""
+        """Answer SlotWanted: there will never be a slot for the version."""
         self._world.post(lambda: self._receiver.decline_offer(reason))
 
     def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
-        """Take this version from relay (name, numeric host, port), beside the chain: SlotWanted,
-        and Received or NotFetched, follow."""
+        """Fetch this version from a relay (name, numeric host, port), outside the chain.
+
+        SlotWanted, then Received or NotFetched, follow."""
         order = VersionHolder(version, *holder)
         ipaddress.ip_address(order.host)
         self._world.post(lambda: self._fetcher.fetch(order))
 
     def fetch_into(self, slot: int) -> None:
-        """The answer to SlotWanted of a fetch; below 0: there will be no slot."""
+        """Answer SlotWanted of a fetch; a negative slot means that there will be none."""
         self._world.post(lambda: self._fetcher.take_slot(slot))
 
     def _add_copy(self, copy: VersionCopy) -> None:
-        # In the table before this returns, so that `forget` knows it from now on.
+        # Added before this returns, so that `try_forget` sees the version from now on.
         self._table.put(copy)
         self._world.post(lambda: self._announce_copy(copy))
 
@@ -169,7 +172,7 @@ class PlaneCore:
     # --- turns --------------------------------------------------------------------------------
 
     def run_turn(self) -> float | None:
-        """Digest and send; seconds after which the next turn is due, None: when something comes."""
+        """Hash and send; return the seconds until the next turn, or None to wait for events."""
         more = self._receiver.advance_digest() | self._fetcher.advance_digest()
         self._downstream.flush()
         self._upstream.flush()
@@ -188,13 +191,13 @@ class PlaneCore:
         return None if until is None else max(0.0, until - now)
 
     def iter_poll_entries(self) -> Iterator[PollEntry]:
-        """What to wait for, and what to do then."""
+        """Yield the endpoints to poll, with their interest and action."""
         yield from self._upstream.iter_poll_entries()
         yield from self._downstream.iter_poll_entries()
         yield from self._fetcher.iter_poll_entries()
 
     def get_status(self) -> Status:
-        """What is going on now."""
+        """Return the current state of the plane."""
         incoming, current = self._receiver.incoming, self._sender.current
         received, sent = self._count_bytes()
         return Status(
@@ -212,7 +215,7 @@ class PlaneCore:
         )
 
     def _count_bytes(self) -> tuple[int, int]:
-        """Bytes received from predecessors and sent to successors, since the start."""
+        """Return the bytes received from predecessors and sent to successors since the start."""
         ends = (self._upstream, self._downstream)
         alive = [c for c in (self._upstream.predecessor, self._downstream.connection) if c]
         received = sum(end.bytes_in for end in ends) + sum(c.bytes_in for c in alive)
@@ -230,8 +233,7 @@ class PlaneCore:
         return self._receiver.linked and incoming is not None and incoming.version == version
 
     def _report_stalls(self, now: float) -> float | None:
-        """Report, once each, a neighbour to or from which nothing moves although something should;
-        when to look again."""
+        """Report each stalled neighbour once; return when to check again."""
         incoming, current = self._receiver.incoming, self._sender.current
         pairs = (
             ("receiving", self._upstream.predecessor, incoming, self._upstream.peer),

@@ -1,10 +1,10 @@
-"""The side of a relay from which it connects to its successor.
+"""The successor side of a relay: it connects to the relay that it sends versions to.
 
-Reads   the coordinator's order who the successor is; what the successor sends
+Reads   the coordinator's order that names the successor; frames of the successor
 Emits   Hello and Proof; NeighbourUp, NeighbourDown, Trouble
 
-While the order stands the connection is made again and again, with pauses that grow to a second: a
-successor that restarts is fed again without anyone deciding anything.
+While the order stands, the connection is retried with pauses that grow to a second, so a restarted
+successor is served again without any new order.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from laminar.weights.chain.wire import (
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 1.0
 _FILLS_PER_TURN = 4
-"""Chunks handed to the kernel before the other sockets get their turn."""
+"""Maximum chunks passed to the kernel before the other sockets get their turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """Where versions go."""
+    """The relay to send versions to."""
 
     name: str
     host: str  #: numeric
@@ -46,7 +46,7 @@ class Successor:
 
 
 def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> Hello:
-    """The first word of who connects."""
+    """Build the first message of the connecting relay."""
     return Hello(
         run=me.run,
         name=me.name,
@@ -58,7 +58,7 @@ def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = 
 
 
 def answer_challenge(me: RelayIdentity, hello: Hello, challenge: Challenge) -> Proof:
-    """The answer to a challenge; BadBytes if it is not one of this run."""
+    """Build the proof that answers a challenge; raise BadBytes if the peer lacks the run's key."""
     introduction = HandshakeTranscript(
         run=hello.run,
         predecessor=hello.name,
@@ -76,7 +76,7 @@ def answer_challenge(me: RelayIdentity, hello: Hello, challenge: Challenge) -> P
 
 
 class Downstream:
-    """The connection to the one successor."""
+    """The connection to the successor."""
 
     def __init__(
         self,
@@ -89,26 +89,26 @@ class Downstream:
     ) -> None:
         self.source = "0.0.0.0"  #: this relay's address
         self.refused: Counter[str] = Counter()
-        self.bytes_in = self.bytes_out = 0  #: of connections that are gone
+        self.bytes_in = self.bytes_out = 0  #: bytes of closed connections
         self.connection: Link | None = None
         self.welcomed = False
         self._identity, self._sender, self._emit = identity, sender, emit
         self._network, self._clock, self._nonce = network, clock, nonce
-        self._hello: Hello | None = None  #: on this connection
-        self._incarnation = 0  #: of the successor, which has proved that it is of the run
+        self._hello: Hello | None = None  #: message sent on this connection
+        self._incarnation = 0  #: incarnation of the successor, once it has proved its run
         self._order: Successor | None = None
         self._connecting = False
-        self._deadline = 0.0  #: to be welcomed, or to try again
+        self._deadline = 0.0  #: time limit of the handshake, or time of the next retry
         self._pause = RETRY_S_MIN
-        self._complained = False  #: that this successor cannot be reached
+        self._complained = False  #: trouble with this successor was reported
 
     @property
     def peer(self) -> str:
-        """Name of the successor that is connected; empty: none."""
+        """The name of the connected successor, or an empty string."""
         return self._order.name if self.welcomed and self._order is not None else ""
 
     def set_successor(self, order: Successor | None) -> None:
-        """Feed this relay from now on, or none."""
+        """Send versions to this relay, or to none, from now on."""
         if order == self._order:
             return
         self.end_connection(ConnectionAbortedError("another successor was ordered"))
@@ -122,7 +122,7 @@ class Downstream:
     # --- one turn -----------------------------------------------------------------------------
 
     def iter_poll_entries(self) -> Iterator[PollEntry]:
-        """What to wait for, and what to do then."""
+        """Yield the connection to poll, with its interest and action."""
         if self.connection is None:
             return
         current = self._sender.current
@@ -151,7 +151,7 @@ class Downstream:
             self.end_connection(error)
 
     def check_timers(self, now: float) -> float | None:
-        """Connect when it is time; when to be called next, None: nothing is due."""
+        """Connect when it is time; return when to be called next, or None if nothing is due."""
         if self._order is None or self.welcomed:
             return None
         if now >= self._deadline:
@@ -194,7 +194,7 @@ class Downstream:
         connection.send(self._hello)
 
     def handle_message(self, message: FromSuccessor) -> None:
-        """A frame of the successor."""
+        """Handle a message of the successor."""
         if self.welcomed:
             return self._sender.handle_message(message)
         if isinstance(message, PeerRefused):
@@ -207,7 +207,7 @@ class Downstream:
             raise BadBytes("no-welcome", type(message).__name__)
 
     def _answer_challenge(self, challenge: Challenge) -> None:
-        """The successor must be the one that was ordered, and of this run; then prove the same."""
+        """Verify that the successor is the ordered one and of this run, then send our proof."""
         assert self._order is not None and self.connection is not None and self._hello is not None
         if challenge.name != self._order.name:
             raise BadBytes("other-relay", f"{challenge.name} has the address of {self._order.name}")
@@ -232,7 +232,7 @@ class Downstream:
         raise AssertionError(header)
 
     def end_connection(self, error: BadBytes | OSError) -> None:
-        """The connection is over, or could not be made; try again after a pause."""
+        """Close a connection that failed or ended, and retry after a pause."""
         welcomed, self.welcomed, self._connecting = self.welcomed, False, False
         if self.connection is not None:
             self.connection.close()
@@ -254,7 +254,7 @@ class Downstream:
             self._emit(NeighbourDown(Side.SUCCESSOR, name, str(error)))
 
     def _report_once(self, kind: str, name: str, error: Exception) -> None:
-        """Report what is wrong, once until it works again."""
+        """Report a problem, once until it works again."""
         if not self._complained:
             self._complained = True
             self._emit(Trouble(kind, -1, name, str(error)))

@@ -1,14 +1,14 @@
-"""Taking an exact version from any relay that holds it, beside the chain.
+"""Fetch of an exact version from any relay that holds it, outside the chain.
 
-Reads   frames of the holder; a slot that the relay granted for it
+Reads   frames of the holder; a slot that the relay granted for the version
 Writes  that slot
-Emits   Hello, Proof, Want, Again, Done; SlotWanted, Received, SlotReturned and NotFetched
+Emits   Hello, Proof, Want, Resend, VersionDone; SlotWanted, Received, SlotReturned, NotFetched
 
-The chain brings the newest version only. Work whose version no machine with a free replica has is
-worth the copy of an older one. Its bytes are not in the version table before all of them are
-proved, so the chain neither offers them nor takes their slot. Whatever goes wrong ends the fetch:
-whoever asked for it decides anew. While the chain brings something, a chunk is asked for now and
-then only.
+The chain brings the newest version only. If no machine with a free replica holds the version that
+some work needs, copying that older version is worthwhile. Its bytes enter the version table only
+when all are verified, so the chain neither offers them nor takes their slot. Any error ends the
+fetch, and its requester decides what to do. While the chain receives a version, chunks are
+requested only now and then.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from laminar.weights.version.manifest import count_chunks
 from laminar.weights.version.table import VersionTable
 
 FETCH_TIMEOUT_S = 60.0
-"""Much longer than the pause between two chunks while both relays have newer versions to move."""
+"""Timeout of a fetch; much longer than the pause between chunks while the chain is busy."""
 WINDOW = 8
-"""Chunks that are asked for and not here, at most: the chain may need the line at any moment."""
+"""Maximum chunks requested and not yet received: the chain may need the line at any moment."""
 
 
 class VersionHolder(NamedTuple):
-    """Where a version is."""
+    """A version and the relay that holds it."""
 
     version: int
     name: str
@@ -64,7 +64,7 @@ class VersionHolder(NamedTuple):
 
 
 class Fetcher:
-    """One version at a time; others wait for it."""
+    """The queue of fetches; a single version is fetched at a time."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Fetcher:
         emit: Callable[[Report], object],
         receiving: Callable[[], bool],
     ) -> None:
-        """`receiving`: whether the chain brings a version now."""
+        """Begin with an empty queue; `receiving` returns whether the chain receives a version."""
         self.source = "0.0.0.0"  #: this relay's address
         self._identity, self._table, self._region = identity, table, region
         self._network, self._clock, self._nonce, self._emit = network, clock, nonce, emit
@@ -92,13 +92,13 @@ class Fetcher:
         self._slot_wanted = False
         self._deadline = 0.0
         self._refusals = 0
-        self._asked = 0  #: chunks before this one are here or were asked for
-        self._coming = 0  #: of them are not here
+        self._asked = 0  #: index before which all chunks were requested
+        self._coming = 0  #: number of requested chunks that have not arrived
         self._asked_at = 0.0
         self._arrival = ReceiveProgress()
 
     def fetch(self, holder: VersionHolder) -> None:
-        """Take this version from there, after those that were asked for before."""
+        """Queue the fetch of a version from its holder."""
         if holder != self._from and holder not in self._waiting:
             self._waiting.append(holder)
         self._start_next()
@@ -108,7 +108,7 @@ class Fetcher:
             self._connection.close()
 
     def _start_next(self) -> None:
-        """Connect to the next one; a slot that is still due belongs to the one before."""
+        """Connect to the next holder, unless a slot requested by the previous fetch is due."""
         if self._from is not None or self._slot_wanted or not self._waiting:
             return
         self._from = holder = self._waiting.popleft()
@@ -123,14 +123,14 @@ class Fetcher:
     # --- one turn -----------------------------------------------------------------------------
 
     def iter_poll_entries(self) -> Iterator[PollEntry]:
-        """What to wait for, and what to do then."""
+        """Yield the connection to poll, with its interest and action."""
         connection = self._connection
         if connection is not None:
             interest = WRITABLE if self._connecting else connection.get_interest()
             yield connection, interest, lambda events: self._handle_events(connection, events)
 
     def check_timers(self, now: float) -> float | None:
-        """Give up where nothing comes; when to look again."""
+        """Give up after a timeout; return when to check again."""
         if self._from is None or self._slot_wanted:
             return None
         if now >= self._deadline:
@@ -157,7 +157,7 @@ class Fetcher:
         self._run_guarded(self._connection.flush)
 
     def _request_chunks(self, copy: VersionCopy, connection: Link) -> None:
-        """Ask for more chunks when half of those that were asked for are here."""
+        """Request more chunks once half of the window has arrived."""
         if self._asked == copy.num_chunks or self._coming > WINDOW // 2:
             return
         count, now = WINDOW - self._coming, self._clock()
@@ -174,7 +174,7 @@ class Fetcher:
         connection.send(Want(offer=self._offer.number, have=pack_have(have), from_block=None))
 
     def advance_digest(self) -> bool:
-        """Go on with the digest; whether there is more to do now."""
+        """Continue the digest; return whether there is more to do now."""
         copy = self._copy
         if copy is None or copy.digest_step():
             return copy is not None
@@ -197,7 +197,7 @@ class Fetcher:
         except (BadBytes, OSError) as error:
             self._fail_fetch(str(error))
 
-    # --- what the holder says -------------------------------------------------------------------
+    # --- messages of the holder -----------------------------------------------------------------
 
     def _send_hello(self, connection: Link) -> None:
         connection.finish_connect()
@@ -208,7 +208,7 @@ class Fetcher:
         connection.send(self._hello)
 
     def handle_message(self, message: wire.FromSuccessor | wire.FromPredecessor) -> None:
-        """A frame of the holder."""
+        """Handle a message of the holder."""
         assert self._connection is not None and self._from is not None
         if isinstance(message, PeerRefused):
             raise BadBytes("refused", message.reason)
@@ -236,10 +236,10 @@ class Fetcher:
         self._emit(SlotWanted(holder.version, offer.draft.total_bytes, fetched=True))
 
     def take_slot(self, slot: int) -> None:
-        """A slot for the version that is fetched; below 0: there will be none."""
+        """Take the slot for the version; a negative slot means that there will be none."""
         self._slot_wanted = False
         offer, connection = self._offer, self._connection
-        if offer is None or connection is None:  # it has ended meanwhile
+        if offer is None or connection is None:  # the fetch has ended meanwhile
             if slot >= 0:
                 self._emit(SlotReturned(slot, fetched=True))
             return self._start_next()
@@ -256,7 +256,7 @@ class Fetcher:
     # --- bytes --------------------------------------------------------------------------------
 
     def get_buffer(self, header: Header) -> memoryview:
-        """Where a chunk goes; exactly header.length bytes."""
+        """Return the buffer for a chunk, of exactly header.length bytes."""
         copy, index = self._copy, header.position
         asked = copy is not None and copy.version == header.version and index < copy.num_chunks
         if copy is None or not asked or header.kind != FrameKind.CHUNK or copy.have[index]:
@@ -300,7 +300,7 @@ class Fetcher:
         self._end_fetch()
 
     def _fail_fetch(self, reason: str) -> None:
-        """It does not come from there."""
+        """Report that the holder does not deliver the version, and end the fetch."""
         holder, copy = self._from, self._copy
         if copy is not None:
             self._copy = None

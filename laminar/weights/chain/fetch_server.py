@@ -1,11 +1,10 @@
-"""Giving an exact version to a relay that asks for it, beside the chain.
+"""Server of fetches: sends an exact version to a relay that requests it, outside the chain.
 
 Reads   the table, frames of relays that fetch
 Emits   Offer, Decline and chunks
 
-What the chain sends goes first: while something of a newer version waits to go out, a fetch gets a
-chunk now and then, so that it is not taken for dead. The version is pinned while it is sent, and is
-free again when the connection ends.
+The chain has priority: while a newer version waits to be sent to the successor, a fetch gets only a
+chunk now and then, so that it does not time out. The version is pinned until the connection ends.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from laminar.weights.version.copy import VersionCopy, unpack_have
 from laminar.weights.version.table import VersionTable
 
 TRICKLE_S = 10.0
-"""Between two chunks beside what the chain moves: a chunk of 4 MiB is then 0.4 MB/s."""
+"""Pause between two chunks of a fetch while the chain is busy: 0.4 MB/s in chunks of 4 MiB."""
 
 
 class FetchHandler:
-    """Handler of one connection over which a relay fetches."""
+    """The frame handler of a connection over which a relay fetches a version."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class FetchHandler:
         chain_busy: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`chain_busy`: whether the successor has something to get now."""
+        """Pin and offer the version; `chain_busy` returns whether the successor is served."""
         self._table, self._link, self._chain_busy = table, link, chain_busy
         self._clock, self._sent_at = clock, clock()
         self._copy: VersionCopy | None = None
@@ -64,12 +63,12 @@ class FetchHandler:
 
     @property
     def ready(self) -> bool:
-        """Something can be sent now."""
+        """Whether a chunk can be sent now."""
         late = self._clock() >= self._sent_at + TRICKLE_S
         return bool(self._todo) and (late or not self._chain_busy())
 
     def get_due_time(self) -> float | None:
-        """When a chunk goes out beside what the chain sends; None: nothing waits."""
+        """Return when the next chunk is due although the chain is busy; None: none waits."""
         return self._sent_at + TRICKLE_S if self._todo and self._link.idle else None
 
     def handle_message(self, message: object) -> None:
@@ -89,7 +88,7 @@ class FetchHandler:
             raise BadBytes("bad-again", f"chunk {message.position}")
 
     def push_next(self) -> None:
-        """Give the link its next chunk, if there is one and the chain leaves room for it."""
+        """Push the next chunk to an idle link, if there is one and the chain permits it."""
         copy = self._copy
         if copy is None or not self.ready or not self._link.idle:
             return
@@ -101,7 +100,7 @@ class FetchHandler:
         self._link.push(header, body)
 
     def end_fetch(self) -> None:
-        """The connection is over, or the version is there."""
+        """Unpin the version, when the connection ends or the version has arrived."""
         if self._copy is not None:
             self._table.unpin(self._copy.version)
             self._copy = None

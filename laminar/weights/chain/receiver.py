@@ -1,13 +1,13 @@
-"""Taking versions from the predecessor: which, into which slot, and what of them is lacking.
+"""Reception of versions from the predecessor: which version, into which slot, which chunks.
 
 Reads   frames of the predecessor; slots granted by the relay
 Writes  the slot of the version that is being received
 Emits   frames to the predecessor; SlotWanted, SlotReturned, Received, Trouble
 
-One version is received at a time. What is here of it survives its predecessor: the next one learns
-which chunks are lacking, and sends those. A version that is not offered any more gives its slot to
-the next that is offered. A delta fills the same chunks by another way, and chunks that it leaves
-wrong are asked for in full.
+A single version is received at a time. Its chunks survive a change of predecessor: the next one
+learns which chunks are missing and sends those. A version that is not offered any more gives its
+slot to the next offered one. A delta is another way to fill the chunks, and chunks that it leaves
+wrong are requested in full.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ from laminar.weights.version.manifest import count_chunks
 from laminar.weights.version.table import VersionTable
 
 SLOW_S = 60.0
-"""How often the pace of a version is reported; most take less, and are not heard of."""
+"""Interval of pace reports of a version; most transfers end before the first."""
 REFUSALS_MAX = 3
-"""Refusals of one chunk or block over one connection; a path that damages it so often is not
-used."""
+"""Number of damaged arrivals of the same chunk or block that ends a connection."""
 
 
 class Forwarder(Protocol):
-    """The sender, as the receiver sees it: it sends on what arrives here."""
+    """The sender as the receiver sees it: it forwards what arrives here."""
 
     def add_chunk(self, version: int, index: int) -> None: ...
 
@@ -68,26 +67,26 @@ class Forwarder(Protocol):
     def drop_delta(self, delta: Delta) -> None: ...
 
     def drop_version(self, version: int) -> None:
-        """Forget a version whose slot is about to hold something else."""
+        """Drop a version whose slot is about to be reused."""
 
     def refresh_offer(self) -> None:
-        """There may be more to offer, or a digest that was not known."""
+        """Offer what is best now, and send a digest that has become known."""
 
 
 @dataclass(slots=True)
 class ReceiveProgress:
-    """What it took so far to get a version here."""
+    """The progress of receiving a version, for reports of its pace."""
 
     begun: float = 0.0
     num_bytes: int = 0
     by_delta: bool = False
-    told: float = 0.0  #: when its pace was reported last, or its first byte came
-    told_bytes: int = 0  #: of `num_bytes`, that had come then
+    told: float = 0.0  #: time of the last pace report, or of the first byte
+    told_bytes: int = 0  #: value of `num_bytes` at that time
 
     def report_pace(
         self, now: float, copy: VersionCopy, peer: str, emit: Callable[[Report], object]
     ) -> float | None:
-        """Report its pace when it is time, and something came; when it is time again."""
+        """Report the pace if it is due and bytes came; return when the next report is due."""
         if not self.num_bytes or self.by_delta:
             return None
         seconds, came = now - self.told, self.num_bytes - self.told_bytes
@@ -101,7 +100,7 @@ class ReceiveProgress:
 
 
 class Receiver:
-    """The successor's side of one hop."""
+    """The successor's side of a hop."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class Receiver:
         clock: Callable[[], float],
         emit: Callable[[Report], object],
     ) -> None:
-        """`region`: the bytes of a slot that was granted."""
+        """Begin without a predecessor; `region` maps a granted slot to its bytes."""
         self.incoming: VersionCopy | None = None
         self.damaged = 0
         self._table, self._cache, self._forwarder = table, cache, forwarder
@@ -120,12 +119,12 @@ class Receiver:
         self._link: Transport | None = None
         self._fail: Callable[[str], None] = lambda reason: None
         self._peer = ""
-        self._offer: Offer | None = None  #: waits for a slot
-        self._taken = 0  #: number of the offer that `incoming` is about
+        self._offer: Offer | None = None  #: offer that waits for a slot
+        self._taken = 0  #: number of the offer of `incoming`
         self._slot_wanted = False
         self._arrival = ReceiveProgress()
         self._refusals: Counter[tuple[FrameKind, int]] = Counter()
-        self._rebuild: Rebuild | None = None  #: of `incoming`
+        self._rebuild: Rebuild | None = None  #: delta rebuild of `incoming`
         self._block = bytearray()  #: body of the block that is arriving
 
     # --- connection ---------------------------------------------------------------------------
@@ -135,12 +134,12 @@ class Receiver:
         return self._link is not None
 
     def attach_link(self, link: Transport, peer: str, fail: Callable[[str], None]) -> None:
-        """The predecessor was welcomed. `fail`: end this connection."""
+        """Take the link of a welcomed predecessor; `fail` ends this connection."""
         self._link, self._peer, self._fail = link, peer, fail
         self._refusals.clear()
 
     def detach_link(self) -> None:
-        """The predecessor is gone; what is here of a version stays."""
+        """Forget the link of a lost predecessor; chunks of an incomplete version stay."""
         self._link = self._offer = None
         self._end_rebuild()
 
@@ -154,7 +153,7 @@ class Receiver:
             raise BadBytes("second-hello", message.name)
 
     def report_pace(self, now: float) -> float | None:
-        """Report how quickly a version comes that takes long; when to look again."""
+        """Report the pace of a slow transfer; return when to check again."""
         copy, report = self.incoming, self._emit
         return (
             self._arrival.report_pace(now, copy, self._peer, report) if copy is not None else None
@@ -198,7 +197,7 @@ class Receiver:
         self._send(VersionDone(version=version, digest=held.digest))
 
     def take_slot(self, slot: int) -> None:
-        """A slot for the version that was wanted, or for the one that is offered by now."""
+        """Take a granted slot for the version that is on offer now."""
         self._slot_wanted = False
         if self._offer is None:
             self._emit(SlotReturned(slot))
@@ -206,7 +205,7 @@ class Receiver:
             self._receive_into(slot)
 
     def decline_offer(self, reason: str) -> None:
-        """There will be no slot for the version that was wanted."""
+        """Decline the offered version, for which there will be no slot."""
         self._slot_wanted = False
         if self._offer is not None:
             version, self._offer = self._offer.draft.version, None
@@ -214,10 +213,10 @@ class Receiver:
             self._send_decline(version, reason)
 
     def handle_publish(self, copy: VersionCopy) -> None:
-        """A version, or a share of one, was written on this machine and put into the table.
+        """Handle a version, or a share of one, that was written here and put into the table.
 
-        Where whole versions are published the chain begins. A predecessor that is still sending an
-        older one is of a chain that is over, or is gone and this was not noticed yet.
+        A relay where whole versions are published is the head of its chain. A predecessor that is
+        still sending an older version belongs to a chain that is over, or is dead.
         """
         incoming = self.incoming
         older = incoming is not None and incoming.version < copy.version
@@ -242,7 +241,7 @@ class Receiver:
         self._accept_offer(copy)
 
     def _accept_offer(self, copy: VersionCopy) -> None:
-        """Ask for what is lacking of a copy that the offer is about."""
+        """Request the missing chunks of the offered copy."""
         assert self._offer is not None
         offer, self._offer = self._offer, None
         self._taken = offer.number
@@ -266,7 +265,7 @@ class Receiver:
         self._send(Want(offer=self._taken, have=have, from_block=from_block))
 
     def _let_go(self) -> int:
-        """Give up the version that is being received; its slot is free now."""
+        """Drop the version that is being received and return its slot, which is free now."""
         assert self.incoming is not None
         copy, self.incoming = self.incoming, None
         self._end_rebuild()
@@ -284,8 +283,9 @@ class Receiver:
     # --- bytes --------------------------------------------------------------------------------
 
     def get_buffer(self, header: Header) -> memoryview:
-        """Where a chunk or block goes. A chunk that was not asked for would overwrite proved
-        bytes."""
+        """Return the buffer for a chunk or block.
+
+        A chunk that was not requested is refused, as it would overwrite verified bytes."""
         if not self._arrival.num_bytes:
             self._arrival.begun = self._arrival.told = self._clock()
         self._arrival.num_bytes += header.length
@@ -314,7 +314,7 @@ class Receiver:
             self._send(Resend(version=copy.version, position=header.position))
 
     def _count_damage(self, header: Header) -> None:
-        """Count damage; the third time over this connection ends it."""
+        """Count a damaged chunk or block; the third time raises BadBytes, ending the connection."""
         self.damaged += 1
         name = header.kind.name.lower()
         where = f"{name} {header.position}"
@@ -330,9 +330,9 @@ class Receiver:
     def _handle_block(self, header: Header) -> None:
         rebuild, copy = self._rebuild, self.incoming
         if rebuild is None or copy is None or copy.version != header.version:
-            return  # the rest of a delta that was given up here
+            return  # belongs to a delta that was given up here
         if header.position != rebuild.next_block or rebuild.over:
-            return  # sent before the sender knew that an earlier one was damaged
+            return  # sent before the sender knew that an earlier block was damaged
         if xxhash.xxh3_64_intdigest(self._block) != header.checksum:
             self._count_damage(header)
             return self._send_want()
@@ -351,7 +351,7 @@ class Receiver:
                 self._end_rebuild()
 
     def _forward_block(self, delta: Delta, checksum: int) -> None:
-        """Keep the block for the successor."""
+        """Cache the block for the successor."""
         self._cache.add(delta, checksum, self._block)
         if delta.given_up:
             self._forwarder.drop_delta(delta)
@@ -368,7 +368,7 @@ class Receiver:
             self._forwarder.drop_delta(rebuild.delta)
 
     def _in_full(self, detail: str) -> None:
-        """Ask for what is lacking as chunks."""
+        """Give the delta up and request the missing chunks in full."""
         assert self.incoming is not None
         self._report_trouble("wrong-delta", self.incoming.version, detail)
         self._end_rebuild()
@@ -377,7 +377,7 @@ class Receiver:
     # --- the end ------------------------------------------------------------------------------
 
     def advance_digest(self) -> bool:
-        """Go on with the digest, and end what is complete; whether there is more to do now."""
+        """Continue the digest and finish a complete version; return whether there is more to do."""
         copy = self.incoming
         if copy is None:
             return False
@@ -413,7 +413,7 @@ class Receiver:
         self._forwarder.refresh_offer()
 
     def _drop_older(self) -> None:
-        """What is older than the newest complete version is not completed any more."""
+        """Drop incomplete versions that are older than the newest complete one."""
         latest = self._table.get_latest()
         for version, copy in self._table.get_copies().items():
             if copy.complete or version > latest:
@@ -425,7 +425,7 @@ class Receiver:
                 self._forwarder.drop_version(version)
                 self._emit(SlotReturned(copy.slot))
 
-    # --- small things -------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------
 
     def _send(self, message: ShareStarted | Want | Resend | VersionDone | Decline) -> None:
         if self._link is not None:

@@ -1,10 +1,10 @@
-"""What a relay's bulk plane tells the relay.
+"""Reports of a relay's bulk plane to the relay.
 
-Gives   SlotWanted, SlotReturned, Received, Trouble with its Pace, NotFetched, StrangerRefused,
+Gives   SlotWanted, SlotReturned, Received, Trouble with its TransferPace, NotFetched, PeerRejected,
         NeighbourUp, NeighbourDown, PlaneFailed; Status
 
-Reports are made in the plane's thread, one call each; its receiver hands them to the event
-loop and returns at once.
+Each report is a call in the plane's thread; the callback passes it to the event loop and returns at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from laminar.weights.version.manifest import Manifest
 
 
 class Side(StrEnum):
-    """Which neighbour."""
+    """The position of a neighbour in the chain."""
 
     PREDECESSOR = "predecessor"
     SUCCESSOR = "successor"
@@ -25,19 +25,19 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotWanted:
-    """A version of `nbytes` is offered; answer with `grant`, whenever a slot is free.
+    """A request for a slot for an offered version; answer with `grant_slot` when one is free.
 
-    One slot is asked for at a time. It may be filled by a newer version than this one.
+    The plane requests a single slot at a time, and may fill it with a newer version.
     """
 
     version: int
     nbytes: int
-    fetched: bool = False  #: an exact version from beside the chain; `fetch_into` is the answer
+    fetched: bool = False  #: exact version from outside the chain; answer with `fetch_into`
 
 
 @dataclass(frozen=True, slots=True)
 class SlotReturned:
-    """The plane does not need this slot any more; it holds no complete version."""
+    """A slot that the plane does not need any more and that holds no complete version."""
 
     slot: int
     fetched: bool = False
@@ -45,42 +45,42 @@ class SlotReturned:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The slot holds a complete, verified version.
+    """A complete, verified version in its slot.
 
-    If a newer one was published on this machine in the same moment, this one is of no use: `forget`
-    it and take the slot back.
+    If a newer version was published on this machine at the same moment, `try_forget` this one and
+    take the slot back.
     """
 
     manifest: Manifest
     slot: int
-    by_delta: bool  #: at least a part of it came as a delta
-    num_bytes: int  #: of chunks and blocks that came for it
-    seconds: float  #: from the first of them to the end of the digest
+    by_delta: bool  #: at least a part of the version came as a delta
+    num_bytes: int  #: bytes of the chunks and blocks received
+    seconds: float  #: time from the first byte to the end of the digest
     fetched: bool = False
 
 
 class TransferPace(NamedTuple):
-    """How quickly a version has come of late, and how much of it has still to come."""
+    """The recent speed of a transfer, and the bytes left."""
 
-    num_bytes: int  #: that came within `seconds`
+    num_bytes: int  #: bytes received within `seconds`
     seconds: float
     left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something went wrong and was dealt with; for the log and for the coordinator."""
+    """A problem that was dealt with; for the log and for the coordinator."""
 
     kind: str  #: damaged-chunk, damaged-block, wrong-digest, wrong-layout, stalled, slow, ...
-    version: int  #: -1: of none
+    version: int  #: version concerned, or -1
     peer: str  #: name of the neighbour
     detail: str
-    pace: TransferPace | None = None  #: of a version that takes long
+    pace: TransferPace | None = None  #: speed of a slow transfer
 
 
 @dataclass(frozen=True, slots=True)
 class NotFetched:
-    """An exact version does not come from this relay; its slot, if it had one, is returned."""
+    """A failed fetch of an exact version; its slot, if it had one, is returned."""
 
     version: int
     peer: str
@@ -89,14 +89,14 @@ class NotFetched:
 
 @dataclass(frozen=True, slots=True)
 class PeerRejected:
-    """Somebody who is not of this run connected; told seldom, and for the log alone."""
+    """Connections from outside this run that were rejected; rate-limited, for the log only."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class NeighbourUp:
-    """Connected, and both sides know who the other is."""
+    """A connection to a neighbour after its handshake."""
 
     side: Side
     name: str
@@ -105,7 +105,7 @@ class NeighbourUp:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourDown:
-    """The connection to a neighbour that was up is gone."""
+    """The loss of the connection to a neighbour that was up."""
 
     side: Side
     name: str
@@ -114,7 +114,7 @@ class NeighbourDown:
 
 @dataclass(frozen=True, slots=True)
 class PlaneFailed:
-    """The plane's thread ended by a fault of its own; nothing moves any more."""
+    """The end of the plane's thread by an internal error; all transfers have stopped."""
 
     reason: str
 
@@ -134,16 +134,16 @@ Report: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A moment of the plane. Bytes are those of the wire, headers included."""
+    """A snapshot of the plane; bytes are counted on the wire, headers included."""
 
     held: tuple[int, ...]  #: complete versions, ascending
-    receiving: int  #: version; -1: none
-    chunks_here: int  #: watermark of `receiving`
+    receiving: int  #: version, or -1
+    chunks_here: int  #: number of chunks of `receiving` that are present
     chunks_total: int
-    sending: int  #: version; -1: none
-    predecessor: str  #: name; empty: none
+    sending: int  #: version, or -1
+    predecessor: str  #: name, or empty
     successor: str
     bytes_received: int
     bytes_sent: int
-    refused: dict[str, int]  #: connections that were ended for what they sent, by reason
-    damaged: int  #: chunks and blocks that were asked for again
+    refused: dict[str, int]  #: number of connections refused for invalid input, by reason
+    damaged: int  #: number of chunks and blocks that arrived damaged

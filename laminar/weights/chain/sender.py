@@ -1,12 +1,12 @@
-"""Feeding the successor: which version, as chunks or as a delta, and what goes out next.
+"""Sending to the successor: which version, as chunks or as a delta, and in which order.
 
-Reads   the table, frames of the successor, what the receiver of this relay has proved
+Reads   the table, frames of the successor, chunks that this relay's receiver has verified
 Emits   frames to the successor; Trouble
 
-Whatever the successor lacks is sent as soon as it is proved here, also while the rest is still on
-its way to this relay. A version that was begun is finished before another one is offered, unless
-the rest of it is not sent to this relay any more. The slot stays pinned from the first byte until
-the successor holds the version, because it may ask for any chunk again.
+A chunk that the successor lacks is sent as soon as it is verified here, even while the rest is
+still in transfer to this relay. A version is finished before another one is offered, unless its
+rest is not sent to this relay any more. The version stays pinned from the first byte until the
+successor holds it, because the successor may request any chunk again.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from laminar.weights.version.table import VersionTable
 
 @dataclass(slots=True)
 class Sending:
-    """The version on its way to the successor."""
+    """The version that is being sent to the successor."""
 
     copy: VersionCopy
-    delta: Delta | None  #: to be offered with it
+    delta: Delta | None  #: delta to offer with the version
     offer: int = 0  #: number of the offer; 0: the first block of its delta is not encoded yet
-    digest: str = ""  #: that was announced to the successor
-    wanted: bool = False  #: and the version is pinned
+    digest: str = ""  #: digest announced to the successor
+    wanted: bool = False  #: the successor wants the version, and it is pinned
     by_block: bool = False
-    todo: deque[int] = field(default_factory=deque)  #: chunks or blocks that can go out now
-    awaited: set[int] = field(default_factory=set)  #: chunks that are lacking here, too
+    todo: deque[int] = field(default_factory=deque)  #: chunks or blocks that can be sent now
+    awaited: set[int] = field(default_factory=set)  #: chunks that are missing here, too
 
     @property
     def version(self) -> int:
@@ -61,17 +61,17 @@ class Sending:
 
     @property
     def ready(self) -> bool:
-        """There is something to send now."""
+        """Whether there is something to send now."""
         return bool(self.todo)
 
     @property
     def dry(self) -> bool:
-        """Wanted, and nothing to send until more arrives here."""
+        """Whether a wanted version has nothing to send until more arrives here."""
         return self.wanted and not self.todo and not self.copy.complete
 
 
 class Sender:
-    """The predecessor's side of one hop."""
+    """The predecessor's side of a hop."""
 
     def __init__(
         self,
@@ -82,8 +82,10 @@ class Sender:
         post: Callable[[Callable[[], None]], None],
         emit: Callable[[Report], object],
     ) -> None:
-        """`arriving`: whether someone is sending this version to this relay. `beside`: run what
-        takes long; `post`: have something done by the plane, from there."""
+        """Begin without a successor.
+
+        `arriving` returns whether a version is being sent to this relay; long work runs in a thread,
+        which calls back into the plane through `post`."""
         self.current: Sending | None = None
         self._table, self._cache = table, cache
         self._arriving, self._emit = arriving, emit
@@ -101,7 +103,7 @@ class Sender:
     def attach_link(
         self, link: Transport, peer: str, welcome: Welcome, fail: Callable[[str], None]
     ) -> None:
-        """The successor, `peer`, said what it has. `fail`: end this connection."""
+        """Take the link of a successor that sent Welcome; `fail` ends this connection."""
         self._link, self._peer, self._fail = link, peer, fail
         self._held, self._partial = dict(welcome.held), set(welcome.partial)
         self._declined = set()
@@ -130,7 +132,7 @@ class Sender:
     # --- which version ------------------------------------------------------------------------
 
     def refresh_offer(self) -> None:
-        """Something changed here or there: offer what is best now, and a digest that is new."""
+        """Offer the version that is best now, and send a digest that has become known."""
         if self._link is None:
             return
         if self.current is not None:
@@ -145,13 +147,13 @@ class Sender:
             self._send_offer()
 
     def _choose_next(self) -> int | None:
-        """What to offer in place of the current version; None: nothing, or it is to go on."""
+        """Return the version to offer in place of the current one; None: no change."""
         current, mine, declined = self.current, self._table.get_copies(), self._declined
         if current is None or not current.wanted:
             return next_version(mine, self._held, self._partial, declined)
         if not self._is_stuck():
             return None
-        # Among relays that publish shares the rest may depend on what the successor lacks still.
+        # Among relays that publish shares, the rest may depend on chunks the successor still lacks.
         useful = [v for v, copy in mine.items() if copy.complete or v > current.version]
         return next_version(useful, self._held, (), declined)
 
@@ -160,7 +162,7 @@ class Sender:
         return self.current.dry and not self._arriving(self.current.version)
 
     def _send_offer(self) -> None:
-        """Offer the current version; one with a delta when its first block is here."""
+        """Offer the current version; if it has a delta, wait for its first block."""
         current = self.current
         assert current is not None and self._link is not None
         copy, delta = current.copy, current.delta
@@ -181,7 +183,7 @@ class Sender:
         )
 
     def _send_seal(self) -> None:
-        """Tell a digest that was not known when the version was offered."""
+        """Send a digest that was unknown when the version was offered."""
         current = self.current
         assert current is not None and self._link is not None
         if current.offer and current.digest != current.copy.digest:
@@ -198,7 +200,7 @@ class Sender:
     def _on_want(self, want: Want) -> None:
         current = self.current
         if current is None or not current.offer or current.offer != want.offer:
-            return  # it crossed with a newer offer
+            return  # the message crossed with a newer offer
         have = unpack_have(want.have, current.copy.num_chunks)
         if have is None:
             raise BadBytes("bad-have", f"{len(want.have)} bytes for {current.copy.num_chunks}")
@@ -268,7 +270,7 @@ class Sender:
             current.todo.append(delta.num_here - 1)
 
     def drop_delta(self, delta: Delta) -> None:
-        """A delta will not be completed: what was offered with it is offered again without."""
+        """Stop using a delta that was given up; offer its version again without it."""
         current = self.current
         if current is not None and current.delta is delta:
             current.delta = None
@@ -276,7 +278,7 @@ class Sender:
             self._send_offer()
 
     def drop_version(self, version: int) -> None:
-        """The slot of this version is about to hold something else."""
+        """Stop sending a version whose slot is about to be reused."""
         current = self.current
         if current is None or current.version != version:
             return
@@ -287,7 +289,7 @@ class Sender:
     # --- bytes --------------------------------------------------------------------------------
 
     def push_next(self) -> None:
-        """Give the link its next chunk or block, if it is idle and there is one."""
+        """Push the next chunk or block to the link, if it is idle and there is one."""
         if self.current is not None and self._is_stuck():
             self.refresh_offer()
         current, link = self.current, self._link
@@ -308,7 +310,7 @@ class Sender:
     # --- deltas -------------------------------------------------------------------------------
 
     def _find_delta(self, copy: VersionCopy) -> Delta | None:
-        """A delta from something that the successor holds: one that came, or one made here."""
+        """Return a delta from a version that the successor holds: received, or encoded here."""
         found = self._cache.find_delta(copy.version, self._held)
         if found is not None or not copy.complete or copy.version in self._partial:
             return found
@@ -335,7 +337,7 @@ class Sender:
         return delta
 
     def _make_block_callback(self, delta: Delta) -> Callable[[Block], None]:
-        """What the encoding thread does with a block."""
+        """Return the encoding thread's callback for each block."""
 
         def arrived(block: Block) -> None:
             self._cache.add(delta, block.checksum, bytes(block.payload))
@@ -347,7 +349,7 @@ class Sender:
         return lambda block: self._post(lambda: arrived(block))
 
     def _make_end_callback(self, delta: Delta) -> Callable[[bool], None]:
-        """What it does at the end."""
+        """Return the encoding thread's callback for the end of the delta."""
 
         def ended(complete: bool) -> None:
             self._table.unpin(delta.base)
@@ -368,10 +370,10 @@ def next_version(
     partial: Collection[int],
     declined: Collection[int],
 ) -> int | None:
-    """What to send to a successor that holds `held` and has begun `partial`.
+    """Return the version to send to a successor that holds `held` and has begun `partial`.
 
-    The version it has begun, if that is among `mine` (complete here or on its way), so that what
-    it has is not thrown away; else the newest, whatever lies between. None: nothing it needs.
+    Prefers a version that the successor has begun, if it is among `mine` (complete or in transfer),
+    so that its bytes are not wasted; else the newest. None: the successor needs nothing.
     """
     newest_held = max(held, default=-1)
     wanted = [version for version in mine if version > newest_held and version not in declined]

@@ -1,14 +1,14 @@
 """Frames between two relays over TCP.
 
-Reads   frames of one neighbour
-Writes  frames to it
+Reads   frames of a neighbour
+Writes  frames to the neighbour
 Gives   TcpNetwork; Connection; BadBytes and OSError end a connection
 
-Bulk bytes go from the pages of a slot's file into the socket (sendfile) and from the socket into a
-slot: nothing else is copied or allocated on the way. One recv or send per readiness of the socket
-takes whatever there is; a chunk is only the unit of checksums. The kernel reads a slot's pages
-until the other side has taken the bytes, so they must not change before that side says what it
-holds; should they, the chunk's checksum shows it there.
+Bulk bytes pass from the pages of a slot's file to the socket (sendfile) and from the socket to a
+slot, without any other copy or allocation. Each recv or send on a ready socket moves as much as it
+can; a chunk is only the unit of checksums. The kernel reads a slot's pages until the other side has
+received the bytes, so they must not change before that side reports the version; if they do, the
+chunk's checksum reveals it there.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from laminar.weights.chain.wire import BadBytes, FrameKind, Header
 
 BACKLOG = 16
 USER_TIMEOUT_MS = 10_000
-"""A machine that lost power acknowledges nothing: then the connection ends after this."""
+"""Timeout without acknowledgements, as from a machine that lost power."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4))
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _QUEUED_BYTES_MAX = 2 * wire.MESSAGE_BYTES_MAX
 _READS_PER_TURN = 8
-"""Then the other sockets get their turn, above all the one to the successor."""
+"""Maximum reads before the other sockets get their turn, above all the one to the successor."""
 
 Incoming = TypeVar("Incoming")
 
 
 class Connection(Generic[Incoming]):
-    """Frames over one non-blocking TCP socket."""
+    """Frames over a non-blocking TCP socket."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Connection(Generic[Incoming]):
         handler: FrameHandler[Incoming],
         message_bytes_max: int = wire.HANDSHAKE_BYTES_MAX,
     ) -> None:
-        """`message_bytes_max`: until the neighbour is known; raise it then."""
+        """Wrap a socket; raise `message_bytes_max` once the neighbour is authenticated."""
         self.sock = sock
         self.message_bytes_max = message_bytes_max
         self.bytes_in = self.bytes_out = 0
-        self.moved_at = time.monotonic()  #: when bytes last came or went
+        self.moved_at = time.monotonic()  #: time of the last byte in either direction
         self.handler = handler
         self.decoder = decoder
         self._header_bytes = bytearray(wire.HEADER_BYTES)
-        self._header: Header | None = None  #: of the body that is arriving
+        self._header: Header | None = None  #: header of the body that is arriving
         self._message = bytearray()
-        self._target = memoryview(self._header_bytes)  #: what is still to be filled
+        self._target = memoryview(self._header_bytes)  #: bytes still to be filled
         self._queue: deque[Region] = deque()
         self._queued_bytes = 0
 
@@ -73,7 +73,7 @@ class Connection(Generic[Incoming]):
         return self.sock.fileno()
 
     def get_interest(self) -> int:
-        """What to wait for."""
+        """Return the events to poll for."""
         return READABLE if self.idle else READABLE | WRITABLE
 
     def finish_connect(self) -> None:
@@ -94,7 +94,7 @@ class Connection(Generic[Incoming]):
         self._queue.append(region)
 
     def read(self) -> None:
-        """Take what has arrived. BadBytes, or OSError when the connection has ended."""
+        """Read what has arrived; raise BadBytes, or OSError if the connection has ended."""
         for _ in range(_READS_PER_TURN):
             try:
                 count = self.sock.recv_into(self._target)
@@ -111,7 +111,7 @@ class Connection(Generic[Incoming]):
             self._handle_filled()
 
     def flush(self) -> None:
-        """Hand the kernel what it takes now. BadBytes, or OSError when the connection has ended."""
+        """Send as much as the kernel takes; raise BadBytes, or OSError if the connection ended."""
         if self._queued_bytes > _QUEUED_BYTES_MAX:
             raise BadBytes("never-reads", f"{self._queued_bytes} bytes wait to be taken")
         while self._queue:
@@ -129,7 +129,7 @@ class Connection(Generic[Incoming]):
             self._queue.popleft()
 
     def _send_region(self, region: Region) -> int:
-        """Bytes of it that the kernel took; BlockingIOError if it takes none now."""
+        """Return the bytes that the kernel took; raise BlockingIOError if it takes none now."""
         if region.fd != NO_FILE:
             count = os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
             if not count:
@@ -138,7 +138,7 @@ class Connection(Generic[Incoming]):
         return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
 
     def _handle_filled(self) -> None:
-        """The target is full: a header, or the body behind it."""
+        """Handle the full target: a header, or the body behind it."""
         if self._header is None:
             self._begin_body(wire.unpack_header(self._header_bytes, self.message_bytes_max))
             if self._target.nbytes:
@@ -169,8 +169,9 @@ class TcpListener:
     """A listening, non-blocking socket."""
 
     def __init__(self, host: str, port: int, limit: Callable[[socket.socket], None]) -> None:
-        """`limit`: sets what connections inherit, since who fetches a version connects and is
-        sent it. OSError if the address cannot be had."""
+        """Listen, or raise OSError if the address is not available.
+
+        Accepted connections inherit the options that `limit` sets, as versions are sent on them."""
         self._sock = socket.socket(_get_family(host), socket.SOCK_STREAM)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,7 +194,7 @@ class TcpListener:
         try:
             sock, _ = self._sock.accept()
         except OSError:
-            return None  # it was gone again, or there are no descriptors: the next turn tries anew
+            return None  # the peer left or descriptors ran out: the next turn retries
         sock.setblocking(False)
         _tune_socket(sock)
         return Connection(sock, wire.predecessor_decoder, handler)
@@ -203,11 +204,12 @@ class TcpListener:
 
 
 class TcpNetwork:
-    """TCP as a user wants it."""
+    """TCP with the user's congestion control and rate limit."""
 
     def __init__(self, congestion: str, rate: int) -> None:
-        """`congestion`: name of the kernel's congestion control; empty: its default. `rate`: bytes
-        per second and connection at most; 0: no limit."""
+        """Use the kernel's congestion control of this name (empty: its default).
+
+        `rate` is the maximum of bytes per second and connection; 0: no limit."""
         self._congestion, self._rate = congestion, rate
 
     def listen(self, host: str, port: int) -> TcpListener:
@@ -243,7 +245,7 @@ class TcpNetwork:
 
 
 def _tune_socket(sock: socket.socket) -> None:
-    """Small messages leave at once, and a machine that vanished is noticed."""
+    """Set options so that small messages leave at once and a vanished machine is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,19 +1,18 @@
-"""The bulk plane of one relay: weight versions from its predecessor, on to its successor.
+"""The bulk plane of a relay: forwards weight versions from its predecessor to its successor.
 
 Reads   slots of the relay, bytes of the predecessor
 Writes  slots that were granted, bytes to the successor
 Emits   reports (reports.py), from its thread
 Gives   Plane
 
-One thread with one poll() moves all bytes, so that the relay's event loop never waits for them and
-they never wait for it. Orders come in through a queue, reports go out through a callback, and only
-the table of versions is shared, under a lock that is held for look-ups. What is done in a turn is
-in core.py.
+A single thread with a poll() loop moves all bytes, so that transfers and the relay's event loop
+never wait for each other. Orders arrive through a queue and reports leave through a callback. Only
+the table of versions is shared, under a lock that is held for look-ups. Turns are in core.py.
 
-    publish(manifest, slot)     written on this machine: goes to the successor at once
-    set_successor(...)          who that is; the rest is between the two
-    SlotWanted -> grant(slot)   a version comes in; Received when it is complete and verified
-    forget(version)             ask before a slot is reused
+    publish_version(manifest, slot)  a version was written here: send it to the successor
+    set_successor(...)               name the successor; the two relays do the rest
+    SlotWanted -> grant_slot(slot)   receive a version; Received when it is complete and verified
+    try_forget(version)              call before a slot is reused
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _DEFAULT_OPTIONS = PlaneOptions()
 
 
 class Plane:
-    """Start it, tell it what is published and who comes next, and listen to its reports.
+    """A relay's bulk plane: takes publications and orders, and reports through `notify`.
 
-    All methods return at once, and may be called from any thread.
+    All methods return at once and may be called from any thread.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class Plane:
         options: PlaneOptions = _DEFAULT_OPTIONS,
         table: VersionTable | None = None,
     ) -> None:
-        """`region`: all bytes of a slot; asked in the plane's thread.
+        """Create the plane; both callbacks run in its thread.
 
-        `notify`: takes a report, in the plane's thread; it must return at once.
+        `region` maps a slot to all of its bytes; `notify` takes a report and must return at once.
         """
         self._notify = notify
         self._inbox: deque[Callable[[], None]] = deque()
-        self._inbox_lock = threading.Lock()  #: the descriptor below is not closed under a writer
+        self._inbox_lock = threading.Lock()  #: guard against closing the descriptor under a writer
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._table = VersionTable(threading.Lock()) if table is None else table
         network = TcpNetwork(options.congestion, options.send_rate)
@@ -79,9 +78,9 @@ class Plane:
         self._thread: threading.Thread | None = None
 
     def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listen on a numeric address and begin; the address for the predecessor's order.
+        """Listen and start the thread; return the address for the predecessor's order.
 
-        PlaneError if the address cannot be had.
+        Raises PlaneError if the numeric address is not available.
         """
         address = self._core.listen(host, port)
         self._thread = threading.Thread(target=self._run, name="bulk-plane", daemon=True)
@@ -89,7 +88,7 @@ class Plane:
         return address
 
     def close(self) -> None:
-        """End the thread and all connections; slots that were granted are not returned."""
+        """End the thread and all connections; granted slots are not returned."""
         self._post_order(self._stop)
         if self._thread is not None:
             self._thread.join(_JOIN_S)
@@ -128,7 +127,7 @@ class Plane:
             self._inbox.popleft()()
 
     def _update_poll(self) -> dict[int, Callable[[int], None]]:
-        """Tell poll() what to wait for; what to do then, by descriptor."""
+        """Register the current interests with poll(); return the actions by descriptor."""
         actions: dict[int, Callable[[int], None]] = {self._wake: self._clear_wake}
         wanted = {self._wake: READABLE}
         for endpoint, interest, action in self._core.iter_poll_entries():

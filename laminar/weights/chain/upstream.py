@@ -1,12 +1,12 @@
-"""The side of a relay where its predecessor connects, and who fetches versions.
+"""The predecessor side of a relay: it accepts its predecessor and relays that fetch versions.
 
-Reads   connections; what strangers and the predecessor send
-Emits   Challenge, Welcome and Refused; NeighbourUp, NeighbourDown, Trouble, StrangerRefused
+Reads   connections; frames of unauthenticated peers and of the predecessor
+Emits   Challenge, Welcome and PeerRefused; NeighbourUp, NeighbourDown, Trouble, PeerRejected
 
-Anyone who can reach the port may connect, so a stranger gets little: few connections, a short
-time, two small messages: one that names this run, and one that proves it (handshake.py). There is
-one predecessor. Orders of the coordinator are numbered, and the highest number wins: a relay that
-was taken out of the chain, and does not know it yet, cannot push the right one away.
+Any process that reaches the port can connect, so unauthenticated peers get little: few connections,
+a short time, and two small messages, which name this run and prove membership (handshake.py). There
+is a single predecessor. Orders of the coordinator are numbered, and the highest number wins: a
+relay that was removed from the chain, and does not know it yet, cannot displace the current one.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from laminar.weights.chain.wire import (
 )
 from laminar.weights.version.table import VersionTable
 
-OLD_CHAIN = "old-chain"  #: why a relay of this run is refused
+OLD_CHAIN = "old-chain"  #: reason for which a relay of this run is refused
 PENDING_PEERS_MAX = 8
 FETCHES_MAX = 8
-"""Relays that take older versions from this one at a time."""
+"""Maximum relays that fetch versions from this one at a time."""
 HANDSHAKE_TIMEOUT_S = 5.0
-"""The time for connecting and saying hello, of both sides."""
+"""Timeout of connecting and the handshake, on both sides."""
 
 PollEntry = tuple[Endpoint, int, Callable[[int], None]]
-"""What to wait for, READABLE or WRITABLE, and what to do with what it is ready for."""
+"""Endpoint to poll, events to poll for, and the action to call with the events that occurred."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayIdentity:
-    """A relay's name, boot and run, and the key by which its neighbours know the run."""
+    """A relay's name, boot and run, and the key that proves membership of the run."""
 
-    run: str  #: names the run; a relay of another run is refused
+    run: str  #: name of the run; relays of other runs are refused
     name: str
     incarnation: int
     key: bytes = field(repr=False)
 
 
 class _PendingPeer:
-    """Handler of a connection that has not proved that it is of this run."""
+    """The frame handler of a connection that has not proved membership of this run."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _PendingPeer:
 
 
 class Upstream:
-    """Listener, strangers, and the one predecessor."""
+    """The listener, its unauthenticated peers, fetching relays and the predecessor."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class Upstream:
         nonce: Callable[[], bytes],
         emit: Callable[[Report], object],
     ) -> None:
-        """`sending`: whether the successor has something to get now."""
+        """Begin without a listener; `sending` returns whether the successor is served."""
         self.refused: Counter[str] = Counter()
-        self.bytes_in = self.bytes_out = 0  #: of predecessors that are gone
+        self.bytes_in = self.bytes_out = 0  #: bytes of closed connections
         self.predecessor: Link | None = None
         self.peer = ""
         self._chain = 0
@@ -119,7 +119,7 @@ class Upstream:
         self._listener: Listener | None = None
 
     def open(self, network: Network, host: str, port: int) -> tuple[str, int]:
-        """Listen; the address that predecessors connect to. OSError if it cannot be had."""
+        """Listen; return the address for predecessors. Raises OSError if it is not available."""
         self._listener = network.listen(host, port)
         host, port = self._listener.address
         self._told = RejectedPeers(f"{host}:{port}", lambda what: self._emit(PeerRejected(what)))
@@ -135,7 +135,7 @@ class Upstream:
     # --- one turn -----------------------------------------------------------------------------
 
     def iter_poll_entries(self) -> Iterator[PollEntry]:
-        """What to wait for, and what to do then."""
+        """Yield the endpoints to poll, with their interest and action."""
         if self._listener is not None:
             yield self._listener, READABLE, lambda events: self._accept_connection()
         for connection in self._list_connections():
@@ -152,7 +152,7 @@ class Upstream:
                 self._handle_events(connection, 0)
 
     def check_timers(self, now: float) -> float | None:
-        """Send strangers away that say nothing; when to be called next, None: nothing is due."""
+        """Close peers whose handshake timed out; return when to be called next, or None."""
         late = [c for c, stranger in self._strangers.items() if now >= stranger.until]
         for connection in late:
             self._end_connection(connection, BadBytes("no-hello", "nothing in time"))
@@ -200,7 +200,7 @@ class Upstream:
         self._strangers[connection] = stranger
 
     def _send_challenge(self, connection: Link, hello: Hello) -> HandshakeTranscript:
-        """Prove that this relay is of the run, and ask the stranger the same."""
+        """Prove that this relay belongs to the run, and challenge the peer to do the same."""
         me = self._identity
         if hello.run != me.run:
             raise self._send_refusal(
@@ -229,8 +229,7 @@ class Upstream:
     def _admit_peer(
         self, connection: Link, hello: Hello, of: HandshakeTranscript, proof: bytes
     ) -> None:
-        """Take the stranger as predecessor, if it is of this run and its order is not over; or
-        give it the version that it fetches."""
+        """Accept a peer as predecessor, or serve its fetch, if its proof and order are valid."""
         if not of.verify_proof(self._identity.key, PREDECESSOR, proof):
             detail = f"{of.predecessor} has not the secret of run {of.run}"
             raise self._send_refusal(connection, "other-secret", detail)
@@ -258,7 +257,7 @@ class Upstream:
         self._emit(NeighbourUp(Side.PREDECESSOR, of.predecessor, of.predecessor_incarnation))
 
     def _serve_fetch(self, connection: Link, of: HandshakeTranscript, version: int) -> None:
-        """Have the other side fetch this version from here."""
+        """Let the other side fetch this version from here."""
         if len(self._fetching) >= FETCHES_MAX:
             detail = f"{FETCHES_MAX} relays fetch versions from {self._identity.name} already"
             raise self._send_refusal(connection, "too-many-fetches", detail)
@@ -296,7 +295,7 @@ class Upstream:
         self._emit(NeighbourDown(Side.PREDECESSOR, peer, str(error)))
 
     def _say_bye(self, connection: Link) -> None:
-        """Send the reason of a refusal, if the kernel takes it."""
+        """Try to send the reason of a refusal."""
         try:
             connection.flush()
         except (BadBytes, OSError):

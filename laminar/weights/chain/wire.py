@@ -1,24 +1,24 @@
-"""What two neighbouring relays say to each other, and its bytes.
+"""Wire protocol between two neighbouring relays: frames, messages and their encoding.
 
 Reads   headers and message bodies of a neighbour
 Gives   Header, typed messages; BadBytes, with a reason that can be counted, for anything else
 
-A frame is a header of fixed size and a body. A message's body is a MessagePack map, with its name
-under "type"; the body of a chunk is raw bytes of a slot, that of a block a piece of a delta. The
-predecessor connects and says Hello; the successor proves that it is of the run and asks the same
-(Challenge), the predecessor does (Proof), and the successor answers Welcome with what it holds.
-Both may be answered by Refused. Then the predecessor Offers a version, the successor Wants it and
-says what it has of it (nothing is sent before, so a successor without a free slot simply answers
-later), and chunks or blocks follow. Chunks may still be asked for Again. Done ends the version,
-Decline refuses it finally.
+A frame is a header of fixed size and a body. The body of a message is a MessagePack map with its
+name under "type", that of a chunk raw bytes of a slot, and that of a block a piece of a delta. The
+predecessor connects and sends Hello. The successor proves its membership of the run and asks for
+the same (Challenge), the predecessor sends its Proof, and the successor sends Welcome with its
+versions. It may answer Hello or Proof with PeerRefused instead. Then the predecessor sends an Offer
+of a version, the successor answers with Want and the chunks that it has (nothing is sent before, so
+a successor without a free slot simply answers later), and chunks or blocks follow. Resend requests
+a chunk again. VersionDone ends the version; Decline refuses it for good.
 
-A relay may also fetch an exact version from any other: it says so in its Hello, proves itself as a
-predecessor does, and from then on the two have changed sides: the one that was called Offers the
-version (or Declines), the caller Wants it, some chunks at a time.
+A relay may also fetch an exact version from any other. It says so in its Hello and proves itself as
+a predecessor does; then the roles are reversed: the called relay sends Offer (or Decline), and the
+caller sends Want, for some chunks at a time.
 
-The checksum in the header is that of the body. A chunk's was made by the relay on the machine where
-the chunk was written and travels unchanged, so that damage anywhere on the way shows at the next
-relay. Sizes are checked before anything is allocated or decoded.
+The checksum in the header is that of the body. A chunk's checksum is computed where the chunk was
+written and forwarded unchanged, so damage anywhere on the way shows at the next relay. Sizes are
+checked before anything is allocated or decoded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Draft
 MAGIC = b"LMRW"
 WIRE_VERSION = 1
 HANDSHAKE_BYTES_MAX = 4096
-"""The longest message from someone who has not said who they are."""
+"""Maximum size of a message from an unauthenticated peer."""
 MESSAGE_BYTES_MAX = MANIFEST_BYTES_MAX
 CHUNK_BYTES_MAX = 64 << 20
-"""Chunks are 1 to 4 MiB unless a user wants otherwise."""
+"""Maximum size of a chunk; chunks have 1 to 4 MiB unless configured otherwise."""
 BLOCK_BYTES_MAX = 16 << 20
-"""What a block of a delta stands for; in itself it is never longer."""
+"""Maximum size of the span that a delta block covers; its payload is never longer."""
 
 _HEADER = struct.Struct("<4sBBHIIQQ")  # magic, wire, kind, 0, length, position, version, sum
 HEADER_BYTES = _HEADER.size
@@ -57,32 +57,32 @@ HeldVersions = Annotated[dict[Natural, Digest], msgspec.Meta(max_length=64)]
 
 
 class BadBytes(ValueError):
-    """A neighbour sent what it must not send: its connection ends."""
+    """Invalid input from a neighbour, which ends its connection."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """`reason`: a short name under which it is counted."""
+        """Create the error; `reason` is a short name for counters."""
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
 
 
 class FrameKind(IntEnum):
-    """What the body of a frame is."""
+    """The kind of a frame's body."""
 
     MESSAGE = 1
     CHUNK = 2
     BLOCK = 3
 
 
-_KINDS = {int(kind): kind for kind in FrameKind}  #: cheaper than Kind(number)
+_KINDS = {int(kind): kind for kind in FrameKind}  #: lookup table, cheaper than FrameKind(number)
 _BODY_BYTES_MAX = {FrameKind.CHUNK: CHUNK_BYTES_MAX, FrameKind.BLOCK: BLOCK_BYTES_MAX}
 
 
 class Header(NamedTuple):
-    """The header of one frame. `position` and `version` are zero for a message."""
+    """The header of a frame; `position` and `version` are zero for a message."""
 
     kind: FrameKind
     length: int  #: bytes of the body
-    position: int  #: of the chunk in the version, of the block in the delta; from 0
+    position: int  #: index of the chunk in the version, or of the block in the delta
     version: int
     checksum: int  #: xxh3_64 of the body
 
@@ -94,19 +94,19 @@ class ChainMessage(
 
 
 class Hello(ChainMessage, frozen=True, kw_only=True):
-    """Predecessor: who I am. Another run, or a chain that is over, is refused."""
+    """Predecessor: identifies itself; another run, or a chain that is over, is refused."""
 
     run: Name
     name: Name
     incarnation: Natural
     chain: Natural  #: number of the order that made us neighbours; a higher one displaces a lower
     nonce: Nonce
-    #: an exact version that I take from you, beside the chain; None: you are my successor
+    #: exact version to fetch outside the chain; None: the called relay is the successor
     fetch: Natural | None = None
 
 
 class Challenge(ChainMessage, frozen=True, kw_only=True):
-    """Successor: who I am, and my proof (handshake.py); now prove who you are."""
+    """Successor: identifies and proves itself (handshake.py), and asks for the same."""
 
     name: Name
     incarnation: Natural
@@ -115,83 +115,83 @@ class Challenge(ChainMessage, frozen=True, kw_only=True):
 
 
 class Proof(ChainMessage, frozen=True, kw_only=True):
-    """Predecessor: I am of this run."""
+    """Predecessor: proves that it belongs to the run."""
 
     proof: Mac
 
 
 class Welcome(ChainMessage, frozen=True, kw_only=True):
-    """Successor: I take versions from you; this is what I have."""
+    """Successor: accepts the predecessor and lists the versions that it has."""
 
     held: HeldVersions  #: complete versions and their digests
-    partial: tuple[Natural, ...]  #: versions of which something is here
+    partial: tuple[Natural, ...]  #: incomplete versions
 
 
 class PeerRefused(ChainMessage, frozen=True, kw_only=True):
-    """Successor: I take nothing from you; the connection ends."""
+    """Successor: refuses the peer; the connection ends."""
 
     reason: Text
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a delta is against."""
+    """The base version of a delta."""
 
     version: Natural
     digest: Digest
 
 
 class Offer(ChainMessage, frozen=True, kw_only=True):
-    """Predecessor: the next version. Replaces an offer that was not answered yet."""
+    """Predecessor: offers the next version, replacing an offer that was not answered yet."""
 
-    number: Natural  #: counts the offers of a relay
+    number: Natural  #: running number of a relay's offers
     draft: Draft
     checksums: bytes  #: uint64 little-endian per chunk; empty: each comes with its chunk
     digest: Digest
-    base: Base | None  #: not None: I can send it as a delta
+    base: Base | None  #: base of the delta, if the version can be sent as one
 
     def unpack_checksums(self) -> list[int]:
-        """xxh3_64 of each chunk; empty: each comes with its chunk."""
+        """Return the xxh3_64 of each chunk; empty if each comes with its chunk."""
         checksums: list[int] = np.frombuffer(self.checksums, "<u8").tolist()
         return checksums
 
 
 class ShareStarted(ChainMessage, frozen=True, kw_only=True):
-    """Successor: a share of this version was written here; it needs no slot."""
+    """Successor: reports that a share of this version was written here, so it needs no slot."""
 
     version: Natural
 
 
 class Want(ChainMessage, frozen=True, kw_only=True):
-    """Successor: I have a slot for what you offered: send what I lack of it."""
+    """Successor: has a slot for the offered version and requests its missing chunks."""
 
-    offer: Natural  #: its number; the answer to an offer that was replaced means nothing
+    offer: Natural  #: number of the offer; answers to replaced offers are ignored
     have: bytes  #: one bit per chunk, in the bit order of numpy.packbits
-    from_block: Natural | None  #: send the delta from this block on; None: send chunks
+    from_block: Natural | None  #: first delta block to send; None: send chunks
 
 
 class Resend(ChainMessage, frozen=True, kw_only=True):
-    """Successor: this chunk came damaged."""
+    """Successor: requests a chunk again that arrived damaged."""
 
     version: Natural
     position: Natural
 
 
 class Seal(ChainMessage, frozen=True, kw_only=True):
-    """Predecessor: the digest that was not known when the version was offered."""
+    """Predecessor: sends the digest that was unknown when the version was offered."""
 
     version: Natural
     digest: Digest
 
 
 class VersionDone(ChainMessage, frozen=True, kw_only=True):
-    """Successor: I hold this version, complete and verified."""
+    """Successor: holds this version, complete and verified."""
 
     version: Natural
     digest: Digest
 
 
 class Decline(ChainMessage, frozen=True, kw_only=True):
-    """Successor: I will not take this version from you."""
+    """Successor: refuses this version for good."""
 
     version: Natural
     reason: Text
@@ -214,13 +214,13 @@ holder_decoder: msgspec.msgpack.Decoder[FromHolder] = msgspec.msgpack.Decoder(Fr
 
 
 def pack_header(header: Header) -> bytes:
-    """HEADER_BYTES bytes."""
+    """Encode a header in HEADER_BYTES bytes."""
     kind, length, position, version, checksum = header
     return _HEADER.pack(MAGIC, WIRE_VERSION, kind, 0, length, position, version, checksum)
 
 
 def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> Header:
-    """The header in these HEADER_BYTES bytes; BadBytes if it is none, or announces too much."""
+    """Decode HEADER_BYTES bytes; raise BadBytes for an invalid header or length."""
     magic, wire_version, number, _, length, position, version, checksum = _HEADER.unpack(data)
     if magic != MAGIC:
         raise BadBytes("not-a-relay", f"a frame starts with {magic!r}")
@@ -236,14 +236,14 @@ def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> Header:
 
 
 def encode(message: FromPredecessor | FromSuccessor) -> bytes:
-    """Header and body of a message."""
+    """Encode a message as header and body."""
     body = _encode(message)
     header = Header(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
     return pack_header(header) + body
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Decoded], header: Header, body: bytearray) -> Decoded:
-    """The message in a body; `decoder` says who may have sent it. BadBytes for anything else."""
+    """Decode a message that `decoder` accepts from this side; raise BadBytes otherwise."""
     if xxhash.xxh3_64_intdigest(body) != header.checksum:
         raise BadBytes("damaged-message", f"{len(body)} bytes do not have their checksum")
     try:

@@ -1,12 +1,12 @@
-"""Encoded deltas of a relay: kept so that they go on to the successor as they came.
+"""The encoded deltas of a relay, cached to be forwarded to the successor unchanged.
 
 Reads   two copies (to encode), blocks from a predecessor
-Gives   Delta, DeltaCache, encode
+Gives   Delta, DeltaCache, encode_delta
 
-A delta is encoded once, where the version was published; every other relay forwards the very
-blocks, each as soon as it is here. Blocks lie one after the other at fixed places of the version,
-so a block's number says where it belongs. What a relay keeps is bounded: a delta that would go over
-the limit, or that is not smaller, is given up, and the version goes out whole.
+A delta is encoded once, where the version was published. Every other relay forwards the same
+blocks, each as soon as it arrives. Blocks cover consecutive fixed spans of the version, so a
+block's number determines its place. The cache is bounded: a delta that would exceed the limit, or
+that does not save enough, is given up, and the version is sent whole.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.manifest import ITEM_BYTES, Draft
 
 ITEM_SIZES = (2, 4)
-"""Bytes of an element for which there is a delta."""
+"""Element sizes, in bytes, for which deltas are supported."""
 
 
 class Delta:
-    """The blocks that turn `base` into `version`, as many of them as are here."""
+    """The blocks present so far of the delta that turns `base` into `version`."""
 
     def __init__(self, draft: Draft, base: int, base_digest: str) -> None:
         self.version = draft.version
@@ -43,19 +43,19 @@ class Delta:
 
     @property
     def num_here(self) -> int:
-        """Leading blocks that are here."""
+        """The number of leading blocks that are present."""
         return len(self.payloads)
 
     def make_block(self, position: int, checksum: int, payload: bytes | bytearray) -> Block:
-        """What a payload with this number stands for."""
+        """Build the block at this position from its payload."""
         return Block(*self._spans[position], self.itemsize, checksum, payload)
 
 
 class DeltaCache:
-    """The deltas of one relay, within a limit; owned by the plane's thread."""
+    """The deltas of a relay, within a size limit; owned by the plane's thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of payloads kept; 0: no deltas at all."""
+        """Create an empty cache for `max_bytes` of payloads; 0 turns deltas off."""
         self._max_bytes = max_bytes
         self._deltas: dict[tuple[int, int], Delta] = {}  #: by (version, base)
 
@@ -64,10 +64,10 @@ class DeltaCache:
         return sum(delta.num_bytes for delta in self._deltas.values())
 
     def open(self, draft: Draft, base: int, base_digest: str) -> Delta | None:
-        """A delta to be filled; None if deltas are off, or this one was given up before.
+        """Add and return an empty delta; None if deltas are off or this one was given up before.
 
-        Deltas of older versions go: those are not offered any more, except to one that is in the
-        middle of it and keeps it alive.
+        Drops the deltas of older versions, which are not offered any more; a transfer in progress
+        keeps its own delta alive.
         """
         key = (draft.version, base)
         if not self._max_bytes or ITEM_BYTES[draft.dtype] not in ITEM_SIZES or key in self._deltas:
@@ -78,14 +78,14 @@ class DeltaCache:
         return self._deltas[key]
 
     def find_delta(self, version: int, held: dict[int, str]) -> Delta | None:
-        """A delta to this version from one of those in `held`, by version and digest."""
+        """Return a delta to `version` from a version in `held` (version to digest), if any."""
         for (to, base), delta in self._deltas.items():
             if to == version and not delta.given_up and held.get(base) == delta.base_digest:
                 return delta
         return None
 
     def add(self, delta: Delta, checksum: int, payload: bytes | bytearray) -> None:
-        """The next block of a delta; gives it up when that is too much."""
+        """Append the next block to a delta; give the delta up if that exceeds the limit."""
         if delta.given_up:
             return
         if self.num_bytes + len(payload) > self._max_bytes:
@@ -96,7 +96,7 @@ class DeltaCache:
         delta.num_bytes += len(payload)
 
     def give_up(self, delta: Delta) -> None:
-        """A delta will not be completed. It stays as a mark, so that it is not begun again."""
+        """Abandon a delta and free its blocks; its entry stays, so that it is not begun again."""
         delta.given_up = True
         delta.payloads, delta.checksums, delta.num_bytes = [], [], 0
 
@@ -108,9 +108,9 @@ def encode_delta(
     on_block: Callable[[Block], None],
     on_end: Callable[[bool], None],
 ) -> None:
-    """Encode, which takes seconds for gigabytes; both copies must stay pinned until `on_end`.
+    """Encode a delta, which takes seconds for gigabytes; both copies stay pinned until `on_end`.
 
-    `on_end(False)`: it is not smaller, or was given up.
+    `on_end(False)` reports that the delta does not save enough, or was given up.
     """
     complete = False
     try:
@@ -122,8 +122,7 @@ def encode_delta(
 def _encode_blocks(
     base: VersionCopy, new: VersionCopy, delta: Delta, on_block: Callable[[Block], None]
 ) -> bool:
-    """Encode for as long as it is smaller and the delta is not given up; whether all of it is
-    done."""
+    """Encode while the delta is worthwhile and not given up; return whether all is encoded."""
     encoded = 0
     old_bytes, new_bytes = (np.frombuffer(copy.view, np.uint8) for copy in (base, new))
     for block in encode_blocks(old_bytes, new_bytes, delta.itemsize):

@@ -1,18 +1,18 @@
-"""Lossless deltas: what differs between a version that a receiver holds and the next one.
+"""Lossless deltas between a version that a receiver holds and the next one.
 
 Reads   the bytes of a base version and of a new one, uint8 views of equal size
-Writes  the receiver's slot: the base with the differences in it
-Gives   Block, spans, encode_blocks, apply_block, pays; DeltaError for a block that does not fit
+Writes  the receiver's slot: the base with the differences applied
+Gives   Block, compute_block_spans, encode_blocks, apply_block, is_worthwhile; DeltaError
 
-One step of RL moves few 16-bit weights, and those mostly by one unit in the last place. So a block
-stores each changed element as its distance from the one before it and as the difference of the two
-bit patterns, a byte each, and leaves the rest to zstd. Whatever does not fit has an escape, so
-every bit pattern comes back. 32-bit elements have two bytes of difference; a step changes nearly
-all of them and is seldom smaller. Blocks are independent: encoding, sending, forwarding and
-applying overlap.
+An RL step changes few 16-bit weights, and those mostly by one unit in the last place. So a block
+stores for each changed element its distance from the previous changed one and the difference of the
+two bit patterns, a byte each, and leaves the rest to zstd. Values that do not fit use an escape, so
+every bit pattern is restored exactly. 32-bit elements have two bytes of difference; a step changes
+nearly all of them, so their deltas are seldom smaller. Blocks are independent: encoding, sending,
+forwarding and applying overlap.
 
-A block proves its payload and not its place, nor that the receiver's base is the sender's; the
-digest of the rebuilt version does. Payload of a block, little-endian:
+A block's checksum covers its payload only. The digest of the rebuilt version proves the block's
+place and that both sides used the same base. Payload of a block, little-endian:
 
     empty                            nothing differs
     as long as the part it covers    the new bytes themselves, when coding would not be shorter
@@ -42,25 +42,25 @@ Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
 BLOCK_ELEMENTS = 4 << 20
 """Large enough that zstd and numpy work at full speed, small enough to hide behind the wire."""
 SAMPLE_BYTES = 32 << 20
-"""Bytes of a version that are encoded before the delta is held against the part that it covers."""
+"""Bytes of a version to encode before the size of the delta is judged (see `is_worthwhile`)."""
 _STRIP_ELEMENTS = 1 << 18
-"""Compared at once: the result of the comparison stays in the second-level cache."""
+"""Elements compared at once, so that the result of the comparison stays in the L2 cache."""
 _MIN_RATIO = 3
-"""A delta is at least this many times smaller than the version, or the version goes out whole."""
+"""Minimum ratio of version size to delta size; below it, the version is sent whole."""
 _ZSTD_LEVEL = 1
 _COUNTS = struct.Struct("<III")
 _WIDE_GAP = 255
 
 
 class DeltaError(ValueError):
-    """No delta can be made of these versions, or this block does not fit them."""
+    """Versions that have no delta, or a block that does not fit them."""
 
 
 class Block(NamedTuple):
-    """What differs in one part of a version; in itself no proof of anything but its payload."""
+    """The differences in one span of a version; the checksum covers the payload only."""
 
     offset: int  #: bytes from the start of the version, a multiple of itemsize
-    nbytes: int  #: of the version that it covers, at most BLOCK_ELEMENTS elements
+    nbytes: int  #: bytes of the version that are covered, at most BLOCK_ELEMENTS elements
     itemsize: int  #: bytes of one element, 2 or 4
     checksum: int  #: xxh3_64 of the payload
     payload: bytes | bytearray | memoryview  #: at most nbytes
@@ -69,10 +69,10 @@ class Block(NamedTuple):
 class _ElementTypes(NamedTuple):
     """The types in which elements of one size and their differences are stored."""
 
-    bits: np.dtype[np.unsignedinteger]  #: an element
-    signed: np.dtype[np.signedinteger]  #: the difference of two elements, modulo 2 ** its bits
-    short: np.dtype[np.signedinteger]  #: the difference as stored
-    escape: int  #: the smallest of `short`: the element itself is among the wide values
+    bits: np.dtype[np.unsignedinteger]  #: type of an element
+    signed: np.dtype[np.signedinteger]  #: type of the difference of two elements, modulo 2 ** bits
+    short: np.dtype[np.signedinteger]  #: type of the difference as stored
+    escape: int  #: smallest value of `short`: the element itself is among the wide values
 
 
 _ELEMENT_TYPES = {
@@ -82,27 +82,27 @@ _ELEMENT_TYPES = {
 
 
 class _Patch(NamedTuple):
-    """A decoded block: what it takes to turn its part of the base into the new version."""
+    """A decoded block: the changes from its part of the base to the new version."""
 
-    where: npt.NDArray[np.int64]  #: [changed], elements counted from the block's first, ascending
+    where: npt.NDArray[np.int64]  #: [changed], element indices within the block, ascending
     short: npt.NDArray[np.signedinteger]  #: [changed], differences
     wide: npt.NDArray[np.unsignedinteger]  #: [wide values], new elements
-    rest: npt.NDArray[np.uint8]  #: the bytes behind the last whole element
+    rest: npt.NDArray[np.uint8]  #: bytes behind the last whole element
 
 
 def compute_block_spans(total_bytes: int, itemsize: int) -> list[tuple[int, int]]:
-    """(offset, nbytes) of each block of a version; DeltaError for elements that have no delta."""
+    """Return (offset, nbytes) of each block; raise DeltaError for unsupported element sizes."""
     size = BLOCK_ELEMENTS * _get_element_types(itemsize).bits.itemsize
     return [(start, min(size, total_bytes - start)) for start in range(0, total_bytes, size)]
 
 
 def encode_blocks(base: Bytes, new: Bytes, itemsize: int) -> Iterator[Block]:
-    """Blocks, one per span and in their order, that turn `base` into `new`.
+    """Yield the blocks that turn `base` into `new`, one per span, in order.
 
-    Each is encoded when it is asked for. The memory it takes follows its size and not the
-    version's: little for a few changes, some 16 times its size when everything changed. Both
-    views must stay as they are until the last one is out. Raises DeltaError, when the first one is
-    asked for, for versions of different sizes or elements of another size than 2 or 4 bytes.
+    Blocks are encoded lazily. The memory use depends on the size of a block and not of the version:
+    little for a few changes, some 16 times the block's size if everything changed. Both views must
+    stay unchanged until the last block. Raises DeltaError at the first block if the versions differ
+    in size or elements do not have 2 or 4 bytes.
     """
     if base.nbytes != new.nbytes:
         raise DeltaError(f"no delta from a version of {base.nbytes} bytes to one of {new.nbytes}")
@@ -121,8 +121,8 @@ def encode_blocks(base: Bytes, new: Bytes, itemsize: int) -> Iterator[Block]:
 def apply_block(block: Block, base: Bytes, out: Bytes) -> None:
     """Write the block's part of the new version into `out`; both views are whole versions.
 
-    `out` may be `base` itself. Raises DeltaError for a block that is damaged, inconsistent or
-    leaves the views, and then nothing was written.
+    `out` may be `base` itself. Raises DeltaError, before anything is written, for a block that is
+    damaged, inconsistent or outside the views.
     """
     code = _get_element_types(block.itemsize)
     _check_place(block, min(base.nbytes, out.nbytes))
@@ -140,18 +140,18 @@ def apply_block(block: Block, base: Bytes, out: Bytes) -> None:
 
 
 def is_worthwhile(encoded_bytes: int, covered_bytes: int, total_bytes: int) -> bool:
-    """Whether to go on sending blocks rather than the whole version; asked after each block.
+    """Return whether to continue with the delta rather than send the whole version.
 
-    `encoded_bytes` is the size of the payloads so far, `covered_bytes` of the parts they cover,
-    `total_bytes` of the version. A version that changed everywhere fails after a block or two; one
-    that begins with much change is given a sample, since its end may be calm.
+    Called after each block: `encoded_bytes` is the size of the payloads so far, `covered_bytes` of
+    the parts that they cover, `total_bytes` of the version. A version that changed everywhere fails
+    after a block or two; SAMPLE_BYTES allows for one that changed much only at its beginning.
     """
     allowance = min(total_bytes, max(covered_bytes, SAMPLE_BYTES))
     return encoded_bytes * _MIN_RATIO <= allowance
 
 
 def _encode(base: Bytes, new: Bytes, code: _ElementTypes) -> bytes:
-    """The body of one block, not yet compressed; empty when the parts are equal."""
+    """Return the uncompressed body of a block; empty if the parts are equal."""
     whole = new.nbytes - new.nbytes % code.bits.itemsize
     rest = new[whole:]
     old, now = base[:whole].view(code.bits), new[:whole].view(code.bits)
@@ -173,7 +173,7 @@ def _encode(base: Bytes, new: Bytes, code: _ElementTypes) -> bytes:
 def _find_changed(
     old: npt.NDArray[np.unsignedinteger], now: npt.NDArray[np.unsignedinteger]
 ) -> npt.NDArray[np.int32]:
-    """Indices of the elements that differ, ascending."""
+    """Return the indices of the elements that differ, ascending."""
     found = [np.empty(0, np.int32)]
     for start in range(0, now.size, _STRIP_ELEMENTS):
         strip = slice(start, start + _STRIP_ELEMENTS)
@@ -182,7 +182,7 @@ def _find_changed(
 
 
 def _decode(block: Block, code: _ElementTypes) -> _Patch:
-    """The patch in a compressed payload, checked against the part that it claims to cover."""
+    """Decode a compressed payload, checked against the part that it claims to cover."""
     body = _decompress_body(block, code)
     if len(body) < _COUNTS.size:
         raise _make_damage_error(
@@ -209,8 +209,8 @@ def _decode(block: Block, code: _ElementTypes) -> _Patch:
 
 
 def _decompress_body(block: Block, code: _ElementTypes) -> bytes:
-    """The body; the size that its frame states is checked before any of it is reserved."""
-    # At most every element changed by a wide value; a wide gap takes up more than 255 elements.
+    """Decompress the body, after checking the size that its frame states."""
+    # At most every element has a wide value; a wide gap spans more than 255 elements.
     elements = block.nbytes // block.itemsize
     counted = elements * (1 + code.short.itemsize) + elements // (_WIDE_GAP + 1) * 4
     largest = _COUNTS.size + counted + block.nbytes
@@ -228,14 +228,14 @@ def _decompress_body(block: Block, code: _ElementTypes) -> bytes:
 def _decode_indices(
     block: Block, gaps8: npt.NDArray[np.uint8], gaps32: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.int64]:
-    """Indices of changed elements from the distances between them; ascending for any input."""
+    """Return the indices of changed elements from their gaps; ascending for any input."""
     steps = gaps8.astype(np.int64)
     wide = np.flatnonzero(gaps8 == _WIDE_GAP)
     if wide.size != gaps32.size:
         raise _make_damage_error(block, "its wide gaps are not as many as its gaps refer to")
     steps[wide] = gaps32
     steps += 1
-    steps[:1] -= 1  # the first one is counted from the block's first element
+    steps[:1] -= 1  # the first gap counts from the block's first element
     return np.cumsum(steps, out=steps)
 
 

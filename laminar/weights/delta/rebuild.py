@@ -1,12 +1,12 @@
-"""A version that arrives as a delta: blocks in, proved chunks out.
+"""Rebuild of a version from a delta: blocks in, verified chunks out.
 
 Reads   blocks of a predecessor, the base version in its slot
 Writes  the slot of the new version
-Gives   begin, Rebuild
+Gives   begin_rebuild, Rebuild
 
-A delta is only another way to fill a slot. What it leaves there counts chunk by chunk, when a
-chunk has the checksum that was published, so a wrong base or a wrong block costs the chunks that
-it spoilt and nothing else. The base is pinned until `end`.
+A delta is only another way to fill a slot. A rebuilt chunk counts once it has the published
+checksum, so a wrong base or block costs only the chunks that it spoilt. The base stays pinned until
+`release_base`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from laminar.weights.version.table import VersionTable
 
 
 class Rebuild:
-    """One delta on its way into one copy."""
+    """A delta that is being applied to a copy."""
 
     def __init__(
         self, table: VersionTable, delta: Delta, base: VersionCopy, copy: VersionCopy
     ) -> None:
-        """`base` is pinned by the caller; all checksums of `copy` are known."""
+        """Begin with a `base` that the caller pinned; all checksums of `copy` are known."""
         self.delta = delta
         self.next_block = 0
         self._table, self._base, self._copy = table, base, copy
-        self._num_checked = 0  #: leading chunks that were looked at
+        self._num_checked = 0  #: number of leading chunks checked
 
     @property
     def over(self) -> bool:
-        """All blocks were applied."""
+        """Whether all blocks were applied."""
         return self.next_block == self.delta.num_blocks
 
     def apply_next(self, checksum: int, payload: bytearray) -> list[int]:
-        """Take the next block; indices of the chunks that are proved by it.
+        """Apply the next block and return the indices of the chunks that it completes.
 
-        DeltaError if it is not what it claims to be; then nothing was written.
+        Raises DeltaError, before anything is written, for an invalid block.
         """
         block = self.delta.make_block(self.next_block, checksum, payload)
         base, out = (np.frombuffer(h.view, np.uint8) for h in (self._base, self._copy))
@@ -49,7 +49,7 @@ class Rebuild:
         return self._accept_covered(block.offset + block.nbytes)
 
     def _accept_covered(self, covered: int) -> list[int]:
-        """Prove the chunks that end within the bytes rebuilt so far."""
+        """Verify the chunks that end within the bytes rebuilt so far; return the valid ones."""
         copy, first = self._copy, self._num_checked
         last = first
         while last < copy.num_chunks and copy.bounds[last + 1] <= covered:
@@ -58,14 +58,14 @@ class Rebuild:
         return [index for index in range(first, last) if copy.accept_chunk(index)]
 
     def release_base(self) -> None:
-        """The base is not needed any more."""
+        """Unpin the base."""
         self._table.unpin(self.delta.base)
 
 
 def begin_rebuild(
     table: VersionTable, cache: DeltaCache, copy: VersionCopy, base: int, base_digest: str
 ) -> Rebuild | None:
-    """Take a version as a delta from version `base`, if that is here and nothing of it is yet.
+    """Begin to rebuild `copy` from version `base`, if that is held and `copy` is still empty.
 
     All checksums and the digest of `copy` are known.
     """

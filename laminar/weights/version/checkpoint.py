@@ -1,11 +1,11 @@
-"""A version on disk: what to write beside a model, and how to get the version back bit for bit.
+"""Versions in checkpoints: the manifest stored with a model, and the bit-exact way back.
 
 Reads   a checkpoint directory: model.safetensors, version.msgpack (the manifest)
-Gives   the bytes of a version as they lie in a slot; CheckpointError for anything else
+Gives   the bytes of a version as they lie in a slot; VersionRestoreError for anything else
 
-A checkpoint has the trainer's parameters, a version has what engines take: the same tensors in the
-published type. Conversion is exact, so the digest of the manifest proves that a checkpoint gives
-the weights that were published under its number, on whatever machine it is read.
+A checkpoint has the trainer's parameters; a version has the same tensors in the published type, as
+engines load them. The conversion is exact, so the manifest's digest proves on any machine that a
+checkpoint yields the weights that were published under its number.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def build_tensor_manifest(
     tensors: Iterable[tuple[str, torch.Tensor]],
     probe: mf.Probe,
 ) -> mf.Manifest:
-    """The manifest of a version that is made of these tensors, as a relay would make it."""
+    """Build the manifest of a version of these tensors, as a relay would."""
     view = np.empty(mf.check_tensors(specs), dtype=np.uint8)
     write_tensors(view, specs, tensors)
     return build_manifest(view, version=version, step=step, tensors=specs, probe=probe)
 
 
 def read_version(directory: Path, version: int) -> Restored:
-    """This version, proved by its digest."""
+    """Restore a version from a checkpoint and verify its digest."""
 
     def fill(view: Bytes, manifest: mf.Manifest) -> None:
         try:
@@ -52,7 +52,7 @@ def read_version(directory: Path, version: int) -> Restored:
 
 
 def _iter_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's tensors one after the other: only one is in memory beside the version."""
+    """Yield the model's tensors, holding only one at a time in memory."""
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
             yield name, tensors.get_tensor(name)

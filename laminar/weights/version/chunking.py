@@ -1,14 +1,15 @@
-"""How large a chunk of a version is, from the time that a chain of relays takes for it.
+"""Chunk size of a version, chosen to minimize the time of a broadcast along a chain of relays.
 
 Reads   sizes, speeds
-Gives   broadcast_seconds, chunk_bytes, usual_chunk_bytes
+Gives   estimate_broadcast_s, chunk_bytes, usual_chunk_bytes
 
 A chain of p machines with M bytes in k chunks takes
 
     T(p, k) = (p + k - 2) (M / k * seconds_per_byte + start_seconds)
 
-since the last chunk leaves after k - 1 others and passes p - 2 relays. Few chunks fill the pipe
-slowly, many pay the start of each. The best k is sqrt((p - 2) M seconds_per_byte / start_seconds).
+since the last chunk leaves after k - 1 others and passes p - 2 relays. With few chunks the pipeline
+fills slowly; with many, their start costs add up. The best k is
+sqrt((p - 2) M seconds_per_byte / start_seconds).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from __future__ import annotations
 import math
 
 CHUNK_BYTES_MIN = 2 << 20
-"""Below it the cost per chunk shows: 1 MiB takes a tenth more processor time per byte."""
+"""Size below which the cost per chunk shows: 1 MiB takes a tenth more CPU time per byte."""
 CHUNK_BYTES_MAX = 4 << 20
-"""Above it nothing is gained, and chunks leave the cache between the socket and the checksum."""
+"""Size above which nothing is gained and chunks leave the cache between socket and checksum."""
 _CHUNK_UNIT = 64 << 10
 MACHINES, SECONDS_PER_BYTE, START_SECONDS = 8, 0.8e-9, 50e-6
-"""Network cards of 10 Gbit/s, where nothing better is known. The optimum is flat."""
+"""Defaults for unknown hardware: network cards of 10 Gbit/s. The optimum is flat."""
 
 
 def estimate_broadcast_s(
@@ -31,7 +32,7 @@ def estimate_broadcast_s(
     seconds_per_byte: float,
     start_seconds: float,
 ) -> float:
-    """Time until the last of `machines` (the publisher's among them, at least two) has it all."""
+    """Return the time until all `machines` (at least two, publisher included) have the version."""
     chunk_seconds = total_bytes / num_chunks * seconds_per_byte + start_seconds
     return (machines + num_chunks - 2) * chunk_seconds
 
@@ -39,10 +40,10 @@ def estimate_broadcast_s(
 def chunk_bytes(
     machines: int, total_bytes: int, seconds_per_byte: float, start_seconds: float
 ) -> int:
-    """The size of a chunk for which `broadcast_seconds` is least, within what suits a machine.
+    """Return the chunk size that minimizes `estimate_broadcast_s`.
 
-    A multiple of 64 KiB between CHUNK_BYTES_MIN and CHUNK_BYTES_MAX. One hop gains nothing from
-    small chunks.
+    The size is a multiple of 64 KiB between CHUNK_BYTES_MIN and CHUNK_BYTES_MAX. A single hop gains
+    nothing from small chunks.
     """
     best = math.sqrt(max(0, machines - 2) * total_bytes * seconds_per_byte / start_seconds)
     wanted = total_bytes / best if best else CHUNK_BYTES_MAX
@@ -51,5 +52,5 @@ def chunk_bytes(
 
 
 def usual_chunk_bytes(total_bytes: int) -> int:
-    """The size of a chunk when it is not known how many relays there will be."""
+    """Return the chunk size to use while the number of relays is unknown."""
     return chunk_bytes(MACHINES, total_bytes, SECONDS_PER_BYTE, START_SECONDS)

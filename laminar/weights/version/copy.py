@@ -1,12 +1,12 @@
-"""One version in one slot of this relay: which of its chunks are here and proved.
+"""A relay's copy of a version in a slot, with the state of its chunks.
 
 Reads   a slot, checksums of chunks
 Gives   VersionCopy
 
-A chunk counts as here when its bytes have their checksum. The digest of the whole is worked out in
-the background of the transfer, in order, mostly while a chunk is still in the cache; a version is
-complete when that digest is the published one. Owned by one thread, except that `complete`,
-`digest` and `front` may be read by others.
+A chunk counts as present once its bytes have their checksum. The digest of the whole is computed in
+order during the transfer, mostly while a chunk is still in the cache; a version is complete when
+that digest is the published one. A copy is owned by one thread, except that other threads may read
+`complete`, `digest` and `front`.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from laminar.weights.version.manifest import (
 )
 
 DIGEST_CHUNKS = 4
-"""Hashed at most in one step, so that a long backlog never keeps the thread from its sockets."""
+"""Maximum chunks hashed per step, so that a backlog never keeps the thread from its sockets."""
 
 
 _numbers = count()
 
 
 class VersionCopy:
-    """A version, complete or on its way, and where its bytes are."""
+    """A version, complete or in transfer, and the place of its bytes."""
 
     def __init__(self, draft: Draft, slot: int, region: Region) -> None:
-        """`region`: of the slot, at least total_bytes; nothing of the version is in it yet."""
-        #: in this process; the bytes of a version that comes a second time are another copy
+        """Begin an empty copy in the `region` of a slot, which has at least total_bytes."""
+        #: number unique in this process; a version that arrives a second time is another copy
         self.number = next(_numbers)
         self.draft = draft
         self.slot = slot
         self.region = region.slice_bytes(0, draft.total_bytes)
         self.bounds = chunk_bounds(draft)
         self.num_chunks = len(self.bounds) - 1
-        self.have = bytearray(self.num_chunks)  #: 1 where a chunk is here and proved
+        self.have = bytearray(self.num_chunks)  #: 1 where a chunk is present and verified
         self.num_have = 0
-        self.digest = ""  #: as published; empty: no relay had all the bytes yet
-        self.complete = False  #: proved as a whole
-        self.written_here = False  #: a trainer of this machine wrote a share of it
+        self.digest = ""  #: published digest; empty until a relay has all the bytes
+        self.complete = False  #: verified as a whole
+        self.written_here = False  #: written, at least partly, by a trainer of this machine
         self._checksums: list[int | None] = [None] * self.num_chunks
         self._hasher = xxhash.xxh3_128()
         self._num_hashed = 0
@@ -58,7 +58,7 @@ class VersionCopy:
 
     @classmethod
     def from_manifest(cls, manifest: Manifest, slot: int, region: Region) -> VersionCopy:
-        """A whole version that a trainer of this machine wrote."""
+        """Create the copy of a whole version that a trainer of this machine wrote."""
         copy = cls(unseal_manifest(manifest), slot, region)
         copy.set_expected(manifest.chunk_checksums, manifest.digest)
         copy.have = bytearray(b"\1" * copy.num_chunks)
@@ -71,7 +71,7 @@ class VersionCopy:
     def from_share(
         cls, draft: Draft, slot: int, region: Region, checksums: Mapping[int, int]
     ) -> VersionCopy:
-        """The chunks of a version that trainers of this machine wrote, by index."""
+        """Create a copy with the chunks that this machine's trainers wrote (index to checksum)."""
         copy = cls(draft, slot, region)
         for index, checksum in checksums.items():
             copy._checksums[index] = checksum
@@ -85,31 +85,31 @@ class VersionCopy:
         return self.draft.version
 
     def set_expected(self, checksums: Sequence[int], digest: str) -> None:
-        """What the publisher says about the bytes: all checksums or none, a digest or ""."""
+        """Store the published checksums (all or none) and the published digest (or "")."""
         if checksums:
             self._checksums = list(checksums)
         if digest:
             self.digest = digest
 
     def has_conflict(self, checksums: Sequence[int]) -> bool:
-        """Whether a chunk that is here has another checksum than is said (all are, or none)."""
+        """Return whether a known checksum differs from the given ones (all or none)."""
         pairs = zip(self._checksums, checksums, strict=False)
         return any(known not in (None, said) for known, said in pairs)
 
     def is_consistent_with(self, draft: Draft, checksums: Sequence[int], digest: str) -> bool:
-        """Whether what another process says of this version is about the same bytes."""
+        """Return whether another process's description of this version is of the same bytes."""
         if self.digest and digest not in ("", self.digest):
             return False
         return is_same_layout(self.draft, draft) and not self.has_conflict(checksums)
 
     def has_same_size(self, other: VersionCopy) -> bool:
-        """Whether a delta between the two makes sense."""
+        """Return whether size and type are equal, as a delta between the two needs."""
         mine, theirs = self.draft, other.draft
         return (mine.total_bytes, mine.dtype) == (theirs.total_bytes, theirs.dtype)
 
     @property
     def front(self) -> int:
-        """So many bytes from its beginning are here and proved; any thread may ask."""
+        """The number of leading bytes that are present and verified; thread-safe."""
         lacking = self.have.find(0)
         return self.bounds[lacking] if lacking >= 0 else self.draft.total_bytes
 
@@ -121,20 +121,20 @@ class VersionCopy:
         return self.region.slice_bytes(self.bounds[index], self.bounds[index + 1])
 
     def get_checksum(self, index: int) -> int:
-        """xxh3_64 of a chunk that is here."""
+        """Return the xxh3_64 of a chunk that is present."""
         checksum = self._checksums[index]
         assert checksum is not None, (self.version, index)
         return checksum
 
     def get_checksums(self) -> list[int]:
-        """The checksums of all chunks; empty while any is unknown."""
+        """Return the checksums of all chunks; empty while any is unknown."""
         known = [checksum for checksum in self._checksums if checksum is not None]
         return known if len(known) == self.num_chunks else []
 
     def accept_chunk(self, index: int, checksum: int | None = None) -> bool:
-        """The chunk's bytes are in place: whether they have their checksum and count from now on.
+        """Verify a chunk whose bytes are in place; return whether it counts from now on.
 
-        `checksum`: what the sender says it is, which must be what the publisher said.
+        `checksum` is the sender's claim, which must equal the published one.
         """
         known = self._checksums[index]
         wanted = checksum if known is None else known
@@ -147,7 +147,7 @@ class VersionCopy:
         return True
 
     def digest_step(self) -> bool:
-        """Hash a few more of the leading chunks; whether there is more to do now."""
+        """Hash a few more of the leading chunks; return whether more can be hashed now."""
         end = min(self._num_hashed + DIGEST_CHUNKS, self.num_chunks)
         while self._num_hashed < end and self.have[self._num_hashed]:
             self._hasher.update(self.get_chunk(self._num_hashed).view)
@@ -155,23 +155,23 @@ class VersionCopy:
         return self._num_hashed < self.num_chunks and bool(self.have[self._num_hashed])
 
     def get_computed_digest(self) -> str | None:
-        """xxh3_128 of the bytes that are here, once all of them are hashed."""
+        """Return the xxh3_128 of the version, or None until all chunks are hashed."""
         return self._hasher.hexdigest() if self._num_hashed == self.num_chunks else None
 
     def get_manifest(self) -> Manifest:
-        """The manifest of a complete version."""
+        """Return the manifest of a complete version."""
         if self._manifest is None:
             self._manifest = seal_draft(self.draft, self.get_checksums(), self.digest)
         return self._manifest
 
 
 def pack_have(have: Sequence[int]) -> bytes:
-    """One bit per chunk."""
+    """Pack the flags of all chunks into bits."""
     return np.packbits(np.frombuffer(bytes(have), np.uint8)).tobytes()
 
 
 def unpack_have(packed: bytes, num_chunks: int) -> bytearray | None:
-    """One byte per chunk, 0 or 1; None if there are not bits for so many chunks."""
+    """Unpack bits into one byte per chunk, 0 or 1; None if the length does not match."""
     if len(packed) != -(-num_chunks // 8):
         return None
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=num_chunks)

@@ -1,9 +1,9 @@
-"""The hashes over what lies in a slot, and the check against those that were published.
+"""Hashes of the weights in a slot, and their check against the published ones.
 
 Reads   a slot (uint8 view of shared memory)
-Gives   checksums, manifests; WeightsCorrupt when bytes are not what the manifest says
+Gives   checksums, manifests; WeightsCorrupt if bytes differ from the manifest
 
-Without torch: a relay works these out, and it must be back a moment after it was killed.
+Does not import torch: relays compute these hashes, and a killed relay must restart in a moment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
 
 
 class WeightsCorrupt(RuntimeError):
-    """Bytes of a version are not those that were published."""
+    """Bytes of a version that differ from the published ones."""
 
 
 def compute_checksums(view: Bytes, total_bytes: int, chunk_bytes: int) -> tuple[list[int], str]:
-    """(xxh3_64 of each chunk, xxh3_128 of all as 32 hex digits) of the first `total_bytes`.
+    """Return the xxh3_64 of each chunk and the xxh3_128 of all `total_bytes`, as 32 hex digits.
 
     Both hashes take a chunk while it is in the cache, so the memory is read once.
     """
@@ -53,10 +53,10 @@ def build_manifest(
     probe: Probe,
     chunk_bytes: int = 0,
 ) -> Manifest:
-    """The manifest of a full version that one trainer rank has written into this slot.
+    """Build the manifest of a full version that one trainer rank has written into this slot.
 
-    `chunk_bytes`: of its chunks; 0: what is usual for its size. Raises ManifestError for no
-    consistent layout, or a slot that is smaller than the version.
+    `chunk_bytes` 0 selects the usual chunk size. Raises ManifestError for an inconsistent layout or
+    a slot that is smaller than the version.
     """
     total = check_tensors(tensors)
     draft = Draft(
@@ -74,7 +74,7 @@ def build_manifest(
 
 
 def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:
-    """xxh3_64 of each chunk that these ranks wrote, by the chunk's index in `draft`.
+    """Return the xxh3_64 of each chunk that these ranks wrote, by the chunk's index in `draft`.
 
     Raises ManifestError if the slot is smaller than the version.
     """
@@ -87,7 +87,7 @@ def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[i
 
 
 def verify_weights(view: Bytes, manifest: Manifest) -> None:
-    """Raises WeightsCorrupt, which names the first wrong chunk, unless all bytes are as published.
+    """Raise WeightsCorrupt, naming the first wrong chunk, unless all bytes are as published.
 
     Raises ManifestError if the slot is smaller than the version.
     """
@@ -106,7 +106,7 @@ def verify_weights(view: Bytes, manifest: Manifest) -> None:
 
 
 def _hash_chunks(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
-    """xxh3_64 of each chunk between the bounds, and xxh3_128 of all of them."""
+    """Return the xxh3_64 of each chunk between the bounds, and the xxh3_128 of all."""
     check_room(view, bounds[-1])
     whole = xxhash.xxh3_128()
     chunks: list[int] = []
@@ -118,6 +118,6 @@ def _hash_chunks(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
 
 
 def check_room(view: Bytes, total_bytes: int) -> None:
-    """Raises ManifestError if a version of so many bytes does not fit into this slot."""
+    """Raise ManifestError if a version of `total_bytes` does not fit into this slot."""
     if view.nbytes < total_bytes:
         raise ManifestError(f"a version of {total_bytes} bytes, a slot of {view.nbytes}")

@@ -1,16 +1,16 @@
-"""What one weight version is: its tensors, where their bytes lie, and the hashes that prove them.
+"""Manifest of a weight version: its tensors, the layout of their bytes, and their hashes.
 
 Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
-Gives   TensorSpec, Part, Probe, Draft, Manifest, as MessagePack; ManifestError for anything else
+Gives   TensorSpec, RankPart, Probe, Draft, Manifest, as MessagePack; ManifestError otherwise
 
-A manifest that exists is consistent: the checks run when it is built, and so also when it is
-decoded, and no reader has to distrust an offset. Offsets are aligned to a cache line, so that a
-tensor of any type can be viewed in place. The probe travels with the bytes because a digest proves
-the bytes and not their effect: a tied head left packed has the right digest and the wrong policy.
+Every manifest is consistent, since the checks run whenever one is built or decoded; readers can
+trust its offsets. Offsets are aligned to a cache line, so that a tensor of any type can be viewed
+in place. The probe is part of the manifest because a digest proves the bytes and not their effect:
+a tied head left packed has the correct digest and the wrong policy.
 
-Where trainer ranks of several machines write one version, each machine first has a share of it and
-the digest cannot be known. Until then the version is a Draft: everything but the hashes. Chunks end
-where the bytes of another rank begin, so that every chunk can be hashed by the machine that has it.
+If trainer ranks of several machines write a version, each machine first has only its share and the
+digest is unknown. Until it is known the version is a Draft: everything but the hashes. Chunks end
+where the bytes of another rank begin, so that each chunk can be hashed by the machine that has it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Annotated, Literal
 import msgspec
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and a multiple of every item size."""
+"""Alignment of tensors in bytes: a cache line, and a multiple of every item size."""
 MANIFEST_BYTES_MAX = 64 << 20
-"""A terabyte in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
+"""Maximum size of a manifest; 1 TB in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
 CHUNKS_MAX = 1 << 22
-"""Four terabytes in chunks of 1 MiB; a relay keeps some twenty bytes for each."""
+"""Maximum number of chunks: 4 TB in chunks of 1 MiB; a relay keeps some 20 bytes for each."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -39,7 +39,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element, by the name that torch gives the type."""
+"""Bytes of an element by the torch name of its type."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -49,11 +49,11 @@ Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class ManifestError(ValueError):
-    """This layout or these bytes do not describe a weight version."""
+    """A layout or bytes that do not describe a weight version."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a version, stored contiguously in row-major order."""
+    """A tensor of a version, stored contiguously in row-major order."""
 
     name: Name
     dtype: str  #: a key of ITEM_BYTES
@@ -63,18 +63,18 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A span of bytes that one trainer rank wrote; a sharded tensor has one per rank."""
+    """A span of bytes that one trainer rank wrote; a sharded tensor has a span per rank."""
 
     rank: Natural
-    offset: Natural  #: of the first row of the span, bytes from the start of the version
+    offset: Natural  #: bytes from the start of the version to the span's first row
     nbytes: Positive
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A few sequences scored by the trainer; a replica that loaded must reproduce the scores."""
+    """A few sequences scored by the trainer; a replica must reproduce the scores after loading."""
 
     sequences: tuple[tuple[Natural, ...], ...]  #: token ids, at least two per sequence
-    logprobs: tuple[tuple[float, ...], ...]  #: of tokens 1..L-1 of each sequence, temperature 1
+    logprobs: tuple[tuple[float, ...], ...]  #: log-probs of tokens 1..L-1 at temperature 1
     tolerance: float  #: largest |difference| of one log-prob, nats
     mean_tolerance: float  #: largest mean |difference|, nats
 
@@ -95,16 +95,16 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A version without its hashes. Building or decoding an inconsistent one raises."""
+    """A version without its hashes; building or decoding an inconsistent one raises."""
 
     version: Natural
-    step: Natural  #: that made these weights
+    step: Natural  #: training step that made these weights
     kind: Literal["full", "adapter"]
-    dtype: str  #: of every tensor
+    dtype: str  #: type of every tensor
     total_bytes: Positive
     tensors: tuple[TensorSpec, ...]  #: ascending offsets
     parts: tuple[RankPart, ...]  #: ascending offsets
-    chunk_bytes: Positive  #: of the longest chunk
+    chunk_bytes: Positive  #: size of the longest chunk
     probe: Probe | None
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Manifest(Draft, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One complete version. Building or decoding an inconsistent one raises."""
+    """A complete version; building or decoding an inconsistent one raises."""
 
     chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk, see `chunk_bounds`
     digest: Digest  #: xxh3_128 of all total_bytes, padding included
@@ -142,10 +142,10 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 def make_layout(
     named_shapes: Iterable[tuple[str, Sequence[int]]], dtype: str
 ) -> tuple[TensorSpec, ...]:
-    """Place tensors one after the other at aligned offsets, in the order given.
+    """Place tensors consecutively at aligned offsets, in the order given.
 
-    Every rank that gives the same names and shapes gets the same offsets. Raises ManifestError for
-    an unknown type, no tensors, a repeated name or a tensor without elements.
+    The same names and shapes give the same offsets on every rank. Raises ManifestError for an
+    unknown type, no tensors, a repeated name or a tensor without elements.
     """
     specs: list[TensorSpec] = []
     offset = 0
@@ -161,10 +161,11 @@ def make_layout(
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> int:
-    """Bytes of a version of these tensors, a multiple of ALIGNMENT; raises ManifestError.
+    """Return the size of a version of these tensors in bytes, a multiple of ALIGNMENT.
 
-    Names are unique, sizes follow from type and shape, and each tensor starts at the first aligned
-    offset behind the one before it: no overlap, and no gap in which stale bytes could hide.
+    Raises ManifestError unless names are unique, sizes follow from type and shape, and each tensor
+    starts at the first aligned offset after the previous one: no overlap, and no gap in which stale
+    bytes could hide.
     """
     if not tensors:
         raise ManifestError("a version needs at least one tensor")
@@ -182,20 +183,20 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> int:
 
 
 def align_offset(offset: int) -> int:
-    """The first multiple of ALIGNMENT that is not below `offset`."""
+    """Round `offset` up to a multiple of ALIGNMENT."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def count_chunks(draft: Draft) -> int:
-    """How many chunks `chunk_bounds` gives, worked out without making them."""
+    """Return the number of chunks in `chunk_bounds`, without building the list."""
     return sum(-(-(end - start) // draft.chunk_bytes) for start, end in _iter_rank_runs(draft))
 
 
 def chunk_bounds(draft: Draft) -> list[int]:
-    """Where chunks begin, and total_bytes at the end: chunk i is bytes [bounds[i], bounds[i + 1]).
+    """Return the chunk offsets, then total_bytes: chunk i is bytes [bounds[i], bounds[i + 1]).
 
     Each run of bytes of one rank is cut into chunks of chunk_bytes and a shorter last one; the
-    padding behind a part belongs to it. Every byte is in one chunk.
+    padding behind a part belongs to it. Every byte is in exactly one chunk.
     """
     bounds: list[int] = []
     for start, end in _iter_rank_runs(draft):
@@ -204,7 +205,7 @@ def chunk_bounds(draft: Draft) -> list[int]:
 
 
 def chunks_of_ranks(draft: Draft, ranks: Collection[int]) -> list[int]:
-    """Indices of the chunks that these ranks write, ascending."""
+    """Return the indices of the chunks that these ranks write, ascending."""
     owners = iter(draft.parts)
     owner = next(owners)
     following = next(owners, None)
@@ -218,28 +219,28 @@ def chunks_of_ranks(draft: Draft, ranks: Collection[int]) -> list[int]:
 
 
 def is_same_layout(a: Draft, b: Draft) -> bool:
-    """Whether equal offsets mean the same in both; the probes of two publishers may differ."""
+    """Return whether both have the same layout; the probes of two publishers may differ."""
     return msgspec.structs.replace(a, probe=None) == msgspec.structs.replace(b, probe=None)
 
 
 def seal_draft(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
-    """The manifest of a draft whose bytes are now all in one place."""
+    """Add the hashes to a draft whose bytes are now all in one place."""
     fields = {name: getattr(draft, name) for name in Draft.__struct_fields__}
     return Manifest(**fields, chunk_checksums=tuple(chunk_checksums), digest=digest)
 
 
 def unseal_manifest(manifest: Manifest) -> Draft:
-    """The manifest without its hashes."""
+    """Return the manifest without its hashes."""
     return Draft(**{name: getattr(manifest, name) for name in Draft.__struct_fields__})
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as one MessagePack map."""
+    """Encode the manifest as a MessagePack map."""
     return _encoder.encode(manifest)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:
-    """The manifest in these bytes; ManifestError if they are anything else."""
+    """Decode a manifest; raise ManifestError for any other bytes."""
     size = memoryview(data).nbytes
     if size > MANIFEST_BYTES_MAX:
         raise ManifestError(f"manifest of {size} bytes is above the limit of {MANIFEST_BYTES_MAX}")
@@ -250,7 +251,7 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
 
 
 def _check_size(spec: TensorSpec) -> None:
-    # Structs built in Python are not checked against their annotations, so sizes are checked here.
+    # msgspec does not check structs built in Python against their annotations.
     if not all(size >= 1 for size in spec.shape):
         raise ManifestError(f"tensor {spec.name!r} of shape {spec.shape} has no elements")
     wanted = math.prod(spec.shape) * _get_item_bytes(spec.name, spec.dtype)
@@ -264,9 +265,9 @@ def _check_size(spec: TensorSpec) -> None:
 def _check_parts(
     parts: Sequence[RankPart], tensors: Sequence[TensorSpec], total_bytes: int
 ) -> None:
-    """Parts ascend without overlap inside the version and leave out no byte of a tensor."""
+    """Check that parts ascend without overlap within the version and cover every tensor."""
     end = 0
-    index = 0  # of the first tensor that is not yet covered
+    index = 0  # the first tensor that is not yet covered
     for part in parts:
         if part.offset < end or part.nbytes < 1 or part.offset + part.nbytes > total_bytes:
             raise ManifestError(
@@ -283,7 +284,7 @@ def _check_parts(
 
 
 def _iter_rank_runs(draft: Draft) -> Iterator[tuple[int, int]]:
-    """[start, end) of the bytes of one rank after another, padding behind a part included."""
+    """Yield [start, end) of each run of bytes of one rank, padding behind a part included."""
     start, rank = 0, draft.parts[0].rank
     for part in draft.parts[1:]:
         if part.rank != rank:

@@ -1,9 +1,9 @@
-"""A version that was on disk, in memory of its own, proved by its digest.
+"""A version restored from disk into separate shared memory and verified by its digest.
 
-Reads   a checkpoint directory: version.msgpack (the manifest), and the bytes as `fill` finds them
-Gives   Restored; CheckpointError for anything else
+Reads   a checkpoint directory: version.msgpack (the manifest), and the bytes that `fill` reads
+Gives   Restored; VersionRestoreError for anything else
 
-Without torch: what is in the model's file is left to who calls (checkpoint.py, for real models).
+Does not import torch: the caller reads the model's file (checkpoint.py, for real models).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laminar.weights.version.hashes import Bytes, WeightsCorrupt, verify_weights
 
 
 class VersionRestoreError(RuntimeError):
-    """This directory does not hold the version that was asked for, or not any more."""
+    """A directory that does not hold the requested version, or not any more."""
 
 
 class SharedBytes:
@@ -37,12 +37,12 @@ class SharedBytes:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """The memory is freed when no process has it mapped any more."""
+        """Close the descriptor; the memory is freed when no process maps it any more."""
         os.close(self._fd)
 
 
 class Restored(SharedBytes):
-    """A version in memory of its own; `view` is as in a slot."""
+    """A version in separate memory; `view` has the bytes as in a slot."""
 
     def __init__(self, manifest: mf.Manifest) -> None:
         super().__init__(f"version-{manifest.version}", manifest.total_bytes)
@@ -52,7 +52,7 @@ class Restored(SharedBytes):
 def restore_version(
     directory: Path, version: int, fill: Callable[[Bytes, mf.Manifest], None]
 ) -> Restored:
-    """This version. `fill` puts its bytes into the view; OSError, ManifestError."""
+    """Restore and verify a version; `fill` writes its bytes to the view or raises OSError."""
     try:
         manifest = mf.decode((directory / VERSION_FILE).read_bytes())
         if manifest.version != version:

@@ -1,11 +1,11 @@
-"""One version that several processes write, each its rows.
+"""A version written by several processes, each of which writes its rows.
 
 Reads   rows of tensors, as each process has them
-Writes  a slot of an arena, or memory of its own, which all map
+Writes  a slot of an arena, or separate memory, which all processes map
 Gives   RowWriter, `describe_rows`; ManifestError
 
-Who commits a slot, or works out a digest, does so when every process has said that it is done. So
-readers and the manifest know nothing of it: the bytes are those of one process.
+The slot is committed, or the digest computed, only after every process has reported that it is
+done. Readers and the manifest see the same bytes as if a single process had written them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _decoder = msgspec.msgpack.Decoder(WriteTarget)
 
 
 class RowWriter:
-    """Writes the rows of this process. An arena stays mapped until there is another one."""
+    """Writer of this process's rows; an arena stays mapped until another one replaces it."""
 
     def __init__(self) -> None:
         self._kept: tuple[str, Bytes] | None = None
@@ -39,7 +39,7 @@ class RowWriter:
         write_rows(view, found.specs, rows)
 
     def _map_file(self, target: WriteTarget) -> Bytes:
-        """All of the file."""
+        """Map the whole file."""
         if self._kept is not None and self._kept[0] == target.path:
             return self._kept[1]
         fd = os.open(target.path, os.O_RDWR | os.O_CLOEXEC)
@@ -60,8 +60,9 @@ async def describe_rows(
     fill: Callable[[bytes], Awaitable[None]],
     probe: mf.Probe,
 ) -> mf.Manifest:
-    """The manifest of a version, as a relay would make it. `fill` has every process write its rows
-    into the Target in these bytes."""
+    """Build the manifest of a version as a relay would.
+
+    `fill` has every process write its rows into the encoded WriteTarget."""
     shared = SharedBytes(f"describe-{version}", mf.check_tensors(specs))
     try:
         nbytes = shared.view.nbytes

@@ -1,8 +1,8 @@
-"""A trainer's side of an arena: its weights go into slots, in threads.
+"""A trainer's side of an arena: it writes the weights to slots in threads.
 
 Reads   a relay's arena, by its path; the trainer's weights
 Writes  slots of that arena
-Gives   SlotWriter, SharedSlotWriter: what actors/weight_publisher.py asks for; Target
+Gives   SlotWriter, SharedSlotWriter (used by actors/weight_publisher.py), WriteTarget
 Raises  ArenaError
 """
 
@@ -22,23 +22,23 @@ Fill = Callable[[Bytes, tuple[TensorSpec, ...]], None]
 
 
 class WriteTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a version is to be written."""
+    """The place to write a version to."""
 
-    path: str  #: of the file that all map
-    offset: int  #: of the version in it, a multiple of the page size
+    path: str  #: path of the file that all processes map
+    offset: int  #: offset of the version in the file, a multiple of the page size
     nbytes: int
     specs: tuple[TensorSpec, ...]
-    kept: bool  #: the file is written again, under the same path
+    kept: bool  #: the same path will be written again, so keep it mapped
 
 
 encode = msgspec.msgpack.encode
 
 
 class _MappedArena:
-    """One arena that this process has mapped."""
+    """An arena that this process has mapped."""
 
     def __init__(self, path: str):
-        """ArenaError if the file is no arena."""
+        """Map the arena; raise ArenaError for any other file."""
         self.path = path
         self._arena = Arena.attach(Path(path))
 
@@ -50,10 +50,10 @@ class _MappedArena:
 
 
 class SlotWriter(_MappedArena):
-    """For a trainer of one process."""
+    """The slot writer of a trainer with one process."""
 
     def __init__(self, fill: Fill, path: str):
-        """`fill` puts the present weights into the bytes of a slot."""
+        """Map the arena; `fill` writes the current weights to the bytes of a slot."""
         super().__init__(path)
         self._fill = fill
 
@@ -63,10 +63,10 @@ class SlotWriter(_MappedArena):
 
 
 class SharedSlotWriter(_MappedArena):
-    """For one of several processes, each of which has rows of the weights."""
+    """The slot writer of a trainer whose processes each have rows of the weights."""
 
     def __init__(self, fill: Callable[[bytes], Awaitable[None]], path: str):
-        """`fill` has every process put its rows into the Target in these bytes."""
+        """Map the arena; `fill` has every process write its rows to the encoded WriteTarget."""
         super().__init__(path)
         self._fill = fill
 

@@ -1,12 +1,11 @@
-"""Who holds version v in this process: one table, for the code that moves bytes and the code that
-owns slots.
+"""Table of the versions in a process, shared by its slot owner and its transfer thread.
 
 Gives   VersionTable
 
-The actor's event loop owns the slot table and evicts; the plane's thread sends and receives. What
-must not happen is that a slot is given away while its bytes are on the wire. So both meet here, at
-a lock that is only ever held for a few dictionary look-ups: a pinned version is not forgotten, and
-a forgotten version cannot be pinned.
+The actor's event loop owns the slot table and evicts; the plane's thread sends and receives. A slot
+must not be reused while its bytes are being sent. Both sides therefore take this table's lock,
+which is held only for a few dictionary look-ups: a pinned version is not forgotten, and a forgotten
+version cannot be pinned.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from laminar.weights.version.copy import VersionCopy
 
 
 class VersionTable:
-    """Copies by version. All methods may be called from any thread that its lock keeps out."""
+    """Copies by version; all methods may be called from any thread that the lock covers."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        """`lock`: a new one, or none where one thread does everything (contextlib.nullcontext)."""
+        """Take a new `lock`, or a contextlib.nullcontext if one thread does everything."""
         self._lock = lock
         self._copies: dict[int, VersionCopy] = {}
         self._pins: Counter[int] = Counter()
@@ -36,13 +35,12 @@ class VersionTable:
             return self._copies.get(version)
 
     def remove(self, version: int) -> None:
-        """Take out a version that did not become complete."""
+        """Remove a version that did not become complete."""
         with self._lock:
             del self._copies[version]
 
     def try_forget(self, version: int) -> bool:
-        """Forget a version whose slot is about to be reused: True if that is safe; it is sent no
-        more then."""
+        """Forget a version before its slot is reused; return False if it is pinned."""
         with self._lock:
             if self._pins[version]:
                 return False
@@ -50,7 +48,7 @@ class VersionTable:
             return True
 
     def pin(self, version: int) -> VersionCopy | None:
-        """Keep a version until it is unpinned; None if it is not here (any more)."""
+        """Pin a version until `unpin` and return its copy; None if it is not held."""
         with self._lock:
             copy = self._copies.get(version)
             if copy is not None:
@@ -63,20 +61,20 @@ class VersionTable:
             assert self._pins[version] >= 0, version
 
     def get_copies(self) -> dict[int, VersionCopy]:
-        """Every version, complete or not."""
+        """Return all copies, complete or not, by version."""
         with self._lock:
             return dict(self._copies)
 
     def get_complete_digests(self) -> dict[int, str]:
-        """Digests of the complete versions."""
+        """Return the digests of the complete versions."""
         with self._lock:
             return {v: h.digest for v, h in self._copies.items() if h.complete}
 
     def list_partial(self) -> tuple[int, ...]:
-        """Versions of which not all is here, ascending."""
+        """Return the incomplete versions, ascending."""
         with self._lock:
             return tuple(sorted(v for v, h in self._copies.items() if not h.complete))
 
     def get_latest(self) -> int:
-        """The newest complete version; -1: none."""
+        """Return the newest complete version, or -1 if there is none."""
         return max(self.get_complete_digests(), default=-1)

@@ -1,7 +1,7 @@
-"""Tensors into a slot; engines read them out of its file (engines/weight_file.py).
+"""Writing of tensors to a slot, from whose file engines read them (engines/weight_file.py).
 
 Reads   torch tensors
-Writes  the slot (uint8 view of shared memory); ManifestError for tensors that are not in the layout
+Writes  the slot (uint8 view of shared memory); ManifestError for tensors outside the layout
 
 Tensors of the published type are copied by numpy, whose copy is memcpy: torch's copy never uses
 non-temporal stores and takes up to twice as long. A tensor of another type or device is
@@ -36,9 +36,9 @@ NamedRows = tuple[str, int, torch.Tensor]
 def write_tensors(
     view: Bytes, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Fill a slot with a whole version; every tensor of `specs` once, in any order.
+    """Fill a slot with a whole version: every tensor of `specs` once, in any order.
 
-    Raises ManifestError also for a tensor of another shape.
+    Raises ManifestError as `write_rows` does, and for a tensor of another shape.
     """
     shapes = {spec.name: spec.shape for spec in specs}
 
@@ -55,11 +55,11 @@ def write_tensors(
 
 
 def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRows]) -> None:
-    """Fill the part of a slot that these rows take; of every tensor of `specs` some, or none.
+    """Write rows to a slot; every tensor of `specs` is given, possibly with zero rows.
 
-    Rows of another type or device are converted on the way; padding becomes zero, so that equal
-    weights have equal digests in every slot. Raises ManifestError for rows that are not in `specs`,
-    a repeated or missing tensor, or a slot that is too small. The slot is then partly written.
+    Rows of another type or device are converted; padding becomes zero, so that equal weights have
+    equal digests in every slot. Raises ManifestError for rows that are not in `specs`, a repeated
+    or missing tensor, or a slot that is too small. The slot is then partly written.
     """
     check_room(view, check_tensors(specs))
     missing = {spec.name: spec for spec in specs}
@@ -78,7 +78,7 @@ def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRow
 
 
 class _RowSpan(NamedTuple):
-    """Where some rows are in a version; as of a TensorSpec."""
+    """The place of some rows in a version, in the form of a TensorSpec."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,11 +108,11 @@ def _write_tensor(view: Bytes, place: TensorSpec | _RowSpan, tensor: torch.Tenso
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether numpy may read it as one run of bytes."""
+    """Return whether numpy can read the tensor as one contiguous run of bytes."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def tensor_view(view: Bytes, spec: TensorSpec | _RowSpan) -> torch.Tensor:
-    """One tensor of a slot, without a copy."""
+    """Return a tensor of a slot, without a copy."""
     data = view[spec.offset : spec.offset + spec.nbytes]
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(spec.shape)
