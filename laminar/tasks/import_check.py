@@ -1,9 +1,9 @@
-"""A user's file is imported in a process of its own first: python -m laminar.tasks.import_check.
+"""Trial import of a user's file in a separate process: python -m laminar.tasks.import_check.
 
 Reads   the user's Python file, which may hang, end its process or crash it
-Raises  ConfigError when its import does not come to an end
+Raises  ConfigError when its import does not finish
 
-A file that raises has come to an end too: the next import says what it raised.
+An import that raises has finished too: the next import reports the exception.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from laminar.run.isolated_process import run_isolated
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, load_quietly
 
 ENDED = b"ended"
-"""What the child says when the import has come to an end: an exit code could be the file's own."""
+"""The child's report that the import has finished; an exit code could be the file's own."""
 
 
 def check_import(path: str, key: str, limit_s: float = IMPORT_TIMEOUT_S) -> None:
-    """Import the file that the setting `key` names, if there is one, for at most `limit_s`."""
+    """Import the file that the setting `key` names, if it exists, within `limit_s` seconds."""
     if not Path(path).is_file():
         return
     try:
@@ -43,11 +43,11 @@ def check_import(path: str, key: str, limit_s: float = IMPORT_TIMEOUT_S) -> None
 
 def main(path: str) -> None:
     out = os.dup(1)
-    os.dup2(2, 1)  # what the file prints is not our answer
+    os.dup2(2, 1)  # keep the file's output apart from the report
     with suppress(ConfigError):
         load_quietly(path, "")
     os.write(out, ENDED)
-    os._exit(0)  # threads of the file need not end
+    os._exit(0)  # do not wait for threads of the file
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Messages over the pipe or socket between a helper process of rewards or environments and its
-parent: a length, and that many bytes of MessagePack.
+"""Framing of messages between a reward or environment process and its parent.
 
-Reads   frames of a binary stream
-Gives   LENGTH; frame, the bytes of a message; read_frame, those of the next one
+Reads   frames of a binary stream: a length, and that many bytes of MessagePack
+Gives   LENGTH; encode_frame, read_frame
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ LENGTH = struct.Struct("<I")
 
 
 def encode_frame(message: Any) -> bytes:
-    """A message as it goes over the channel."""
+    """Encode a message as a frame."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The body of the next frame; None at the end of the stream, within a frame, too."""
+    """Return the body of the next frame; None at the end of the stream, even within a frame."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -1,11 +1,11 @@
-"""What is wrong with the rows of a run, found before it starts.
+"""Checks of a run's rows before it starts.
 
 Reads   the rows of load_prompts, the tokenizer, the reward functions, DataConfig
-Gives   warnings by kind, each with a row and its value; which prompts are blank
-Raises  ConfigError for rows that no run can make sense of
+Gives   warnings by kind, each with a row and its value
+Raises  ConfigError for rows that no run can use
 
-A row that cannot be encoded is found by chat.py, one that cannot be scored by reward_functions.py.
-Here is what can be done and is mostly a mistake.
+chat.py finds rows that cannot be encoded, reward_functions.py those that cannot be scored. This
+module finds rows that are valid but probably a mistake.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 ROWS_SAMPLED = 64
 EVAL_SHARE_DIVISOR = 5
-"""More than a fifth of the rows held out is mostly the default on a small file."""
+"""Inverse of the share of held-out rows that warns: mostly the default on a small file."""
 
 
 def row_warnings(
     tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, spec: RewardSpec, data: DataConfig
 ) -> dict[str, str]:
-    """What is odd about the rows, one sentence each; raises ConfigError."""
+    """Return warnings about suspicious rows, by kind, a sentence each; raise ConfigError."""
     rows = [*prompts.train, *prompts.held_out]
     _check_roles(rows)
     if (messages := _first_messages(rows)) is not None:
-        encode_prompt(tokenizer, messages, data)  # without a chat template it cannot be
+        encode_prompt(tokenizer, messages, data)  # raises without a chat template
     return {
         **_warn_blank(rows),
         **_warn_no_answers(rows, spec),
@@ -49,7 +49,7 @@ def _first_messages(rows: Sequence[PromptRow]) -> PromptRow | None:
 
 
 def _check_roles(rows: Sequence[PromptRow]) -> None:
-    """What the model is to say is not in its prompt."""
+    """Raise ConfigError if a prompt ends with a message of the assistant."""
     for row in rows:
         if not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
             raise ConfigError(
@@ -60,7 +60,7 @@ def _check_roles(rows: Sequence[PromptRow]) -> None:
 
 
 def _warn_blank(rows: Sequence[PromptRow]) -> dict[str, str]:
-    """Prompts that say nothing; without any other the run is refused."""
+    """Warn of blank prompts; raise ConfigError if all prompts are blank."""
     found = [row for row in rows if not _get_prompt_text(row).strip()]
     if not found:
         return {}
@@ -77,12 +77,14 @@ def _warn_blank(rows: Sequence[PromptRow]) -> dict[str, str]:
 
 
 def _get_prompt_text(row: PromptRow) -> str:
-    """The prompt's text, of messages the last one's."""
+    """Return the text of the prompt, or of its last message."""
     return row.prompt if isinstance(row.prompt, str) else str(row.prompt[-1]["content"])
 
 
 def _warn_no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
-    """A function in verl's style gets a ground_truth; scorers of this project refuse such rows."""
+    """Warn of rows without an answer if a verl-style function expects ground_truth.
+
+    The built-in scorers refuse such rows."""
     found = [row for row in rows if row.ground_truth is None]
     if not found or not any(function.style == "verl" for function in spec.functions):
         return {}
@@ -94,7 +96,7 @@ def _warn_no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, s
 
 
 def _warn_answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
-    """Scorers that come with this project refuse lists."""
+    """Warn of answers that are lists, which only the built-in scorers refuse."""
     found = [row for row in rows if isinstance(row.ground_truth, list)]
     if not found or not spec.custom:
         return {}
@@ -107,7 +109,7 @@ def _warn_answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str,
 
 
 def _warn_eval_share(prompts: PromptSet, data: DataConfig) -> dict[str, str]:
-    """Rows held out of the training data, where no file of their own was given."""
+    """Warn of a large share of held-out rows, unless data.val_files is set."""
     held_out = len(prompts.held_out)
     total = len(prompts.train) + held_out + prompts.overlap
     if data.val_files or EVAL_SHARE_DIVISOR * held_out <= total:
@@ -122,7 +124,7 @@ def _warn_eval_share(prompts: PromptSet, data: DataConfig) -> dict[str, str]:
 def _warn_templated(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], data: DataConfig
 ) -> dict[str, str]:
-    """Most prompts have been through the chat template."""
+    """Warn if most prompts already contain the chat template's text."""
     count = sum(is_templated(tokenizer, row, data) for row in rows)
     if 2 * count <= len(rows):
         return {}

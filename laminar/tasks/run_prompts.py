@@ -3,7 +3,7 @@
 Reads   the data and the tokenizer of a configuration
 Gives   RunPrompts; raises ConfigError
 
-Both are done in a thread: the process has a lease to keep meanwhile.
+Reading and tokenising run in a thread, because the process has to renew a lease meanwhile.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class RunPrompts:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     async def load(self) -> LoadedPrompts:
-        """Read and check everything; ConfigError."""
+        """Read and check all prompts; raise ConfigError."""
         return await asyncio.to_thread(self._load)
 
     async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
-        """Token ids of payloads, int32 little-endian; ConfigError."""
+        """Return the token ids of payloads, int32 little-endian; raise ConfigError."""
         return await asyncio.to_thread(self._tokenise_prompts, prompts)
 
     def _load(self) -> LoadedPrompts:
@@ -62,7 +62,7 @@ class RunPrompts:
 
 
 def _make_payloads(prompts: CheckedPrompts) -> list[m.PromptPayload]:
-    """Rows as the store keeps them."""
+    """Convert rows to the form in which the store keeps them."""
     return [
         m.PromptPayload(
             prompt=row.prompt,

@@ -1,14 +1,14 @@
-"""The way from a prompt row to the token ids that the engine starts from.
+"""Encoding of prompt rows to the token ids that the engine starts from.
 
 Reads   PromptRow, the tokenizer, DataConfig (system prompt, chat template, length limit)
 Gives   lists of token ids, made when they are first needed; raises ConfigError; whether a row has
         gone through the chat template already
 
-What is wrong with a row is found before a run begins (`check_all`), as far as possible without
-encoding it: a text with fewer bytes than the limit has tokens has fewer tokens (`token_bound`).
+`check_prompts` finds invalid rows before a run begins, mostly without encoding them: an upper bound
+of the number of tokens follows from a text's size in bytes (`token_bound`).
 
-This is the only place where a prompt's text becomes ids: the engine, the store and the trainer pass
-the ids on and never tokenise text again, so no two of them can disagree about a template.
+Prompt text becomes ids only in this module. The engine, the store and the trainer pass the ids on
+and never tokenise text again, so they cannot disagree about a template.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 
 LAZY_TOKENS_MAX = 2**17
-"""Tokens of a prompt that is encoded later: with its response it fits one message of the store."""
+"""Maximum tokens of a prompt encoded later, so that with its response it fits a store message."""
 
 
 @dataclass(frozen=True)
 class CheckedPrompts:
     rows: list[PromptRow]
-    ids: list[list[int] | None]  #: ids[i] belongs to rows[i]; None: to be encoded when needed
+    ids: list[list[int] | None]  #: ids of each row, or None if it is encoded when needed
     left_out: int  #: rows longer than data.max_prompt_length, with data.filter_overlong_prompts
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools = ()
 ) -> list[int]:
-    """Token ids of one prompt, ready for the first sampled token; raises ConfigError.
+    """Return the token ids of a prompt, up to the first sampled token; raise ConfigError.
 
-    `tools`: the JSON schemas of an environment's tools, which the chat template writes.
+    `tools` has the JSON schemas of an environment's tools, which the chat template writes.
     """
     if _has_template(tokenizer, data):
         found = _apply_template(tokenizer, row, data, tools, tokenize=True)
@@ -63,8 +63,10 @@ def check_prompts(
     data: DataConfig,
     tools: Tools = (),
 ) -> CheckedPrompts:
-    """Every prompt can be encoded, under the length limit; raises ConfigError unless rows may be
-    left out. A prompt whose text shows that is not encoded."""
+    """Check that every prompt can be encoded within the length limit; raise ConfigError.
+
+    Rows that are too long are left out if the configuration allows it. Prompts whose text is
+    provably short enough are not encoded."""
     kept: list[PromptRow] = []
     kept_ids: list[list[int] | None] = []
     most, limit = token_bound(tokenizer), min(data.max_prompt_length, LAZY_TOKENS_MAX)
@@ -90,10 +92,10 @@ def check_prompts(
 
 
 def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig) -> bool:
-    """Whether the row's text has what the chat template puts around it, and is to get it again.
+    """Return whether the row's text already has the chat template, which would be applied again.
 
-    Such text has one of the template's special tokens, or all that stands around a message; white
-    space is no sign of it.
+    Such text contains a special token of the template, or starts and ends with all that the
+    template puts around a message, if that is more than white space.
     """
     if not _has_template(tokenizer, data):
         return False
@@ -108,8 +110,8 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
 
 
 def _find_template_affixes(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, str]:
-    """What the template puts before and after what a user says; nothing where it refuses that."""
-    said = "0d9c1f"  # found again in what comes out
+    """Return the template's text before and after a user's message; empty if it refuses one."""
+    said = "0d9c1f"  # a marker to find in the output
     try:
         whole = tokenizer.apply_chat_template(
             [{"role": "user", "content": said}],
@@ -130,7 +132,7 @@ def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
 def _render_text(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools
 ) -> str:
-    """What is encoded of a row."""
+    """Return the text of a row that is encoded."""
     if not _has_template(tokenizer, data):
         return _own_text(row, data)
     return str(_apply_template(tokenizer, row, data, tools, tokenize=False))
@@ -144,7 +146,7 @@ def _apply_template(
     *,
     tokenize: bool,
 ) -> Any:
-    """The text that the template makes, or its ids."""
+    """Apply the chat template to a row; return the text, or its ids with `tokenize`."""
     try:
         return tokenizer.apply_chat_template(
             build_messages(row, data),
@@ -162,7 +164,7 @@ def _apply_template(
 
 
 def build_messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
-    """The row as messages; data.system_prompt goes in front unless the row brings its own."""
+    """Convert the row to messages, with data.system_prompt first unless the row has its own."""
     if isinstance(row.prompt, str):
         messages = [{"role": "user", "content": row.prompt}]
     else:
@@ -173,7 +175,7 @@ def build_messages(row: PromptRow, data: DataConfig) -> list[dict[str, Any]]:
 
 
 def _own_text(row: PromptRow, data: DataConfig) -> str:
-    """The prompt as it is, where no template is applied."""
+    """Return the plain prompt when no template is applied."""
     reason = (
         "the tokenizer has no chat template"
         if data.apply_chat_template

@@ -1,11 +1,11 @@
-"""Token ids of a run as text, for people who read what a model wrote.
+"""Decoding of a run's token ids to text for human readers.
 
 Reads   tokenizer.json of the run's model, or of a model that the run has written
-Gives   decoder_of; raises ConfigError where there is no tokenizer
+Gives   make_decoder; raises ConfigError if there is no tokenizer
 
-Special tokens are shown: a template that was applied twice or an end that was never sampled is
-seen in nothing else. The file is read by `tokenizers` itself, because transformers, which the run
-used for the same file, takes seconds to import.
+Special tokens are shown, since only they reveal a template that was applied twice or an end token
+that was never sampled. The file is read with `tokenizers` directly, because transformers takes
+seconds to import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def make_decoder(run_dir: Path, config: Config) -> Callable[[list[int]], str]:
-    """Ids to text. The model may have moved since, or be named from another directory."""
+    """Return a function from ids to text.
+
+    Falls back to models written by the run, as the original may have moved."""
     if config.is_emulated:
         return lambda ids: f"{len(ids)} emulated tokens"
     for directory in (Path(config.model.name), *written_models(run_dir)):
@@ -32,7 +34,7 @@ def make_decoder(run_dir: Path, config: Config) -> Callable[[list[int]], str]:
 
 
 def written_models(run_dir: Path) -> list[Path]:
-    """Each has the tokenizer that the run was started with."""
+    """Return the directories of models written by the run, each with the run's tokenizer."""
     return [run_dir / EXPORT_DIR, *sorted((run_dir / CHECKPOINTS_DIR).glob("step_*"))]
 
 
@@ -41,11 +43,11 @@ def _load_quick_decoder(file: Path) -> Callable[[list[int]], str]:
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # its own errors have no other class
+    except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"{file} is no tokenizer: {error}; restore the file") from error
 
     def decode(ids: list[int]) -> str:
-        """An id that is no token (some models have logits for more) is shown as a number."""
+        """Decode ids; show ids without a token (some models have such logits) as numbers."""
         parts: list[str] = []
         known: list[int] = []
         for token in [*ids, -1]:

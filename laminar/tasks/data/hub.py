@@ -1,11 +1,11 @@
-"""Names from the Hugging Face hub, as what lies on this disk.
+"""Resolution of Hugging Face hub names to local paths.
 
 Reads   model.name (ORG/NAME or ORG/NAME@REVISION), data files (hf://datasets/ORG/NAME/PATTERN, with
         @REVISION after NAME); the cache below HF_HOME, and what it lacks from the hub (HF_ENDPOINT)
-Gives   the config with paths instead; ConfigError with what to do when something cannot be had
+Gives   the config with paths instead; ConfigError with a remedy if a file is not available
 
-Names are resolved once, before a run starts: every process then reads the same files, and the
-run's config.toml names the snapshot, commit included. A directory that exists is no hub name.
+Names are resolved once, before a run starts. So every process reads the same files, and the run's
+config.toml names the snapshot with its commit. The name of an existing directory is never resolved.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from laminar.config.paths import HUB_FILE, HUB_MODEL
 
 DATA_PREFIX = f"{HUB_FILE}datasets/"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
-"""What loads a model and its tokenizer; a repository often has the same weights in other forms."""
+"""Files of a model and its tokenizer; repositories often repeat the weights in other formats."""
 
 
 class HubFiles(NamedTuple):
-    """Files of one repository of the hub."""
+    """Files of a repository of the hub."""
 
     kind: str  #: model | dataset
     repo: str  #: ORG/NAME
-    revision: str | None  #: None: the main branch
-    patterns: list[str]  #: shell patterns of paths in it
+    revision: str | None  #: revision, or None for the main branch
+    patterns: list[str]  #: shell patterns of paths in the repository
 
 
 def localize_config(config: Config) -> Config:
-    """The config with hub names replaced by paths; downloads what the cache lacks."""
+    """Return the config with hub names replaced by paths; download what the cache lacks."""
     return localize_data(localize_model(config))
 
 
@@ -70,7 +70,7 @@ def _model_directory(key: str, name: str) -> str:
 
 
 def _data_files(name: str) -> list[str]:
-    """A data file as it stands; one on the hub, or several by a pattern, as their paths."""
+    """Return the local paths of a data file, or of the files that a hub pattern matches."""
     if not name.startswith(HUB_FILE):
         return [name]
     org, _, rest = name.removeprefix(DATA_PREFIX).partition("/")
@@ -93,7 +93,7 @@ def _data_files(name: str) -> list[str]:
 
 
 def _fetch(wanted: HubFiles, what: str) -> Path:
-    """The snapshot's directory with the wanted files in it."""
+    """Fetch the wanted files and return the snapshot's directory."""
     from huggingface_hub import snapshot_download  # most of a second to import, for few users
 
     try:
@@ -103,7 +103,7 @@ def _fetch(wanted: HubFiles, what: str) -> Path:
             revision=wanted.revision,
             allow_patterns=wanted.patterns,
         )
-    except Exception as error:  # of the network, the hub, its answer, the disk: many types
+    except Exception as error:  # network, hub, reply and disk raise many types
         raise ConfigError(
             f"{what} the hub gives no {wanted.kind} {wanted.repo!r}: {_first_line(error)}; give a "
             f"local path, or fetch it where there is a network: {_fetch_command(wanted)} (HF_HOME "

@@ -1,15 +1,15 @@
-"""The prompts of a run: where the rows come from and which of them are held out.
+"""The prompts of a run: reading of rows, and the split into training and held-out rows.
 
 Reads   a reasoning-gym dataset, or .jsonl / .parquet files (DataConfig)
 Gives   PromptSet: training rows, held-out rows, their overlap and a digest of all; ConfigError for
         every mistake in a file or in the dataset's settings
 
-The split is part of the experiment, so it depends on nothing but the prompts: the held-out prompts
-are the ones with the smallest xxh3_64 hexdigest of their text, whatever the order of the rows, and
-training keeps no row with such a prompt. The shipped base model was warmed up without the prompts
-that come first in that same order. Rows are kept as MessagePack and JSON can carry them; what
-those formats would change in silence (tuples, dict keys that are not strings, integers beyond 64
-bits) is marked by `plain` and brought back by `restore` before anything scores it.
+The split is part of the experiment, so it depends only on the prompts: held out are the prompts
+with the smallest xxh3_64 hexdigest of their text, independent of the order of rows, and training
+excludes all rows with such a prompt. The warm-up of the shipped base model excluded the prompts
+that come first in this order. Rows are kept in a form that MessagePack and JSON preserve. Values
+that those formats would change silently (tuples, dict keys that are not strings, integers beyond 64
+bits) are marked by `to_plain` and restored by `from_plain` before scoring.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ ANSWER_KEYS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
 TUPLE, PAIRS, INTEGER = "!tuple", "!pairs", "!int"
 
 Prompt = str | list[dict[str, Any]]
-Record = tuple[str, dict[str, Any]]  # where it stands in words, and its columns
+Record = tuple[str, dict[str, Any]]  # description of its place, and its columns
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of the data; `columns` and `ground_truth` are as `plain` gives them."""
+    """A row of the data, with `columns` and `ground_truth` in the form of `to_plain`."""
 
     index: int  #: 0-based position in the loaded data (over all files in order)
     prompt: Prompt
     ground_truth: Any
-    columns: dict[str, Any]  #: all columns but the prompt; of a dataset the whole item
+    columns: dict[str, Any]  #: all columns but the prompt, or the whole item of a dataset
     data_source: str
 
 
@@ -52,7 +52,7 @@ class PromptSet:
 
 
 def load_prompts(data: DataConfig) -> PromptSet:
-    """All rows of the run, split; raises ConfigError."""
+    """Load and split all rows of the run; raise ConfigError."""
     rows = list(_dataset_rows(data) if data.dataset else _file_rows(data.train_files, data))
     digests = [prompt_digest(row.prompt) for row in rows]
     if data.val_files:
@@ -74,13 +74,13 @@ def load_prompts(data: DataConfig) -> PromptSet:
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """xxh3_64 hexdigest of the prompt text; a list of messages counts as its canonical JSON."""
+    """Return the xxh3_64 hexdigest of the prompt's text, or of its messages as canonical JSON."""
     text = prompt if isinstance(prompt, str) else _to_canonical_json(prompt)
     return xxhash.xxh3_64(text.encode()).hexdigest()
 
 
 def _select_smallest(rows: list[PromptRow], digests: list[str], count: int) -> list[PromptRow]:
-    """The first row of each of the `count` distinct prompts with the smallest digests."""
+    """Return the first row of each of the `count` distinct prompts with the smallest digests."""
     first: dict[str, PromptRow] = {}
     for row, digest in zip(rows, digests, strict=True):
         first.setdefault(digest, row)
@@ -104,7 +104,7 @@ def _to_canonical_json(value: Any) -> str:
 
 
 def make_dataset(name: str, config: dict[str, Any], size: int, seed: int) -> Any:
-    """A reasoning-gym dataset object; raises ConfigError for a wrong name or setting."""
+    """Create a reasoning-gym dataset; raise ConfigError for a wrong name or setting."""
     from reasoning_gym.composite import DatasetSpec  # a second to import: only when needed
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -123,7 +123,7 @@ def make_dataset(name: str, config: dict[str, Any], size: int, seed: int) -> Any
                 f"it knows {', '.join(legal)}"
             )
     try:
-        if name == "composite":  # its parts are objects, which TOML cannot spell
+        if name == "composite":  # TOML cannot express its parts, which are objects
             config = {**config, "datasets": [DatasetSpec(**d) for d in config.get("datasets", ())]}
         return create_dataset(name, size=size, seed=seed, **config)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -139,7 +139,7 @@ def _dataset_rows(data: DataConfig) -> Iterator[PromptRow]:
         where = f"item {index} of the dataset {data.dataset}"
         try:
             item = dataset[index]
-        except Exception as error:  # each dataset has its own way to fail
+        except Exception as error:  # datasets raise various types
             raise ConfigError(
                 f"{where} could not be made ({_one_line(error)}); change data.dataset_config, "
                 "data.dataset_seed or data.dataset_size"
@@ -237,7 +237,7 @@ def _make_row(
 
 
 def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
-    """The prompt, with the null fields that parquet adds to messages taken out."""
+    """Check the prompt and remove the null fields that parquet adds to messages."""
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
     elif not isinstance(prompt, str):
@@ -256,7 +256,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _find_answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:
-    """The column data.answer_key, else the first usual one that is not null, else None."""
+    """Return the column data.answer_key, else the first of ANSWER_KEYS that is set, else None."""
     for key in (data.answer_key,) if data.answer_key else ANSWER_KEYS:
         value = _lookup_column(columns, key)
         if value is not None:
@@ -270,13 +270,13 @@ def _find_answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:
 
 
 def columns_of(row: PromptRow) -> str:
-    """What a row has besides its prompt, in words."""
+    """Describe the columns of a row in words."""
     names = ", ".join(row.columns)
     return f"it has {names}" if names else "it has only its prompt"
 
 
 def _lookup_column(columns: dict[str, Any], key: str) -> Any:
-    """A column by its name, or a field below a column by a dotted path; None when absent."""
+    """Return a column by name, or a field of one by a dotted path; None if absent."""
     if key in columns:
         return columns[key]
     node: Any = columns
@@ -291,7 +291,7 @@ def _lookup_column(columns: dict[str, Any], key: str) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """`value` in None, bool, 64-bit int, float, str, list and str-keyed dict; raises TypeError.
+    """Convert to None, bool, 64-bit int, float, str, list and str-keyed dict; raise TypeError.
 
     Subclasses of the basic types (NumPy scalars, string enums) become the basic type.
     """
@@ -316,7 +316,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The value that `plain` was given."""
+    """Restore the value that `to_plain` was given."""
     if isinstance(value, list):
         return [from_plain(v) for v in value]
     if not isinstance(value, dict):

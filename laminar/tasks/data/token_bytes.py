@@ -1,14 +1,14 @@
-"""How many tokens a text can have at most, known without encoding it.
+"""Upper bound of the number of tokens of a text, without encoding it.
 
 Reads   the parts of a tokenizer: normalizer, pre-tokenizer, model
-Gives   token_bound: a function of a text, or None for a tokenizer about which nothing is known
+Gives   token_bound: a function of a text, or None for an unsupported kind of tokenizer
 
-Known are byte-level BPE tokenizers (GPT-2, Llama 3, Qwen, DeepSeek, ...). Their pre-tokenizers
-only cut a text into pieces of its UTF-8 bytes, each byte becomes one symbol of the alphabet, and
-BPE only joins symbols; an added token replaces at least one byte. So there are at most as many
-tokens as bytes after normalization, besides what the post-processor adds. NFC leaves ASCII as it
-is and makes no UTF-8 text more than three times as long (Unicode FAQ, Normalization, "maximum
-expansion factor"). The whole alphabet has ids, so a text that is not empty has a token.
+Byte-level BPE tokenizers (GPT-2, Llama 3, Qwen, DeepSeek, ...) are supported. Their pre-tokenizers
+only cut a text into pieces of its UTF-8 bytes, each byte becomes a symbol of the alphabet, and BPE
+only joins symbols; an added token replaces at least one byte. So the tokens are at most as many as
+the bytes after normalization, plus those that the post-processor adds. NFC leaves ASCII unchanged
+and at most triples the length of a UTF-8 text (Unicode FAQ, Normalization, "maximum expansion
+factor"). The whole alphabet has ids, so a text that is not empty has at least one token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NFC_GROWTH = 3
 
 
 def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | None:
-    """The most tokens that a text can have, special ones included; one with text has some."""
+    """Return a function from a text to its maximum number of tokens, special ones included."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.padding is not None or not _is_byte_level_bpe(backend):
         return None
@@ -57,7 +57,7 @@ def _keeps_all(cut: dict[str, object]) -> bool:
 
 
 def _list_steps(component: Any) -> list[dict[str, object]]:
-    """The steps of a component, as tokenizer.json has them."""
+    """Return the steps of a component as in tokenizer.json."""
     state = json.loads(component.__getstate__())
     steps: list[dict[str, object]] = (
         state.get("pretokenizers") or state.get("normalizers") or [state]

@@ -1,11 +1,11 @@
-"""The tokenizer of a model, how many ids it knows, and which of them end a response.
+"""The tokenizer of a model, its vocabulary size, and the ids that end a response.
 
 Reads   tokenizer files, generation_config.json and config.json of a model directory
 Gives   the tokenizer, its size and the end ids; raises ConfigError
 
 A model names its end tokens in up to three places that need not agree: the tokenizer has one, the
-generation config often a list (a chat model's turn end), the config sometimes another one still.
-Generation that knows only one of them runs past the others, so the end ids are the union.
+generation config often a list (a chat model's turn end), the config sometimes yet another one.
+Generation that stops only at some of them runs past the others, so the end ids are the union.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; raises ConfigError."""
+    """Load the tokenizer of a model directory; raise ConfigError."""
     from transformers import AutoTokenizer  # seconds to import: only for processes that tokenise
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # whatever it stumbles over in a damaged file
+    except Exception as error:  # damaged files raise various types
         ours = isinstance(error, OSError | ValueError)
         reason = str(error).strip().splitlines()[0] if ours else f"{type(error).__name__}: {error}"
         reason = " ".join(reason.split())
@@ -39,7 +39,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _check_files(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model without vocabulary: transformers makes a tokenizer without tokens of it."""
+    """Refuse a model without vocabulary files, from which transformers makes an empty tokenizer."""
     files = tokenizer.vocab_files_names.values()
     if Path(name).is_dir() and files and not any(Path(name, file).is_file() for file in files):
         raise ConfigError(
@@ -49,14 +49,14 @@ def _check_files(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def get_tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id; ids from here on have logits in some models but no text."""
+    """Return the largest id plus one; some models have logits for further ids, without text."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def end_ids(name: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a response when sampled: of tokenizer, generation config and config.
+    """Return the ids that end a response: of the tokenizer, generation config and config.
 
-    Raises ConfigError when there is none, because no response would ever end by itself.
+    Raises ConfigError if there is none, because no response would ever end by itself.
     """
     config = _model_json(name, "config.json")
     if config is None:
@@ -81,7 +81,7 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
 
 
 def _model_json(name: str, file: str) -> dict[str, Any] | None:
-    """A JSON file of the model, or None when the model has no such file."""
+    """Return the content of a JSON file of the model, or None if there is no such file."""
     path = Path(name, file) if Path(name).is_dir() else _hub_file(name, file)
     if path is None or not path.is_file():
         return None

@@ -1,6 +1,6 @@
-"""The scorers that come with it: of a reasoning-gym dataset, of mathematics, of exact answers.
+"""The built-in scorers: of a reasoning-gym dataset, of mathematics, of exact answers.
 
-Each is opened once in a worker and gives a function (row, response text) -> number or RewardResult.
+Each is opened once per worker and returns a function (row, response) -> number or RewardResult.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
                     return 1.0
             except TimeoutException as error:
                 late = RewardResult(None, "timeout", f"math-verify: {error}")
-            except Exception:  # SymPy has many ways to say that it cannot compare
+            except Exception:  # SymPy raises many types if it cannot compare
                 continue
         return late or 0.0
 
@@ -59,7 +59,7 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
             found = parse(text if tagged is None else _math_text(tagged), raise_on_error=True)
         except TimeoutException:
             return RewardResult(None, "timeout", "math-verify: timeout during parsing")
-        except Exception:  # what the parser cannot read is a wrong answer
+        except Exception:  # an answer that cannot be parsed is wrong
             return 0.0
         return equal(gold, found)
 
@@ -67,7 +67,7 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
 
 
 def _math_text(answer: str) -> str:
-    """A bare answer in a box, so that LaTeX without dollars is read; GSM8K's working is cut off."""
+    """Put a bare answer in a box, so that LaTeX without dollars is parsed; cut GSM8K's working."""
     answer = answer.rpartition("####")[2].strip()
     marked = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
     return answer if marked else f"\\boxed{{{answer}}}"

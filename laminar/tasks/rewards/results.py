@@ -1,10 +1,10 @@
-"""What passes between the code that wants a score and the code that gives it.
+"""Requests and results of scoring, shared by the callers and the workers.
 
-Gives   RewardSpec, RewardCall, RewardResult, RewardWorkerLost; what a function returned or raised,
-        as a RewardResult; one result from those of several functions
+Gives   RewardSpec, RewardCall, RewardResult, RewardWorkerLost; conversion of a function's return
+        value or exception to a RewardResult; combination of several functions' results
 
-What a function gives besides the score is kept with it, as far as it is small: numbers become
-metrics, text is there for people who look at a sample.
+Small extras that a function returns are kept with its score: numbers become metrics, text is shown
+to people who look at a sample.
 """
 
 from __future__ import annotations
@@ -21,71 +21,71 @@ from laminar.run.user_file import DETAIL_CHARS, describe_error
 from laminar.tasks.data.prompts import PromptRow
 
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
-"""It raised; ran too long; gave something else than a finite number; as a group function, gave no
-list with an entry for each response. Such a response gets `reward.error_score`."""
+"""Failures of a function: it raised, ran too long, did not return a finite number or, as a group
+function, a list with an entry per response. The response gets `reward.error_score`."""
 FULL_SCORE = 1.0
-"""Several datasets give partial credit to wrong answers: right means the full score."""
+"""Score of a correct response; several datasets give partial credit to wrong ones."""
 EXTRAS_MAX = 32
-"""Names beside one score, the first ones: each is a metric."""
+"""Maximum extras kept with a score; each can be a metric."""
 NAME_CHARS, TEXT_CHARS = 64, 256
 
 Extras = dict[str, float | str]
 
 
 class RewardWorkerLost(RuntimeError):
-    """The infrastructure failed, again and again: there is no score, not even a bad one."""
+    """A repeated failure of the infrastructure: there is no score, not even a bad one."""
 
 
 class FunctionSpec(msgspec.Struct, frozen=True):
-    """One reward function, resolved: all that a worker process needs to open it."""
+    """A resolved reward function: all that a worker process needs to open it."""
 
     kind: str  #: dataset | math | exact | custom
-    style: str = ""  #: of a custom function: verl | group | single
+    style: str = ""  #: style of a custom function: verl | group | single
     path: str = ""  #: absolute
     name: str = ""
     dataset: str = ""
     dataset_config: dict[str, Any] = {}
-    weight: float = 1.0  #: of its score in the sum
-    label: str = ""  #: its name among several
+    weight: float = 1.0  #: weight of the score in the sum
+    label: str = ""  #: unique name among several functions
 
 
 class RewardSpec(msgspec.Struct, frozen=True):
-    """What scores a response: the weighted sum of these functions, mostly of one."""
+    """The scoring of a response: the weighted sum of one or more functions."""
 
     scope: str  #: trajectory (one call per response) | group (one call for all siblings)
     functions: list[FunctionSpec]
 
     @property
     def custom(self) -> bool:
-        """Whether code of the user is among them."""
+        """Whether any of the functions is user code."""
         return any(function.kind == "custom" for function in self.functions)
 
 
 class RewardCall(msgspec.Struct, frozen=True):
-    """Responses to one prompt that want scores."""
+    """A request to score responses to a prompt."""
 
     row: PromptRow
     completions: list[tuple[str, list[int]]]  #: text and token ids of each response
-    step: int = 0  #: completed steps, shown to a TRL function as trainer_state.global_step
+    step: int = 0  #: completed steps, which TRL functions see as trainer_state.global_step
 
 
 class RewardResult(msgspec.Struct, frozen=True):
     score: float | None
     reason: str = "ok"  #: ok | unscored (the function returned None) | one of FAILURES
     detail: str = ""
-    extras: Extras = {}  #: what else the function returned or logged, within EXTRAS_MAX
+    extras: Extras = {}  #: other values that the function returned or logged, up to EXTRAS_MAX
 
 
 Scorer = Callable[[RewardCall], list[RewardResult]]
 
 
 def is_correct(score: float, *, truncated: bool) -> bool:
-    """The full score, for an answer that came to its end: one that was cut off is wrong."""
+    """Return whether a response has the full score and was not cut off."""
     return score >= FULL_SCORE and not truncated
 
 
 def call_guarded(score: Callable[[], Any], path: str) -> RewardResult:
-    """Call a function of the file `path`; whatever it raises is an error of this response."""
+    """Call a function of the file `path`; any exception becomes an error of this response."""
     try:
         return parse_result(score())
     except BaseException as error:  # SystemExit too is the function's own failure
@@ -93,14 +93,14 @@ def call_guarded(score: Callable[[], Any], path: str) -> RewardResult:
 
 
 def apply_error_score(result: RewardResult, error_score: float) -> RewardResult:
-    """The result, with the score that a failure gets."""
+    """Give a failed result the score `error_score`; return other results unchanged."""
     if result.reason in FAILURES:
         return msgspec.structs.replace(result, score=error_score)
     return result
 
 
 def parse_result(value: Any) -> RewardResult:
-    """A function's return value as a result; what is no finite number is never made one."""
+    """Convert a function's return value to a result; only finite numbers become scores."""
     extras: Extras = {}
     if isinstance(value, RewardResult):
         return value
@@ -125,10 +125,10 @@ def parse_result(value: Any) -> RewardResult:
 def combine_results(
     functions: Sequence[FunctionSpec], found: Sequence[Sequence[RewardResult]]
 ) -> list[RewardResult]:
-    """One result for each response: the weighted sum of what every function found for it.
+    """Combine the functions' results into a weighted sum for each response.
 
-    A function that does not apply (it gave None) is left out of the sum; where none applies there
-    is no score. Where one fails, the sum is unknown: the answer has failed.
+    A function that does not apply (it returned None) is left out of the sum; if none applies, there
+    is no score. If a function fails, the sum is unknown and the response has failed.
     """
     return [_sum_results(functions, parts) for parts in zip(*found, strict=True)]
 
@@ -152,7 +152,7 @@ def _sum_results(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult
 
 
 def _merge_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult]) -> Extras:
-    """The extras of several functions: each one's score, and what it gave besides, by its label."""
+    """Merge the scores and extras of several functions, by label."""
     if len(functions) == 1:
         return parts[0].extras
     found: Extras = {}
@@ -164,7 +164,7 @@ def _merge_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResul
 
 
 def _to_number(value: Any) -> float | None:
-    """A finite number as a float, else None; so is an array or a tensor of one entry."""
+    """Convert a finite number, or an array or tensor of one, to a float; else return None."""
     shape = getattr(value, "shape", None)
     if not isinstance(value, numbers.Real) and shape is not None and math.prod(shape) == 1:
         value = value.item()
@@ -176,9 +176,9 @@ def _to_number(value: Any) -> float | None:
 
 
 def select_extras(values: Mapping[str, Any]) -> Extras:
-    """The entries worth keeping: numbers as floats, text cut short (verl's `pred`); the first ones.
+    """Select the first EXTRAS_MAX entries that are numbers or text, which is cut short.
 
-    Nothing else is: a list or a tensor beside a score is neither a metric nor quickly read.
+    Lists and tensors are dropped: they are neither metrics nor quickly read. (verl's `pred` is text.)
     """
     found: Extras = {}
     for name, value in values.items():
@@ -189,7 +189,7 @@ def select_extras(values: Mapping[str, Any]) -> Extras:
 
 
 def select_numbers(extras: Extras) -> dict[str, float]:
-    """The extras that can be a metric."""
+    """Return the extras that can be metrics."""
     return {name: value for name, value in extras.items() if not isinstance(value, str)}
 
 

@@ -1,12 +1,12 @@
-"""What scores a response: which functions a config means, and how a worker opens them.
+"""Resolution of a config's reward functions, and their opening in a worker.
 
 Reads   Config at start (`reward_spec`)
 Gives   RewardSpec, JSON-able, from which a worker opens its scorer
 
-What cannot work is an error at start. What goes wrong on a response is a result with its reason,
-never a score: only the code that holds `reward.error_score` turns it into one. `reward.functions`
-lists several functions with their weights; without it there is a list of one, which the other keys
-name.
+Settings that cannot work are errors at start. A failure on a response is a result with a reason,
+never a score; only the code that has `reward.error_score` turns it into a score.
+`reward.functions` lists several functions with their weights; without it, the other keys name a
+single function.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ BUILT_IN = {"dataset": dataset_scorer, "math": math_scorer, "exact": exact_score
 
 
 def reward_spec(config: Config) -> RewardSpec:
-    """Resolve the reward section; imports the user's files; raises ConfigError."""
+    """Resolve the reward section and import the user's files; raise ConfigError."""
     listed = config.reward.functions or [_the_only(config)]
     functions = _label_functions([_resolve_function(config, entry) for entry in listed])
     return RewardSpec(scope=_choose_scope(config.reward.scope, functions), functions=functions)
 
 
 def _the_only(config: Config) -> WeightedFunctionConfig:
-    """What reward.kind and reward.custom_reward_function mean."""
+    """Return the function that reward.kind and reward.custom_reward_function name."""
     kind, custom = config.reward.kind, config.reward.custom_reward_function
     if kind == "auto":
         kind = "custom" if custom.path else "dataset" if config.data.dataset else "math"
@@ -65,7 +65,7 @@ def _the_only(config: Config) -> WeightedFunctionConfig:
 
 
 def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
-    """One function; without a path it is a scorer that comes with it."""
+    """Resolve a function; without a path it names a built-in scorer."""
     if entry.path:
         return msgspec.structs.replace(custom_spec(entry.path, entry.name), weight=entry.weight)
     if entry.name not in BUILT_IN:
@@ -87,7 +87,7 @@ def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> Function
 
 
 def _label_functions(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
-    """Each with its name; where two files have functions of one name, with the file's before it."""
+    """Label each function with its name, preceded by its file's if two have the same name."""
     names = Counter(function.name for function in functions)
     found = [
         msgspec.structs.replace(
@@ -105,7 +105,7 @@ def _label_functions(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
 
 
 def _choose_scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
-    """The scope of one call: a function for whole groups makes all of them get a group."""
+    """Choose the scope of a call: if any function scores whole groups, all get groups."""
     takes_groups = any(function.style == "group" for function in functions)
     if asked == "group" and not takes_groups:
         names = ", ".join(map(describe_function, functions))
@@ -117,7 +117,7 @@ def _choose_scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
 
 
 def describe_function(function: FunctionSpec) -> str:
-    """The function as a user knows it."""
+    """Describe the function for a user."""
     if function.kind == "custom":
         return f"{function.name} of {function.path}"
     if function.kind == "dataset":

@@ -1,11 +1,12 @@
-"""The user's reward function: found in its file, called in the style that it is written in.
+"""The user's reward function: found in its file and called in the style it is written in.
 
 Reads   the user's Python file, a RewardCall per score
-Gives   FunctionSpec of it, its scorer; ConfigError at start for what cannot work
+Gives   the function's FunctionSpec and scorer; ConfigError at start if it cannot work
 
 Users bring functions written for verl (`solution_str`), TRL (lists, one call for all siblings) or a
-Rubric of verifiers, its old style (`completion`). The names of the parameters say which, so such a
-file runs unchanged. A function may also be an object with `__call__` or a functools.partial.
+Rubric of verifiers in its old style (`completion`). The names of the parameters determine the
+style, so such files run unchanged. A function may also be an object with `__call__` or a
+functools.partial.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from laminar.tasks.rewards.results import (
 Function = Callable[..., Any]
 
 IMPORT_TIMEOUT_S = 120.0
-"""How long the import of a user's file may take."""
+"""Time limit of the import of a user's file."""
 
-#: The style that a parameter name shows; the first of these that a function has decides.
+#: Style by parameter name; the first of these names that a function has decides.
 MARKERS = {
     "solution_str": "verl",
     "completions": "group",
@@ -56,20 +57,20 @@ MARKERS = {
 
 
 def custom_spec(path: str, name: str) -> FunctionSpec:
-    """The spec of the function `name` in the file, or of its only one; raises ConfigError."""
+    """Build the spec of the function `name`, or of the file's only one; raise ConfigError."""
     name, function = load_quietly(path, name)
     style = _detect_style(function, f"{name} of {path}")
     return FunctionSpec(kind="custom", style=style, path=str(Path(path).resolve()), name=name)
 
 
 def load_quietly(path: str, name: str) -> tuple[str, Function]:
-    """load_function outside of a worker: what the file prints, it prints there again, for a log."""
+    """Load a function outside a worker, without the file's output, which the worker logs."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return load_function(path, name)
 
 
 def load_function(path: str, name: str) -> tuple[str, Function]:
-    """Import a Python file and find the function in it (and its name); raises ConfigError."""
+    """Import a Python file and return its function with the name; raise ConfigError."""
     module = import_file(Path(path))
     public = _find_public(module)
     if not name:
@@ -85,7 +86,7 @@ def load_function(path: str, name: str) -> tuple[str, Function]:
 
 
 def _choose_function(path: str, public: dict[str, Function]) -> str:
-    """The name of the function that is meant where none is given."""
+    """Return the name of the default function of a file."""
     if "compute_score" in public:
         return "compute_score"
     if len(public) == 1:
@@ -120,7 +121,7 @@ def import_file(
     what: str = "reward",
     keys: str = "reward.custom_reward_function or reward.functions",
 ) -> ModuleType:
-    """Import the user's file of a `what`, which one of the settings `keys` names; ConfigError."""
+    """Import the user's file for a `what`, named by a setting of `keys`; raise ConfigError."""
     if not path.is_file():
         raise ConfigError(f"the {what}'s {str(path)!r} is not a file; correct the path in {keys}")
     name = f"laminar_user_{what}_{path.stem}"
@@ -129,7 +130,7 @@ def import_file(
         raise ConfigError(f"{path} is not a Python file; its name must end in .py")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that a helper beside the file shadows no library
+        sys.path.append(folder)  # last, so that a helper next to the file shadows no library
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     try:
@@ -142,8 +143,7 @@ def import_file(
 
 
 def _find_public(module: ModuleType) -> dict[str, Function]:
-    """The functions that the file itself defines, in its order; without one, its objects that can
-    be called."""
+    """Return the public functions that the file defines, or else its callable objects."""
     found = {
         name: value
         for name, value in vars(module).items()
@@ -158,7 +158,7 @@ def _find_public(module: ModuleType) -> dict[str, Function]:
 
 
 def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> None:
-    """Raise ConfigError if the function cannot be called with what a row has."""
+    """Raise ConfigError if the function cannot be called with the values of a row."""
     call = RewardCall(row, [("", [])])
     offered = (
         _group_values(call, _MetricLog(1))
@@ -178,7 +178,7 @@ def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> N
 
 
 def open_function(spec: FunctionSpec) -> Scorer:
-    """The scorer of a user's function; raises ConfigError."""
+    """Return the scorer of a user's function; raise ConfigError."""
     _, function = load_function(spec.path, spec.name)
     score = _score_group if spec.style == "group" else _score_one
     settle = _Awaiter()
@@ -186,9 +186,9 @@ def open_function(spec: FunctionSpec) -> Scorer:
 
 
 class _Awaiter:
-    """Waits for the result of an async function, always on the same event loop.
+    """Runner of async functions, always on the same event loop.
 
-    One loop for the worker's life, because clients (HTTP sessions) belong to the loop they met.
+    The loop lives as long as the worker, because clients (HTTP sessions) are bound to their loop.
     """
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ def _score_group(
 
 
 def _unpack_scores(scores: Any) -> Any:
-    """An array or a tensor with an entry for each sibling, in one row or one column, as a list."""
+    """Convert an array or tensor of scores, a row or a column, to a list."""
     shape = tuple(getattr(scores, "shape", ()))
     if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
         return scores.reshape(-1).tolist()
@@ -247,7 +247,7 @@ def _describe_shape(value: Any) -> str:
 
 
 class _MetricLog:
-    """TRL's log_metric(name, value) and log_extra(column, values) of one call."""
+    """TRL's log_metric(name, value) and log_extra(column, values) of a call."""
 
     def __init__(self, count: int) -> None:
         self.extras: list[Extras] = [{} for _ in range(count)]
@@ -262,7 +262,7 @@ class _MetricLog:
 
 
 def _select_accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
-    """What the function declares, everything when it has **kwargs; what a partial has, it keeps."""
+    """Select the values that the function declares, or all for **kwargs, except a partial's."""
     if isinstance(function, partial):
         offered = {n: value for n, value in offered.items() if n not in function.keywords}
     parameters = inspect.signature(function).parameters
@@ -272,7 +272,7 @@ def _select_accepted(function: Function, offered: dict[str, Any]) -> dict[str, A
 
 
 def _make_values(style: str, call: RewardCall) -> dict[str, Any]:
-    """What a function for one response can ask for by name."""
+    """Return the values that a function for one response can take, by name."""
     row, (text, ids) = call.row, call.completions[0]
     if style == "verl":
         return {
@@ -287,7 +287,7 @@ def _make_values(style: str, call: RewardCall) -> dict[str, Any]:
 
 
 def _group_values(call: RewardCall, log: _MetricLog) -> dict[str, Any]:
-    """What a function for all siblings can ask for: lists with one entry per sibling."""
+    """Return the values that a function for all siblings can take: lists with an entry each."""
     row, count = call.row, len(call.completions)
     alone = [RewardCall(row, [completion], call.step) for completion in call.completions]
     states = [_make_values("single", one)["state"] for one in alone]
@@ -305,7 +305,7 @@ def _group_values(call: RewardCall, log: _MetricLog) -> dict[str, Any]:
 
 
 def _row_values(row: PromptRow) -> dict[str, Any]:
-    """The columns, and the names that every row answers to where no column has them."""
+    """Return the columns, with the standard names added that no column has."""
     return {
         "answer": row.ground_truth,
         "ground_truth": row.ground_truth,
@@ -317,5 +317,5 @@ def _row_values(row: PromptRow) -> dict[str, Any]:
 
 
 def _make_message(row: PromptRow, text: str) -> str | list[dict[str, str]]:
-    """A completion in the form of its prompt: messages for messages, text for text."""
+    """Return a completion in the form of its prompt: messages for messages, text for text."""
     return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]

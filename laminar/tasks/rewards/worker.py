@@ -1,13 +1,13 @@
 """The child process that runs reward functions: python -m laminar.tasks.rewards.worker.
 
-Reads   frames on stdin (little-endian u32 length, MessagePack): Start, then RewardCalls, one each
-Gives   frames on stdout: Ready or Refused, then one Scored per call; user code prints to stderr,
-        as does STACK_SIGNAL: where the call is
+Reads   frames on stdin (little-endian u32 length, MessagePack): WorkerStart, then RewardCalls
+Gives   frames on stdout: WorkerReady or WorkerRefused, then a CallScored per call; on stderr what
+        user code prints, and the stack of the call on STACK_SIGNAL
 
 User code may print, read stdin, hang, leak or crash, so it runs here and not in the process that
-holds an engine. The channel is moved away from descriptors 0 and 1 before user code is imported,
-and the process does not outlive its parent: a thread ends it when stdin closes, and if a function
-never gives the interpreter back to that thread, a timer that needs no interpreter does.
+holds an engine. The channel is moved away from descriptors 0 and 1 before user code is imported.
+The process does not outlive its parent: a thread ends it when stdin closes, and if a function never
+releases the GIL, a timer that does not need the GIL ends it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec
 from laminar.tasks.rewards.reward_functions import open_scorer
 
 STACK_SIGNAL = signal.SIGUSR1
-END_GRACE_S = 1.0  #: from the end of stdin to the kill, so that an idle worker ends by itself
+END_GRACE_S = 1.0  #: time from the end of stdin to the kill, for an idle worker to exit
 
 
 class WorkerStart(msgspec.Struct, tag="start"):
     spec: RewardSpec
-    limit_s: float  #: a call that runs longer has lost its parent, which would have killed it
+    limit_s: float  #: time after which a call ends the process: its parent must have died
 
 
 class WorkerReady(msgspec.Struct, tag="ready"):
-    """The scorer is open."""
+    """A report that the scorer is open."""
 
 
 class WorkerRefused(msgspec.Struct, tag="refused"):
-    """The scorer cannot be opened."""
+    """A report that the scorer cannot be opened."""
 
     reason: str
 
@@ -77,10 +77,10 @@ def _serve_calls(
         scorer = open_scorer(start.spec)
     except ConfigError as error:
         return send(WorkerRefused(str(error)))
-    except BaseException as error:  # whatever it is, the parent shall be able to show it
+    except BaseException as error:  # the parent shows any error to the user
         kinds = ", ".join(function.kind for function in start.spec.functions)
         return send(WorkerRefused(f"the {kinds} scorer does not load: {describe_error(error, '')}"))
-    faulthandler.register(STACK_SIGNAL, all_threads=False)  # after imports, which might take it
+    faulthandler.register(STACK_SIGNAL, all_threads=False)  # imports might replace the handler
     points = FailPoints(Path(run_dir) if (run_dir := os.environ.get(RUN_VARIABLE)) else None)
     send(WorkerReady())
     while (body := inbox.get()) is not None:
@@ -94,7 +94,7 @@ def _serve_calls(
 
 
 def _take_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout; what is left is /dev/null and stderr."""
+    """Take private copies of stdin and stdout, and leave /dev/null and stderr in their place."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
@@ -104,7 +104,7 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_requests(requests: BinaryIO, inbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Frames to the inbox; at the end of stdin the whole process group goes, whatever runs."""
+    """Put frames into the inbox; at the end of stdin, kill the whole process group."""
     while (body := read_frame(requests)) is not None:
         inbox.put(body)
     inbox.put(None)

@@ -1,14 +1,14 @@
-"""Rewards for an asyncio process: a pool of worker processes behind one `score` coroutine.
+"""Rewards for an asyncio process: a pool of worker processes behind `compute_rewards`.
 
 Reads   RewardCall
 Gives   RewardResult per response; raises RewardWorkerLost when the workers fail, ConfigError when
         the reward function does not load
 
-Two failures look alike and must not be mixed up. A function that raises or runs too long on a
-response is the user's business: that response gets `error_score` with its reason. A worker that
-dies (out of memory, a crash, os._exit) says nothing about the response: it is replaced and the call
-made again, and after `max_retries` the caller learns that no score exists. The time limit is kept
-from outside by SIGKILL to the worker's process group, because nothing less ends user code for sure.
+Two kinds of failure must be distinguished. If a function raises or runs too long on a response, the
+fault is the user's: that response gets `error_score` with its reason. If a worker dies (out of
+memory, a crash, os._exit), nothing follows about the response: the worker is replaced and the call
+retried, and after `max_retries` the caller learns that no score exists. The time limit is enforced
+from outside by SIGKILL to the worker's process group, the only sure way to end user code.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from laminar.tasks.rewards.worker import (
     WorkerStart,
 )
 
-LATE_S = 0.1  #: for a reply that was in the pipe before the time was up or the worker ended
-STACK_S = 2.0  #: for the stack of a call whose time is up
-REAP_S = 5.0  #: for the end of a process that was ordered to end
+LATE_S = 0.1  #: wait for a reply that was in the pipe before the timeout or the worker's end
+STACK_S = 2.0  #: wait for the stack of a call that timed out
+REAP_S = 5.0  #: wait for the end of a process that was told to end
 
 
-Output = Callable[[bytes], object]  #: takes what workers print
+Output = Callable[[bytes], object]  #: callback for the output of workers
 
 
 class RewardPool:
-    """`workers` processes that score in the order of asking; start, score, close.
+    """A pool of worker processes that score calls in the order of arrival.
 
-    Nothing is queued here: callers wait in line for a free worker, and a caller that is cancelled
-    while its call runs takes the worker down with it, so no worker runs without need.
+    Calls are not queued in workers: callers wait in line for a free worker, and cancelling a caller
+    whose call is running kills the worker, so no worker runs needlessly.
     """
 
     def __init__(
@@ -70,13 +70,12 @@ class RewardPool:
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:
-        """`env` is added to this process's environment for the workers; times in seconds.
+        """Create the pool; `env` is added to the workers' environment, times are in seconds.
 
-        `on_output` gets what user code prints, in the order of each worker; by default nothing
-        does.
+        `on_output` gets the output of user code, in each worker's order; by default it is dropped.
         """
-        self.workers_lost = 0  #: died by themselves
-        self.workers_killed = 0  #: killed because a call ran too long
+        self.workers_lost = 0  #: number of workers that died by themselves
+        self.workers_killed = 0  #: number of workers killed because a call ran too long
         self._spec, self._timeout_s, self._error_score = spec, timeout_s, error_score
         self._attempts, self._start_timeout_s = 1 + max_retries, start_timeout_s
         self._env = {**os.environ, **(env or {})}
@@ -85,12 +84,12 @@ class RewardPool:
         self._open = False
         self._workers: list[_Worker | None] = [None] * workers
         self._free = list(range(workers))  # slots
-        self._turn = asyncio.Semaphore(workers)  # first come, first served; Queue.get is not
+        self._turn = asyncio.Semaphore(workers)  # FIFO, unlike Queue.get
 
     async def start(self) -> None:
         """Start all workers and wait until each has its scorer open.
 
-        Raises ConfigError when the scorer does not load, RewardWorkerLost when a worker dies first.
+        Raises ConfigError if the scorer does not load, RewardWorkerLost if a worker dies first.
         """
         found = await asyncio.gather(*map(self._ensure_worker, self._free), return_exceptions=True)
         for error in found:
@@ -102,9 +101,9 @@ class RewardPool:
         self._open = True
 
     async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
-        """One result per completion, in order; raises RewardWorkerLost.
+        """Return a result per completion, in order; raise RewardWorkerLost.
 
-        With scope trajectory each completion is a call of its own, with its own time limit.
+        With scope trajectory, each completion is a separate call with its own time limit.
         """
         calls = [call]
         if self._spec.scope == "trajectory":
@@ -113,10 +112,10 @@ class RewardPool:
         return [result for part in parts for result in part]
 
     async def close(self) -> None:
-        """End all workers; calls that wait or do not finish at once raise RewardWorkerLost."""
+        """End all workers; calls that wait or do not finish immediately raise RewardWorkerLost."""
         self._open = False
         await asyncio.gather(*(worker.close() for worker in self._workers if worker))
-        await asyncio.gather(*(self._turn.acquire() for _ in self._workers))  # the last to come
+        await asyncio.gather(*(self._turn.acquire() for _ in self._workers))  # behind all callers
         await asyncio.gather(*map(self._drop_worker, self._free))
         for _ in self._workers:
             self._turn.release()
@@ -128,7 +127,7 @@ class RewardPool:
             try:
                 return await self._run_call(slot, call)
             except BaseException:
-                await self._drop_worker(slot)  # what it answers later must not reach the next call
+                await self._drop_worker(slot)  # a late reply must not reach the next call
                 raise
             finally:
                 self._free.append(slot)
@@ -166,7 +165,7 @@ class RewardPool:
             raise RewardWorkerLost("the reward pool is not running")
 
     async def _ensure_worker(self, slot: int) -> _Worker:
-        """The worker of a slot, started if it is not there; raises _Died or ConfigError."""
+        """Return the worker of a slot, starting one if needed; raise _WorkerDied, ConfigError."""
         worker = self._workers[slot]
         if worker is not None and not worker.ended:
             return worker
@@ -189,21 +188,21 @@ class RewardPool:
 
 
 class _WorkerDied(Exception):
-    """A worker ended before it answered."""
+    """The end of a worker before its reply."""
 
 
 class _Worker(asyncio.SubprocessProtocol):
-    """One child process: a frame in, a frame out, and the news of its end.
+    """A child process with a frame in, a frame out, and notice of its end.
 
-    A protocol and not asyncio's streams: Process.wait() returns only when the pipes are closed too,
-    which a process forked by the user's function can put off without end.
+    Not built on asyncio's streams, since Process.wait() returns only when the pipes are closed too,
+    which a process forked by the user's function can delay forever.
     """
 
     def __init__(self, on_output: Output) -> None:
         loop = asyncio.get_running_loop()
         self.ended = False
         self._on_output = on_output
-        self._printed = 0  #: bytes
+        self._printed = 0  #: number of bytes printed
         self._buffer = bytearray()
         self._reply: asyncio.Future[bytes | None] = loop.create_future()
         self._exited: asyncio.Future[None] = loop.create_future()
@@ -217,7 +216,7 @@ class _Worker(asyncio.SubprocessProtocol):
         return worker
 
     async def exchange_frames(self, request: bytes, timeout_s: float) -> bytes | None:
-        """Send a frame, wait for the reply; None when the time is up; raises _Died."""
+        """Send a frame and return the reply, or None after the timeout; raise _WorkerDied."""
         if self.ended:
             raise _WorkerDied(await self._get_exit_reason())
         self._reply = asyncio.get_running_loop().create_future()
@@ -225,7 +224,7 @@ class _Worker(asyncio.SubprocessProtocol):
         return await self._wait_for_reply(timeout_s)
 
     async def last_words(self) -> bytes | None:
-        """The time is up: have it print where it is, and take a reply that was under way."""
+        """Have a worker that timed out print its stack; return a reply that was under way."""
         with contextlib.suppress(ProcessLookupError):
             if not self._exited.done():
                 os.kill(self._pid, STACK_SIGNAL)
@@ -235,7 +234,7 @@ class _Worker(asyncio.SubprocessProtocol):
             printed = self._printed
             body = await self._wait_for_reply(LATE_S)
             if before < self._printed == printed:
-                break  # it printed something, and nothing more
+                break  # the output has ended
         return body
 
     async def _wait_for_reply(self, timeout_s: float) -> bytes | None:
@@ -248,7 +247,7 @@ class _Worker(asyncio.SubprocessProtocol):
         return body
 
     async def kill(self) -> None:
-        """SIGKILL to the whole process group, and reap."""
+        """Kill the whole process group and reap the process."""
         if not self._exited.done():
             self._kill_group()
         try:
@@ -257,7 +256,7 @@ class _Worker(asyncio.SubprocessProtocol):
             self._transport.close()
 
     async def close(self) -> None:
-        """Let an idle worker end by itself, then make sure."""
+        """Let an idle worker exit by itself, then kill it."""
         self._stdin.close()
         await asyncio.wait({self._exited}, timeout=REAP_S)
         await self.kill()
@@ -304,7 +303,7 @@ class _Worker(asyncio.SubprocessProtocol):
             self._mark_ended()
 
     def process_exited(self) -> None:
-        self._kill_group()  # what user code has left behind; later the id may be another's
+        self._kill_group()  # processes left by user code; the id may be reused later
         self._exited.set_result(None)
         asyncio.get_running_loop().call_later(LATE_S, self._mark_ended)
 
