@@ -84,7 +84,8 @@ def _get_prompt_text(row: PromptRow) -> str:
 def _warn_no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
     """Warn of rows without an answer if a verl-style function expects ground_truth.
 
-    The built-in scorers refuse such rows."""
+    The built-in scorers refuse such rows.
+    """
     found = [row for row in rows if row.ground_truth is None]
     if not found or not any(function.style == "verl" for function in spec.functions):
         return {}
@@ -96,7 +97,7 @@ def _warn_no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, s
 
 
 def _warn_answer_lists(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, str]:
-    """Warn of answers that are lists, which only the built-in scorers refuse."""
+    """Warn of list answers if a custom function gets them; built-in scorers refuse lists."""
     found = [row for row in rows if isinstance(row.ground_truth, list)]
     if not found or not spec.custom:
         return {}

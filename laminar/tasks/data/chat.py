@@ -66,7 +66,8 @@ def check_prompts(
     """Check that every prompt can be encoded within the length limit; raise ConfigError.
 
     Rows that are too long are left out if the configuration allows it. Prompts whose text is
-    provably short enough are not encoded."""
+    provably short enough are not encoded.
+    """
     kept: list[PromptRow] = []
     kept_ids: list[list[int] | None] = []
     most, limit = token_bound(tokenizer), min(data.max_prompt_length, LAZY_TOKENS_MAX)

@@ -23,7 +23,8 @@ TOKENIZER_FILE = "tokenizer.json"
 def make_decoder(run_dir: Path, config: Config) -> Callable[[list[int]], str]:
     """Return a function from ids to text.
 
-    Falls back to models written by the run, as the original may have moved."""
+    Falls back to models written by the run, as the original may have moved.
+    """
     if config.is_emulated:
         return lambda ids: f"{len(ids)} emulated tokens"
     for directory in (Path(config.model.name), *written_models(run_dir)):

@@ -24,7 +24,7 @@ NFC_GROWTH = 3
 
 
 def token_bound(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | None:
-    """Return a function from a text to its maximum number of tokens, special ones included."""
+    """Return a function from text to its maximum number of tokens, or None if unsupported."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.padding is not None or not _is_byte_level_bpe(backend):
         return None

@@ -1,14 +1,14 @@
-"""Environments of one replica: what follows a turn of a trajectory.
+"""Environments of a replica: they answer the turns of its trajectories.
 
 Reads   the turn's ids; the user's class, in a process for each trajectory (session_pool.py)
-Gives   GoesOn, the ids of what the tools answered, or Done, with the environment's own reward
-Raises  SessionLost, where nobody can say what a call did; EnvironmentFailed, where the environment
-        has lost it by itself
+Gives   NextTurn, with the ids of the tools' answers, or TrajectoryDone, with the reward
+Raises  SessionLost if the effects of a call are unknown; EnvironmentFailed if the environment
+        itself is the cause
 
-What the policy can cause is text for it: a call that cannot be read, a tool that raises. A call
-that runs too long is killed, which ends its session and so the trajectory; that is scored. What the
-policy cannot cause is no score: a session whose process is gone is made anew where calls may be
-repeated (env.effects = "pure") or none has been made, and is lost otherwise.
+Errors that the policy can cause become text for it: a call that cannot be parsed, a tool that
+raises. A call that runs too long is killed, which ends its session and trajectory; the trajectory
+is scored. Errors that the policy cannot cause never become a score: a session whose process is gone
+is restarted if calls are retryable (env.effects = "pure") or none was made, and is lost otherwise.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from laminar.tasks.environments.turns import (
 )
 from laminar.tasks.rewards.results import RewardResult, apply_error_score
 
-CUT_OFF = "length"  #: the finish reason of a turn that ended at its limit
+CUT_OFF = "length"  #: finish reason of a turn that ended at its limit
 ANSWERED_MAX = 1024
-"""Trajectories that are done whose answers are kept, for an order that comes again."""
+"""Maximum finished trajectories whose answers are kept for repeated requests."""
 
 Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
 
 
 class _CallKilled(Exception):
-    """A request ran too long, and its session was ended."""
+    """The kill of a session whose request ran too long."""
 
 
 class _TimeBudget:
-    """What the calls of one turn may still take."""
+    """The time left to the calls of a turn."""
 
     def __init__(self, env: EnvConfig, spent_s: float) -> None:
-        """`spent_s`: what the calls of the turns before took."""
+        """Begin the budget of a turn after earlier turns' calls have taken `spent_s`."""
         self._limits = {
             EndedBy.TRAJECTORY_TIMEOUT: env.trajectory_timeout_s - spent_s,
             EndedBy.TURN_TIMEOUT: env.turn_timeout_s,
@@ -65,7 +65,7 @@ class _TimeBudget:
         self._tool_timeout_s = env.tool_timeout_s
 
     def of_a_call(self) -> tuple[float, EndedBy]:
-        """Seconds of the next call, and what it means that they are over."""
+        """Return the time limit of the next call, and the reason to report if it is reached."""
         reason = min(self._limits, key=lambda known: self._limits[known])
         if self._limits[reason] < self._tool_timeout_s:
             return self._limits[reason], reason
@@ -77,28 +77,28 @@ class _TimeBudget:
 
 
 class _TimeLimitReached(Exception):
-    """A call had no more time, or there was none for it."""
+    """The end of a turn because a call timed out or had no time left."""
 
     def __init__(self, reason: EndedBy) -> None:
         self.reason = reason
 
 
 class _Conversation:
-    """A trajectory here: its session, and what was answered."""
+    """A trajectory with its session and the answers to its turns."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.busy = asyncio.Lock()  #: one thing at a time; who asks again finds the answer
+        self.busy = asyncio.Lock()  #: lock of a single request; repeated ones find the answer
         self.process: Process | None = None
-        self.prompt_ids: tuple[int, ...] | None = None  #: of the prompt with what reset said
+        self.prompt_ids: tuple[int, ...] | None = None  #: prompt with the text of reset
         self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
-        self.killed_after_s = 0.0  #: a call that ran so long; 0: none has
-        self.has_room = False  #: it has one of env.max_sessions
+        self.killed_after_s = 0.0  #: run time of a call that was killed, or 0
+        self.has_room = False  #: holds one of env.max_sessions
         self.forgotten = False
 
 
 class Environments:
-    """The sessions of one replica."""
+    """The sessions of a replica."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class Environments:
         parser: CallParser,
         decode: Callable[[list[int]], str],
     ) -> None:
-        """`decode`: the text of token ids, without special tokens."""
-        self.sessions_lost = 0  #: that ended by themselves
-        self.sessions_killed = 0  #: because a call ran too long
+        """Connect the parts; `decode` returns the text of token ids without special tokens."""
+        self.sessions_lost = 0  #: number of sessions that ended by themselves
+        self.sessions_killed = 0  #: number of sessions killed because a call ran too long
         self._env, self._reward = config.env, config.reward
         self._pool, self._renderer, self._parser = pool, renderer, parser
         self._decode = decode
@@ -118,7 +118,7 @@ class Environments:
         self._conversations: dict[str, _Conversation] = {}
 
     async def start(self) -> None:
-        """Import the user's file; ConfigError, SessionLost."""
+        """Import the user's file; raise ConfigError, SessionLost."""
         try:
             await self._pool.start()
         except SessionDied as died:
@@ -128,8 +128,10 @@ class Environments:
         await self._pool.close()
 
     async def reset(self, session: Session) -> tuple[int, ...] | None:
-        """Open the session of a trajectory: the ids of its whole prompt, where reset said something
-        that belongs to it; SessionLost."""
+        """Open a trajectory's session; return the prompt's ids if reset adds text, else None.
+
+        Raises SessionLost.
+        """
         conversation = self._get_conversation(session)
         async with conversation.busy:
             if conversation.process is None and not conversation.answers:
@@ -142,9 +144,9 @@ class Environments:
             return conversation.prompt_ids
 
     async def answer_turn(self, call: TurnCall, intend: Intend) -> NextTurn | TrajectoryDone:
-        """What follows a turn; the same answer when it is asked again; SessionLost.
+        """Answer a turn, and repeated requests with the same answer; raise SessionLost.
 
-        `intend` makes calls durable before they are made; it is awaited where none may be repeated.
+        `intend` makes calls durable before they are made; awaited if each runs at most once.
         """
         conversation = self._get_conversation(call.session)
         async with conversation.busy:
@@ -160,7 +162,7 @@ class Environments:
             return conversation.answers[call.turn]
 
     def end_session(self, trajectory_id: str) -> None:
-        """Nobody asks for this trajectory any more: end its session."""
+        """End the session of a trajectory that is not needed any more."""
         if (conversation := self._conversations.pop(trajectory_id, None)) is not None:
             conversation.forgotten = True
             self._close_session(conversation)
@@ -168,7 +170,7 @@ class Environments:
     # --- sessions -------------------------------------------------------------------------------
 
     def _get_conversation(self, session: Session) -> _Conversation:
-        """The conversation of this attempt; one of an earlier attempt is over."""
+        """Return the conversation of this attempt, and end one of an earlier attempt."""
         found = self._conversations.get(session.trajectory_id)
         if found is not None and found.session.attempt == session.attempt:
             return found
@@ -180,8 +182,10 @@ class Environments:
         return found
 
     async def _acquire_slot(self, conversation: _Conversation) -> None:
-        """Wait for one of env.max_sessions. A session that is made again does not: its trajectory
-        is one of those that the coordinator has counted for this replica."""
+        """Wait for one of env.max_sessions.
+
+        A restarted session does not wait: the coordinator has counted its trajectory already.
+        """
         limit_s = self._env.tool_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -193,7 +197,7 @@ class Environments:
         conversation.has_room = True
 
     async def _begin_session(self, conversation: _Conversation) -> None:
-        """A session, reset; SessionLost."""
+        """Open and reset a session; raise SessionLost."""
         reason = ""
         for _ in range(1 + self._reward.max_retries):
             try:
@@ -229,9 +233,9 @@ class Environments:
             self._room.release()
 
     async def _ensure_process(self, conversation: _Conversation, call: TurnCall) -> Process:
-        """The session of a turn, made where that repeats nothing or may; SessionLost."""
+        """Return the session of a turn, restarted if permitted; raise SessionLost."""
         if conversation.process is not None and conversation.process.ended.done():
-            self._close_session(conversation)  # before this turn
+            self._close_session(conversation)  # it ended before this turn
         if conversation.process is None:
             if self._env.effects == "once" and (call.turn or call.stored):
                 raise SessionLost("its session is gone, and what its calls have done with it")
@@ -242,8 +246,10 @@ class Environments:
     async def _send_request(
         self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
     ) -> tuple[TextReply | RewardReply, float]:
-        """The reply to a request and the seconds it took; again in a new session where it may be;
-        _Killed, SessionLost."""
+        """Return the reply to a request and its seconds; retry in a new session if permitted.
+
+        Raises _CallKilled, SessionLost.
+        """
         attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
         for _ in range(attempts):
             process = await self._ensure_process(conversation, call)
@@ -263,7 +269,7 @@ class Environments:
         lost = SessionLost if isinstance(died, AllSessionsDied) else EnvironmentFailed
         raise lost(f"the process of its session ended in a call: {died}")
 
-    # --- what follows a turn --------------------------------------------------------------------
+    # --- answers to turns -----------------------------------------------------------------------
 
     async def _answer_turn(
         self, conversation: _Conversation, call: TurnCall, intend: Intend
@@ -301,7 +307,7 @@ class Environments:
         calls: list[ToolCall],
         effects: list[Effect],
     ) -> list[CallResult]:
-        """The answers to the calls of a turn; `effects` has the end of each that was begun."""
+        """Run the calls of a turn and return their answers; append each outcome to `effects`."""
         answers, left = list[CallResult](), _TimeBudget(self._env, call.seconds)
         for i, one in enumerate(calls):
             if not _can_run(one):
@@ -333,14 +339,14 @@ class Environments:
         reason: EndedBy,
         effects: list[Effect],
     ) -> TrajectoryDone:
-        """The end of a trajectory, with the reward of its environment, if that has one."""
+        """Finish a trajectory, with the reward of its environment if it has one."""
         result = None
         if self._pool.has_reward:
             result = await self._get_reward(conversation, call)
         return TrajectoryDone(result, text, reason, tuple(effects))
 
     async def _get_reward(self, conversation: _Conversation, call: TurnCall) -> RewardResult:
-        """What get_reward says. A session that was killed says nothing any more."""
+        """Return the result of get_reward, or a timeout if the session was killed."""
         limit_s = self._env.tool_timeout_s
         if conversation.killed_after_s:
             return self._make_timeout_result(conversation.killed_after_s)

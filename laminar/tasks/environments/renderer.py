@@ -1,14 +1,14 @@
-"""What an environment says, as token ids behind those of its trajectory.
+"""Rendering of an environment's text as token ids that continue those of its trajectory.
 
 Reads   the tokenizer, DataConfig, the tools' schemas
-Gives   Renderer: the ids of a prompt with what `reset` said; those of tools' answers
+Gives   Renderer: the ids of a prompt with the text of `reset`; those of tools' answers
 Raises  ConfigError for a chat template that cannot be continued
 
-A history is never tokenised again: what was sampled comes back from text as other ids, and a
-template may write an old message in another way than a new one. The next ids are the ids so far and
-those that the template puts behind a turn, which are taken from a made-up conversation that ends in
-the same messages. That this gives what the template gives for whole conversations is tried on
-random ones before a run (`check`).
+A history is never tokenised again: sampled ids may differ after decoding and encoding, and a
+template may render an old message differently from a new one. The next ids are the ids so far and
+those that the template appends to a turn, taken from a made-up conversation that ends in the same
+messages. `check_template` tests on random conversations, before a run, that the result equals the
+template's output for the whole conversation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from laminar.tasks.environments.user_class import Schemas
 
 CONVERSATIONS = 200
-"""Random conversations on which a template is tried; about a second."""
+"""Random conversations on which a template is tested; takes about a second."""
 TURNS_MAX, CALLS_TRIED, WORDS_MAX = 3, 2, 6
 _WORDS = (
     "sum",
@@ -51,7 +51,7 @@ _WORDS = (
 )
 _MADE_UP = ToolCall("made_up", {"a": 1})
 _IDS = "call{:05}"
-"""Ids of calls, nine letters and digits, as some templates want them."""
+"""Ids of calls: nine letters and digits, as some templates require."""
 
 CallResult = tuple[ToolCall, str]
 
@@ -66,12 +66,12 @@ class Renderer:
         tools: Schemas,
         end_ids: frozenset[int],
     ) -> None:
-        """`end_ids`: those that end a turn when sampled."""
+        """Create a renderer; `end_ids` are those that end a turn when sampled."""
         self._tokenizer, self._data, self._tools = tokenizer, data, tools
         self._end_ids = end_ids
 
     def render_prompt(self, row: PromptRow, said: str) -> list[int]:
-        """The ids of a prompt whose last message has what `reset` said behind it; ConfigError."""
+        """Return the ids of a prompt with the text of `reset` appended; raise ConfigError."""
         messages = [dict(message) for message in build_messages(row, self._data)]
         messages[-1]["content"] = f"{messages[-1]['content']}{said}"
         return encode_prompt(
@@ -79,7 +79,7 @@ class Renderer:
         )
 
     def render_results(self, answers: Sequence[CallResult]) -> list[int]:
-        """The ids behind a turn that calls: its answers, and the beginning of the next turn."""
+        """Return the ids that follow a turn with calls: their answers and the next turn's start."""
         before = [
             {"role": "user", "content": "?"},
             _make_turn_message("?", [call for call, _ in answers]),
@@ -88,7 +88,7 @@ class Renderer:
         return whole[len(self._encode_ended(before, whole)) :]
 
     def check_template(self, parser: CallParser) -> None:
-        """Try the template on random conversations; raises ConfigError."""
+        """Test the template on random conversations; raise ConfigError."""
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 "env.path needs a model with a chat template, and its tokenizer has none; give "
@@ -126,14 +126,14 @@ class Renderer:
             )
 
     def _draw_call(self, draws: random.Random) -> ToolCall:
-        """A call of one of the tools, with arguments for the parameters that it has to have."""
+        """Draw a call of a random tool with random arguments."""
         function = draws.choice(self._tools)["function"]
         properties = function["parameters"].get("properties", {})
         values = {name: _draw_value(draws, kind.get("type")) for name, kind in properties.items()}
         return ToolCall(function["name"], values)
 
     def _encode_ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
-        """The ids of messages up to the end of the last turn; `whole` begins with them."""
+        """Return the ids of messages up to the last turn's end, with which `whole` must begin."""
         ids = self._encode_messages(messages, begin=False)
         at = next((i for i in reversed(range(len(ids))) if ids[i] in self._end_ids), None)
         if at is None:
@@ -147,7 +147,7 @@ class Renderer:
         return ids[: at + 1]
 
     def _encode_messages(self, messages: list[dict[str, Any]], *, begin: bool) -> list[int]:
-        """The ids of whole messages; `begin`: with the beginning of the next turn."""
+        """Return the ids of messages; with `begin`, also the start of the next turn."""
         try:
             found: Any = self._tokenizer.apply_chat_template(
                 messages,
@@ -173,7 +173,7 @@ _NOT_APPENDED = (
 
 
 def _make_turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """A turn of the policy. It has thoughts, because templates leave out empty ones."""
+    """Make a turn of the policy, with reasoning, because templates leave out empty reasoning."""
     made = [
         {
             "id": _IDS.format(i),

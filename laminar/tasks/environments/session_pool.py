@@ -1,11 +1,11 @@
 """Sessions of the user's environment for an asyncio process.
 
 Reads   the user's file, by way of a process that has imported it (session_process.py)
-Gives   SessionPool: open, a Session; Session: ask, kill
-Raises  SessionDied when a session ends before it has answered, AllDied when it did with all others;
-        TimeoutError when its time is up; ConfigError when the file does not load
+Gives   SessionPool: open; SessionProcess: send_request, reset, kill
+Raises  SessionDied if a session ends before its reply, AllSessionsDied if all others ended with it;
+        TimeoutError; ConfigError if the file does not load
 
-What the process prints goes to `on_output`. A process that dies takes its sessions with it; the
+The output of the process goes to `on_output`. A process that dies takes its sessions with it; the
 next `open` starts another one.
 """
 
@@ -43,35 +43,37 @@ from laminar.tasks.environments.session_process import (
 from laminar.tasks.pipe_frames import LENGTH, encode_frame
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 
-LATE_S = 0.1  #: for a reply that was on its way when the process ended
-REAP_S = 5.0  #: for the end of a process that was ordered to end
-Output = Callable[[bytes], object]  #: takes what sessions print
+LATE_S = 0.1  #: wait for a reply that was on its way when the process ended
+REAP_S = 5.0  #: wait for the end of a process that was told to end
+Output = Callable[[bytes], object]  #: callback for the output of sessions
 
 
 class SessionDied(Exception):
-    """A session ended before it had answered, or could not be begun."""
+    """The end of a session before its reply, or a failure to begin one."""
 
 
 class AllSessionsDied(SessionDied):
-    """The process that sessions are forked from has ended, and this one did not end it: of those
-    that were to answer then, the one that was begun first may have, and had a plain SessionDied."""
+    """The end of the fork server and its sessions, not caused by this session.
+
+    The oldest session with a pending request is the suspect; it gets a plain SessionDied.
+    """
 
 
 class SessionProcess:
-    """One process with one environment; one request at a time."""
+    """A process with an environment that handles a single request at a time."""
 
     def __init__(self, warm: _ForkServerClient, number: int, channel: socket.socket) -> None:
         self._warm, self._number, self._channel = warm, number, channel
-        #: what `ask` raises from then on
+        #: exception that `send_request` raises from then on
         self.ended: asyncio.Future[SessionDied] = asyncio.get_running_loop().create_future()
-        self.pid = 0  #: 0: not known yet
-        self.asked = False  #: it has a request that it has not answered
+        self.pid = 0  #: process id, or 0 while unknown
+        self.asked = False  #: a request is pending
 
     async def connect(self) -> None:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
 
     async def send_request(self, request: Request, timeout_s: float) -> Reply:
-        """The reply; TimeoutError, SessionDied. After either the session is of no use: kill it."""
+        """Return the reply, or raise TimeoutError or SessionDied: then kill the session."""
         if self._writer.is_closing():
             raise await self._wait_for_end()
         self.asked = True
@@ -90,8 +92,7 @@ class SessionProcess:
         return reply
 
     async def reset(self, row: PromptRow, seed: int, timeout_s: float) -> TextReply:
-        """What reset says, the first request; `failed` also where it has not ended or its process
-        has."""
+        """Send the first request and return reset's text; `failed` also on timeout or death."""
         try:
             said = await self.send_request(ResetRequest(row, seed), timeout_s)
         except TimeoutError:
@@ -109,7 +110,7 @@ class SessionProcess:
         self._warm.kill_session(self)
 
     def mark_ended(self, died: SessionDied) -> None:
-        """Its process has ended; what that has started may hold the channel open."""
+        """Record the end of the process; its children may still hold the channel open."""
         self.ended.set_result(died)
         asyncio.get_running_loop().call_later(LATE_S, self._hang_up)
 
@@ -136,9 +137,11 @@ class SessionPool:
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
     ) -> None:
-        """`memory_mb`: of each process of a session; 0: any. `env` is added to this process's
-        environment; `on_output` gets what user code prints."""
-        self.has_reward = False  #: known once it has started
+        """Create the pool; `memory_mb` limits each process of a session, 0 means no limit.
+
+        `env` is added to the environment of the processes; `on_output` gets their output.
+        """
+        self.has_reward = False  #: the class has get_reward; known after the start
         self._start = msgspec.msgpack.encode(
             ForkServerStart(path, name, unsafe_local_code, memory_mb)
         )
@@ -149,7 +152,7 @@ class SessionPool:
 
     @classmethod
     def from_config(cls, env: EnvConfig, *, on_output: Output = len) -> SessionPool:
-        """With the limits that the settings give."""
+        """Create a pool with the limits of the settings."""
         return cls(
             env.path,
             env.name,
@@ -159,11 +162,11 @@ class SessionPool:
         )
 
     async def start(self) -> None:
-        """Import the user's file; ConfigError, SessionDied."""
+        """Import the user's file; raise ConfigError, SessionDied."""
         await self._ensure_server()
 
     async def open(self) -> SessionProcess:
-        """A new session, whose environment is not made yet; SessionDied."""
+        """Open a session, whose environment is not made yet; raise SessionDied."""
         try:
             warm = await self._ensure_server()
         except ConfigError as error:  # the file has changed since the start
@@ -194,7 +197,7 @@ class SessionPool:
 
 
 class _ForkServerClient:
-    """The process with the user's file."""
+    """The parent's side of the fork server, the process with the user's file."""
 
     def __init__(self, env: Mapping[str, str], on_output: Output) -> None:
         self.gone = False
@@ -221,7 +224,7 @@ class _ForkServerClient:
     async def start_server(
         self, start: bytes, timeout_s: float
     ) -> ForkServerReady | ForkServerRefused:
-        """What it says when it has imported the file."""
+        """Have the process import the file and return its report."""
         self._send(start)
         await asyncio.wait({self._told}, timeout=timeout_s)
         if not self._told.done():
@@ -245,7 +248,7 @@ class _ForkServerClient:
             self._send(msgspec.msgpack.encode(KillSession(session._number)))
 
     async def close(self) -> None:
-        """It ends its sessions when nobody is there any more."""
+        """Close the connection, on which the process ends its sessions; then kill the process."""
         self._mark_lost("it was closed")
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, REAP_S)
@@ -256,7 +259,7 @@ class _ForkServerClient:
     def _send(self, message: bytes, sockets: list[int] | None = None) -> None:
         try:
             socket.send_fds(self._control, [message], sockets or [])
-        except OSError as error:  # BlockingIOError: a thousand orders that it has not taken
+        except OSError as error:  # BlockingIOError: a thousand unread orders
             self._mark_lost(f"the process of the environment takes no orders ({error.strerror})")
 
     def _receive_message(self) -> None:
@@ -281,7 +284,7 @@ class _ForkServerClient:
             self._told.set_result(told)
 
     def _mark_lost(self, how: str) -> None:
-        """No session of it can be used any more."""
+        """Mark the process as lost; none of its sessions can be used any more."""
         if self.gone:
             return
         self.gone = True
@@ -289,7 +292,7 @@ class _ForkServerClient:
         self._control.close()
         if not self._told.done():
             self._told.set_exception(SessionDied(how))
-            self._told.exception()  # nobody may wait for it
+            self._told.exception()  # mark as retrieved, as there may be no waiter
         sessions = self._sessions.values()
         suspect = next((session for session in sessions if session.asked), None)
         for session in sessions:
@@ -300,7 +303,7 @@ class _ForkServerClient:
         self._sessions.clear()
 
     def _drain_output(self, on_output: Output) -> None:
-        """What is printed, as it comes; in a thread, because it ends only with the last session."""
+        """Pass on the output in a thread, because it ends only with the last session."""
         assert self._process.stderr is not None
         with self._process.stderr as printed:
             while data := os.read(printed.fileno(), 1 << 16):

@@ -1,18 +1,17 @@
-"""Sessions of the user's environment, each a process: python -m
-laminar.tasks.environments.session_process FD.
+"""The fork server of environment sessions: python -m laminar.tasks.environments.session_process FD.
 
-Reads   messages on a socket of the process that starts it: Start, then Fork and Kill
-Gives   messages on that socket: Ready or Refused, then Forked and Ended; on the socket that came
-        with a Fork one Reply per request. User code prints to stderr
-Starts  a process for each Fork, which has imported the user's file already; and a guard
+Reads   messages on a socket of its parent: ForkServerStart, then ForkSession and KillSession
+Gives   messages on that socket: ForkServerReady or ForkServerRefused, then SessionForked and
+        SessionEnded; a Reply per request on the socket sent with ForkSession; output on stderr
+Starts  a process for each ForkSession, which has imported the user's file already; and a guard
 
-A session holds what its environment remembers, and ends alone: a call that hangs is ended by
-SIGKILL to its process group, and the others go on. This process runs no code of the user after the
-import, so it can always end a session, and it reaps them: their ids are nobody else's until then.
-When the process that started it ends, all sessions end.
+A session holds the state of its environment and ends alone: a call that hangs is ended by SIGKILL
+to its process group, and the other sessions continue. This process runs no user code after the
+import, so it can always end a session. It reaps the sessions, so their ids are not reused before.
+When its parent ends, all sessions end.
 
-When this process is killed, its sessions are by the kernel, but not what they have started: the
-guard ends that, which waits for nothing else.
+If this process is killed, the kernel kills its sessions, but not the processes that they started.
+The guard process ends those.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ from laminar.tasks.pipe_frames import encode_frame, read_frame
 from laminar.tasks.rewards.results import RewardResult, call_guarded
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
-MESSAGE_BYTES_MAX = 1 << 16  #: between the two processes; a file name and a reason are shorter
+MESSAGE_BYTES_MAX = 1 << 16  #: limit of a message; a file name and a reason are shorter
 PR_SET_PDEATHSIG = 1
 _PID = struct.Struct("<i")
 
-# --- between this process and the one that starts it -----------------------------------------
+# --- between this process and its parent -----------------------------------------------------
 
 
 class ForkServerStart(msgspec.Struct, tag="start"):
     path: str
     name: str
     unsafe: bool  #: code may run without a sandbox
-    memory_mb: int = 0  #: of a process of a session, beyond what this one has; 0: any
+    memory_mb: int = 0  #: memory limit of a session's process above this one's; 0: no limit
 
 
 class ForkSession(msgspec.Struct, tag="fork"):
-    """With the socket of the session."""
+    """An order to fork a session; sent with the session's socket."""
 
     number: int
 
@@ -70,9 +69,9 @@ class KillSession(msgspec.Struct, tag="kill"):
 
 
 class ForkServerReady(msgspec.Struct, tag="ready"):
-    """The class is loaded."""
+    """A report that the class is loaded."""
 
-    has_reward: bool  #: it has get_reward
+    has_reward: bool  #: the class has get_reward
 
 
 class ForkServerRefused(msgspec.Struct, tag="refused"):
@@ -93,10 +92,10 @@ class SessionEnded(msgspec.Struct, tag="ended"):
 
 
 class ResetRequest(msgspec.Struct, tag="reset"):
-    """Make the environment and reset it: the first request of a session."""
+    """A session's first request: make the environment and reset it."""
 
     row: PromptRow
-    seed: int  #: of Python's random numbers, and of NumPy's where it is imported
+    seed: int  #: seed of Python's random numbers, and of NumPy's if it is imported
 
 
 class ToolRequest(msgspec.Struct, tag="use"):
@@ -105,11 +104,11 @@ class ToolRequest(msgspec.Struct, tag="use"):
 
 
 class RewardRequest(msgspec.Struct, tag="rate"):
-    """What get_reward says."""
+    """A request for the result of get_reward."""
 
 
 class TextReply(msgspec.Struct, tag="said"):
-    text: str | None  #: what reset returned, or the answer of a tool; with `failed`, why not
+    text: str | None  #: result of reset or of a tool, or the error if `failed`
     failed: bool = False
 
 
@@ -139,12 +138,12 @@ def main(number: str) -> None:
 
 
 class _ForkServer:
-    """The forked processes."""
+    """The loop that forks, kills and reaps session processes."""
 
     def __init__(self, control: socket.socket, environment: type, start: ForkServerStart) -> None:
         self._control, self._environment, self._start = control, environment, start
-        self._numbers: dict[int, int] = {}  #: by process id
-        self._guard = _fork_guard(control)  #: takes ids of sessions; negative ones have ended
+        self._numbers: dict[int, int] = {}  #: session numbers by process id
+        self._guard = _fork_guard(control)  #: pipe for ids of sessions, negative once ended
         self._woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -160,7 +159,7 @@ class _ForkServer:
                 return self._kill_all()
 
     def _handle_order(self) -> bool:
-        """One order; False when there is nobody to give orders."""
+        """Handle an order; return False when the parent is gone."""
         try:
             body, sockets, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
         except OSError:
@@ -181,7 +180,7 @@ class _ForkServer:
         return True
 
     def _become_session(self, channel: int, parent: int) -> None:
-        """Whatever happens, this process does not go on as the one that forks."""
+        """Run a session in the forked child, which never returns to the fork server's loop."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -190,13 +189,13 @@ class _ForkServer:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.close(self._woken)
             self._control.close()
-            _notify_guard(self._guard, os.getpid())  # before it can start anything
+            _notify_guard(self._guard, os.getpid())  # before user code can start processes
             os.close(self._guard)
             if os.getppid() == parent:
                 _limit_memory(self._start.memory_mb)
                 _serve_session(socket.socket(fileno=channel), self._environment, self._start.path)
             code = 0
-        except BaseException:  # none of it is the user's, whose exceptions are answers
+        except BaseException:  # not from user code, whose exceptions become replies
             traceback.print_exc()
         finally:
             with suppress(Exception):
@@ -207,7 +206,7 @@ class _ForkServer:
         for pid, number in list(self._numbers.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill_group(pid)  # with all that it has started, before the id is another's
+            _kill_group(pid)  # with all processes it started, before the id is reused
             _notify_guard(self._guard, -pid)
             _, status = os.waitpid(pid, 0)
             del self._numbers[pid]
@@ -220,13 +219,15 @@ class _ForkServer:
             _kill_group(pid)
 
     def _send_message(self, message: Any) -> None:
-        with suppress(OSError):  # nobody is there: the next order says so
+        with suppress(OSError):  # the parent is gone, which the next order reveals
             self._control.send(msgspec.msgpack.encode(message))
 
 
 def _fork_guard(control: socket.socket) -> int:
-    """The pipe of a new process that ends the groups of all sessions when nobody holds its other
-    end, which sessions close when they begin."""
+    """Fork a guard that kills the groups of all sessions once its pipe is closed; return the pipe.
+
+    Sessions close their copy of the pipe when they begin.
+    """
     reads, writes = os.pipe()
     if os.fork():
         os.close(reads)
@@ -236,7 +237,7 @@ def _fork_guard(control: socket.socket) -> int:
         control.close()
         os.close(writes)
         pids = set[int]()
-        while noted := os.read(reads, _PID.size):  # one of them: a write of a few bytes is whole
+        while noted := os.read(reads, _PID.size):  # small writes are atomic
             (pid,) = _PID.unpack(noted)
             pids = pids | {pid} if pid > 0 else pids - {-pid}
         for pid in pids:
@@ -246,19 +247,21 @@ def _fork_guard(control: socket.socket) -> int:
 
 
 def _notify_guard(guard: int, pid: int) -> None:
-    with suppress(OSError):  # the guard is gone; this process ends sessions as well
+    with suppress(OSError):  # without the guard, this process still ends sessions
         os.write(guard, _PID.pack(pid))
 
 
 def _kill_group(pid: int) -> None:
-    for kill in (os.kill, os.killpg):  # it may not have its group yet
+    for kill in (os.kill, os.killpg):  # the process may not have its group yet
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def _limit_memory(limit_mb: int) -> None:
-    """Memory that is private and can be written, what the file's import took beside it: what is
-    only reserved, or mapped from files, is not counted. Children have the same limit, each."""
+    """Limit private writable memory, on top of that taken by the file's import.
+
+    Reserved memory and mapped files are not counted. Each child has the same limit.
+    """
     if not limit_mb:
         return
     with open("/proc/self/status") as status:
@@ -271,7 +274,7 @@ def _limit_memory(limit_mb: int) -> None:
 
 
 def _serve_session(channel: socket.socket, environment: type, path: str) -> None:
-    """Answer requests, one at a time, until there are no more."""
+    """Answer requests, one at a time, until the channel ends."""
     session, requests = _EnvironmentHost(environment, path), channel.makefile("rb")
     while (body := read_frame(requests)) is not None:
         reply = session.handle_request(msgspec.msgpack.decode(body, type=Request))
@@ -279,11 +282,11 @@ def _serve_session(channel: socket.socket, environment: type, path: str) -> None
 
 
 class _EnvironmentHost:
-    """The user's object, whose exceptions are answers."""
+    """The user's environment object; its exceptions become replies."""
 
     def __init__(self, environment: type, path: str) -> None:
         self._class, self._path = environment, path
-        self._runner: asyncio.Runner | None = None  #: made for the first method that is async
+        self._runner: asyncio.Runner | None = None  #: created for the first async method
 
     def handle_request(self, request: Request) -> Reply:
         if isinstance(request, RewardRequest):
@@ -318,7 +321,7 @@ class _EnvironmentHost:
         return call_guarded(lambda: self._await_value(getattr(self._object, REWARD)()), self._path)
 
     def _await_value(self, value: Any) -> Any:
-        """The value, waited for where the method is async; always on one event loop."""
+        """Return the value, awaiting it on a single event loop if the method is async."""
         if not inspect.isawaitable(value):
             return value
         self._runner = self._runner or asyncio.Runner()
@@ -330,7 +333,7 @@ async def _wait(value: Any) -> Any:
 
 
 def _select_accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns that reset names; all with **row."""
+    """Select the columns that reset names, or all if it takes **row."""
     parameters = inspect.signature(reset).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return columns

@@ -1,10 +1,10 @@
-"""Calls of tools in what the policy wrote.
+"""Parsing of tool calls in the turns of the policy.
 
-Reads   the ids of a turn; the tokenizer's `parse_response`, where it has a template for it
-Gives   Call, in order; one that cannot be run has the reason, as text for the policy
+Reads   the ids of a turn; the tokenizer's `parse_response`, if it has a response template
+Gives   ToolCalls, in order; if a call cannot be run, with the reason as text for the policy
 
-Without such a template a call is read as Qwen writes it: JSON with name and arguments in
-<tool_call> tags. Whether a model's own form is read is tried before a run (renderer.py).
+Without a response template, calls are read in Qwen's form: JSON with name and arguments in
+<tool_call> tags. renderer.py tests before a run that the model's form is read correctly.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from laminar.tasks.environments.user_class import Schemas
 
 CALLS_MAX = 16
-"""Calls of one turn that are run; each may take env.tool_timeout_s."""
+"""Maximum calls run per turn; each may take env.tool_timeout_s."""
 TEXT_CHARS_MAX = 16_384
-"""Of a call's arguments, and of its answer, which the store keeps."""
+"""Maximum size of a call's arguments, and of its answer, which the store keeps."""
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """One call; `refused`: why it is not run."""
+    """A call of a tool, with the reason in `refused` if it is not run."""
 
     tool: str
     arguments: dict[str, Any]
@@ -35,7 +35,7 @@ class ToolCall(NamedTuple):
 
 
 class CallParser:
-    """Reads the calls of a turn."""
+    """A parser of the calls in a turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> None:
         self._tokenizer, self._tools = tokenizer, tools
@@ -43,7 +43,7 @@ class CallParser:
         self._has_own = getattr(tokenizer, "response_template", None) is not None
 
     def parse_calls(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
-        """The calls in the turn `ids`, which followed the ids `before`."""
+        """Parse the calls in the turn `ids`, which followed the ids `before`."""
         found = self._by_tokenizer(ids, before) if self._has_own else self._parse_tagged(ids)
         return [self._check_call(call, i) for i, call in enumerate(found)]
 
@@ -52,7 +52,7 @@ class CallParser:
             message = self._tokenizer.parse_response(
                 list(ids), prefix=list(before), tools=list(self._tools)
             )
-        except Exception as error:  # of the template's own kinds, by what the policy wrote
+        except Exception as error:  # invalid text raises types that depend on the template
             return [ToolCall("", {}, f"the response cannot be read: {_first_line(error)}")]
         return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
 
@@ -84,7 +84,7 @@ def _tagged_call(body: str, end: str) -> ToolCall:
 
 
 def _make_call(value: Any) -> ToolCall:
-    """A call from its parts, whatever these are."""
+    """Make a call from a decoded value of any type."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, "the call is no object with a name and arguments")
     arguments = value.get("arguments", {})

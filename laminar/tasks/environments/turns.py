@@ -1,11 +1,11 @@
-"""What passes between a replica and the environment that answers a turn of the model.
+"""Requests and answers between a replica and the environment that answers the model's turns.
 
-Gives   Session, Effect, TurnCall; GoesOn or Done, the two answers; SessionLost,
+Gives   Session, Effect, TurnCall; the answers NextTurn and TrajectoryDone; SessionLost,
         EnvironmentFailed
 
-A turn that has ended is scored, and the environment may answer in place of a score that it goes on:
-with context, the token ids that the model reads before its next turn. So nothing here is a message
-of its own process: actors/scoring.py asks, tasks/environments/pool.py answers.
+When a turn ends, the environment either ends the trajectory, which is then scored, or continues it
+with context: the token ids that the model reads before its next turn. The types are used within a
+process: actors/scoring.py sends requests, and tasks/environments/pool.py answers them.
 """
 
 from __future__ import annotations
@@ -18,65 +18,64 @@ from laminar.tasks.rewards.results import RewardResult
 
 
 class SessionLost(Exception):
-    """The session is gone, or its answer is: what it did is not done again, and there is no score,
-    not even a bad one."""
+    """The loss of a session or its answer: no retry, and no score, not even a bad one."""
 
     reason = FailureReason.ENV_LOST
 
 
 class EnvironmentFailed(SessionLost):
-    """The environment itself has lost it: no reset, or a process that ended in a call."""
+    """A loss caused by the environment itself: reset failed, or a call ended the process."""
 
     reason = FailureReason.ENV_FAILED
 
 
 class Session(NamedTuple):
-    """The environment of one attempt at one prompt."""
+    """The environment of an attempt at a prompt."""
 
     trajectory_id: str
     attempt: int
-    seed: int  #: of the group: siblings begin alike
+    seed: int  #: seed of the group, so that siblings begin alike
     row: PromptRow
     purpose: str  #: train | eval
 
 
 class Effect(NamedTuple):
-    """One call of a tool."""
+    """The record of a tool call."""
 
-    call: int  #: which of its turn, from 0
+    call: int  #: index within its turn, from 0
     tool: str
     arguments: str  #: JSON
-    status: str  #: intended | done | failed | timed-out; of the store also lost
-    result: str = ""  #: what the model is told
-    seconds: float = 0.0  #: that it took
+    status: str  #: intended | done | failed | timed-out; in the store also lost
+    result: str = ""  #: text for the model
+    seconds: float = 0.0  #: run time
 
 
 class TurnCall(NamedTuple):
-    """A turn that wants an answer."""
+    """A request to answer a turn."""
 
     session: Session
-    turn: int  #: of the trajectory, from 0
-    prompt_ids: tuple[int, ...]  #: as the model read them
-    #: (whether the model sampled them, token ids) in order; the last one is the turn
+    turn: int  #: index within the trajectory, from 0
+    prompt_ids: tuple[int, ...]  #: prompt as the model read it
+    #: parts of the response in order: whether sampled, and token ids; the last one is the turn
     parts: tuple[tuple[bool, tuple[int, ...]], ...]
-    finish_reason: str  #: stop | length, as the engine said of this turn
-    room: int  #: token ids that the answer may have
-    stored: tuple[Effect, ...] = ()  #: calls of this turn that the store knows
-    seconds: float = 0.0  #: that the calls of the turns before took
+    finish_reason: str  #: stop | length, as reported by the engine
+    room: int  #: maximum number of token ids of the answer
+    stored: tuple[Effect, ...] = ()  #: calls of this turn that the store has
+    seconds: float = 0.0  #: run time of the calls of earlier turns
 
 
 class NextTurn(NamedTuple):
-    """The model takes another turn."""
+    """An answer that continues the trajectory with another turn."""
 
-    context: tuple[int, ...]  #: what it reads before; at least one, at most `room`
-    effects: tuple[Effect, ...] = ()  #: of this turn, each with its end
+    context: tuple[int, ...]  #: token ids that the model reads first; at least one, at most `room`
+    effects: tuple[Effect, ...] = ()  #: finished calls of this turn
 
 
 class TrajectoryDone(NamedTuple):
-    """The trajectory has ended with this turn."""
+    """An answer that ends the trajectory with this turn."""
 
-    result: RewardResult | None  #: None: the reward functions score `text`
-    text: str  #: the whole of it, for people
-    #: why the environment ended it: it then counts as cut off; NONE: the model did
+    result: RewardResult | None  #: reward, or None if the reward functions score `text`
+    text: str  #: decoded last turn
+    #: reason if the environment ended it, so that it counts as cut off; NONE: the model ended it
     reason: EndedBy = EndedBy.NONE
     effects: tuple[Effect, ...] = ()

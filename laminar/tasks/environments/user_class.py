@@ -1,12 +1,12 @@
 """The user's environment: a class whose public methods are the tools of the policy.
 
 Reads   the user's Python file
-Gives   the class; the JSON schemas of its tools, made in a process of their own:
+Gives   the class; the JSON schemas of its tools, made in a separate process:
         python -m laminar.tasks.environments.user_class FILE CLASS
-Raises  ConfigError at start for what cannot work
+Raises  ConfigError at start for a class that cannot work
 
-The class is one that TRL takes as `environment_factory`: it is made without arguments, it has
-`reset(**row) -> str | None` and tools with a docstring and types, and it may have
+The class has the form of TRL's `environment_factory`: a constructor without arguments,
+`reset(**row) -> str | None`, tools with a docstring and types, and optionally
 `get_reward() -> float`.
 """
 
@@ -37,15 +37,15 @@ Schemas = Sequence[dict[str, Any]]
 
 
 class ClassDeclaration(msgspec.Struct):
-    """What the class declares."""
+    """The declaration of an environment class."""
 
-    tools: str = ""  #: the JSON schemas
-    has_reward: bool = False  #: it has get_reward
-    refused: str = ""  #: why it cannot be an environment
+    tools: str = ""  #: JSON schemas of the tools
+    has_reward: bool = False  #: the class has get_reward
+    refused: str = ""  #: reason if it cannot be an environment
 
 
 def load_class(path: str, name: str) -> type:
-    """The class `name` of the file, or its only public one; raises ConfigError."""
+    """Load the class `name` of the file, or its only public one; raise ConfigError."""
     module = import_file(Path(path), what="environment", keys="env.path")
     own = {
         key: value
@@ -87,7 +87,7 @@ def has_reward(found: type) -> bool:
 
 
 def tool_names(found: type) -> list[str]:
-    """The public methods that are neither reset nor get_reward, in the order of the class."""
+    """Return the tools in the order of the class: all public methods except NOT_TOOLS."""
     names = dict.fromkeys(key for base in reversed(found.__mro__) for key in vars(base))
     return [
         name
@@ -97,7 +97,7 @@ def tool_names(found: type) -> list[str]:
 
 
 def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> ClassDeclaration:
-    """What the class declares, from a process that the user's file may hang or end; ConfigError."""
+    """Load the declaration in a process that the user's file may hang or end; raise ConfigError."""
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
     try:
         said, code = run_isolated("laminar.tasks.environments.user_class", words, b"", limit_s)
@@ -118,20 +118,20 @@ def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> Class
 
 
 def decode_tools(env: EnvConfig) -> Schemas:
-    """The schemas that were made when the run started; none without an environment."""
+    """Decode the schemas that were made when the run started; empty without an environment."""
     schemas: Schemas = msgspec.json.decode(env.tools) if env.tools else []
     return schemas
 
 
 def build_schemas(found: type, path: str) -> Schemas:
-    """One JSON schema for each tool, from its docstring and types; raises ConfigError."""
+    """Build a JSON schema for each tool from its docstring and types; raise ConfigError."""
     from transformers.utils.chat_template_utils import get_json_schema  # seconds to import
 
     schemas = []
     for name in tool_names(found):
-        try:  # bound to no instance of it: to make one may take a server
+        try:  # not bound to an instance, which may need a server
             schemas.append(get_json_schema(MethodType(getattr(found, name), object())))
-        except Exception as error:  # of several kinds, which no module exports
+        except Exception as error:  # transformers raises several types that it does not export
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"the tool {name} of {found.__name__} in {path} cannot be described to the policy: "
@@ -143,7 +143,7 @@ def build_schemas(found: type, path: str) -> Schemas:
 
 def main(path: str, name: str, *permission: str) -> None:
     out = os.dup(1)
-    os.dup2(2, 1)  # what the file prints is not our answer
+    os.dup2(2, 1)  # keep the file's output apart from the reply
     permit_unsafe(bool(permission))
     try:
         found = load_class(path, name)
@@ -152,7 +152,7 @@ def main(path: str, name: str, *permission: str) -> None:
     except ConfigError as error:
         said = ClassDeclaration(refused=str(error))
     os.write(out, msgspec.json.encode(said))
-    os._exit(0)  # threads of the file need not end
+    os._exit(0)  # do not wait for threads of the file
 
 
 if __name__ == "__main__":

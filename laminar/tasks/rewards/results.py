@@ -127,8 +127,8 @@ def combine_results(
 ) -> list[RewardResult]:
     """Combine the functions' results into a weighted sum for each response.
 
-    A function that does not apply (it returned None) is left out of the sum; if none applies, there
-    is no score. If a function fails, the sum is unknown and the response has failed.
+    A function that does not apply (it returned None) is left out of the sum; if none applies, the
+    response is unscored. If a function fails, the sum is unknown and the response has failed.
     """
     return [_sum_results(functions, parts) for parts in zip(*found, strict=True)]
 
@@ -178,7 +178,7 @@ def _to_number(value: Any) -> float | None:
 def select_extras(values: Mapping[str, Any]) -> Extras:
     """Select the first EXTRAS_MAX entries that are numbers or text, which is cut short.
 
-    Lists and tensors are dropped: they are neither metrics nor quickly read. (verl's `pred` is text.)
+    Lists and tensors are dropped: they are neither metrics nor quickly read. verl's `pred` is text.
     """
     found: Extras = {}
     for name, value in values.items():

@@ -1,15 +1,14 @@
-"""A sandbox for code that a model has written, for tools and for reward functions.
+"""A sandbox for model-written code, used by tools and reward functions.
 
 Reads   programs in Python
-Gives   Sandbox: run, one program; session, several that share their names. Ran: what was printed,
-        and why it was stopped
-Starts  sandbox_process.py, which has namespaces, a root, a user and limits of its own
-Raises  NoSandbox, a ConfigError, where the kernel does not give all of it, which is tried when a
-        Sandbox is made
+Gives   Sandbox: `run` for a single program, `session` for several that share their names; Ran: the
+        output, and the reason of an early stop
+Starts  sandbox_process.py, which has separate namespaces, root, user and limits
+Raises  NoSandbox, a ConfigError, if the kernel lacks a part of it; checked when a Sandbox is made
 
-What is covered, and what is not, stands in sandbox_process.py. The limits are for one process, and
-for `processes` of them: a program can take memory_mb times processes. There is the standard library
-and no other package.
+sandbox_process.py describes what is covered and what is not. The limits apply to each of at most
+`processes` processes, so a program can take memory_mb times processes. Only the standard library is
+available, without other packages.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from laminar.names.process_end import describe_exit
 from laminar.tasks.sandbox import sandbox_process
 from laminar.tasks.sandbox.sandbox_process import DONE, LENGTH, LIMITS, MISSING, READY
 
-START_S = 30.0  #: for the start of a sandbox, where many start at once
-REAP_S = 2.0  #: for the end of its processes, which the kernel brings about
+START_S = 30.0  #: timeout of a sandbox's start, while many start at once
+REAP_S = 2.0  #: timeout of the end of its processes, which the kernel brings about
 CHUNK = 1 << 16
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
 
 
 class _Permission:
-    """What env.unsafe_local_code says, in a process that runs an environment; None in others."""
+    """The value of env.unsafe_local_code in environment processes; None in others."""
 
     unsafe: bool | None = None
 
 
 def permit_unsafe(allowed: bool) -> None:
-    """Whether code may run here without a sandbox, where there is none."""
+    """Set whether code may run in this process without a sandbox if none is available."""
     _Permission.unsafe = allowed
 
 
 class NoSandbox(ConfigError):
-    """A part of the sandbox is missing, which the reason names."""
+    """A missing part of the sandbox, named by `reason`."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -65,19 +64,19 @@ class NoSandbox(ConfigError):
 
 
 class Ran(NamedTuple):
-    """What a program did."""
+    """The outcome of a program."""
 
-    output: str  #: what it printed, errors and the value of a last expression included
-    stopped: str = ""  #: why it did not come to its end
+    output: str  #: output, including errors and the value of a last expression
+    stopped: str = ""  #: reason if the program was stopped early
 
     @property
     def text(self) -> str:
-        """Both, for a model."""
+        """The output and the reason, for a model."""
         return f"{self.output}[{self.stopped}]" if self.stopped else self.output
 
 
 class Sandbox:
-    """Makes sandboxes of one kind; thread-safe."""
+    """A factory of sandboxes with the same limits; thread-safe."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Sandbox:
         processes: int = 16,
         output_bytes: int = 1 << 16,
     ) -> None:
-        """`seconds` of one program; `work_mb` of files in /work, the only folder to write to."""
+        """Set the limits: `seconds` per program, `work_mb` in /work, the only writable folder."""
         self.seconds, self.output_bytes = seconds, output_bytes
         self.limits = {
             "memory_mb": memory_mb,
@@ -105,26 +104,26 @@ class Sandbox:
             print(f"code of the model is not isolated: no {missing.reason}", file=sys.stderr)
 
     def run(self, program: str) -> Ran:
-        """Run one program in a sandbox of its own."""
+        """Run a program in a new sandbox."""
         with self.session() as session:
             return session.run(program)
 
     def session(self) -> CodeSession:
-        """A sandbox for several programs, which find the names of those before."""
+        """Start a sandbox for several programs, each of which sees the names of earlier ones."""
         return CodeSession(self)
 
 
 def _find_program() -> str:
-    """The compiled file, where Python keeps one: it was compared with its source at the import."""
+    """Return the compiled file, checked against the source at import, if Python keeps one."""
     compiled = sandbox_process.__spec__ and sandbox_process.__spec__.cached
     return compiled if compiled and os.path.exists(compiled) else sandbox_process.__file__
 
 
 class CodeSession:
-    """One sandbox; one program at a time."""
+    """A running sandbox, for a single program at a time."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        """Start it; NoSandbox."""
+        """Start the sandbox; raise NoSandbox."""
         self._sandbox, self._ended = sandbox, ""
         self._channel, theirs = socket.socketpair()
         python: str = getattr(sys, "_base_executable", sys.executable)
@@ -140,7 +139,7 @@ class CodeSession:
                 start_new_session=True,
             )
         assert self._process.stdout is not None and self._process.stderr is not None
-        self.pid = self._process.pid  #: of the process that is the parent of its pid 1
+        self.pid = self._process.pid  #: process id of the parent of the sandbox's pid 1
         self._gone = os.pidfd_open(self.pid)
         self._output, self._said = self._process.stdout, self._process.stderr
         os.set_blocking(self._output.fileno(), False)
@@ -153,7 +152,7 @@ class CodeSession:
             raise NoSandbox(self._find_missing_part())
 
     def run(self, program: str) -> Ran:
-        """Run a program to its end, or until its time or room is used up: that ends the session."""
+        """Run a program; if it exceeds its time or output limit, the session ends."""
         if self._ended:
             return Ran("", self._ended)
         output, self._ended = self._run(program.encode(errors="replace"))
@@ -162,7 +161,7 @@ class CodeSession:
         return Ran(output.decode(errors="replace"), self._ended)
 
     def close(self) -> None:
-        """End it and all that it has started; idempotent."""
+        """End the sandbox with all of its processes; idempotent."""
         self._ended = self._ended or "the session has ended"
         if self._gone < 0:
             return
@@ -185,7 +184,7 @@ class CodeSession:
         self.close()
 
     def _run(self, program: bytes) -> tuple[bytearray, str]:
-        """What it printed, and why the session is over, if it is."""
+        """Return the output, and the reason if the session has ended."""
         end = time.monotonic() + self._sandbox.seconds
         late = f"stopped after {self._sandbox.seconds:g} s"
         output, most = bytearray(), self._sandbox.output_bytes
@@ -214,19 +213,19 @@ class CodeSession:
         return output, late
 
     def _receive_status(self) -> bytes:
-        """What the process says; nothing when it has ended, or has not read what it was told."""
+        """Return the status byte; empty if the process has ended or left its input unread."""
         try:
             return self._channel.recv(1)
         except ConnectionResetError:
             return b""
 
     def _unregister_closed(self, poll: select.poll) -> None:
-        """Code that closes its output is not to keep this process busy."""
+        """Stop polling an output that the code has closed, which would keep this process busy."""
         if select.select([self._output], [], [], 0)[0] and self._is_closed:
             poll.unregister(self._output)
 
     def _read(self, output: bytearray, most: int) -> None:
-        """What has been printed, up to a byte more than may be."""
+        """Append the available output, up to a byte more than the limit."""
         self._is_closed = False
         with contextlib.suppress(BlockingIOError):
             while len(output) <= most:
@@ -240,19 +239,19 @@ class CodeSession:
         self._channel.sendall(LENGTH.pack(len(body)) + body)
 
     def _describe_end(self) -> str:
-        """How the process of the code has ended; both processes above it end with it."""
+        """Describe how the code's process has ended; both processes above it end with it."""
         code = self._reap_process()
         return f"the program ended its process: {describe_exit(128 - code if code > 128 else code)}"
 
     def _reap_process(self) -> int:
-        ready, _, _ = select.select([self._gone], [], [], REAP_S)  # wait with a time limit sleeps
+        ready, _, _ = select.select([self._gone], [], [], REAP_S)  # wait(timeout) would poll
         with contextlib.suppress(ProcessLookupError):
             if not ready or self._sandbox.limits["unsafe"]:
                 os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait()
 
     def _find_missing_part(self) -> str:
-        """The part without which it has not started; all of it is ended."""
+        """End a sandbox that has not started and return the name of the missing part."""
         self._channel.close()
         code = self._reap_process()
         said = self._said.read().decode(errors="replace").strip()

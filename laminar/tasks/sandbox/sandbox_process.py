@@ -1,19 +1,19 @@
-"""The processes of one sandbox: python -I -S sandbox_process.py, one number for each of LIMITS.
+"""The processes of a sandbox: python -I -S sandbox_process.py, with a number for each of LIMITS.
 
-Reads   frames on descriptor 0, the channel (little-endian u32 length): programs, one each
-Gives   on the channel b"r" when code can be run, b"." after each program; what it prints on stdout;
-        on stderr what part of the sandbox is missing, with exit code MISSING
+Reads   frames on descriptor 0, the channel (little-endian u32 length), with a program each
+Gives   on the channel b"r" when code can be run and b"." after each program; output on stdout; on
+        stderr the name of a missing part of the sandbox, with exit code MISSING
 Starts  pid 1 of new namespaces, and from it the process that runs the code
 
-    this one        watches the channel; when nobody holds the other end, it kills pid 1
-    pid 1           makes the root and waits for the code; with it ends all that the code started
-    the code        without privileges, without the host's files, network and processes
+    this process    watches the channel; when its other end is closed, it kills pid 1
+    pid 1           makes the root and waits for the code; its end kills all that the code started
+    the code        runs without privileges and without the machine's files, network and processes
 
-Covered: what a program does through system calls that the kernel keeps to its namespaces. Not
-covered: a fault of the kernel, and what one program learns from the time that others take.
+Covered: the effects of system calls that the kernel confines to the namespaces. Not covered: kernel
+bugs, and timing side channels between programs.
 
-A tool waits for the start, so that only modules are imported that are built in, or nearly; the rest
-when it is needed. Nothing of the run is in the memory of the process that runs the code.
+Tools wait for the start, so only modules that are built in, or nearly, are imported; others when
+needed. The process that runs the code has nothing of the run in its memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import select
 import struct
 import sys
 
-TYPE_CHECKING = False  # without the import
+TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from types import CodeType
 
 LIMITS = ("memory_mb", "work_mb", "processes", "unsafe")
-MISSING = 97  #: exit code: a part of the sandbox cannot be had
+MISSING = 97  #: exit code if a part of the sandbox is missing
 LENGTH = struct.Struct("<I")
 READY, DONE = b"r", b"."
-CODE = "<code>"  #: the name of a program in what Python says of its errors
-FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  #: of the host, to read, for the interpreter
+CODE = "<code>"  #: file name of a program in tracebacks
+FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  #: machine's folders that the interpreter reads
 DEVICES = ("null", "zero", "urandom")
-INSIDE_ID = 1000  #: user and group of the code, as it sees them
+INSIDE_ID = 1000  #: user and group id of the code in its namespace
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -47,15 +47,15 @@ MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 MOUNT_ATTRS = 1 | 2 | 4  #: read-only, no set-user-id, no devices
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
-SYS_CAPSET, SYS_PIVOT_ROOT, SYS_MOUNT_SETATTR = 126, 155, 442  #: of x86_64, as all below
+SYS_CAPSET, SYS_PIVOT_ROOT, SYS_MOUNT_SETATTR = 126, 155, 442  #: x86_64 numbers, as all below
 SYS_SOCKET, SYS_CLONE, SYS_CLONE3 = 41, 56, 435
 CAPABILITY_VERSION = 0x20080522
 SIGKILL, ONLY_AST, CHANNEL = 9, 0x400, 0
 SOCKET_FAMILIES = (1, 2, 10)
-"""Unix, IPv4, IPv6. Others reach beyond the namespaces (vsock), or parts of the kernel that code
-has no use for."""
-#: System calls that code has no use for, and by which others have left sandboxes; and memory that
-#: counts for no process.
+"""Allowed families: Unix, IPv4, IPv6. Others reach beyond the namespaces (vsock), or parts of the
+kernel that code does not need."""
+#: System calls that code does not need and that have been used to escape from sandboxes, or that
+#: allocate memory outside the process's limits.
 REFUSED_CALLS = {
     "shmget": 29,
     "semget": 64,
@@ -108,7 +108,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MissingPart(Exception):
-    """A part of the sandbox cannot be had; the message says which, and why."""
+    """A missing part of the sandbox; the message names the part and the reason."""
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _wait_for_end(first: int) -> int:
-    """Wait for pid 1, or for the end of whoever wants it; the exit code."""
+    """Wait for pid 1, or kill it when the channel is closed; return its exit code."""
     poll = select.poll()
     poll.register(CHANNEL, select.POLLRDHUP)
     poll.register(os.pidfd_open(first), select.POLLIN)
@@ -141,7 +141,7 @@ def _exit_missing(missing: MissingPart) -> None:
 
 
 def _read_frame(channel: int) -> bytes | None:
-    """The next frame; None when there is none."""
+    """Return the next frame, or None at the end of the channel."""
     head = _read_exactly(channel, LENGTH.size)
     return None if head is None else _read_exactly(channel, LENGTH.unpack(head)[0])
 
@@ -165,13 +165,13 @@ def _check_result(result: int, part: str) -> None:
 
 
 def _unshare_namespaces() -> None:
-    """This process has a user namespace, and the next that it forks is pid 1 of the others."""
+    """Enter a user namespace, and other namespaces whose pid 1 is the next forked process."""
     if (machine := os.uname().machine) != "x86_64":
         raise MissingPart(f"the filter of system calls, which is for x86_64 ({machine} is another)")
     user, group, pid = os.geteuid(), os.getegid(), os.getpid()
     asks, told = os.pipe()
     writer = os.fork()
-    if writer == 0:  # outside of the namespaces, where ids of others may be given
+    if writer == 0:  # outside the namespaces, where other ids may be mapped
         os.close(told)
         os.read(asks, 1)
         os._exit(_map_ids(pid, user, group))
@@ -195,9 +195,9 @@ def _unshare_namespaces() -> None:
 
 
 def _map_ids(pid: int, user: int, group: int) -> int:
-    """Give a user namespace its ids; 0, or the error's number.
+    """Map the ids of a user namespace; return 0 or the errno.
 
-    Root gives the code an id that nobody else has; another user can give it only the own one.
+    Root maps the code to an otherwise unused id; other users can map only their own.
     """
     own = _free_id(pid) if user == 0 else None
     place = f"/proc/{pid}"
@@ -213,7 +213,7 @@ def _map_ids(pid: int, user: int, group: int) -> int:
 
 
 def _free_id(pid: int) -> int | None:
-    """An id, high up where no user has one; None where this root has too few ids itself."""
+    """Return a high id that no user has; None if this root has too few ids itself."""
     with open("/proc/self/uid_map") as lines:
         inside, _, count = map(int, lines.readline().split())
     end = min(inside + count, 1 << 31)
@@ -235,7 +235,7 @@ def _mount_path(source: str, target: str, kind: str, flags: int, data: str = "")
 
 
 def _make_root(work_mb: int) -> None:
-    """A root of its own: the interpreter and its libraries to read, and /work to write."""
+    """Make a new root: the interpreter and its libraries read-only, and a writable /work."""
     base, python = "/tmp", os.path.realpath(sys.base_prefix)
     _mount_path("none", "/", "", MS_REC | MS_PRIVATE)
     quiet = MS_NOSUID | MS_NODEV
@@ -262,7 +262,7 @@ def _make_root(work_mb: int) -> None:
 
 
 def _bind_folder(folder: str, base: str) -> None:
-    """A folder of the host below the base, to read, with all that is mounted in it."""
+    """Bind a folder of the machine below the base, read-only, with all mounts in it."""
     target = base + folder
     os.makedirs(target, 0o755)
     _mount_path(folder, target, "", MS_BIND | MS_REC)
@@ -275,7 +275,7 @@ def _bind_folder(folder: str, base: str) -> None:
 
 
 def _run_first_process(limits: dict[str, int]) -> None:
-    """Pid 1; it does not return."""
+    """Run as pid 1 and never return."""
     try:
         _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if not limits["unsafe"]:
@@ -297,7 +297,7 @@ def _run_first_process(limits: dict[str, int]) -> None:
 
 
 def _reap_children(code: int) -> int:
-    """What the code started is ours when its parent ends; with us all of it ends."""
+    """Reap orphans until the code ends, and return its exit code; our end kills the others."""
     while True:
         pid, status = os.wait()
         if pid == code:
@@ -306,7 +306,7 @@ def _reap_children(code: int) -> int:
 
 
 def _drop_privileges(limits: dict[str, int]) -> None:
-    """Give up what this process could still do; the order matters."""
+    """Drop all remaining privileges and set the limits; the order matters."""
     is_root = os.getuid() != INSIDE_ID
     if not limits["unsafe"]:
         os.chdir("/work")
@@ -323,7 +323,7 @@ def _drop_privileges(limits: dict[str, int]) -> None:
         *(() if limits["unsafe"] else ((resource.RLIMIT_NPROC, limits["processes"]),)),
     ):
         _, allowed = resource.getrlimit(what)
-        most = most if allowed < 0 else min(most, allowed)  # a limit cannot be raised here
+        most = most if allowed < 0 else min(most, allowed)  # limits cannot be raised here
         resource.setrlimit(what, (most, most))
     if not limits["unsafe"]:
         for capability in range(64):
@@ -333,11 +333,11 @@ def _drop_privileges(limits: dict[str, int]) -> None:
         head = struct.pack("Ii", CAPABILITY_VERSION, 0)
         _check_result(_libc.syscall(SYS_CAPSET, head, bytes(24)), "to drop capabilities")
         _filter_calls()
-    _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # other credentials have undone it
+    _libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # the change of credentials has reset it
 
 
 def _filter_calls() -> None:
-    """System calls that are refused, for this process and all that it starts."""
+    """Refuse system calls to this process and all that it starts, by a seccomp filter."""
     load, equal, greater, bits, ends = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
     absent = 0x00050000 | errno.ENOSYS
@@ -349,7 +349,7 @@ def _filter_calls() -> None:
     lines += [line(load, 0), line(greater, 0x40000000, 0, 1), line(ends, kill)]  # not x32
     for number in REFUSED_CALLS.values():
         lines += [line(equal, number, 0, 1), line(ends, refuse)]
-    lines += [line(equal, SYS_CLONE3, 0, 1), line(ends, absent)]  # its flags cannot be looked at
+    lines += [line(equal, SYS_CLONE3, 0, 1), line(ends, absent)]  # seccomp cannot read its flags
     spaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC
     spaces |= CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | 0x02000000  # and of cgroups
     lines += [line(equal, SYS_CLONE, 0, 4), line(load, 16), line(bits, spaces, 0, 1)]
@@ -372,7 +372,7 @@ def _filter_calls() -> None:
 
 
 def _serve_programs() -> None:
-    """Run programs, one after the other, in one namespace of names; it does not return."""
+    """Run programs one after the other in a shared `__main__` module; never return."""
     module = sys.modules["__main__"] = type(sys)("__main__")
     channel = os.dup(CHANNEL)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -385,19 +385,19 @@ def _serve_programs() -> None:
             _run(program.decode(), vars(module))
             os.write(channel, DONE)
     except OSError:
-        pass  # nobody is there
+        pass  # the other end is closed
     os._exit(0)
 
 
 def _run(program: str, names: dict[str, object]) -> None:
-    """Run one program, and print the value of a last expression, as a notebook does."""
+    """Run a program and print the value of a last expression, as a notebook does."""
     own = 1
     try:
         parts = _compile_parts(program)
         own = 0
         for part, shows in parts:
             if shows:
-                value = eval(part, names)  # noqa: S307 - that is what this is for
+                value = eval(part, names)  # noqa: S307 - the purpose of this process
                 if value is not None:
                     print(repr(value))
             else:
@@ -416,12 +416,12 @@ def _show_error(error: BaseException, is_ours: int) -> None:
     try:
         trace = error.__traceback__ and error.__traceback__.tb_next
         traceback.print_exception(type(error), error, None if is_ours else trace)
-    except BaseException:  # what an exception says of itself may be code too
+    except BaseException:  # an exception's __str__ may be the program's code too
         print(type(error).__name__)
 
 
 def _compile_parts(program: str) -> list[tuple[CodeType, bool]]:
-    """The program in one or two parts, each with whether it has a value to show."""
+    """Compile the program to one or two parts, each with whether it has a value to show."""
     tree = compile(program, CODE, "exec", ONLY_AST)
     last: list[tuple[CodeType, bool]] = []
     if tree.body and isinstance(tree.body[-1], _ast.Expr):
@@ -435,7 +435,7 @@ def _flush() -> None:
         try:
             stream.flush()
         except Exception:
-            pass  # the code may have closed it, or put its own in its place
+            pass  # the code may have closed or replaced it
 
 
 if __name__ == "__main__":

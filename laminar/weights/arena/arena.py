@@ -279,7 +279,8 @@ def _check_space(fd: int, path: Path, total: int) -> None:
 def _populate_pages(address: int, nbytes: int) -> int:
     """Allocate the pages of a mapping; return 0 or the errno.
 
-    mmap.madvise would hold the GIL and so stop the threads that transfer bytes."""
+    mmap.madvise would hold the GIL and so stop the threads that transfer bytes.
+    """
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return 0
     return ctypes.get_errno()

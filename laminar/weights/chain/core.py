@@ -61,7 +61,8 @@ class PlaneRuntime:
 class PlaneCore:
     """The upstream and downstream sides of a relay and the state between them.
 
-    Owned by the code that runs its turns; the orders, and `get_status`, are thread-safe."""
+    Owned by the code that runs its turns; the orders, and `get_status`, are thread-safe.
+    """
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ class PlaneCore:
     def fetch(self, version: int, holder: tuple[str, str, int]) -> None:
         """Fetch this version from a relay (name, numeric host, port), outside the chain.
 
-        SlotWanted, then Received or NotFetched, follow."""
+        SlotWanted, then Received or NotFetched, follow.
+        """
         order = VersionHolder(version, *holder)
         ipaddress.ip_address(order.host)
         self._world.post(lambda: self._fetcher.fetch(order))

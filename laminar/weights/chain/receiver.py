@@ -285,7 +285,8 @@ class Receiver:
     def get_buffer(self, header: Header) -> memoryview:
         """Return the buffer for a chunk or block.
 
-        A chunk that was not requested is refused, as it would overwrite verified bytes."""
+        A chunk that was not requested is refused, as it would overwrite verified bytes.
+        """
         if not self._arrival.num_bytes:
             self._arrival.begun = self._arrival.told = self._clock()
         self._arrival.num_bytes += header.length

@@ -85,7 +85,8 @@ class Sender:
         """Begin without a successor.
 
         `arriving` returns whether a version is being sent to this relay. Long work runs in a
-        thread, which calls back into the plane through `post`."""
+        thread, which calls back into the plane through `post`.
+        """
         self.current: Sending | None = None
         self._table, self._cache = table, cache
         self._arriving, self._emit = arriving, emit

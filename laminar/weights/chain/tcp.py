@@ -171,7 +171,8 @@ class TcpListener:
     def __init__(self, host: str, port: int, limit: Callable[[socket.socket], None]) -> None:
         """Listen, or raise OSError if the address is not available.
 
-        Accepted connections inherit the options that `limit` sets, as versions are sent on them."""
+        Accepted connections inherit the options that `limit` sets, as versions are sent on them.
+        """
         self._sock = socket.socket(_get_family(host), socket.SOCK_STREAM)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,7 +210,8 @@ class TcpNetwork:
     def __init__(self, congestion: str, rate: int) -> None:
         """Use the kernel's congestion control of this name (empty: its default).
 
-        `rate` is the maximum of bytes per second and connection; 0: no limit."""
+        `rate` is the maximum of bytes per second and connection; 0: no limit.
+        """
         self._congestion, self._rate = congestion, rate
 
     def listen(self, host: str, port: int) -> TcpListener:

@@ -62,7 +62,8 @@ async def describe_rows(
 ) -> mf.Manifest:
     """Build the manifest of a version as a relay would.
 
-    `fill` has every process write its rows into the encoded WriteTarget."""
+    `fill` has every process write its rows into the encoded WriteTarget.
+    """
     shared = SharedBytes(f"describe-{version}", mf.check_tensors(specs))
     try:
         nbytes = shared.view.nbytes
