@@ -102,7 +102,7 @@ class VersionLeased(RelayMessage, frozen=True, kw_only=True):
     lease_id: int
     slot: int
     arena: str
-    manifest: bytes  #: for `manifest.decode`
+    manifest: bytes  #: encoded manifest (version/manifest.py)
     copy: int = -1  #: number of the copy
 
 

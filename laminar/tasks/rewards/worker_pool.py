@@ -276,7 +276,7 @@ class _Worker(asyncio.SubprocessProtocol):
             return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
         return f"it ended with exit code {code}"
 
-    # asyncio calls these
+    # --- callbacks of asyncio -----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.SubprocessTransport, transport)

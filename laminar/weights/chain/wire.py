@@ -99,7 +99,7 @@ class Hello(ChainMessage, frozen=True, kw_only=True):
     run: Name
     name: Name
     incarnation: Natural
-    chain: Natural  #: number of the order that made us neighbours; a higher one displaces a lower
+    chain: Natural  #: number of the coordinator's order; a higher one displaces a lower
     nonce: Nonce
     #: exact version to fetch outside the chain; None: the called relay is the successor
     fetch: Natural | None = None
