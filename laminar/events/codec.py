@@ -1,11 +1,11 @@
 """The only decoder of events and commands: MessagePack maps, tagged unions, one error type.
 
 Reads   bytes from the wire and from the log
-Gives   Event, Command, Order; raises WireError for any bytes that are not exactly one of them,
-        TooLarge for a message that no peer would accept
+Gives   Event, Command, Envelope; raises WireError for any bytes that are not exactly one of them,
+        MessageTooLarge for a message that no peer would accept
 
 A msgspec tagged union decodes 3.4 times as fast as a MessagePack dict. Hostile bytes make it raise
-UnicodeDecodeError and RecursionError besides its own errors, so all of them become WireError here.
+UnicodeDecodeError and RecursionError in addition to its own errors; all become WireError here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from laminar.events.commands import ALL_COMMANDS, Envelope
 from laminar.events.events import ALL_EVENTS
 
 MESSAGE_BYTES_MAX = 15 << 20
-"""One frame and one record of the log (16 MiB), less their envelopes. The largest messages are a
-batch (14 bytes for a trajectory) and what a user's batch strategy is asked (240 for a group of 16);
-the configuration is refused where they could grow beyond it (config/rules.py)."""
+"""The size limit of a message: one frame and one record of the log (16 MiB), less their envelopes.
+
+The largest messages are a batch (14 bytes per trajectory) and the request to a user's batch
+strategy (240 per group of 16). The configuration is refused if they could exceed the limit
+(config/rules.py)."""
 
 
 class MessageTooLarge(ValueError):
-    """A message of ours above MESSAGE_BYTES_MAX: the sentence names it and its size."""
+    """A message of ours above MESSAGE_BYTES_MAX; the text gives its name and its size."""
 
 
 def _make_union(types: tuple[type, ...]) -> Any:
@@ -43,7 +45,7 @@ _order_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(message: Event | Command | Envelope) -> bytes:
-    """One MessagePack map; equal messages give equal bytes. Raises TooLarge."""
+    """Encode as one MessagePack map; equal messages give equal bytes. Raise MessageTooLarge."""
     data = _encoder.encode(message)
     if len(data) > MESSAGE_BYTES_MAX:
         name = type(message).__struct_config__.tag or "an order"
@@ -64,7 +66,7 @@ def decode_command(data: bytes | msgspec.Raw) -> Command:
 
 
 def decode_envelope(data: bytes) -> tuple[Envelope, Command]:
-    """The envelope and the command inside it."""
+    """Decode an envelope and the command inside it."""
     order: Envelope = _decode(_order_decoder, data)
     return order, decode_command(order.command)
 

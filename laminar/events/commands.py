@@ -1,11 +1,11 @@
-"""WHAT TO DO: every command, with who carries it out.
+"""COMMANDS: every command, with the role that carries it out.
 
 Reads   nothing
 Gives   one frozen struct per command; ALL_COMMANDS, in the order in which they are declared
 
-A command stays outstanding in the state until an event arrives that ends it (each event declares
-which commands it ends); after a reconnect it is sent again, and the receiver acts once per command
-id. Commands that no event ends are courtesies: losing one delays something, it breaks nothing.
+A command stays outstanding in the state until an event that ends it arrives (each event declares
+which commands it ends). After a reconnect it is sent again, and the receiver acts at most once per
+command id. Commands that no event ends are optional: losing one causes a delay, nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from laminar.names.roles import ACTOR_ROLES, Role
 
 @carried_out_by(*ACTOR_ROLES)
 class AcceptActor(Command, frozen=True, kw_only=True):
-    """Give a process its fencing number; carried by the session's welcome."""
+    """Give a process its fencing number; carried by the welcome of the session."""
 
     boot_id: str
     incarnation: int
@@ -30,7 +30,7 @@ class AcceptActor(Command, frozen=True, kw_only=True):
 
 @carried_out_by(*ACTOR_ROLES)
 class RefuseActor(Command, frozen=True, kw_only=True):
-    """Send a process away: another one has its place, or the run is over."""
+    """Send a process away: another one has its place, or the run has ended."""
 
     boot_id: str
     reason: str
@@ -38,20 +38,20 @@ class RefuseActor(Command, frozen=True, kw_only=True):
 
 @carried_out_by(*ACTOR_ROLES)
 class StopActor(Command, frozen=True, kw_only=True):
-    """Flush, report `actor-left` and exit 0; a node of a paused run says so by its code."""
+    """Flush, report `actor-left` and exit 0; the node of a paused run exits with its code."""
 
     reason: str
-    paused: bool = False  #: the run goes on when its processes are started again
+    paused: bool = False  #: the run continues when its processes are restarted
 
 
 @carried_out_by(Role.NODE)
 class RestartActor(Command, frozen=True, kw_only=True):
-    """Dump the stacks of a process that makes no progress, kill it and start it again."""
+    """Dump the stacks of a process that makes no progress, kill it and restart it."""
 
     actor: str
-    boot_id: str  #: of that process: one that has come after it goes on
+    boot_id: str  #: boot of that process; a later process of the name is left alone
     reason: str
-    cut_off: bool = False  #: its whole machine was silent: that counts towards no limit
+    cut_off: bool = False  #: whether its whole machine was silent: counts towards no limit
 
 
 @carried_out_by(Role.TRAINER)
@@ -73,7 +73,7 @@ class TrainStep(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.TRAINER)
 class LoadCheckpoint(Command, frozen=True, kw_only=True):
-    """Go on from this checkpoint; others that are not kept can be removed."""
+    """Load this checkpoint and continue from it; checkpoints that are not kept can be removed."""
 
     version: int
     step: int
@@ -83,17 +83,17 @@ class LoadCheckpoint(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.TRAINER)
 class RedoStep(Command, frozen=True, kw_only=True):
-    """Consume a batch that the log has, once more: nothing is published, saved or counted."""
+    """Train a batch of the log once more; nothing is published, saved or counted."""
 
     step_index: int = msgspec.field(name="step")
     version: int
-    trajectories: tuple[TrajectoryId, ...]  #: in the order of the first time
-    digest: str  #: of the weights that were published; empty: none were
+    trajectories: tuple[TrajectoryId, ...]  #: in the order of the first training
+    digest: str  #: digest of the published weights; empty: none were published
 
 
 @carried_out_by(Role.TRAINER)
 class ExportModel(Command, frozen=True, kw_only=True):
-    """Write a Hugging Face directory, load it again, publish what was loaded as `version`."""
+    """Write a Hugging Face directory, load it again, publish the loaded weights as `version`."""
 
     version: int
     step: int
@@ -101,7 +101,7 @@ class ExportModel(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.TRAINER)
 class SaveCheckpoint(Command, frozen=True, kw_only=True):
-    """Save the present weights, those of this version, unless a checkpoint has them."""
+    """Save the present weights, which are this version, unless a checkpoint has them."""
 
     version: int
     step: int
@@ -109,9 +109,9 @@ class SaveCheckpoint(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.RELAY)
 class PinVersion(Command, frozen=True, kw_only=True):
-    """Keep this version, -1 for none; of the others evict those with unfinished work last.
+    """Pin this version (-1: none); among the others, evict versions with unfinished work last.
 
-    The next such command takes its place."""
+    The next such command replaces this one."""
 
     version: int
     unfinished: tuple[int, ...] = ()  #: versions, ascending
@@ -119,29 +119,29 @@ class PinVersion(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.RELAY)
 class ForwardWeights(Command, frozen=True, kw_only=True):
-    """Send every newer version to this relay from now on, and to no other; empty: to none.
+    """Send every newer version to this relay only from now on; empty: to none.
 
-    The command's id numbers the order: a relay keeps to the highest that it has seen.
-    """
+    The command's id numbers the order: a relay follows the highest id that it has seen."""
 
     successor: str  #: name of the relay, or empty
     address: str  #: its host:port for weights, or empty
-    incarnation: int  #: of the successor, 0 for none: another process at the address is refused
+    incarnation: int  #: successor's incarnation, 0: none; another process there is refused
 
 
 @carried_out_by(Role.ROLLOUT)
 class PullWeights(Command, frozen=True, kw_only=True):
-    """Load weights from this machine's relay or from disk; nothing runs meanwhile but in flight.
+    """Load weights from this machine's relay or from disk; work continues meanwhile only in flight.
 
-    A stream is given work at once, none of which is sampled before the weights are proved."""
+    A streaming replica is given work at once, but samples nothing before the weights are
+    verified."""
 
     version: int
     exact: bool  #: false: at least this version, the newest that the relay holds
     purpose: PullPurpose
     #: directory inside the run directory; empty: the relay has the version (always encoded)
     checkpoint: str = msgspec.field(default_factory=str)
-    holder: str = ""  #: relay of another machine that has it, if that of this machine has not
-    address: str = ""  #: where that relay gives versions, host:port
+    holder: str = ""  #: relay of another machine that has it, if this machine's relay does not
+    address: str = ""  #: address where that relay serves versions, host:port
 
 
 @carried_out_by(Role.ROLLOUT)
@@ -156,7 +156,7 @@ class GenerateTrajectory(Command, frozen=True, kw_only=True):
     attempt: int
     placement: int
     version: int
-    version_step: int = msgspec.field(name="step")  #: completed steps that made the version
+    version_step: int = msgspec.field(name="step")  #: completed steps behind the version
     seed: int
 
 
@@ -181,18 +181,17 @@ class ScoreTrajectories(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.ROLLOUT)
 class AbortTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating what runs under these placements or lower ones; it has no answer."""
+    """Stop generating these placements and lower ones of their trajectories; no event answers."""
 
     items: tuple[PlacedTrajectory, ...]
-    sessions: bool = False  #: their environments' sessions end, too
+    sessions: bool = False  #: whether their environments' sessions end, too
 
 
 @carried_out_by(Role.ROLLOUT)
 class ReleaseTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating these placements, hand all their tokens to the store, and say so.
+    """Stop generating these placements, hand all their tokens to the store, and report it.
 
-    They go on on another replica of the same version (repack).
-    """
+    They continue on another replica of the same version (repack)."""
 
     items: tuple[PlacedTrajectory, ...]
 
@@ -200,7 +199,7 @@ class ReleaseTrajectories(Command, frozen=True, kw_only=True):
 class TrajectoryEnding(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How one trajectory ended; enough to write a row for one that was never opened."""
+    """How one trajectory ended; enough to write a row even if it was never opened."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     group: GroupId
@@ -210,7 +209,7 @@ class TrajectoryEnding(
     placement: int
     end: EndKind
     reason: DropReason  #: NONE unless it is dropped
-    step: int  #: that trained it or whose weights were evaluated, -1 for a drop
+    step: int  #: step that trained it or whose weights were evaluated, -1 for a drop
 
 
 @carried_out_by(Role.STORE)
@@ -223,7 +222,7 @@ class EndTrajectories(Command, frozen=True, kw_only=True):
 class BatchCandidate(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What a user's batch strategy may know of a finished group."""
+    """Facts about a finished group that a user's batch strategy may use."""
 
     group: GroupId
     row_index: int
@@ -253,7 +252,7 @@ else:
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A command on the wire: with its id and the event that caused it."""
+    """A command on the wire, with its id and the event that caused it."""
 
     command_id: int
     cause: int  #: event seq

@@ -1,9 +1,9 @@
-"""WHAT HAPPENED: every event, under one name for all who handle or report them.
+"""EVENTS: every event, under one name for all modules that handle or report it.
 
 Reads   nothing
 Gives   the events of the modules below; ALL_EVENTS, in the order in which they are declared
 
-An event never carries payloads (tokens, weights): it names what is already durable elsewhere.
+An event never carries payloads (tokens, weights): it names data that is already durable elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every actor reports of itself, and what nodes and the store report.
+"""Events that every actor reports of itself, and events of nodes and the store.
 
 Reads   nothing
 Gives   one frozen struct per event, each declared with who reports it and which commands it ends
@@ -16,31 +16,31 @@ from laminar.names.roles import ACTOR_ROLES, Role
 
 @reported_by(*ACTOR_ROLES, ends=(cmd.RestartActor,))
 class ActorJoined(Event, frozen=True, kw_only=True):
-    """A process said hello for the first time; it has no incarnation yet."""
+    """A process sent its first hello; it has no incarnation yet."""
 
     name: str
     role: str  #: node | store | trainer | relay | rollout
     boot_id: str
     node: str
     pid: int
-    node_boot: str = ""  #: of the process of its node that started it
-    start: int = 0  #: which of the processes of its name this one of its node has started; 0: none
-    job: str = ""  #: of the batch system, that has started this node; empty: none has
-    job_restarts: int = 0  #: how often that job was started before
+    node_boot: str = ""  #: boot of the node process that started it
+    start: int = 0  #: number among the node's processes of this name; 0: not started by a node
+    job: str = ""  #: batch-system job that started this node; empty: none
+    job_restarts: int = 0  #: number of earlier starts of that job
 
 
 @reported_by(*ACTOR_ROLES, ends=(cmd.StopActor,))
 class ActorLeft(Event, frozen=True, kw_only=True):
-    """A process has ended gracefully; its last event, also after it has failed."""
+    """A process has ended gracefully; its last event, also after a failure."""
 
 
 @reported_by(*ACTOR_ROLES)
 class ActorFailed(Event, frozen=True, kw_only=True):
-    """An actor cannot go on; `user_error` marks a mistake in config, data or model."""
+    """An actor cannot continue; `user_error` marks a mistake in config, data or model."""
 
     reason: str
     user_error: bool
-    engine: bool = False  #: a replica's engine failed it
+    engine: bool = False  #: whether a replica's engine caused the failure
 
 
 @reported_by(
@@ -51,13 +51,13 @@ class ActorFailed(Event, frozen=True, kw_only=True):
     ),
 )
 class ProcessExited(Event, frozen=True, kw_only=True):
-    """An actor's process is gone; `restarting` says whether its node starts it again."""
+    """An actor's process is gone; `restarting` says whether its node restarts it."""
 
     actor: str
     boot_id: str
     code: int  #: exit status; -9 is SIGKILL
     restarting: bool
-    reason: str = ""  #: why it is not, where its end alone does not say that
+    reason: str = ""  #: reason not to restart it, where its exit alone does not explain that
 
 
 @reported_by(Role.STORE)
@@ -66,16 +66,16 @@ class DataLoaded(Event, frozen=True, kw_only=True):
 
     num_train: int
     num_eval: int
-    overlap: int  #: training rows left out because their prompt is held out
+    overlap: int  #: training rows left out because their prompt is in the evaluation set
     digest: str
 
 
 class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of `trajectories-ended`."""
+    """The end of one trajectory in `trajectories-ended`."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
-    num_tokens: int  #: sampled tokens that the store holds for it
-    tokens_lost: int  #: of earlier attempts, which were thrown away
+    num_tokens: int  #: sampled tokens of it that the store holds
+    tokens_lost: int  #: discarded tokens of earlier attempts
 
 
 @reported_by(
@@ -87,7 +87,7 @@ class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ),
 )
 class TrajectoriesEnded(Event, frozen=True, kw_only=True):
-    """The store has written how these trajectories ended; it is the answer to a command."""
+    """The store has written how these trajectories ended; ends one command."""
 
     command_id: int
     ended: tuple[EndedTrajectory, ...]

@@ -1,4 +1,4 @@
-"""What the coordinator itself reports: its start, its timers, what it heard or no longer hears.
+"""Events that the coordinator reports itself: its start, timers, silent and returning actors.
 
 Reads   nothing
 Gives   one frozen struct per event, each declared with who reports it and which commands it ends
@@ -17,7 +17,7 @@ from laminar.names.roles import Role
 class UnfinishedPrompt(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A prompt that was handed out and has no end."""
+    """A prompt that was dispatched and has no end."""
 
     group: GroupId
     row_index: int = msgspec.field(name="row")
@@ -26,17 +26,16 @@ class UnfinishedPrompt(
 class ForkOrigin(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The checkpoint of another run with which this one begins, and how far that was in its data
-    then."""
+    """The checkpoint of another run with which a fork begins, and its position in the data."""
 
-    run: str  #: its directory, as it was named
-    step: int  #: completed
-    version: int  #: of its weights
-    digest: str  #: chained over the ids of all batches that made it
+    run: str  #: directory of that run, as the user named it
+    step: int  #: completed steps
+    version: int  #: version of its weights
+    digest: str  #: chained digest over the ids of all batches that made it
     data: str  #: digest of the data; empty: this run has other data, and begins with the first row
     num_train: int
-    cursor: int  #: next (pass * num_train + position) to hand out
-    seed: int  #: that the pass of the cursor is ordered by
+    cursor: int  #: next (pass * num_train + position) to dispatch
+    seed: int  #: seed that orders the pass of the cursor
     shuffle: bool
     unfinished: tuple[UnfinishedPrompt, ...] = ()  #: in the order of dispatch
 
@@ -48,9 +47,9 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     incarnation: int
     logic: int  #: version of the decision rules; an unknown one is refused
     settings: Settings
-    clock_ns: int  #: this machine's time of day; event times are relative to it
+    clock_ns: int  #: wall clock of the coordinator's machine; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
-    origin: ForkOrigin | None = None  #: of a fork, in its first record
+    origin: ForkOrigin | None = None  #: origin of a fork, in its first record only
 
 
 @reported_by(
@@ -61,24 +60,24 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     ),
 )
 class TimerFired(Event, frozen=True, kw_only=True):
-    """A time that the state was waiting for has come; a timer that is no longer set is ignored."""
+    """A timer of the state is due; a timer that is no longer set is ignored."""
 
     timer: str
 
 
 @reported_by(Role.COORDINATOR, ends=(cmd.StopActor,))
 class HeartbeatLost(Event, frozen=True, kw_only=True):
-    """The failure detector gave up on an actor: nothing was heard for the lease."""
+    """The failure detector gave up on an actor: it was silent for its whole lease."""
 
     actor: str
     actor_incarnation: int
     silent_ms: int
-    cut_off: bool = False  #: nobody of its machine was heard: no work there is to blame
+    cut_off: bool = False  #: whether its whole machine was silent: no work there is to blame
 
 
 @reported_by(Role.COORDINATOR)
 class NodeSilent(Event, frozen=True, kw_only=True):
-    """Nothing was heard of a node for its lease, while processes of its machine go on speaking."""
+    """A node was silent for its lease, while other processes of its machine still respond."""
 
     node: str
     node_incarnation: int
@@ -87,7 +86,7 @@ class NodeSilent(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.COORDINATOR)
 class NodeHeard(Event, frozen=True, kw_only=True):
-    """A node that was silent speaks again."""
+    """A silent node responds again."""
 
     node: str
     node_incarnation: int
@@ -97,23 +96,22 @@ class NodeHeard(Event, frozen=True, kw_only=True):
 class DrainRequested(Event, frozen=True, kw_only=True):
     """The user asked the run to end gracefully (Ctrl-C), at once (a second one), or to pause.
 
-    A batch system asks for a pause: it ends all processes soon, and starts them again."""
+    A batch system asks for a pause: it will soon end all processes, and restart them later."""
 
     reason: str
     at_once: bool = False  #: neither complete the step in training nor export the model
     pause: bool = False  #: complete and save the step in training; all else stays open
-    #: for a pause: so long answers are finished that could not go on later
+    #: time during a pause to finish responses that could not continue later
     answers_ms: int = 0
 
 
 @reported_by(Role.COORDINATOR)
 class RunResumed(Event, frozen=True, kw_only=True):
-    """No process of the run was left (a power cut, a time limit): all are started again.
+    """No process of the run was left (a power cut, a time limit): all are restarted.
 
-    The settings are those that may be changed for the rest of a run, as they are from now on.
-    """
+    The settings are those that may change between starts, with their values from now on."""
 
-    asked: bool  #: by the user: a run that was stopped goes on as well
+    asked: bool  #: requested by the user: a stopped run continues, too
     total_steps: int
     test_freq: int
     save_freq: int
@@ -121,11 +119,11 @@ class RunResumed(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.COORDINATOR)
 class TrainingWarning(Event, frozen=True, kw_only=True):
-    """Learning goes badly in a way that a person should look at; each kind comes once in a run."""
+    """Training shows a problem that a person should look at; each kind is reported once."""
 
     kind: str  #: no-signal, truncated, ...: docs/training.md
-    step: int  #: completed steps when it was seen
-    text: str  #: the figure, its limit, and what to look at
+    step: int  #: completed steps at that time
+    text: str  #: the figure, its limit, and the place to look
 
 
 @reported_by(Role.COORDINATOR, ends=(cmd.ProposeBatch,))

@@ -1,4 +1,4 @@
-"""What relays report.
+"""Events that relays report.
 
 Reads   nothing
 Gives   one frozen struct per event, each declared with who reports it and which commands it ends
@@ -33,20 +33,20 @@ class WeightsPublished(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.RELAY)
 class WeightsReceived(Event, frozen=True, kw_only=True):
-    """A relay has a complete version from the relay before it, and its digest is right."""
+    """A relay has a complete version from the relay before it, and its digest is correct."""
 
     version: int
     step: int
-    digest: str  #: xxh3_128, worked out over what arrived
+    digest: str  #: xxh3_128, computed over the received bytes
     kind: TransferForm
     num_bytes: int  #: on the wire
-    duration_ms: int  #: from its first byte to the end of the digest
+    duration_ms: int  #: time from its first byte to the end of the digest
     held: tuple[int, ...]  #: versions that can be pulled now, ascending
 
 
 @reported_by(Role.RELAY, ends=(cmd.ForwardWeights,))
 class RelayLinked(Event, frozen=True, kw_only=True):
-    """The connection to the successor stands (or was ended, for none); it answers one command."""
+    """The connection to the successor is established (or closed, for none); ends one command."""
 
     command_id: int
     successor: str  #: name of the relay; empty: none
@@ -54,12 +54,12 @@ class RelayLinked(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.RELAY)
 class TransferTrouble(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """Something between two relays went wrong and was dealt with, or is being tried again."""
+    """A transfer between two relays failed; the fault was handled, or is being retried."""
 
     kind: str  #: e.g. damaged-chunk, wrong-digest, refused, unreachable, stalled, slow
-    relay: str  #: the other one; empty if it never said who it is
-    version: int  #: -1: of none
+    relay: str  #: the other relay; empty if it never identified itself
+    version: int  #: version of the transfer; -1: none
     detail: str
-    num_bytes: int = 0  #: that came within `duration_ms`, of a version that takes long
+    num_bytes: int = 0  #: bytes received within `duration_ms`, of a slow version
     duration_ms: int = 0
-    left_bytes: int = 0  #: that have still to come
+    left_bytes: int = 0  #: bytes still to come

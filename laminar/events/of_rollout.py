@@ -1,4 +1,4 @@
-"""What rollout replicas report.
+"""Events that rollout replicas report.
 
 Reads   nothing
 Gives   one frozen struct per event, each declared with who reports it and which commands it ends
@@ -21,7 +21,7 @@ class ReplicaReady(Event, frozen=True, kw_only=True):
 
     max_num_seqs: int  #: trajectories that it takes at a time, running or waiting for a slot
     kv_capacity_tokens: int
-    #: the most sequences whose decode step stays within its latency budget (B); 0: not said
+    #: largest number of sequences whose decode step meets the latency budget (B); 0: unknown
     max_batch: int = 0
 
 
@@ -34,13 +34,13 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     digest: str
     probe_diff: float  #: max |log p(engine) - log p(trainer)| over the probe
     seconds: float
-    reloaded: bool  #: false: the digest was the one already loaded, only the stamp changed
-    num_bytes: int = 0  #: of the version
+    reloaded: bool  #: false: the digest was already loaded, only the version number changed
+    num_bytes: int = 0  #: size of the version
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
 class WeightsRejected(Event, frozen=True, kw_only=True):
-    """Digest or probe failed after two loads: the replica does not serve with this version."""
+    """Digest or probe failed after two loads: the replica does not serve this version."""
 
     version: int
     reason: str
@@ -56,7 +56,7 @@ class VersionGone(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
 class CheckpointRefused(Event, frozen=True, kw_only=True):
-    """The checkpoint that was to be loaded cannot be read, or is not what was trained."""
+    """The checkpoint that was to be loaded cannot be read, or differs from the trained weights."""
 
     version: int
     reason: str
@@ -69,27 +69,27 @@ class TrajectoryStarted(Event, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
     tokens_resumed: int
-    prompt_tokens: int = 0  #: 0: not said
+    prompt_tokens: int = 0  #: 0: unknown
 
 
 @reported_by(Role.ROLLOUT)
 class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
     """A gauge of one replica: unsequenced, never resent, the last value wins.
 
-    Sums are since its process started."""
+    Totals count from the start of its process."""
 
     tokens_total: int  #: sampled
     kv_used_tokens: int
     running: int
     waiting: int
-    kv_capacity_tokens: int = 0  #: 0: not said
-    preempted: int = 0  #: sequences that gave their cache up to others and began again
+    kv_capacity_tokens: int = 0  #: 0: unknown
+    preempted: int = 0  #: sequences that were evicted from the KV cache and began again
     prefix_cache_queries: int = 0  #: tokens looked up in the prefix cache; 0 without one
     prefix_cache_hits: int = 0  #: tokens found there
-    max_batch: int = 0  #: as in replica-ready, measured since; 0: not said
-    #: highest id of a command to generate of which, and of all before it, the engine knows
+    max_batch: int = 0  #: as in replica-ready, measured since; 0: unknown
+    #: highest id of a command to generate such that the engine has it and all before it
     as_of: int = 0
-    #: sampled tokens of each trajectory here; only while nothing waits and few run
+    #: sampled tokens of each trajectory here; only while none waits and few run
     lengths: dict[TrajectoryId, int] = msgspec.field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ class TrajectoryFinished(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.ROLLOUT, ends=(cmd.ReleaseTrajectories,))
 class TrajectoriesReleased(Event, frozen=True, kw_only=True):
-    """What the command names is generated here no longer, and the store has every token of it."""
+    """The trajectories of the command no longer run here, and the store has all their tokens."""
 
     command_id: int
 
@@ -118,7 +118,7 @@ class TrajectoriesReleased(Event, frozen=True, kw_only=True):
     ),
 )
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
-    """This sibling cannot be trained (refused log-probs, unscored, reward worker lost)."""
+    """A trajectory cannot be trained (refused log-probs, unscored, reward worker lost)."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
@@ -128,16 +128,16 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
 class TrajectoryContinues(Event, frozen=True, kw_only=True):
-    """Its turn is over and its environment has answered: the store has the answer as context."""
+    """A turn is over and its environment has answered: the store has the answer as context."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
-    turn: int  #: that comes next, from 1
+    turn: int  #: number of the next turn, from 1
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
 class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """The reward is durable in the store; one that failed is `reward.error_score`."""
+    """The reward is durable in the store; a failed one is `reward.error_score`."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
@@ -145,8 +145,8 @@ class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     correct: bool  #: score >= 1 and not truncated
     reason: RewardOutcome
     num_tokens: int
-    detail: str = ""  #: what went wrong; only of a replica's first failures, the store has all
-    truncated: bool = False  #: the engine stopped at the length limit, or `ended_by` says why
+    detail: str = ""  #: error text; only for a replica's first failures, the store has all
+    truncated: bool = False  #: whether the engine stopped at the length limit, or `ended_by` is set
     ended_by: EndedBy = EndedBy.NONE
-    #: of a held-out answer: figures beside the score, by name
+    #: further figures of an evaluation sample, by name
     extras: dict[str, float] = msgspec.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the trainer reports.
+"""Events that the trainer reports.
 
 Reads   nothing
 Gives   one frozen struct per event, each declared with who reports it and which commands it ends
@@ -15,34 +15,34 @@ from laminar.names.roles import Role
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One that is on disk, by what it says of itself."""
+    """A checkpoint on disk, as it describes itself."""
 
     version: int
     step: int
     path: str  #: of its directory, inside the run directory
-    digest: str  #: chained over the ids of all batches that made it
+    digest: str  #: chained digest over the ids of all batches that made it
 
 
 class TrainFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function of the user that makes losses or advantages."""
+    """A user function that computes losses or advantages."""
 
     setting: str
-    digest: str  #: of its file
+    digest: str  #: digest of its file
 
 
 @reported_by(Role.TRAINER)
 class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """The policy is loaded as the run began with it, and its first slot is granted."""
+    """The policy is loaded as at the start of the run, and its first slot is granted."""
 
     num_parameters: int
     weights_bytes: int
-    checkpoints: tuple[Checkpoint, ...] = ()  #: that training can go on from
+    checkpoints: tuple[Checkpoint, ...] = ()  #: checkpoints that training can continue from
     functions: tuple[TrainFunction, ...] = ()
 
 
 @reported_by(Role.TRAINER, ends=(cmd.LoadCheckpoint,))
 class CheckpointLoaded(Event, frozen=True, kw_only=True):
-    """Parameters, optimizer and all else are those of this checkpoint."""
+    """Parameters, optimizer and all other state are those of this checkpoint."""
 
     version: int
     step: int
@@ -50,32 +50,32 @@ class CheckpointLoaded(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.TRAINER, ends=(cmd.RedoStep,))
 class StepRedone(Event, frozen=True, kw_only=True):
-    """A batch that the log has was trained again; its weights went to nobody."""
+    """A batch of the log was trained again; its weights were not published."""
 
     step_index: int = msgspec.field(name="step")  #: index from 0
-    version: int  #: under which it was trained the first time
-    digest: str  #: of the weights as they would be published
-    published: str  #: of those that were; empty: none were, or it is not known
+    version: int  #: version of its first training
+    digest: str  #: digest of the weights as they would be published
+    published: str  #: digest of those that were; empty: none were published, or it is unknown
 
 
 class ExcludedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows of a batch that were not trained: an engine that sampled of them had other weights."""
+    """Rows of a batch that were not trained: an engine that sampled them had other weights."""
 
     replica: str
     version: int
     diff: float  #: mean |log p(trainer) - log p(engine)| of the tokens that it sampled, nats
-    limit: float  #: what weights of their age may differ by; nats
+    limit: float  #: largest difference allowed at the age of the weights; nats
     trajectories: tuple[TrajectoryId, ...]
 
 
 @reported_by(Role.TRAINER, ends=(cmd.TrainStep,))
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
-    """The optimizer has consumed one batch and the trainer's own book has it on disk."""
+    """The optimizer has consumed one batch, and the trainer's step log has it on disk."""
 
     step_index: int = msgspec.field(name="step")  #: index from 0
     version: int  #: number of the weights that this step made
-    changed: bool  #: false: the step had no signal and left the weights as they were
-    reason: str  #: why not, else empty
+    changed: bool  #: false: the step had no signal and left the weights unchanged
+    reason: str  #: reason for unchanged weights, else empty
     num_tokens: int
     digest: str  #: xxh3_128 of the ids of the batch, in order
     metrics: dict[str, float]
@@ -84,7 +84,7 @@ class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
 
 @reported_by(Role.TRAINER)
 class PublishSkipped(Event, frozen=True, kw_only=True):
-    """No slot was free in time: these weights are owed and the trainer went on."""
+    """No slot was free in time: these weights are published later, and the trainer continued."""
 
     version: int
     step: int
@@ -93,7 +93,7 @@ class PublishSkipped(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.TRAINER, ends=(cmd.ExportModel,))
 class ModelExported(Event, frozen=True, kw_only=True):
-    """The export was written, loaded again, and its weights are on their way to the relay."""
+    """The export was written and loaded again, and its weights are on their way to the relay."""
 
     version: int
     path: str
@@ -101,9 +101,9 @@ class ModelExported(Event, frozen=True, kw_only=True):
 
 @reported_by(Role.TRAINER, ends=(cmd.SaveCheckpoint,))
 class CheckpointSaved(Event, frozen=True, kw_only=True):
-    """A version is on disk, whole and synced, for replicas of every machine."""
+    """A version is on disk, complete and synced, for replicas of every machine."""
 
     version: int
     step: int
     path: str  #: of its directory, inside the run directory
-    kept: tuple[int, ...]  #: versions whose checkpoints are there now, ascending
+    kept: tuple[int, ...]  #: versions whose checkpoints exist now, ascending

@@ -1,11 +1,11 @@
-"""WHY: the closed sets of words that events and commands carry; each is one enumeration.
+"""REASONS: the closed sets of words that events and commands carry, each one enumeration.
 
 Reads   nothing
-Gives   End, DropReason, FailureReason, RewardOutcome, FinishReason, EndedBy, PullPurpose,
+Gives   EndKind, DropReason, FailureReason, RewardOutcome, FinishReason, EndedBy, PullPurpose,
         TransferForm
 
-On the wire and in the log each is its text. What only a person reads (why an actor failed, what
-went wrong between two relays) is text.
+Each is its text on the wire and in the log. Reasons that only people read (why an actor failed,
+what went wrong between two relays) are free text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class EndKind(StrEnum):
 
 
 class FailureReason(StrEnum):
-    """Why a replica gives a trajectory up."""
+    """Why a replica gives up a trajectory."""
 
     STORE_REFUSED = "store-refused"  #: the tokens or the reward can never be stored
     UNSCORED = "unscored"  #: the reward function does not apply to it
     REWARD_WORKER_LOST = "reward-worker-lost"
-    ENV_LOST = "env-lost"  #: its environment's session is gone, and what it did is not repeated
-    ENV_FAILED = "env-failed"  #: its environment failed in a way that the policy cannot cause
+    ENV_LOST = "env-lost"  #: session of its environment is gone, and its actions are not repeated
+    ENV_FAILED = "env-failed"  #: environment failure that the policy cannot cause
 
 
 class DropReason(StrEnum):
@@ -38,14 +38,14 @@ class DropReason(StrEnum):
     NONE = ""
     BATCH_WAIT = "batch-wait"  #: the trainer waited for it too often
     END_OF_DATA = "end-of-data"  #: too little is left for a batch
-    MISMATCH = "mismatch"  #: the trainer left it out: its engine had other weights than it named
+    MISMATCH = "mismatch"  #: left out by the trainer: the engine had other weights than named
     NO_VARIANCE = "no-variance"  #: no two scored siblings differ (algorithm.filter_groups)
-    QUARANTINED = "quarantined"  #: replicas died while they ran it, time after time
-    REPLICA_LOST = "replica-lost"  #: a held-out answer, which runs again whole
+    QUARANTINED = "quarantined"  #: replicas died repeatedly while they ran it
+    REPLICA_LOST = "replica-lost"  #: an evaluation sample, which is generated again
     RESTARTED = "restarted"  #: tokens of an attempt that began again
     RUN_ENDED = "run-ended"
-    TOO_FEW_SCORED = "too-few-scored"  #: of its group
-    VERSION_GONE = "version-gone"  #: of a held-out answer: nobody can load its weights any more
+    TOO_FEW_SCORED = "too-few-scored"  #: too few siblings of its group
+    VERSION_GONE = "version-gone"  #: no process can load the weights of an evaluation sample
     #: given up by its replica (FailureReason)
     STORE_REFUSED = "store-refused"
     UNSCORED = "unscored"
@@ -55,17 +55,17 @@ class DropReason(StrEnum):
 
 
 class RewardOutcome(StrEnum):
-    """What became of an attempt to score: a score, or why it is `reward.error_score`."""
+    """Result of an attempt to score: a score, or why it is `reward.error_score`."""
 
     OK = "ok"
     ERROR = "error"  #: the function raised
     TIMEOUT = "timeout"
     NOT_A_NUMBER = "not-a-number"
-    WRONG_LENGTH = "wrong-length"  #: another number of scores than of answers
+    WRONG_LENGTH = "wrong-length"  #: number of scores differs from the number of responses
 
 
 class FinishReason(StrEnum):
-    """Why generation ended, as the engine said."""
+    """Why generation ended, as reported by the engine."""
 
     STOP = "stop"  #: the last token is one of the stop ids
     LENGTH = "length"  #: the limit of new tokens
@@ -76,10 +76,10 @@ class EndedBy(StrEnum):
 
     NONE = ""
     MAX_TURNS = "max-turns"
-    CONTEXT_FULL = "context-full"  #: what the tools answered does not fit
-    TOOL_TIMEOUT = "tool-timeout"  #: one call took too long
-    TURN_TIMEOUT = "turn-timeout"  #: the calls of one turn together did
-    TRAJECTORY_TIMEOUT = "trajectory-timeout"  #: those of all turns did
+    CONTEXT_FULL = "context-full"  #: the tool results do not fit
+    TOOL_TIMEOUT = "tool-timeout"  #: one call exceeded its limit
+    TURN_TIMEOUT = "turn-timeout"  #: the calls of one turn together exceeded theirs
+    TRAJECTORY_TIMEOUT = "trajectory-timeout"  #: the calls of all turns exceeded theirs
 
 
 class PullPurpose(StrEnum):
@@ -89,8 +89,8 @@ class PullPurpose(StrEnum):
     NEWER = "newer"
     EVALUATION = "evaluation"
     RESUME = "resume"  #: for lost work of that version
-    IN_FLIGHT = "in-flight"  #: newer ones, with which what runs there goes on
-    STREAM = "stream"  #: the newest, while its relay gets them; work is placed there at once
+    IN_FLIGHT = "in-flight"  #: newer weights, with which running trajectories continue
+    STREAM = "stream"  #: the newest, while the relay receives them; work is placed there at once
 
 
 class TransferForm(StrEnum):

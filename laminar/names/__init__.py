@@ -1,1 +1,1 @@
-"""Names of things, roles, exit codes and places; what pure code may ask of the world (ports)."""
+"""Ids, roles, exit codes and ports, through which pure code reaches the outside world."""

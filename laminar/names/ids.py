@@ -1,4 +1,4 @@
-"""Names of things, and the one hash that choices are made with.
+"""Names of things, and the one hash behind every pseudo-random choice.
 
 A group is the n sibling trajectories of one prompt in one pass over the data: its id is
 (pass, position), never the prompt, so that a second pass repeats neither the ids nor the random
@@ -26,7 +26,7 @@ _NODE_NAME = re.compile(r"node-(0|[1-9][0-9]{0,5})")
 
 
 class Purpose(StrEnum):
-    """What an answer is for."""
+    """The purpose of a trajectory."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -48,7 +48,7 @@ def make_trajectory_id(group: GroupId, sibling: int) -> TrajectoryId:
 
 
 def node_index(node: str) -> int:
-    """The number of a machine, "node-3" -> 3; ValueError for any other name."""
+    """Return the number of a machine, "node-3" -> 3; raise ValueError for any other name."""
     match = _NODE_NAME.fullmatch(node)
     if match is None:
         raise ValueError(f"{node!r} is no name of a machine: they are node-0, node-1, ...")
@@ -56,11 +56,10 @@ def node_index(node: str) -> int:
 
 
 def actor_name(role: str, node: str, index: int) -> ActorName:
-    """Name of a process of a machine; unique in the run without asking anyone.
+    """Return the name of a process of a machine, unique in the run without coordination.
 
-    There is one relay to a machine, and it has the machine's number. Replicas of the first machine
-    are "rollout-0", "rollout-1", ..., those of machine 3 "rollout-3.0", "rollout-3.1", ...
-    """
+    Each machine has one relay, numbered like the machine. Replicas of the first machine are
+    "rollout-0", "rollout-1", ..., those of machine 3 "rollout-3.0", "rollout-3.1", ..."""
     machine = node_index(node)
     if role == "relay":
         return ActorName(f"relay-{machine}")
@@ -68,22 +67,22 @@ def actor_name(role: str, node: str, index: int) -> ActorName:
 
 
 def hash64(*parts: int | str) -> int:
-    """xxh3_64 of the MessagePack array of `parts`: the same on every machine and Python."""
+    """Return xxh3_64 of the MessagePack array of `parts`: the same on every machine and Python."""
     return xxhash.xxh3_64_intdigest(_encode(parts))
 
 
 def hash_batch(batch: Sequence[str]) -> str:
-    """xxh3_128 (hex) of the MessagePack array of the ids of a batch, in order."""
+    """Return xxh3_128 (hex) of the MessagePack array of the ids of a batch, in order."""
     return xxhash.xxh3_128_hexdigest(_encode(batch))
 
 
 def extend_chain_digest(before: str, *batches: Sequence[str]) -> str:
-    """The digest of all batches so far: `before` of those before these; empty: there are none."""
+    """Return the chained digest of all batches; `before` covers the earlier ones (empty: none)."""
     for batch in batches:
         before = xxhash.xxh3_128_hexdigest(_encode((before, hash_batch(batch))))
     return before
 
 
 def trajectory_seed(run_seed: int, group: GroupId, sibling: int, attempt: int) -> int:
-    """uint64 seed of one attempt; a retry draws other random numbers than the attempt before it."""
+    """Return the uint64 seed of one attempt; a retry draws other random numbers than before."""
     return hash64(run_seed, "trajectory", group, sibling, attempt)

@@ -1,10 +1,8 @@
-"""What pure code may ask of the world: the files of one directory, and work beside its own turns.
-Time and frames are handed in.
+"""Ports: how pure code reaches the files of one directory and runs background work.
 
-The coordinator's tick, the event log and the session layer see only these protocols.
-`coordinator/system.py` and `coordinator/background.py` hold the real ones; a simulator holds
-others. A Disk is one directory of append-only files.
-"""
+Time and frames are passed in as arguments. The coordinator's tick, the event log and the session
+layer see only these protocols. `coordinator/system.py` and `coordinator/background.py` hold the
+real implementations; a simulator has its own. A Disk is one directory of append-only files."""
 
 from __future__ import annotations
 
@@ -20,18 +18,17 @@ class DiskError(OSError):
 
 
 class DiskFull(DiskError):
-    """The same, because there was no room: what can be done without may be left out."""
+    """A write or sync failed for lack of room: optional data may be left out."""
 
 
 class DatabaseHeld(RuntimeError):
-    """Another process has the store's database, and may be writing: try again when it has ended."""
+    """Another process has the store's database, and may be writing: retry when it has ended."""
 
 
 def no_room(error: BaseException) -> bool:
-    """The disk, or a quota on it, is full: waiting may mend that, and no other error.
+    """Return whether the disk, or a quota on it, is full; only this error may be cured by waiting.
 
-    What was being written is undone or was never begun.
-    """
+    The failed write is undone or was never begun."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
@@ -53,28 +50,27 @@ class Disk(Protocol):
     """The files of one directory, by name."""
 
     def list_names(self) -> list[str]:
-        """File names, sorted."""
+        """Return the file names, sorted."""
         ...
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
-        """Bytes [offset, offset + size) of a file; size -1 reads to the end."""
+        """Return bytes [offset, offset + size) of a file; size -1 reads to the end."""
         ...
 
     def get_size(self, name: str) -> int: ...
 
     def create_file(self, name: str) -> AppendFile:
-        """A new file (O_EXCL: FileExistsError if it exists), its directory entry made durable."""
+        """Create a file (O_EXCL: FileExistsError if it exists) and sync its directory entry."""
         ...
 
     def sync(self, name: str) -> None:
-        """Make the present content of a file durable, also one that another process wrote; raises
-        DiskError."""
+        """Make the content of a file durable, also if another process wrote it; raise DiskError."""
         ...
 
     def replace_file(self, old: str, new: str) -> None:
-        """Give the file `old` the name `new`, replacing what had it, durable on return; DiskError.
+        """Rename `old` to `new`, replacing an existing file, durable on return; raise DiskError.
 
-        A crash leaves the one or the other under `new`, never a mixture."""
+        A crash leaves either the old or the new file under `new`, never a mixture."""
         ...
 
     def remove(self, name: str) -> None:
@@ -83,26 +79,28 @@ class Disk(Protocol):
 
 
 class Background(Protocol):
-    """Work on a state so large that the coordinator's turns must not wait for it."""
+    """Work on a state so large that the coordinator's ticks must not wait for it."""
 
     def can_run_inline(self, size: int) -> bool:
-        """Whether work on so many trajectories is done at once, before `run` returns."""
+        """Return whether work on `size` trajectories is done at once, before `run` returns."""
         ...
 
     def run(
         self, what: str, size: int, work: Callable[[], bytes], done: Callable[[bytes | None], None]
     ) -> None:
-        """Have `work` done on everything as it is now. `done` gets its answer, from `collect`
-        unless it is done here, or None when there is none: then `what` is counted and logged."""
+        """Run `work` on the state as it is now and pass its result to `done`.
+
+        `collect_results` calls `done`, unless the work ran inline. A failure passes None and is
+        counted and logged under `what`."""
         ...
 
     def collect_results(self) -> None:
-        """Hand over the answers that have come since."""
+        """Deliver the results that have arrived since the last call."""
         ...
 
 
 class InlineBackground:
-    """A Background that does everything before `run` returns; what the work raises is raised."""
+    """A Background that does all work before `run` returns; exceptions of the work propagate."""
 
     def can_run_inline(self, size: int) -> bool:
         return True
@@ -113,4 +111,4 @@ class InlineBackground:
         done(work())
 
     def collect_results(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: all work is complete when `run` returns."""

@@ -1,10 +1,10 @@
-"""Who takes part in a run: the one list of roles.
+"""Roles of the processes of a run: the only list of them.
 
 Reads   nothing
 Gives   Role; ACTOR_ROLES, the roles of processes that join a run
 
-An actor's role is part of its name ("rollout-3") and of what it says when it joins; which events a
-role may report and which commands it carries out is declared beside each (events/).
+An actor's role is part of its name ("rollout-3") and of its join message. Each event declares which
+roles may report it, and each command which roles carry it out (events/).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Role(StrEnum):
     """A role: it reports events or carries out commands."""
 
     COORDINATOR = "coordinator"
-    STRATEGY = "strategy"  #: the coordinator's own worker process for a user's batch strategy
+    STRATEGY = "strategy"  #: the coordinator's worker process for a user's batch strategy
     NODE = "node"
     STORE = "store"
     TRAINER = "trainer"
