@@ -2,7 +2,7 @@
 
 Reads   state, the stamped event
 Writes  state.commands, state.timers, state.ignored
-Emits   whatever the handlers put in with `command`
+Emits   the commands that handlers issue with `issue_command`
 
 Every function that decides takes a Context, so that every command carries its cause.
 """
@@ -17,13 +17,13 @@ from laminar.events.base import Command, Stamped
 from laminar.events.commands import AnyCommand, RestartActor, TrajectoryEnding
 
 COMMANDS_PER_EVENT_MAX = 1 << 20
-"""command_id = event seq * 2**20 + index: both parts can be read off the number."""
+"""Commands per event; command_id = event seq * 2**20 + index, so both can be read off it."""
 RESTART_TIMEOUT_MS = 60_000
-"""A node needs a second to kill a process; after a minute it will not do it any more."""
+"""Timeout of a restart: a node kills a process within a second; after a minute it never will."""
 
 
 class Context:
-    """What the handlers of one event share."""
+    """The state shared by the handlers of one event."""
 
     def __init__(self, state: State, stamped: Stamped) -> None:
         self.state = state
@@ -32,8 +32,8 @@ class Context:
         self.endings: list[
             TrajectoryEnding
         ] = []  #: decided for this event, sent together after all else
-        self.repack_due = False  #: it is time to look for replicas in their tail
-        self.failure: tuple[Failure, int] | None = None  #: that ends the run, with its exit code
+        self.repack_due = False  #: whether replicas with stragglers are to be looked for
+        self.failure: tuple[Failure, int] | None = None  #: failure that ends the run, and exit code
         self._touched: dict[str, None] = {}  #: replicas whose situation changed
         self._touched_all = False
 
@@ -44,10 +44,9 @@ class Context:
     def issue_command(
         self, command: AnyCommand, key: CommandKey | None = None, timeout_ms: int = 0
     ) -> None:
-        """Decide a command; with a key it stays outstanding until `done(key)`.
+        """Issue a command; with a key it stays outstanding until `end_command(key)`.
 
-        With a timeout, expiry arrives as `timer-fired` "command:KEY".
-        """
+        With a timeout, its expiry arrives as `timer-fired` "command:KEY"."""
         if key is not None:
             actor = self.state.actors.get(command.to)
             outstanding = OutstandingCommand(
@@ -64,8 +63,9 @@ class Context:
     def restart_actor(
         self, name: str, reason: str, *, again: bool = False, cut_off: bool = False
     ) -> bool:
-        """Have a node kill and start one of its actors; False if that is ordered already, unless it
-        is to be ordered `again`, in place of the first time."""
+        """Order the node of an actor to kill and restart it; return False if already ordered.
+
+        With `again`, a new order replaces an outstanding one."""
         actor = self.state.actors[name]
         if keys.restart_key(name) in self.state.commands and not again:
             return False
@@ -79,12 +79,12 @@ class Context:
         return True
 
     def end_command(self, key: CommandKey) -> OutstandingCommand | None:
-        """The ending event of an outstanding command has come (None: it was not outstanding)."""
+        """End an outstanding command after its ending event; return None if not outstanding."""
         self.clear_timer(keys.deadline_timer(key))
         return indexes.end_command(self.state, key)
 
     def ignore(self, reason: str) -> None:
-        """An event that is ordinary or illegal here: it changes nothing and is counted."""
+        """Count an event that is ordinary or illegal here and changes nothing."""
         name = f"{type(self.stamped.event).__name__}: {reason}"
         self.state.ignored[name] = self.state.ignored.get(name, 0) + 1
 
@@ -95,12 +95,12 @@ class Context:
         indexes.clear_timer(self.state, name)
 
     def touch_replica(self, replica: str) -> None:
-        """This replica's situation changed: the planner looks at it before the event is done."""
+        """Mark a replica as changed: the planner looks at it before the event is done."""
         if not self._touched_all:
             self._touched[replica] = None
 
     def touch_all(self) -> None:
-        """The situation of every replica may have changed."""
+        """Mark every replica as possibly changed."""
         self._touched_all = True
 
     @property
@@ -108,8 +108,7 @@ class Context:
         return self._touched_all or bool(self._touched)
 
     def take_touched(self) -> tuple[dict[str, None], bool]:
-        """The replicas that were touched by name, in order, and whether all others were touched,
-        too."""
+        """Return and clear the replicas touched by name, in order, and whether all were touched."""
         taken = self._touched, self._touched_all
         self._touched, self._touched_all = {}, False
         return taken

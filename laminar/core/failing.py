@@ -3,7 +3,7 @@
 Reads   state.failed, state.phase
 Writes  ctx.failure, state.draining, state.failing
 
-lifecycle.py does what follows, as it does for every end of a run.
+lifecycle.py takes the steps that follow, as for every end of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from laminar.core.state.statuses import Phase
 def fail_run(
     ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
 ) -> bool:
-    """End the run with a reason; False when it has one already, or stops: the first is kept."""
+    """End the run with a reason; return False if it has one already, or stops: keep the first."""
     state = ctx.state
     if ctx.failure is not None or state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
         return False
@@ -25,6 +25,6 @@ def fail_run(
 
 
 def drain_run(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
-    """End the run gracefully, as a user's request does, and with this failure."""
+    """End the run gracefully, as on a user's request, and with this failure."""
     ctx.state.draining = True
     ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)

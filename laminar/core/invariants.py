@@ -1,10 +1,10 @@
-"""Invariants: what must be true after every event, one function and one name each.
+"""Invariants: conditions that hold after every event, each one function with a name.
 
 Reads   State
 Raises  AssertionError with the name of the invariant and what broke it
 
-Tests and the simulator call `check` after every event; they are written from what is promised,
-not from the code, so each counts again what the core only updates.
+Tests and the simulator call `check_invariants` after every event. The invariants follow the
+promises, not the code, so each recounts what the core only updates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_invariants(state: State) -> None:
 
 
 def ledger_balances(state: State) -> None:
-    """issued = trained + evaluated + dropped + live, live being what the state holds."""
+    """Check that issued = trained + evaluated + dropped + live, as counted from the state."""
     ledger = state.ledger
     live_tokens = sum(t.num_tokens for t in state.trajectories.values())
     _require(ledger.groups.live == len(state.groups), "groups", ledger.groups)
@@ -52,7 +52,7 @@ def ledger_balances(state: State) -> None:
 
 
 def trajectory_in_one_place(state: State) -> None:
-    """A trajectory in an engine is on exactly one live replica, under its present placement."""
+    """Check that a trajectory in an engine is on one live replica, under its present placement."""
     seen: dict[str, str] = {}
     for replica in state.replicas.values():
         for trajectory_id, placement in replica.running.items():
@@ -67,7 +67,7 @@ def trajectory_in_one_place(state: State) -> None:
 
 
 def moves_are_whole(state: State) -> None:
-    """What is handed over has one source, which does nothing else, and room kept at one place."""
+    """Check that a migration has one source that does nothing else, and one destination."""
     for name, progress in state.progress.items():
         trajectory = state.trajectories[name]
         releasing = trajectory.status == TrajectoryStatus.RELEASING
@@ -90,8 +90,7 @@ def moves_are_whole(state: State) -> None:
 
 
 def staleness_within_bound(state: State) -> None:
-    """The inequality of core/scheduling/admission.py holds, and nothing trained was older than
-    allowed."""
+    """Check the inequality of core/scheduling/admission.py and the staleness of trained data."""
     settings = state.settings
     deadlines: dict[int, int] = {}
     for group in state.groups.values():
@@ -104,7 +103,7 @@ def staleness_within_bound(state: State) -> None:
 
 
 def batches_have_variance(state: State) -> None:
-    """With a filter no finished group waits for a batch whose answers are all alike to it."""
+    """Check that with a filter no finished group without variance waits for a batch."""
     metric = state.settings.filter_metric
     for group_id in state.ready if metric else ():
         members = map(state.trajectories.get, state.groups[group_id].members)
@@ -114,7 +113,7 @@ def batches_have_variance(state: State) -> None:
 
 
 def commands_have_living_owners(state: State) -> None:
-    """No outstanding command is addressed to a fenced incarnation."""
+    """Check that no outstanding command is addressed to a fenced incarnation."""
     if state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED):
         return
     for key, outstanding in state.commands.items():
@@ -129,8 +128,9 @@ def _is_kept_for_store(state: State, command: Command) -> bool:
 
 
 def every_wait_has_an_owner(state: State) -> None:
-    """Whatever is unfinished has an outstanding command, or a timer that will look at it; not in a
-    run that was stopped: nobody waits for anything until it is resumed."""
+    """Check that all unfinished work has an outstanding command or a timer that will look at it.
+
+    Nothing is awaited in a stopped run until it is resumed."""
     if state.stopped:
         return
     for trajectory in state.trajectories.values():
@@ -149,11 +149,10 @@ def every_wait_has_an_owner(state: State) -> None:
 
 
 def commands_have_deadlines(state: State) -> None:
-    """What an actor is ordered to do has a deadline, or the actor is being restarted.
+    """Check that each command has a deadline, or that its actor is being restarted.
 
-    A generation is watched by its replica's progress, and the first publish by the deadline of the
-    start. When the run ends, what has none is not waited for.
-    """
+    A generation is watched through its replica's progress, and the first publish through the
+    deadline of the start. When the run ends, commands without a deadline are not awaited."""
     if is_run_ending(state):
         return
     for key, outstanding in state.commands.items():
@@ -169,7 +168,7 @@ def commands_have_deadlines(state: State) -> None:
 
 
 def _check_engines_start(state: State) -> None:
-    """A replica that is not ready yet will be, or is started again."""
+    """Check that a replica that is not ready will be, or is restarted."""
     for actor in state.actors.values():
         if actor.role == Role.ROLLOUT and actor.alive and not actor.ready:
             watched = keys.progress_timer(actor.name) in state.timers
@@ -177,10 +176,9 @@ def _check_engines_start(state: State) -> None:
 
 
 def _check_weights_arrive(state: State) -> None:
-    """Every relay gets the newest version within a time, and every lost one has a time to return.
+    """Check that every relay gets the newest version in time, and every lost relay can return.
 
-    The head has it from the trainer, each other from the one before it.
-    """
+    The head has it from the trainer, each other relay from the one before it."""
     master = master_relay(state)
     for relay in state.relays.values():
         if relay is not master and relay.newest < state.newest:
@@ -194,17 +192,16 @@ def _check_weights_arrive(state: State) -> None:
 
 
 def trainer_comes_back(state: State) -> None:
-    """A trainer that is away has a time to come back; one that is back is led to where the log is.
+    """Check that an absent trainer has a time to return, and a returned one repeats what is needed.
 
-    What it may have to do again is known, without a gap, up to the last completed step.
-    """
+    The steps that it may have to repeat are known, without a gap, up to the last completed step."""
     if is_run_ending(state) or not state.settings.keeps_checkpoints:
         return
     steps = [t.step_index for t in state.trained]
     _require(steps == list(range(state.completed))[-len(steps) :] if steps else True, steps)
     _require(bool(steps) == bool(state.completed), "nothing is known of what was trained")
     if state.newest < 0:
-        return  # the deadline of the start is that of the trainer, too
+        return  # the deadline of the start is also that of the trainer
     live = live_actor(state, Role.TRAINER)
     if live is None or not live.ready:
         away = [a.name for a in state.actors.values() if a.role == Role.TRAINER]
@@ -221,7 +218,7 @@ def trainer_comes_back(state: State) -> None:
 
 
 def relay_chain_is_path(state: State) -> None:
-    """Every relay that is ready is in the chain once, and is ordered to feed the one behind it."""
+    """Check that every ready relay is in the chain once, and is ordered to feed its successor."""
     if is_run_ending(state):
         return
     ready = {a.name for a in state.actors.values() if a.role == Role.RELAY and a.alive and a.ready}
@@ -253,11 +250,10 @@ def _is_being_scored(state: State, trajectory_id: str, group_id: str) -> bool:
 
 
 def no_standstill(state: State) -> None:
-    """Something is under way that ends each phase: a command or a timer that somebody has.
+    """Check that something under way ends each phase: a command or a timer with an owner.
 
-    That a command has a deadline, and work in an engine somebody who watches it, other invariants
-    see to. In a run that has ended nothing is waited for.
-    """
+    Other invariants check that a command has a deadline, and that work in an engine is watched. In
+    a run that has ended nothing is awaited."""
     if state.phase != Phase.ENDED:
         _PHASE_CHECKS[state.phase](state)
 
@@ -267,11 +263,10 @@ def _starting_ends(state: State) -> None:
 
 
 def _running_ends(state: State) -> None:
-    """The trainer works, or is awaited, or something that it needs is under way.
+    """Check that the trainer works, or is awaited, or that something that it needs is under way.
 
     Fewer than G unchosen groups => the newest version admits; else all are finished, or have an
-    owner and a deadline. Without a replica that serves, one is awaited, or loads.
-    """
+    owner and a deadline. Without a replica that serves, one is awaited, or loads."""
     if state.draining or not is_trainer_idle(state) or are_steps_done(state):
         _require(_is_trainer_busy(state), "the trainer has no order and is not awaited")
         return
@@ -281,7 +276,7 @@ def _running_ends(state: State) -> None:
     under_way = _is_replica_busy(state) or any(
         isinstance(o.command, answered) for o in state.commands.values()
     )
-    #: replicas that have nothing to do may be waiting for new weights
+    #: idle replicas may be waiting for new weights
     if under_way or _are_weights_awaited(state) or state.lost:
         return
     if not live:
@@ -297,13 +292,13 @@ def _running_ends(state: State) -> None:
 
 
 def _exporting_ends(state: State) -> None:
-    """The trainer exports, or what it needs for that is on its way."""
+    """Check that the trainer exports, or that something that it needs for that is on its way."""
     way_on = _is_trainer_busy(state) or keys.WEIGHTS in state.timers or _is_relay_awaited(state)
     _require(way_on, "nobody exports the model, and nothing for it is awaited")
 
 
 def _check_evaluation_ends(state: State) -> None:
-    """The export is evaluated, or due to be, and a replica answers or gets what it needs."""
+    """Check that the export is evaluated, or due to be, and that a replica can work on it."""
     evaluation = state.evaluation
     binds = evaluation is not None and evaluation.final and evaluation.version == state.exported
     due = state.evaluation_due == state.exported
@@ -343,7 +338,7 @@ _PHASE_CHECKS = {
 
 
 def _is_trainer_busy(state: State) -> bool:
-    """Whether the trainer has an order, or is about to be there; or a pause waits for answers."""
+    """Return whether the trainer has an order or is awaited, or a pause waits for responses."""
     if state.pausing and keys.PAUSE in state.timers:
         return True
     orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.SAVE, keys.LOAD, keys.REDO)
@@ -361,7 +356,7 @@ def _are_weights_awaited(state: State) -> bool:
 
 
 def _is_replica_awaited(state: State) -> bool:
-    """One is started again, or its engine starts; or the start still waits for the first one."""
+    """Return whether a replica is restarting, its engine starts, or the start still waits."""
     starts = any(
         a.role == Role.ROLLOUT
         and a.alive
@@ -377,10 +372,9 @@ def _is_relay_awaited(state: State) -> bool:
 
 
 def _is_role_awaited(state: State, role: Role) -> bool:
-    """A process of this role has a time to come back, or is about to be restarted.
+    """Return whether a process of this role has a time to return, or is about to be restarted.
 
-    It may not have joined yet; its name begins with its role.
-    """
+    It may not have joined yet; its name begins with its role."""
     timers = map(keys.parse_timer, state.timers)
     if any(t.kind == TimerKind.REJOIN and t.subject.startswith(role) for t in timers):
         return True
@@ -389,8 +383,9 @@ def _is_role_awaited(state: State, role: Role) -> bool:
 
 
 def lost_work_takes_room(state: State) -> None:
-    """Lost work goes on where its version is, also where nothing new is admitted; after its wait on
-    any newer one."""
+    """Check that lost work resumes where its version has room, even if nothing new is admitted.
+
+    After its wait this holds for any newer version, too."""
     if not state.lost:
         return
     able = {
@@ -405,7 +400,7 @@ def lost_work_takes_room(state: State) -> None:
 
 
 def versions_monotonic(state: State) -> None:
-    """Neither a relay nor a replica is ahead of what was allocated.
+    """Check that no relay or replica is ahead of the allocated versions.
 
     A replica may be ahead of its relay: its report of a load can arrive before the relay's of the
     version."""
@@ -420,7 +415,7 @@ def versions_monotonic(state: State) -> None:
 
 
 def evaluation_adds_up(state: State) -> None:
-    """Every held-out answer that is done was scored or is missing, and waits for no replica."""
+    """Check that each finished evaluation sample is scored or missing, and the counts agree."""
     evaluation = state.evaluation
     if evaluation is None or evaluation.held_out is None:
         return
@@ -434,7 +429,7 @@ def evaluation_adds_up(state: State) -> None:
 
 
 def indexes_match_state(state: State) -> None:
-    """The indexes are those that the state gives."""
+    """Check that the indexes equal those rebuilt from the state."""
     kept, made = indexes_of(state), Indexes(state)
     _require(kept.roles == made.roles, "roles", kept.roles)
     _require(kept.num_alive == made.num_alive, "alive", kept.num_alive)

@@ -1,4 +1,4 @@
-"""Weight versions: which exist, who pulls which, and when.
+"""Weight loading: which versions exist, which replica pulls which, and when.
 
 Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionGone, CheckpointSaved,
         CheckpointRefused
@@ -6,13 +6,13 @@ Writes  state.newest, state.saved, state.slow_load_ms, relay.held, replica.versi
 Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
-In flight it loads newer weights as soon as its relay has them, whatever it runs, and that goes on
-with them; but never with held-out answers, of which each has one version, too. A replica whose
-relay has nothing yet begins with what that is getting (`rollout.load`): it serves that version as
-far as decisions go, and samples nothing before the weights are proved. A number is
-allocated with the step that makes the weights and never used again. A replica pulls from the relay
-of its own machine; what that has not, this fetches from another machine's relay, or it comes from
-a checkpoint (core/versions/load_sources.py).
+In flight it loads newer weights as soon as its relay has them, and running trajectories continue
+with them; evaluation samples are excepted, since each has one version. A replica whose relay has
+nothing yet begins with the version that the relay is receiving (`rollout.load`): decisions count it
+as serving that version, and it samples nothing before the weights are verified. A number is
+allocated with the step that makes the weights and is never reused. A replica pulls from the relay
+of its own machine; a version that this relay lacks is fetched from another machine's relay, or
+loaded from a checkpoint (core/versions/load_sources.py).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from laminar.events.reasons import PullPurpose
 from laminar.names.ids import Purpose
 
 PULL_TIMEOUT_MS = 300_000
-"""The least for one copy of the model inside a machine; all versions have as many bytes."""
+"""The minimum timeout for one copy of the model inside a machine; all versions have equal size."""
 LOAD_SHARE = 2
-"""A load may take twice as long as the longest one of the run: machines are shared."""
+"""The ratio of a load's timeout to the longest load of the run: machines are shared."""
 LOAD_MS_MAX = 86_400_000
-"""A day; also what is reported wrongly has an end."""
+"""The maximum timeout of a load, a day; it bounds wrongly reported figures, too."""
 FAILED_LOADS_MAX = 2
-"""A replica that rejects weights twice in a row is restarted; the fault is then its own."""
+"""The failed loads in a row after which a replica is restarted; the fault is then its own."""
 
 
 def _has_valid_versions(state: State, event: ev.WeightsPublished) -> bool:
@@ -56,7 +56,7 @@ def _has_valid_versions(state: State, event: ev.WeightsPublished) -> bool:
     valid=_has_valid_versions,
 )
 def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
-    """Whatever is newest is what an empty replica pulls next, once its relay has it."""
+    """Record the newest version, which empty replicas pull next, once their relay has it."""
     state = ctx.state
     relay = master_relay(state)
     if relay is None or relay.name != ctx.stamped.peer:
@@ -69,10 +69,10 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
         state.newest_digest = event.digest
         versions.version_published(state, event.version, event.digest)
     known = not broadcast.record_held_versions(ctx, relay, event.version, event.digest, event.held)
-    if relay.newest < event.version:  # it has other bytes, and starts afresh
+    if relay.newest < event.version:  # it has other bytes, and loads again
         return ctx.ignore("repeat") if known else None
     if publishing.end_republish(ctx, event.version) or not known or news:
-        if event.version >= publishing.last_made(state):  # after an older one the clock runs on
+        if event.version >= publishing.last_made(state):  # a newer one is still due otherwise
             ctx.clear_timer(keys.WEIGHTS)
     else:
         ctx.ignore("repeat")
@@ -91,7 +91,7 @@ def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
 
 
 def _expect_newest(ctx: Context) -> None:
-    """A newer version is out: who has it already can be used, the others have a time to get it."""
+    """Let relays with the newest version offer it, and give the others a time to get it."""
     state = ctx.state
     for relay in state.relays.values():
         if relay.newest == state.newest and relay.newest_digest != state.newest_digest:
@@ -103,7 +103,7 @@ def _expect_newest(ctx: Context) -> None:
 
 
 def _end_pull(ctx: Context) -> Replica | None:
-    """The sender, whose order to load ends here; None if it has none, and then that is counted."""
+    """End the sender's order to load; return None, counted, if it has none."""
     name = ctx.stamped.peer
     replica = ctx.state.replicas.get(name)
     if replica is None or ctx.end_command(keys.pull_key(name)) is None:
@@ -121,7 +121,7 @@ def _has_valid_load_time(state: State, event: ev.WeightsLoaded) -> bool:
     valid=_has_valid_load_time,
 )
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
-    """The replica serves again, with a fresh share of new groups."""
+    """Let the replica serve again, with a fresh share of new groups."""
     state, ordered = ctx.state, indexes.get_pull_order(ctx.state, ctx.stamped.peer)
     replica = _end_pull(ctx)
     if replica is None:
@@ -142,15 +142,16 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     indexes.update_replica(state, replica)
     pinning.send_pins(ctx)
     if state.lost or evaluation.is_evaluation_waiting(state):
-        ctx.touch_all()  # who has which version decides what the others load
+        ctx.touch_all()  # the versions of replicas decide which ones the others load
     else:
         ctx.touch_replica(replica.name)
 
 
 @handles(ev.WeightsRejected, valid=accept_any)
 def on_weights_rejected(ctx: Context, event: ev.WeightsRejected) -> None:
-    """Digest or probe failed: it does not serve; it tries once more, then it is restarted. What ran
-    there goes on elsewhere with the tokens from before the load."""
+    """Drop the weights after a failed digest or probe; restart the replica after a second failure.
+
+    What ran there continues elsewhere with the tokens from before the load."""
     replica = _end_pull(ctx)
     if replica is None:
         return
@@ -163,7 +164,7 @@ def on_weights_rejected(ctx: Context, event: ev.WeightsRejected) -> None:
 
 
 def _drop_weights(ctx: Context, replica: Replica) -> None:
-    """It has none now; what ran there waits for another place."""
+    """Unset the replica's weights; its running trajectories wait for another place."""
     for trajectory_id in list(replica.running):
         dispatch.lose_trajectory(ctx, trajectory_id)
     replica.version, replica.step, replica.loading = -1, -1, False
@@ -178,11 +179,10 @@ def _has_valid_held(state: State, event: ev.VersionGone) -> bool:
     valid=_has_valid_held,
 )
 def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
-    """The relay has evicted it: decide again without it.
+    """Decide again without the version that the relay has evicted.
 
-    What the relay got since then, it has reported; what it had before and has no more is gone. Who
-    was to give it is not asked again before it is heard of.
-    """
+    The relay has reported what it received since then; older versions that it no longer holds are
+    gone. A failed source is not asked again before it responds."""
     state, ordered = ctx.state, indexes.get_pull_order(ctx.state, ctx.stamped.peer)
     replica = _end_pull(ctx)
     if replica is None:
@@ -209,7 +209,7 @@ def _has_valid_kept(state: State, event: ev.CheckpointSaved) -> bool:
 
 @handles(ev.CheckpointSaved, valid=_has_valid_kept)
 def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
-    """Lost work whose version no relay has any more may have it again."""
+    """Record a checkpoint; lost work whose version no relay holds may load it."""
     state = ctx.state
     if event.version in state.saved:
         return ctx.ignore("repeat")
@@ -228,7 +228,7 @@ def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     valid=accept_any,
 )
 def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
-    """What one replica cannot read, no other is sent to: decide again without it."""
+    """Forget a checkpoint that one replica cannot read, and decide again without it."""
     replica = _end_pull(ctx)
     if replica is None:
         return
@@ -241,7 +241,7 @@ def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
 def order_pull(
     ctx: Context, replica: Replica, version: int, exact: bool, purpose: PullPurpose
 ) -> None:
-    """Order a load; this very version (exact) is in reach of the replica, or is streamed."""
+    """Order a load; with `exact` the version is in reach of the replica, or is streamed."""
     state, streamed = ctx.state, purpose == PullPurpose.STREAM
     replica.loading = not streamed
     replica.progress_ns = ctx.stamped.time_ns
@@ -264,12 +264,12 @@ def order_pull(
 
 
 def _time_for(longest_ms: int) -> int:
-    """The deadline in ms of a load, by the longest one."""
+    """Return the timeout in ms of a load, given the longest one."""
     return min(max(PULL_TIMEOUT_MS, LOAD_SHARE * longest_ms), LOAD_MS_MAX)
 
 
 def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
-    """An empty replica fetches a version for lost work, or for an evaluation, before new groups."""
+    """Let an empty replica fetch a version for lost work or an evaluation, before new groups."""
     state = ctx.state
     if not _can_pull(state, replica):
         return
@@ -277,7 +277,7 @@ def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
     if wanted >= 0 and wanted != replica.version:
         return order_pull(ctx, replica, wanted, True, PullPurpose.RESUME)
     if state.newest_for(replica) < 0:
-        return  # its relay will be back: an evaluation does not move on for that
+        return  # its relay will return: an evaluation does not move on for that
     wanted = evaluation.version_wanted(ctx, replica)
     exact = state.evaluation is not None
     if (
@@ -289,8 +289,9 @@ def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
 
 
 def plan_pull(ctx: Context, replica: Replica) -> None:
-    """An empty replica pulls what is newer: had it admitted, it would have been given a group. In
-    flight any does that answers no held-out prompt."""
+    """Let an empty replica pull a newer version; if it admitted, it would have been given a group.
+
+    In flight, any replica without evaluation samples pulls it."""
     state, newest = ctx.state, ctx.state.newest_for(replica)
     if newest <= replica.version:
         return _plan_stream(ctx, replica)
@@ -302,7 +303,7 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
 
 
 def _plan_stream(ctx: Context, replica: Replica) -> None:
-    """Where the relay of a machine has nothing yet, a replica begins with what it is getting."""
+    """Let a replica begin with the version that its relay is receiving, if that has none yet."""
     state, relay = ctx.state, ctx.state.relays.get(replica.relay)
     if not state.settings.stream or state.newest < 0 or relay is None or replica.failed_loads:
         return
@@ -326,8 +327,9 @@ def _can_pull_in_flight(state: State, replica: Replica) -> bool:
 
 
 def _can_pull(state: State, replica: Replica) -> bool:
-    """Alive, empty, not loading, in no hand-over; and not one that waits to be restarted for
-    rejecting weights."""
+    """Return whether a replica is alive, empty, not loading, not migrating, not about to restart.
+
+    Two rejected loads in a row cause a restart."""
     busy = replica.running or replica.incoming or replica.given or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
     if busy or given_up or not state.is_actor_alive(replica.name):
@@ -336,8 +338,9 @@ def _can_pull(state: State, replica: Replica) -> bool:
 
 
 def _is_turn_awaited(state: State, replica: Replica) -> bool:
-    """Whether an environment's answer is due here after which a trajectory needs the version that
-    the replica has; in flight only a held-out answer does."""
+    """Return whether a trajectory awaits its environment here and then needs the loaded version.
+
+    In flight only an evaluation sample needs it."""
     if not state.settings.environment:
         return False
     here = (state.trajectories[t] for t in indexes_of(state).trajectories.get(replica.name, ()))
@@ -350,7 +353,7 @@ def _is_turn_awaited(state: State, replica: Replica) -> bool:
 
 
 def may_pull_reserved(state: State) -> list[Kind]:
-    """Kinds of empty replicas that plan_reserved_pull may order to pull."""
+    """Return the kinds of empty replicas that plan_reserved_pull may order to pull."""
     lost, index = _list_wanted_versions(state), indexes_of(state).replicas
     if not lost and not evaluation.may_want(state):
         return []
@@ -360,7 +363,7 @@ def may_pull_reserved(state: State) -> list[Kind]:
 
 
 def _find_lost_work_version(state: State, replica: Replica) -> int:
-    """One in reach of this replica that lost work needs and no live one has or loads; -1: none."""
+    """Find a version in reach that lost work needs and no live replica has or loads; -1: none."""
     wanted = _list_wanted_versions(state)
     near = next((v for v in wanted if state.is_in_reach(replica, v)), -1)
     if near >= 0 or not state.version_bytes:
@@ -369,12 +372,12 @@ def _find_lost_work_version(state: State, replica: Replica) -> int:
 
 
 def _can_load_version(state: State, replica: Replica, version: int) -> bool:
-    """It is in reach of this replica, which else is the one for which it is fetched."""
+    """Return whether the replica can load the version nearby, or is the one to fetch it."""
     return state.is_in_reach(replica, version) or _to_be_fetched(state, replica, version)
 
 
 def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
-    """Another machine has it, no replica there is free to load it, and none loads it already."""
+    """Return whether to fetch from another machine: no replica there is free, none loads it yet."""
     index = indexes_of(state)
     if (
         version in index.fetched
@@ -388,14 +391,14 @@ def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
 
 
 def _list_wanted_versions(state: State) -> list[int]:
-    """Versions that no live replica has or loads, what was lost first at the head."""
+    """List lost work's versions that no live replica has or loads, earliest loss first."""
     if not state.lost:
         return []
     return [v for v in indexes_of(state).lost.list_wanted() if not _is_served_or_loaded(state, v)]
 
 
 def _is_served_or_loaded(state: State, version: int) -> bool:
-    """Serves it, or is loading this very version."""
+    """Return whether a live replica serves the version, or is loading exactly it."""
     serving = indexes_of(state).replicas.filter_kinds(
         lambda kind: kind.version == version and kind.serving
     )

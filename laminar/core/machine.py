@@ -1,4 +1,4 @@
-"""THE MACHINE: one funnel from a logged event to the commands that it causes. Read this first.
+"""THE STATE MACHINE: the only path from a logged event to its commands. Read this first.
 
 Reads   Stamped events, in the order of the log
 Writes  State (nothing else changes it)
@@ -10,24 +10,23 @@ Emits   commands, each with its cause
                   -> the planner acts on the new situation (core/planner.py),
                      unless no decision can depend on the fact
 
-The planner decides what can wait for the whole situation: which phase the run is in, which batch is
-trained, what is published or redone, where groups, lost work and evaluations are placed, what a
-replica loads, what is scored again, what is repacked. It decides from the state as it then is, so
-the order in which facts arrived cannot be forgotten or counted twice.
+The planner decides everything that depends on the whole situation: the phase of the run, the batch
+to train, the version to publish, the step to repeat, the places of groups, lost work and
+evaluations, the loads of replicas, rewards to repeat, migrations. It decides from the state as it
+then is, so the order in which facts arrived cannot be forgotten or counted twice.
 
-A handler records its fact and decides only what that fact calls for by itself. Most decide nothing.
-Those that do: a process that joins is accepted or refused, one that hangs is restarted, a relay is
-told its successor and what to keep, a trainer that came back is told its checkpoint, weights that
-were refused are loaded again, work that was handed over or is late goes on or is given up, a
-failure ends the run.
+A handler records its fact and decides only the direct consequences of that fact. Most decide
+nothing. The exceptions: a joining process is accepted or refused, a hanging one restarted, a relay
+is given its successor and its pins, a returning trainer its checkpoint, refused weights are loaded
+again, migrated or late work continues or is given up, a failure ends the run.
 
-Pure: no clock, no randomness, no file. Choice is a hash of (seed, what it is about); sets are never
-walked.
+Pure: no clock, no randomness, no file. A choice is a hash of (seed, subject); sets are never
+iterated.
 """
 
 from __future__ import annotations
 
-# whose handlers register themselves
+# these modules register their handlers on import
 from laminar.core import (
     loading,  # noqa: F401
     timers,  # noqa: F401
@@ -70,14 +69,14 @@ class StateMachine:
     """State and the only way to change it."""
 
     def __init__(self, state: State | None = None) -> None:
-        """Start at the beginning of a run, or with the state that a snapshot has kept."""
+        """Start at the beginning of a run, or with the state of a snapshot."""
         if state is not None:
             require_known(state.logic, state.settings)
         self._state = state
 
     @property
     def started(self) -> bool:
-        """The first event has come."""
+        """Whether the first event has arrived."""
         return self._state is not None
 
     @property
@@ -87,7 +86,7 @@ class StateMachine:
         return self._state
 
     def handle_event(self, stamped: Stamped) -> list[Command]:
-        """Apply one event; returns the commands that it causes, in order."""
+        """Apply one event and return the commands that it causes, in order."""
         if self._state is None:
             self._state = _create_state(stamped)
         state = self._state
@@ -121,7 +120,7 @@ def _create_state(stamped: Stamped) -> State:
 
 
 def _is_from_known_sender(ctx: Context) -> bool:
-    """Only the sender's incarnation decides; late events from live actors are accepted."""
+    """Return whether the sender's incarnation is current; late events of live actors count."""
     stamped = ctx.stamped
     if stamped.peer == COORDINATOR or isinstance(stamped.event, ev.ActorJoined):
         return True
@@ -134,8 +133,7 @@ def _is_from_known_sender(ctx: Context) -> bool:
 
 
 def _from_right_sender(ctx: Context, senders: Roles) -> bool:
-    """An event counts only from the roles that can know it; a process that joins has no role
-    yet."""
+    """Return whether the event is from a role that can know it; a joining process has none yet."""
     actor = ctx.state.actors.get(ctx.stamped.peer)
     role = actor.role if actor is not None else Role.COORDINATOR
     return role in senders or isinstance(ctx.stamped.event, ev.ActorJoined)
@@ -143,7 +141,7 @@ def _from_right_sender(ctx: Context, senders: Roles) -> bool:
 
 @handles(ev.CoordinatorStarted, valid=accept_any)
 def on_coordinator_started(ctx: Context, event: ev.CoordinatorStarted) -> None:
-    """A coordinator begins, or comes back: leases get a full grace outside, timers here."""
+    """Start or take over the coordinator: reset progress clocks here; leases are reset outside."""
     state = ctx.state
     require_known(event.logic, event.settings)
     if state.coordinator_incarnation == 0:

@@ -1,14 +1,13 @@
-"""The planner: decides from the state as it is now, until nothing is left to decide.
+"""The planner: decides from the current state, until nothing is left to decide.
 
 Reads   state, the replicas that were touched
-Writes  through the modules that it asks, in this order: failures, data without variance, lost
-        work, rewards without a replica, evaluation, new groups, pulls, repack, what a trainer does
-        again, batches, the phase of the run
-Emits   whatever they decide
+Writes  through the modules that it calls, in this order: failures, data without variance, lost
+        work, rewards without a replica, evaluation, new groups, pulls, repack, steps to repeat,
+        batches, the phase of the run
+Emits   the commands of those modules
 
-When all replicas are touched, only those are looked at for which something can come of it: the
-index of replicas knows them. The order is still that of all replicas, since what one is given
-another one cannot have.
+When all replicas are touched, the index of replicas selects those that can be given something. They
+are still visited in the order of all replicas, since work given to one cannot go to another.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from laminar.core.state.state import Replica, State
 from laminar.core.steps import batching, step_replay
 
 PLAN_ROUNDS_MAX = 10_000
-"""The planner reaches its fixpoint in a few rounds; a loop here would be a bug."""
+"""The limit of planner rounds: a few reach the fixpoint; a loop here would be a bug."""
 
 
 def run_planner(ctx: Context) -> None:
@@ -50,13 +49,13 @@ def run_planner(ctx: Context) -> None:
 
 
 def _plan_replicas(ctx: Context) -> None:
-    """Lost work, evaluation, new groups, pulls: in this order for every touched replica."""
+    """Plan lost work, evaluation, new groups and pulls, in this order for every touched replica."""
     state = ctx.state
     recovery.plan_lost(ctx)
     recovery.plan_unscored(ctx)
     evaluation.plan_unserved(ctx)
     while ctx.any_touched:
-        if state.settings.stream:  # one that has just begun to stream takes it
+        if state.settings.stream:  # a replica that has just begun to stream takes it
             recovery.plan_lost(ctx)
         names, all_touched = ctx.take_touched()
         touched = [state.replicas[n] for n in names if n in state.replicas]
@@ -64,7 +63,7 @@ def _plan_replicas(ctx: Context) -> None:
             _plan_reserved(ctx, replica)
         if all_touched:
             _plan_reserved_for_others(ctx, names)
-        if state.settings.in_flight:  # what began before the load would be older than it must
+        if state.settings.in_flight:  # groups begun before the load would be older than necessary
             _plan_pulls(ctx, touched, names, all_touched)
         _place_new_groups(ctx, touched, all_touched)
         if not state.settings.in_flight:
@@ -72,13 +71,13 @@ def _plan_replicas(ctx: Context) -> None:
 
 
 def _plan_reserved(ctx: Context, replica: Replica) -> None:
-    """What goes before new groups."""
+    """Plan work that takes precedence over new groups."""
     evaluation.plan_evaluation(ctx, replica)
     loading.plan_reserved_pull(ctx, replica)
 
 
 def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
-    """Plan places kept for others: which replicas come into question depends on the evaluation."""
+    """Plan reserved work for the other replicas; the candidates depend on the evaluation."""
     state, last = ctx.state, -1
     while True:
         known = state.evaluation, state.evaluation_due
@@ -95,7 +94,7 @@ def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
 
 
 def _for_reserved(state: State) -> dict[int, None]:
-    """Numbers of the replicas for which evaluation or a reserved pull may have something."""
+    """Return numbers of the replicas that evaluation or a reserved pull may use."""
     index = indexes_of(state).replicas
     begins = evaluation.find_starting_kinds(state)
     found = dict.fromkeys(
@@ -127,7 +126,7 @@ def _plan_pulls_of_others(ctx: Context, but: Collection[str]) -> None:
 
 
 def _place_new_groups(ctx: Context, touched: list[Replica], all_touched: bool) -> None:
-    """New groups one at a time to the emptiest replica that admits and has room."""
+    """Place new groups one at a time on the emptiest replica that admits and has room."""
     state = ctx.state
     others = _UntouchedReplicas(state, {r.name: None for r in touched}) if all_touched else None
     queue = [(r.load, i) for i, r in enumerate(touched) if has_room_for_group(state, r)]
@@ -151,14 +150,14 @@ def _can_take_group(state: State, replica: Replica) -> bool:
 
 
 class _UntouchedReplicas:
-    """Replicas that nothing but a touch of all has touched."""
+    """Replicas that are touched only by a touch of all."""
 
     def __init__(self, state: State, but: dict[str, None]) -> None:
         self._state, self._but = state, but
-        self._refused: dict[int, None] = {}  #: steps whose weights admit no more
+        self._refused: dict[int, None] = {}  #: steps whose weights admit nothing more
 
     def find_least_loaded(self) -> Replica | None:
-        """The emptiest that takes a group."""
+        """Return the least loaded replica that takes a group."""
         index, size = indexes_of(self._state).replicas, self._state.settings.group_size
         while kinds := index.filter_kinds(self._may_admit):
             replica = index.find_least_loaded(kinds, size, self._but)
@@ -169,7 +168,7 @@ class _UntouchedReplicas:
                 return None  # the others have no fewer
             if admission.is_admitting(self._state, replica):
                 return replica
-            self._refused[replica.step] = None  # what is left to refuse it, refuses all of its step
+            self._refused[replica.step] = None  # replicas of the same step refuse, too
         return None
 
     def _may_admit(self, kind: Kind) -> bool:

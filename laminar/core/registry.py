@@ -1,4 +1,4 @@
-"""What is done with every event: filled by the handlers, which register themselves.
+"""The registry of event handlers, which register themselves.
 
 Reads   the declarations of events (events/base.py)
 Gives   handles (the decorator of a handler), HANDLING
@@ -18,9 +18,9 @@ class Handling(NamedTuple):
     """The handling of one event."""
 
     handler: Callable[[Context, Any], None]
-    valid: Callable[[State, Any], bool]  #: false: no correct process could report it in this run
+    valid: Callable[[State, Any], bool]  #: whether a correct process could report it in this run
     senders: Roles
-    planned: bool  #: false: no decision depends on it, and none is left after any other event
+    planned: bool  #: false: no decision depends on it, and other events leave none open
 
 
 HANDLING: dict[type[Event], Handling] = {}
@@ -32,7 +32,7 @@ def handles(
     valid: Callable[[State, AnEvent], bool],
     planned: bool = True,
 ) -> Callable[[Callable[[Context, AnEvent], None]], Callable[[Context, AnEvent], None]]:
-    """Register the handler of an event (core/validation.py: what can be asked of one)."""
+    """Register the handler of an event; core/validation.py has common validity checks."""
 
     def register(handler: Callable[[Context, AnEvent], None]) -> Callable[[Context, AnEvent], None]:
         assert event not in HANDLING, f"{event.__name__} has a handler"

@@ -1,8 +1,8 @@
-"""Timers: what happens when a time has come that the state was waiting for.
+"""Timers: the consequences of each timer of the state when it is due.
 
 Reads   TimerFired, state.timers, state.commands
-Writes  the timer that fired, and what its meaning changes
-Emits   through those who had set it: restarts, drops, the end of the run
+Writes  the timer that fired, and through its handler
+Emits   through the modules that set it: restarts, drops, the end of the run
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from laminar.names.roles import Role
     valid=accept_any,
 )
 def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
-    """One timer, one meaning; one that has been cleared meanwhile is late and ignored."""
+    """Handle a timer; one that has been cleared meanwhile is late and ignored."""
     state = ctx.state
     if not indexes.clear_timer(state, TimerName(event.timer)):
         return ctx.ignore("late")
@@ -46,7 +46,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.REPACK:
         migration.schedule_repack(ctx)
     elif kind == TimerKind.PAUSE:
-        pass  # they have had their time: the planner lets the run pause
+        pass  # the responses have had their time: the planner lets the run pause
     elif kind == TimerKind.RESUME:
         recovery.handle_resume_timeout(ctx, TrajectoryId(subject))
     elif kind == TimerKind.PROGRESS:
@@ -60,7 +60,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
 
 
 def _command_expired(ctx: Context, key: CommandKey) -> None:
-    """What was to be done has not been done in time: the one who should have is restarted."""
+    """Handle a command that missed its deadline: mostly, restart its actor."""
     state = ctx.state
     command = state.commands[key].command
     what = type(command).__name__

@@ -1,12 +1,12 @@
-"""Validation: can what an event says be true at all, whoever says it?
+"""Validation: whether the content of an event is possible, regardless of its sender.
 
-Reads   an event; which versions and steps the state has handed out
+Reads   an event; the versions and steps that the state has allocated
 Writes  nothing
 
 A broken process may report a version that was never allocated, a negative count or a score that is
-no number. Believed, it would break an invariant later and far from its cause; so the machine counts
-such an event as "impossible" and changes nothing. What should have come instead has a deadline.
-Which of these an event has to pass stands at its handler.
+not a number. Accepted, it would break an invariant later and far from its cause; so the machine
+counts such an event as "impossible" and changes nothing. The event that should have come has a
+deadline. The handler of each event names its check.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from laminar.core.state.versions import step_of
 from laminar.events.base import Event
 
 COUNT_MAX = 1 << 40
-"""The most tokens or trajectories in one event: sums of them stay far below the 64 bits of the
-wire."""
+"""The most tokens or trajectories in one event: sums of them stay far below the wire's 64 bits."""
 ROWS_MAX = 1 << 27
 """The most rows of a data set: one permutation of it is held in memory."""
 
@@ -35,7 +34,7 @@ class VersionedEvent(Protocol):
 
 
 def accept_any(state: State, event: Event) -> bool:
-    """Whatever such an event says can be true, or does no harm: its handler looks it up."""
+    """Accept any content: it is harmless, or the handler checks it."""
     return True
 
 
@@ -44,7 +43,7 @@ def of_a_version(state: State, event: VersionedEvent) -> bool:
 
 
 def is_allocated(state: State, version: int, step: int) -> bool:
-    """A version that was handed out, with the step that makes it."""
+    """Return whether the version was allocated, for this step."""
     return 0 <= version < state.next_version and step == step_of(state, version)
 
 

@@ -1,10 +1,10 @@
-"""The run as a whole: starting, running, exporting, the last evaluation, ending, stopping.
+"""The run as a whole: starting, running, exporting, the final evaluation, ending, stopping.
 
 Reads   readiness of actors, completed steps, DrainRequested, ModelExported
 Writes  state.phase, state.draining, state.failing, state.failed, state.exit_code
 Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through pausing.py
 
-Each phase ends by an event that has an owner and a deadline; what cannot be helped ends the run
+Each phase ends by an event that has an owner and a deadline. An unrecoverable failure ends the run
 with a reason and a non-zero exit code, and the ledger still closes: leftovers are dropped as
 DropReason.RUN_ENDED.
 """
@@ -33,21 +33,23 @@ from laminar.events.reasons import DropReason, EndKind
 from laminar.names.roles import Role
 
 DATA = "data"
-"""The subject of a failure of the prompts."""
+"""The subject of failures of the prompts."""
 EXPORT_TIMEOUT_MS = 1_800_000
-"""Writing and reading back a large model from a shared file system."""
+"""The timeout for writing and reading back a large model on a shared file system."""
 
 
 def plan_phase(ctx: Context) -> bool:
-    """Move the run to its next phase if its condition holds; True when it did."""
+    """Move the run to its next phase if its condition holds; return whether it did."""
     if ctx.state.pausing:
         return pausing.plan_pause(ctx)
     return _PLANS[ctx.state.phase](ctx)
 
 
 def end_failed_run(ctx: Context) -> None:
-    """End the run if the event has shown that it failed. A run that pauses, pauses at once instead
-    where its processes are lost: they leave for the same reason."""
+    """End the run if the event has shown that it failed.
+
+    A pausing run that loses its processes pauses at once instead: they leave for the same
+    reason."""
     if ctx.failure is None:
         return
     (failed, exit_code), ctx.failure = ctx.failure, None
@@ -58,7 +60,7 @@ def end_failed_run(ctx: Context) -> None:
 
 
 def end_flat_data(ctx: Context) -> None:
-    """So many groups in a row had no variance that no other one is waited for."""
+    """Drain the run after too many groups without variance in a row."""
     state, batches = ctx.state, ctx.state.settings.filter_batches
     limit = batches * state.settings.groups_per_step
     if 0 < limit <= state.flat_in_row and state.phase == Phase.RUNNING and not state.draining:
@@ -82,11 +84,10 @@ def _in_time(state: State, event: ev.DrainRequested) -> bool:
 
 @handles(ev.DrainRequested, valid=_in_time)
 def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
-    """Ctrl-C: no new work; the batch in training is completed, the model is exported.
+    """Drain the run on Ctrl-C: no new work; complete the batch in training, export the model.
 
     At once, or before anything was trained, there is nothing to complete. A run that can be resumed
-    stays as it is then. So does one that is to pause (pausing.py); any other ends.
-    """
+    then stays as it is. So does a run that is to pause (pausing.py); any other ends."""
     state = ctx.state
     if event.pause and state.settings.keeps_checkpoints:
         if not pausing.begin_pause(ctx, event.answers_ms):
@@ -117,12 +118,12 @@ def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
 
 @handles(ev.TrainingWarning, valid=accept_any)
 def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
-    """Remembered, so that it is given once; nothing depends on it."""
+    """Remember a warning, so that it is given once; nothing depends on it."""
     ctx.state.warnings[event.kind] = event.text
 
 
 def handle_start_timeout(ctx: Context) -> None:
-    """Name what the start is waiting for."""
+    """End the run, naming the roles that the start is missing."""
     state = ctx.state
     missing = [role for role in (Role.STORE, Role.TRAINER) if not _is_role_ready(state, role)]
     if not state.relays or (
@@ -161,7 +162,7 @@ def _plan_starting(ctx: Context) -> bool:
 
 
 def _plan_running(ctx: Context) -> bool:
-    """The steps are done, the data has ended, or the user asked to stop."""
+    """Finish when the steps are done, the data has ended, or the user asked to stop."""
     state = ctx.state
     if state.batch is not None:
         return False
@@ -177,12 +178,12 @@ def _plan_running(ctx: Context) -> bool:
 
 
 def _end_data(ctx: Context) -> bool:
-    """Nothing left to generate and too little for a batch: the rest is dropped."""
+    """Drop the rest when nothing is left to generate and too little for a batch."""
     state = ctx.state
     if groups_wanted(state) > 0 or state.settings.total_steps:
         return False
     if sum(state.deadlines.values()) > len(state.ready):
-        return False  # some are unfinished
+        return False  # some groups are unfinished
     if state.ready and batching.batch_size(state):
         return False
     for group_id in list(state.ready):
@@ -197,7 +198,7 @@ def _plan_exporting(ctx: Context) -> bool:
     if state.exported < 0:
         trainer = working_trainer(state)
         if trainer is None or state.newest < publishing.last_made(state):
-            return False  # it comes back, or the last step's weights are on their way
+            return False  # the trainer returns, or the last step's weights are on their way
         state.exported = state.next_version
         state.next_version += 1
         ctx.issue_command(
@@ -217,7 +218,7 @@ def _plan_exporting(ctx: Context) -> bool:
 
 
 def _ensure_publishing(ctx: Context) -> bool:
-    """The trainer is about to hand over weights, perhaps because it is ordered to republish now."""
+    """Return whether the trainer is about to publish weights; order a republish if one is due."""
     state = ctx.state
     if keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return True
@@ -234,7 +235,7 @@ def _final_evaluation(ctx: Context) -> bool:
         return True
     finished = any(r.final and r.version == state.exported for r in state.evaluations)
     if not finished and not state.draining:
-        _ensure_publishing(ctx)  # the machine of the trainer may have lost its copy
+        _ensure_publishing(ctx)  # the trainer's machine may have lost its copy
         return False
     _start_ending(ctx)
     return True
@@ -248,7 +249,7 @@ def _start_ending(ctx: Context) -> None:
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_WAIT)
     ctx.clear_timer(keys.START)
-    if state.batch is not None:  # only when the run failed: a lost trainer's batch is not trained
+    if state.batch is not None:  # only in a failed run: a lost trainer's batch is not trained
         ctx.end_command(keys.TRAIN)
         for group_id in state.batch.groups:
             groups.end_group(ctx, state.groups[group_id], EndKind.DROPPED, DropReason.RUN_ENDED, -1)
@@ -268,8 +269,7 @@ def _drop_leftovers(ctx: Context) -> None:
 def _plan_ending(ctx: Context) -> bool:
     """Wait until the store has written every end; without a store, the ledger stays open.
 
-    A store that is started again is waited for.
-    """
+    A store that is being restarted is awaited."""
     state = ctx.state
     writing = ctx.endings or any(
         isinstance(found.command, cmd.EndTrajectories) and keys.deadline_timer(key) in state.timers

@@ -8,12 +8,11 @@ An actor is (name, incarnation). Each start of its process gets the next incarna
 from a dead or paused process carry a smaller number and are refused. Nothing here measures time:
 silence arrives as HeartbeatLost.
 
-When only the node is silent, its processes go on; one of them that is lost has the time of a start
-to come back, for which the node must be heard again or another one have its place. A node that is
-lost takes its processes with it. They have as long to come back, with a new process of it; what a
-former process of it has started is refused.
-
-A machine that is silent as a whole may be cut off, and goes on: nothing that ran there is to blame.
+When only the node is silent, its processes continue; a lost one has the time of a start to come
+back, for which the node must respond again or be replaced. A lost node takes its processes with it.
+They have the same time to come back, with a new process of the node; processes that its former
+process started are refused. A machine that is silent as a whole may be cut off and still running:
+its work is not to blame.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ from laminar.names.roles import ACTOR_ROLES, Role
 
 REPLACED = "another process has its place"
 FORMER_MAX = 4
-"""The hello of a node that has ended comes within a few restarts, if the network was cut."""
+"""The boots remembered per node: after a network cut, the hello of an ended one comes soon."""
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)
-"""Roles of which a run has one process, and cannot do without it."""
+"""Roles of which a run has one process, which it needs."""
 
 
 @handles(ev.ActorJoined, valid=accept_any)
@@ -68,7 +67,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     add_actor(state, actor)
     store_orders.handle_store_joined(state, actor)
     ctx.end_command(keys.restart_key(event.name))
-    if event.role not in (Role.RELAY, Role.TRAINER, Role.STORE):  # those are ready later
+    if event.role not in (Role.RELAY, Role.TRAINER, Role.STORE):  # these roles are ready later
         ctx.clear_timer(keys.rejoin_timer(event.name))
     ctx.issue_command(
         cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=actor.incarnation)
@@ -77,14 +76,14 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         broadcast.set_head(ctx)
     elif event.role == Role.ROLLOUT:
         if state.newest >= 0:
-            ctx.clear_timer(keys.START)  # it was all that the start still waited for
+            ctx.clear_timer(keys.START)  # the start waited for nothing else
         ctx.set_timer(keys.progress_timer(event.name), state.settings.engine_start_ms)
     elif event.role == Role.NODE:
         _await_machine(ctx, event.name)
 
 
 def _create_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
-    """The process that has joined; the one `known` by its name was before it."""
+    """Create the actor of a joining process; `known` is the earlier process of its name."""
     if event.start:
         state.starts[event.name] = event.start
     elif known is not None:
@@ -106,7 +105,7 @@ def _create_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> A
 
 
 def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
-    """Why this process may not join; empty when it may."""
+    """Return why this process may not join; empty: it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
     if event.role == Role.RELAY and event.name != broadcast.name_of(event.node):
@@ -130,22 +129,23 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
 
 
 def _has_ended(state: State, event: ev.ActorJoined, known: Actor | None) -> bool:
-    """Its hello comes late: its node, which has one of a name at a time, has started another one
-    since. Of nodes, which nobody counts, the last boots are known."""
+    """Return whether a hello is late: its node has started another process of the name since.
+
+    Nodes are not numbered; their last boots are remembered instead."""
     if event.start and known is not None and known.node == event.node:
         return event.start < state.starts.get(event.name, 0)
     return event.boot_id in state.former.get(event.name, ())
 
 
 def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
-    """While the run ends: the store, and a node that starts it again."""
+    """Return whether a process may join a run that ends: the store, or a node that restarts it."""
     if event.role != Role.NODE:
         return store_orders.may_join(state, event.role)
     return any(_is_needed(state, actor) for actor in _actors_of(state, event.name))
 
 
 def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
-    """The process that has started it is that of its node; one that names none may be."""
+    """Return whether the process was started by the current process of its node, or names none."""
     node = state.actors.get(event.node)
     present = node.boot_id if node is not None and node.alive else ""
     return event.role == Role.NODE or event.node_boot in ("", present)
@@ -153,8 +153,7 @@ def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
 
 @handles(ev.ActorLeft, valid=accept_any)
 def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
-    """An actor leaves gracefully when the run stops, or when a signal asks it to: nothing that it
-    worked on has ended it."""
+    """Record a graceful leave, on a stop or a signal; the actor's work is not to blame."""
     name = ctx.stamped.peer
     ctx.end_command(keys.stop_key(name))
     if ctx.state.phase in (Phase.STOPPING, Phase.ENDED):
@@ -165,7 +164,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
 
 @handles(ev.ActorFailed, valid=accept_any)
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
-    """An actor says that it cannot go on."""
+    """Handle an actor that cannot continue: end the run, or recover its work."""
     name = ctx.stamped.peer
     alone = ctx.state.actors[name].role in SINGLE_ROLES and not step_replay.may_be_lost(
         ctx.state, name
@@ -182,8 +181,9 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
 
 
 def _is_failing_each_start(state: State, name: str, reason: str) -> bool:
-    """Whether the process before has failed like this, and no replica has weights: another start
-    would change nothing."""
+    """Return whether two starts in a row failed alike and no replica has weights.
+
+    Another start would change nothing."""
     actor, replica = state.actors[name], state.replicas.get(name)
     served = replica is not None and replica.version >= 0
     before, actor.start_failure = actor.start_failure, "" if served else reason
@@ -192,7 +192,7 @@ def _is_failing_each_start(state: State, name: str, reason: str) -> bool:
 
 @handles(ev.ProcessExited, valid=accept_any)
 def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
-    """A node saw one of its processes end."""
+    """Handle the end of a process that its node has seen."""
     state = ctx.state
     actor = state.actors.get(event.actor)
     why = f"its process ended with exit code {event.code}"
@@ -200,8 +200,8 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
         why = actor.start_failure or why
     why = f"{why}; {event.reason}" if event.reason else why
     if actor is not None and actor.boot_id != event.boot_id:
-        # An old one, or one that was started again and never got as far as joining. After that,
-        # after an exit without another start there is no process to wait for.
+        # Either an old process, or one that was restarted and never joined. In the second case, an
+        # exit without another start leaves no process to wait for.
         last = not event.restarting and not actor.alive
         if not (last and clear_timer(state, keys.rejoin_timer(event.actor))):
             return ctx.ignore("old-process")
@@ -218,7 +218,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     )
     news = actor.alive or stop is not None or restart is not None
     if restart is not None and isinstance(restart.command, cmd.RestartActor):
-        why = restart.command.reason  # how it ended says nothing to the user
+        why = restart.command.reason  # its exit code says nothing to the user
     if actor.alive:
         actor_lost(ctx, event.actor, why)
     if event.restarting:
@@ -231,7 +231,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
 
 @handles(ev.HeartbeatLost, valid=accept_any)
 def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
-    """The lease of an actor ran out; its node is ordered to make sure that it is gone."""
+    """Fence an actor whose lease ran out; its node is ordered to make sure that it is gone."""
     state = ctx.state
     actor = state.actors.get(event.actor)
     if actor is None or not actor.alive or actor.incarnation != event.actor_incarnation:
@@ -249,7 +249,7 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
 
 @handles(ev.NodeSilent, valid=accept_any)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
-    """The processes of a silent node go on, and those that are lost wait for it."""
+    """Mark a node as silent: its processes continue, and lost ones wait for it."""
     node = ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
@@ -260,7 +260,7 @@ def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
 
 @handles(ev.NodeHeard, valid=accept_any)
 def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
-    """A node that is heard again restarts the processes that it was told to, or sees end."""
+    """Mark a node as heard again: it carries out restarts, and sees processes end."""
     node = ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
@@ -270,21 +270,20 @@ def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
 
 
 def _is_needed(state: State, actor: Actor) -> bool:
-    """Whether the run needs an actor back when it is lost."""
+    """Return whether the run needs an actor back when it is lost."""
     return not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
 
 
 def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
-    """A node has not killed its process: that is fenced, and ends itself as soon as it hears of
-    it."""
+    """Fence a process that its node has not killed; it ends itself when it learns of that."""
     name = order.actor
     ctx.end_command(keys.restart_key(name))
-    if ctx.state.is_actor_alive(name):  # who is lost already has a time to come back
+    if ctx.state.is_actor_alive(name):  # a lost actor already has a time to return
         actor_lost(ctx, name, f"{order.reason}; {order.to} did not restart it")
 
 
 def handle_rejoin_timeout(ctx: Context, name: str) -> None:
-    """A restarted process did not come back, or its node did not."""
+    """Give up a restarted process that did not return, or whose node did not."""
     actor = ctx.state.actors.get(name)
     node = ctx.state.actors.get(actor.node) if actor is not None else None
     if node is not None and node.alive and node.silent:
@@ -297,8 +296,9 @@ def handle_rejoin_timeout(ctx: Context, name: str) -> None:
 
 
 def _give_up_process(ctx: Context, name: str, why: str) -> bool:
-    """A process is not started again. True if the run cannot go on without it, and ends. A node may
-    be replaced yet: its processes have a time to come back."""
+    """Give up restarting a process; return whether the run cannot continue without it, and ends.
+
+    A node may be replaced yet: its processes have a time to come back."""
     actor = ctx.state.actors.get(name)
     if actor is not None and actor.role == Role.NODE:
         return False
@@ -317,13 +317,12 @@ def _give_up_process(ctx: Context, name: str, why: str) -> bool:
 def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> None:
     """Fence an actor: its outstanding commands end, its work is recovered.
 
-    `blame`: what it worked on may have ended it.
-    """
+    With `blame`, its work may have ended it."""
     state = ctx.state
     actor = state.actors[name]
     end_actor(state, name)
     actor.ready = False
-    if state.stopped:  # what it had is lost when the run is resumed
+    if state.stopped:  # its work is lost when the run is resumed
         return
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name, blame=blame)
@@ -331,7 +330,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
             ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
     elif step_replay.may_be_lost(state, name):
         step_replay.trainer_lost(ctx, name, reason, blame=blame)
-        lifecycle.end_failed_run(ctx)  # before anything else is lost, or joins
+        lifecycle.end_failed_run(ctx)  # before another actor is lost, or joins
     elif actor.role == Role.RELAY:
         broadcast.handle_relay_lost(ctx, name)
     elif actor.role == Role.STORE:
@@ -349,7 +348,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
 
 
 def _machine_lost(ctx: Context, node: str, reason: str) -> None:
-    """A machine is lost: its processes are no longer watched, and are lost with it."""
+    """Lose all processes of a lost machine, which no node watches any longer."""
     for actor in _actors_of(ctx.state, node):
         if actor.alive:
             actor_lost(ctx, actor.name, f"its machine {node} is lost: {reason}", blame=False)
@@ -358,13 +357,13 @@ def _machine_lost(ctx: Context, node: str, reason: str) -> None:
 
 
 def _await_machine(ctx: Context, node: str) -> None:
-    """A new process of the node starts its processes anew; they have a time for it."""
+    """Give the processes of a new node process, which starts them, a time to join."""
     for actor in _actors_of(ctx.state, node):
-        ctx.state.starts.pop(actor.name, None)  # it counts anew
+        ctx.state.starts.pop(actor.name, None)  # the node numbers them from the start
         if not actor.alive and _is_needed(ctx.state, actor):
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 
 def _actors_of(state: State, node: str) -> list[Actor]:
-    """All processes of its machine but itself, also those that are lost."""
+    """List all processes of its machine but itself, also lost ones."""
     return [a for a in state.actors.values() if a.node == node and a.role != Role.NODE]

@@ -1,13 +1,13 @@
-"""The run stops and stays open, to be resumed: at once, or when it has paused.
+"""Stopping a run that stays open, to be resumed: at once, or by a pause.
 
 Reads   DrainRequested, through lifecycle.py; completed steps, checkpoints
 Writes  state.pausing, state.stopped, state.failed, state.exit_code, state.phase
 Emits   SaveCheckpoint, StopActor
 
-A pause completes the step in training if there is one and the trainer works, and saves it. So
-nothing is trained twice when the run goes on. Then answers are finished whose weights no checkpoint
-has, since they could only start over, for as long as the request allows. What cannot be done does
-not hold up a pause: who asks for it ends the processes soon.
+A pause completes and saves the step in training if there is one and the trainer works, so no step
+is trained twice when the run resumes. Then responses are finished whose weights no checkpoint has,
+since they could only start over, for as long as the request allows. An impossible step does not
+delay a pause: its requester ends the processes soon.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from laminar.events import commands as cmd
 from laminar.names import exit_codes
 
 RUN = "run"
-"""The subject of what the user has asked for."""
+"""The subject of requests of the user."""
 RESUMABLE_PHASES = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
-"""Phases in which every run that can be resumed can be stopped at once before that."""
+"""Phases in which every resumable run can be stopped at once."""
 STOP_TIMEOUT_MS = 20_000
-"""A process that is ordered to stop flushes a few buffers; after this it is left to its node."""
+"""The timeout of a stop, which flushes a few buffers; after this the node ends the process."""
 SAVE_TIMEOUT_MS = 1_800_000
-"""Writing a large model with its optimizer to a shared file system, as for an export."""
+"""The timeout for saving a large model with its optimizer on a shared file system."""
 LOSS_FAILURES = (
     FailureKind.NOT_STARTED, FailureKind.NEVER_JOINED, FailureKind.PROCESS_LOST,
     FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
     FailureKind.REPLICAS_LOST,
 )  # fmt: skip
-"""What is no failure of a run that pauses: its other machines leave for the same reason."""
+"""Losses that do not fail a pausing run: its other machines leave for the same reason."""
 
 
 def stays_open(state: State, *, drained: bool) -> bool:
-    """Whether the run can go on later if all its processes end now."""
+    """Return whether the run can be resumed later if all its processes end now."""
     if not state.settings.keeps_checkpoints:
         return False
     if state.phase != Phase.ENDING:
@@ -51,7 +51,7 @@ def stays_open(state: State, *, drained: bool) -> bool:
 
 
 def stop_immediately(ctx: Context, reason: str) -> None:
-    """All processes end, and the books stay open."""
+    """Order all processes to end; the ledger stays open."""
     state = ctx.state
     state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
     _stop_run(ctx, exit_codes.STOPPED_EARLY)
@@ -66,7 +66,7 @@ def _stop_run(ctx: Context, exit_code: int) -> None:
 
 
 def stop_all_actors(ctx: Context) -> None:
-    """Every process is ordered to end."""
+    """Order every process to end."""
     state = ctx.state
     reason = "the run is paused" if state.paused else state.failure or "the run is complete"
     for actor in state.actors.values():
@@ -79,7 +79,7 @@ def stop_all_actors(ctx: Context) -> None:
 
 
 def begin_pause(ctx: Context, answers_ms: int) -> bool:
-    """Give out no new work from now on; False for a run that ends already, or pauses."""
+    """Stop giving out new work; return False if the run is already ending or pausing."""
     state = ctx.state
     if state.draining or broadcast.is_run_ending(state):
         return False
@@ -90,18 +90,18 @@ def begin_pause(ctx: Context, answers_ms: int) -> bool:
 
 
 def end_pause(ctx: Context) -> None:
-    """It has come, or something else in its place."""
+    """Clear the pause once it took effect or was superseded."""
     ctx.state.pausing = False
     ctx.clear_timer(keys.PAUSE)
 
 
 def pause_run(ctx: Context) -> None:
-    """All processes end; what they had is taken up again by those that come after them."""
+    """End all processes; later processes resume their work."""
     _stop_run(ctx, exit_codes.PAUSED)
 
 
 def plan_pause(ctx: Context) -> bool:
-    """Pause as soon as the last step is saved, or cannot be; True when the run has."""
+    """Pause as soon as the last step is saved, or cannot be; return whether the run has."""
     state = ctx.state
     trainer = working_trainer(state)
     if trainer is not None and (state.batch is not None or keys.SAVE in state.commands):
@@ -121,8 +121,9 @@ def plan_pause(ctx: Context) -> bool:
 
 
 def _would_lose_responses(state: State) -> bool:
-    """Whether a replica answers with weights that cannot be had later. Those that the run began
-    with are published again as long as no step has made others."""
+    """Return whether a replica samples with weights that will be unavailable later.
+
+    The initial weights are published again as long as no step has made others."""
     if not state.trained:
         return False
     return any(
@@ -131,11 +132,7 @@ def _would_lose_responses(state: State) -> bool:
 
 
 def _find_unsaved_version(state: State) -> int:
-    """The version of the last step, if no checkpoint has it and the trainer has it still; else -1.
-
-    A trainer that has come to other weights when it did the step again has them under another
-    version than the log has of the step, and one that has exported has those of the export.
-    """
+    """Find the version of the last step if no checkpoint has it and the trainer does; else -1."""
     if not state.trained or state.exported >= 0:
         return -1
     version = state.trained[-1].version

@@ -1,10 +1,10 @@
-"""Readiness: processes that have joined say that they can do their work.
+"""Readiness: processes that have joined report that they can work.
 
 Reads   ReplicaReady, RelayReady, DataLoaded
 Writes  actor.ready, state.replicas, state.num_train, state.num_eval; relays join the chain
-Emits   nothing itself: what becomes possible is planned
+Emits   nothing itself: the planner acts on the new possibilities
 
-That of a trainer, which may have to be led to where the log is, is in step_replay.py.
+Trainer readiness, which may require repeating logged steps, is in step_replay.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laminar.events import events as ev
 
 
 def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
-    """Whether a replica holds a group; else it would wait for work that never fits."""
+    """Return whether a replica can hold a group; else it would wait for work that never fits."""
     return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
 
 
@@ -30,7 +30,7 @@ def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
     valid=_can_hold_group,
 )
 def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
-    """An engine can take work once it has weights."""
+    """Register a replica whose engine can take work once it has weights."""
     state, name = ctx.state, ctx.stamped.peer
     if name in state.replicas:
         return ctx.ignore("repeat")
@@ -55,8 +55,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
 
 @handles(ev.RelayReady, valid=accept_any)
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
-    """A relay takes its place in the chain; that of the trainer's machine needs what the trainer
-    has."""
+    """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
     if _mark_ready(ctx):
         relay = broadcast.add_relay(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
         if relay is master_relay(ctx.state):
@@ -64,7 +63,7 @@ def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
 
 
 def _mark_ready(ctx: Context) -> bool:
-    """The sender can do its work; False if that was known."""
+    """Mark the sender as ready; return False, counted, if it was already."""
     actor = ctx.state.actors[ctx.stamped.peer]
     if actor.ready:
         ctx.ignore("repeat")
@@ -74,7 +73,7 @@ def _mark_ready(ctx: Context) -> bool:
 
 
 def _row_counts(state: State, event: ev.DataLoaded) -> bool:
-    """Steps need rows; a run without a number of steps may have none, and only evaluates."""
+    """Return whether the row counts are possible; only a run without steps can have no rows."""
     least = 1 if state.settings.total_steps else 0
     return least <= event.num_train <= ROWS_MAX and 0 <= event.num_eval <= ROWS_MAX
 
@@ -84,8 +83,7 @@ def _row_counts(state: State, event: ev.DataLoaded) -> bool:
     valid=_row_counts,
 )
 def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
-    """The store has the prompts; now their number is known, and stays what it is: a store that is
-    started again refuses other data."""
+    """Record the fixed number of prompts in the store; a restarted store refuses other data."""
     state = ctx.state
     if _mark_ready(ctx):
         store_orders.handle_store_ready(ctx, ctx.stamped.peer)

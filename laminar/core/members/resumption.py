@@ -1,13 +1,13 @@
-"""The whole run again: all its processes had ended, and it goes on with new ones.
+"""Resumption of the whole run after all its processes have ended.
 
 Reads   RunResumed
 Writes  the loss of every process, times for them to come back, the settings that may be changed
 Emits   what is decided when a run has lost all of its processes
 
-The log says how far the run was. Whatever its processes had in memory is lost: weights of relays,
-tokens that the store had not got. Nobody is to blame: no prompt and no batch counts as one that
-ends processes. Then the trainer goes on from its newest checkpoint and publishes again, and lost
-work resumes where a relay or a checkpoint has its version; else it starts over.
+The log shows the progress of the run. Everything in memory is lost: weights of relays, tokens that
+had not reached the store. No prompt and no batch is blamed for these ends. Then the trainer
+continues from its newest checkpoint and publishes again, and lost work resumes where a relay or a
+checkpoint has its version; else it starts over.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from laminar.names.roles import Role
 
 REASON = "all processes of the run had ended"
 CHANGEABLE = ("total_steps", "test_freq", "save_freq")
-"""Settings that may be others from here on. How many replicas there are, the core sees."""
+"""Settings that may differ after a resume. The number of replicas may change, too."""
 _STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
 _ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
 def is_run_over(state: State) -> bool:
-    """Whether the run has ended, and was neither stopped by the user before its time nor paused."""
+    """Return whether the run has ended, and was neither stopped early by the user nor paused."""
     return state.phase == Phase.ENDED and not _was_stopped(state)
 
 
 def _was_stopped(state: State) -> bool:
-    """Whether the user stopped the run, or has asked for it to end and it is about to."""
+    """Return whether the user stopped the run, or has asked for it to end and it is about to."""
     drains = state.draining and not (state.failure or state.drained_for)
     return state.stopped or (drains and not batching.are_steps_done(state))
 
@@ -54,10 +54,9 @@ def _was_stopped(state: State) -> bool:
 def make_resume_event(
     state: State, settings: Settings, living: Collection[tuple[str, int]], *, asked: bool
 ) -> ev.RunResumed | None:
-    """RunResumed, if none of the processes that the log has is left, or the user asked for it.
+    """Make RunResumed, if no logged process is left, or if the user asked for it.
 
-    `living`: name and pid of those that there are; `settings`: the present ones.
-    """
+    `living`: name and pid of the running processes; `settings`: the present ones."""
     known = [a for a in state.actors.values() if a.alive]
     gone = known and not any((a.name, a.pid) in living for a in known)
     if not (gone or asked) or not state.settings.keeps_checkpoints:
@@ -72,7 +71,7 @@ def _has_valid_settings(state: State, event: ev.RunResumed) -> bool:
 
 @handles(ev.RunResumed, valid=_has_valid_settings)
 def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
-    """Every process is lost, and has the time of a start to come back."""
+    """Declare every process lost, with the time of a start to come back."""
     state = ctx.state
     over = is_run_over(state) if event.asked else state.phase == Phase.ENDED
     if not state.settings.keeps_checkpoints or over:
@@ -80,7 +79,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     changed = {name: getattr(event, name) for name in CHANGEABLE}
     more_steps = event.total_steps != state.settings.total_steps
     state.settings = msgspec.structs.replace(state.settings, **changed)
-    had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and what they had is still there
+    had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and their work is still recorded
     lost = [actor for actor in state.actors.values() if actor.alive or had_left]
     if state.pausing or (event.asked and _was_stopped(state)):
         pausing.end_pause(ctx)
@@ -97,14 +96,15 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 
 def _train_on(ctx: Context) -> None:
-    """The run was to end, and goes on now: what was exported is a version like others."""
+    """Return the run to training; an existing export becomes an ordinary version."""
     move_run(ctx.state, "go on" if ctx.state.newest >= 0 else "start again")
     publishing.forget_export(ctx)
 
 
 def _in_order(state: State, lost: list[Actor]) -> list[str]:
-    """Nodes last, since what they had started is lost then; relays in the order of the chain, so
-    that none is told of another one."""
+    """Sort lost actors: nodes last, since they take their processes with them; relays by chain.
+
+    In chain order no relay is given another as its successor."""
     place = {name: number for number, name in enumerate(state.chain)}
     lost.sort(key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
     return [actor.name for actor in lost]
@@ -121,10 +121,9 @@ def _lose_actor(ctx: Context, name: str) -> None:
 
 
 def _set_rejoin_timers(ctx: Context) -> None:
-    """A start for all: also for those that were awaited when the run was cut off.
+    """Give all actors the time of a start, also those awaited when the run was cut off.
 
-    Lost work waits as long for its version, where a checkpoint has it.
-    """
+    Lost work waits as long for its version, where a checkpoint has it."""
     state, start_ms = ctx.state, ctx.state.settings.start_timeout_ms
     if state.phase == Phase.STARTING or keys.START in state.timers:
         ctx.set_timer(keys.START, start_ms)

@@ -1,12 +1,12 @@
-"""Hand-over: what a replica gives away is let go there, goes to the store, goes on elsewhere.
+"""Migration: a replica releases its trajectories to the store, and they continue elsewhere.
 
 Reads   TrajectoriesReleased, the plan of core/repack/packing.py
 Writes  trajectory statuses and placements, replica.given, replica.incoming
 Emits   ReleaseTrajectories, GenerateTrajectory, AbortTrajectories
 
-Room is kept at the destination from the order on. The source takes nothing and loads nothing until
-everything that it gave away has started elsewhere, or has ended. A source that does not answer in
-time is not restarted: its work goes on without the tokens that it has not handed over.
+Room is reserved at the destination from the order on. The source takes and loads nothing until
+every released trajectory has started elsewhere, or has ended. A source that misses the timeout is
+not restarted: its work continues without the tokens that have not reached the store.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 
 EMPTIED_MAX = 500
-"""Replicas in one look: an event is to take some tens of milliseconds. A replica is in its tail
-once in minutes, so few of 10,000 come into it between two looks, unless all began at once."""
+"""The maximum number of replicas emptied per plan: an event may take tens of milliseconds.
+
+A replica is left with stragglers once in minutes, so few of 10,000 are between two plans, unless
+all began at once."""
 
 
 def schedule_repack(ctx: Context) -> None:
-    """Newer weights are out, or the interval is over: plan now, and again after an interval."""
+    """Plan migrations now, for newer weights or after the interval, and again after an interval."""
     state = ctx.state
     if not state.settings.repack_policy or state.phase != Phase.RUNNING or state.draining:
         return
@@ -58,7 +60,7 @@ def plan_migrations(ctx: Context) -> None:
 
 
 def _order_release(ctx: Context, planned: PlannedMigration) -> None:
-    """Order the source to let go of all that it runs, and keep room for it."""
+    """Order the source to release all that it runs, and reserve room for it."""
     state = ctx.state
     source, destination = state.replicas[planned.source], state.replicas[planned.destination]
     items = []
@@ -86,7 +88,7 @@ def _order_release(ctx: Context, planned: PlannedMigration) -> None:
     valid=accept_any,
 )
 def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
-    """The store has every token: all of it goes on at its destination."""
+    """Continue all released trajectories at their destination: the store has every token."""
     key = keys.release_key(ctx.stamped.peer)
     outstanding = ctx.state.commands.get(key)
     if outstanding is None or outstanding.command_id != event.command_id:
@@ -96,14 +98,14 @@ def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> No
 
 
 def release_expired(ctx: Context, command: cmd.ReleaseTrajectories) -> None:
-    """What the source has not handed over by now is sampled again."""
+    """Continue late trajectories without the tokens that their source has not released."""
     ctx.end_command(keys.release_key(command.to))
     _migrate_released(ctx, command)
     ctx.issue_command(cmd.AbortTrajectories(to=command.to, items=command.items))
 
 
 def _migrate_released(ctx: Context, command: cmd.AnyCommand) -> None:
-    """What has ended meanwhile stays where it ended; whose destination is gone is lost work."""
+    """Place the trajectories that have not ended; without its destination one is lost work."""
     assert isinstance(command, cmd.ReleaseTrajectories)
     for item in command.items:
         trajectory = ctx.state.trajectories.get(item.trajectory_id)

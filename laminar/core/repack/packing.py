@@ -1,14 +1,14 @@
-"""Repack: which replicas give what they run to which others, so that they can take new work.
+"""Packing: which replicas migrate their stragglers to which others, to take new work.
 
-Reads   StragglerLoad of the replicas in their tail, all of one weight version
-Gives   plan: moves, each of everything that one replica runs to another one; why_not, of one that
-        is not moved
-Source  the paper's section 5, Algorithm 1; its faults are mended: a replica that has been given
-        work is not emptied later, and some room is left for what moved work still samples
+Reads   StragglerLoad of the replicas with only stragglers, all of one weight version
+Gives   plan_packing: moves, each of everything that one replica runs to another one;
+        find_not_packed_reason, for a replica that is not emptied
+Source  the paper's section 5, Algorithm 1, with two corrections: a replica that has been given
+        work is not emptied later, and room is reserved for tokens that moved work still samples
 
-Pure and in whole numbers. Times are counted in decode steps: a replica that is emptied gains the
-steps for which its stragglers would have kept it; what they cost elsewhere is prefill, during which
-the destination's batch waits, and slower steps there.
+Pure, in integers only. Times are counted in decode steps: an emptied replica gains the steps for
+which its stragglers would have occupied it. The cost is prefill at the destination, during which
+its batch waits, and slower decode steps there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import NamedTuple
 from laminar.core.state.straggler_load import StragglerLoad
 
 CANDIDATES_MAX = 4
-"""Destinations of each class for one source: planning for 10,000 replicas takes no seconds."""
+"""Candidate destinations of each class per source: planning for 10,000 replicas stays fast."""
 
 
 class PlannedMigration(NamedTuple):
-    """Everything that `source` runs goes to `destination`."""
+    """A migration of everything that `source` runs to `destination`."""
 
     source: str
     destination: str
 
 
 class _PlannedLoad:
-    """A replica with what is planned for it."""
+    """A replica with the work planned for it."""
 
     __slots__ = ("need", "pinned", "running", "spare", "standing")
 
@@ -54,10 +54,10 @@ class _PlannedLoad:
 
 
 class _Destinations:
-    """The replicas that are not emptied, by how many more each can run: in classes of powers of
-    two, so that a search looks at a few of them and not at all; within a class by need.
+    """Replicas that are not emptied, in classes by spare slots, sorted by need within a class.
 
-    An entry of a class is need * number of all + number: it sorts by both, and fast."""
+    Classes are powers of two, so that a search looks at a few replicas only. An entry of a class is
+    need * number of all + number: it sorts by both, and fast."""
 
     def __init__(self, loads: list[_PlannedLoad]) -> None:
         self._loads = loads
@@ -79,7 +79,7 @@ class _Destinations:
         del ranked[bisect_left(ranked, load.need * len(self._loads) + number)]
 
     def find_best(self, source: _PlannedLoad, prefill_tokens: int) -> int:
-        """The fullest replica on which the work fits and for which it pays; -1: none."""
+        """Return the fullest replica on which the work fits and for which it pays; -1: none."""
         loads, found = self._loads, -1
         over = (self._need_max - source.need + 1) * len(loads)
         for ranked in self._classes[source.running.bit_length() :]:
@@ -97,11 +97,9 @@ class _Destinations:
 def plan_packing(
     tail: Sequence[StragglerLoad], released_max: int, prefill_tokens: int
 ) -> list[PlannedMigration]:
-    """Plan at most so many moves; sources ascending by their cache, each to the fullest that has
-    room.
+    """Plan at most `released_max` moves: sources by ascending cache, each to the fullest that fits.
 
-    `prefill_tokens` are prefilled in the time of a decode step; 0: what it costs is not asked.
-    """
+    `prefill_tokens` are prefilled in the time of a decode step; 0: costs are ignored."""
     loads = [_PlannedLoad(standing) for standing in tail]
     destinations = _Destinations(loads)
     moves: list[PlannedMigration] = []
@@ -127,10 +125,9 @@ def plan_packing(
 def find_not_packed_reason(
     source: StragglerLoad, others: Sequence[StragglerLoad], prefill_tokens: int
 ) -> str:
-    """Why a plan leaves this one where it is, though it may be emptied; empty: it need not.
+    """Return why a plan leaves a movable replica where it is; empty: it need not.
 
-    `others`: of its version in their tail. `prefill_tokens`: as for a plan.
-    """
+    `others`: of its version with only stragglers. `prefill_tokens`: as for a plan."""
     if not others:
         return "alone"
     own = _PlannedLoad(source)
@@ -143,10 +140,9 @@ def find_not_packed_reason(
 
 
 def _is_profitable(source: StragglerLoad, load: _PlannedLoad, prefill_tokens: int) -> bool:
-    """Steps of sequences that the emptied replica gains, against those that are lost elsewhere.
+    """Weigh the sequence steps that the emptied replica gains against those lost elsewhere.
 
-    A decode step is taken to be twice as long with max_batch sequences as with none.
-    """
+    A decode step is assumed to take twice as long with max_batch sequences as with none."""
     if not prefill_tokens:
         return True
     limit, here, there = source.max_batch, source.running, load.running

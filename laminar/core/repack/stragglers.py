@@ -1,13 +1,13 @@
-"""Tails: which replicas run only stragglers, what these hold, and how many could take new work.
+"""Stragglers: which replicas run nothing else, their load, and how many could take new work.
 
 Reads   replicas with their gauges, trajectories, groups, relays, the staleness bound
 Writes  nothing
-Gives   tails (StragglerLoad by version), released_max; why_not_in_tail, why_not_emptied,
-        why_not_moved
+Gives   find_stragglers (StragglerLoad by version), released_max; find_not_straggler_reason,
+        find_not_emptied_reason, find_not_migrated_reason
 
-A replica is in its tail when it takes no new group, nothing waits for a slot as of the last command
-that it was given, and it runs fewer than a decode step has room for. It follows from the state each
-time; nothing is latched.
+A replica has only stragglers when it takes no new group, nothing waits for a slot as of the last
+command that it was given, and it runs fewer than a decode step has room for. This is computed from
+the state each time; nothing is latched.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from laminar.core.state.straggler_load import StragglerLoad
 from laminar.names.ids import Purpose
 
 MIGRATIONS_MAX = 3
-"""Moves of one trajectory. In a trial none gained by more."""
+"""The maximum number of migrations of one trajectory; in a trial none gained from more."""
 
 
 def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
-    """The replicas in their tail by version, in the order of state.replicas.
+    """Return the replicas with only stragglers by version, in the order of state.replicas.
 
-    Whether they admit is asked once for each kind of them, and what they hold is counted only where
-    something of it has changed since it was asked last.
-    """
+    Admission is checked once for each kind of replica, and a load is recomputed only after a
+    change."""
     indexes = indexes_of(state)
     index, kept = indexes.replicas, indexes.standings
     kinds = index.filter_kinds(lambda kind: kind.serving)
@@ -61,14 +60,14 @@ def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
 
 
 def find_not_straggler_reason(state: State, replica: Replica) -> str:
-    """Why a replica that serves is not in its tail; empty: it is."""
+    """Return why a serving replica does not count as having only stragglers; empty: it does."""
     return find_engine_reason(state, replica) or (
         "" if find_not_admitted_reason(state, replica) else "admits"
     )
 
 
 def find_engine_reason(state: State, replica: Replica) -> str:
-    """Why its engine keeps a replica out of its tail; empty: it does not."""
+    """Return why its engine rules a replica out; empty: it does not."""
     packing = replica.packing
     if packing is None or packing.as_of < packing.asked:
         return "not-heard"
@@ -82,7 +81,7 @@ def find_engine_reason(state: State, replica: Replica) -> str:
 
 
 def _get_straggler_load(state: State, replica: Replica) -> StragglerLoad:
-    """What it holds, and whether that may move; kept until something of it changes."""
+    """Return the load of a replica and whether it may migrate; cached until a part changes."""
     standing, lasts = standing_of(state, replica)
     if lasts:
         indexes_of(state).standings[replica.name] = standing
@@ -90,9 +89,10 @@ def _get_straggler_load(state: State, replica: Replica) -> StragglerLoad:
 
 
 def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
-    """The standing of a replica in its tail, wherever it may take new work; and whether it follows
-    from what the replica and the groups that it runs have done, and not from the mean of all that
-    has finished."""
+    """Compute the load of a replica with only stragglers, and whether it may be cached.
+
+    The load, which assumes that the replica may take new work, can be cached if it follows from the
+    replica and its groups only, and not from the mean of all finished trajectories."""
     packing = replica.packing
     assert packing is not None, replica
     trajectories, progress, lengths = state.trajectories, state.progress, indexes_of(state).lengths
@@ -101,7 +101,7 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
     held = growth = longest = 0
     for name in there:
         trajectory, known = trajectories[name], progress[name]
-        siblings = lengths.get(trajectory.group)  # else all that have finished are asked
+        siblings = lengths.get(trajectory.group)  # else the mean of all finished
         left = _estimate_tokens_left(
             siblings or (state.finished, state.finished_tokens), known.sampled
         )
@@ -125,24 +125,25 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
 
 
 def _estimate_tokens_left(finished: tuple[int, int], sampled: int) -> int:
-    """Tokens that it is expected to sample yet: as many as those that have finished (how many, and
-    their tokens) had on average; what is longer than that already, half as much again."""
+    """Estimate the tokens left to sample, given the count and tokens of finished trajectories.
+
+    A trajectory is expected to reach their mean length; one beyond it, to sample half as much
+    again."""
     count, tokens = finished
     return max(tokens // max(count, 1) - sampled, sampled // 2, 1)
 
 
 def find_not_emptied_reason(state: State, replica: Replica) -> str:
-    """Why a replica in its tail is not emptied, whatever room there is elsewhere; empty: it may be.
+    """Return why a replica with only stragglers is not emptied, given room; empty: it may be.
 
-    It must be able to take new work, and nothing that it runs may be of the kinds that stay.
-    """
+    It must be able to take new work, and none of its trajectories may be of the kinds that stay."""
     if replica.incoming:
         return "receives"
     return _find_not_newer_reason(state, replica) or _find_work_stays_reason(state, replica)
 
 
 def _find_not_newer_reason(state: State, replica: Replica) -> str:
-    """Why it could not begin with newer weights: the same for all of a version behind a relay."""
+    """Return why it could not begin with newer weights: the same for a version behind a relay."""
     if state.newest <= replica.version:
         return "no-newer-weights"
     if state.newest_for(replica) != state.newest:
@@ -159,7 +160,7 @@ def _find_work_stays_reason(state: State, replica: Replica) -> str:
 
 
 def find_not_migrated_reason(state: State, trajectory: Trajectory) -> str:
-    """Why this one is not moved; empty: it may be."""
+    """Return why this trajectory is not migrated; empty: it may be."""
     if state.groups[trajectory.group].purpose != Purpose.TRAIN:
         return "held-out"
     if trajectory.waits:
@@ -173,10 +174,9 @@ def find_not_migrated_reason(state: State, trajectory: Trajectory) -> str:
 
 
 def released_max(state: State) -> int:
-    """How many replicas could get their share of new groups on the newest version now.
+    """Return how many replicas could get their share of new groups on the newest version now.
 
-    Those that are empty or load get theirs first.
-    """
+    Replicas that are empty or load get theirs first."""
     admitted = min(groups_wanted(state), within_bound(state))
     index = indexes_of(state).replicas
     busy = dict.fromkeys(index.iter_empty(list(index.kinds)))
@@ -185,8 +185,9 @@ def released_max(state: State) -> int:
 
 
 def within_bound(state: State) -> int:
-    """New groups of the newest version that the staleness bound admits now; no group that there is
-    has a later deadline than theirs."""
+    """Return the new groups of the newest version that the staleness bound admits now.
+
+    No existing group has a later deadline than theirs."""
     settings = state.settings
     deadline = state.newest_step + settings.max_staleness
     unchosen = sum(state.deadlines.values())

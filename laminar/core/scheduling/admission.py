@@ -1,12 +1,12 @@
-"""Admission: may this replica start a new group? The staleness bound is one inequality.
+"""Admission: whether a replica may start a new group. The staleness bound is one inequality.
 
 Reads   state.deadlines, state.chosen, replica, settings
 Writes  nothing
 
 A group generated with the weights of step k has deadline k + max_staleness: the last batch index
 that may train it. With G groups per batch and s the next batch to be chosen, for every d >= s - 1
-the unchosen groups with deadline <= d number at most G * (d - s + 1). Admission keeps it by not
-starting a group, batch choice by waiting; so nothing is ever thrown away for its age, and there is
+the unchosen groups with deadline <= d number at most G * (d - s + 1). Admission keeps the bound by
+not starting a group, batch choice by waiting; so nothing is ever dropped for its age, and there is
 no other limit on the experience buffer.
 """
 
@@ -19,7 +19,9 @@ from laminar.core.state.transitions import UNFINISHED
 
 
 def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
-    """The inequality over unchosen groups by deadline, `chosen` being the next batch's index."""
+    """Return whether the inequality holds; `deadlines` counts unchosen groups by deadline.
+
+    `chosen` is the index of the next batch."""
     within = 0
     for deadline in sorted(deadlines):
         within += deadlines[deadline]
@@ -29,10 +31,9 @@ def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) ->
 
 
 def bound_allows(state: State, deadline: int) -> bool:
-    """Whether one more unchosen group with this deadline keeps the bound.
+    """Return whether one more unchosen group with this deadline keeps the bound.
 
-    It is kept so far, and the group counts from its deadline on.
-    """
+    The bound holds so far, and the group counts from its deadline on."""
     unchosen = state.deadlines.items()
     deadlines = {d: count for d, count in unchosen if d > deadline}
     deadlines[deadline] = 1 + sum(count for d, count in unchosen if d <= deadline)
@@ -40,7 +41,7 @@ def bound_allows(state: State, deadline: int) -> bool:
 
 
 def groups_wanted(state: State) -> int:
-    """New groups that the rest of the run can still use (a large number when it is open)."""
+    """Return how many new groups the rest of the run can use (a large number without a limit)."""
     settings = state.settings
     if settings.total_steps:
         unchosen = sum(state.deadlines.values())
@@ -49,22 +50,21 @@ def groups_wanted(state: State) -> int:
 
 
 def is_serving(state: State, replica: Replica) -> bool:
-    """Alive, with weights, not loading others, not being emptied."""
+    """Return whether a replica is alive, with weights, not loading and not being emptied."""
     busy = replica.loading or replica.given
     return replica.version >= 0 and not busy and state.is_actor_alive(replica.name)
 
 
 def count_free_slots(replica: Replica) -> int:
-    """How many more trajectories a replica has room for; what is kept for others is taken."""
+    """Return how many more trajectories a replica has room for; reserved room counts as taken."""
     return replica.capacity - replica.load
 
 
 def get_replica_share(state: State) -> int:
-    """Trajectories of new groups that a replica runs at a time at most; 0: it may run what it can.
+    """Return the most trajectories of new groups that a replica runs at a time; 0: no limit.
 
-    With the policy gain each live one has the same part of what the staleness bound admits, or
-    the first one with new weights would take all of it while others have nothing to do.
-    """
+    With the policy gain each live replica has an equal part of what the staleness bound admits,
+    since the first one with new weights would take all of it while others are idle."""
     settings = state.settings
     if settings.repack_policy != "gain":
         return 0
@@ -73,23 +73,23 @@ def get_replica_share(state: State) -> int:
 
 
 def first_share(state: State) -> int:
-    """New groups that a replica takes at once when it has loaded."""
+    """Return how many new groups a replica takes at once when it has loaded."""
     settings = state.settings
     at_a_time = get_replica_share(state) // settings.group_size or settings.groups_per_version
     return min(settings.groups_per_version, at_a_time)
 
 
 def has_room_for_group(state: State, replica: Replica) -> bool:
-    """Whether there is room for all siblings of a group, within the replica's share, and its
-    environment's sessions."""
+    """Return whether there is room for a whole group, within the replica's share and sessions."""
     size, most = state.settings.group_size, get_replica_share(state)
     within = not most or replica.load + size <= most
     return within and count_free_slots(replica) >= size and has_sessions(state, replica, size)
 
 
 def has_sessions(state: State, replica: Replica, count: int) -> bool:
-    """Whether so many more trajectories have sessions of the environment there, if there is one:
-    also what waits for its answer, or for its next turn, keeps its own."""
+    """Return whether `count` more trajectories have environment sessions there, if needed.
+
+    Trajectories that wait for a response or for their next turn keep their sessions."""
     most = state.settings.max_sessions
     if not most:
         return True
@@ -99,11 +99,10 @@ def has_sessions(state: State, replica: Replica, count: int) -> bool:
 
 
 def find_not_admitted_reason(state: State, replica: Replica) -> str:
-    """Why this replica takes no new group now; empty when it does.
+    """Return why this replica takes no new group now; empty: it does.
 
-    Asked afresh each time, never latched: a replica that took its share goes on with its version
-    as long as the relay of its machine holds nothing newer.
-    """
+    This is computed afresh each time, never latched: a replica that took its share continues with
+    its version as long as the relay of its machine holds nothing newer."""
     if state.phase != Phase.RUNNING or state.draining:
         return "run-ending"
     if replica.given:
@@ -121,13 +120,12 @@ def find_not_admitted_reason(state: State, replica: Replica) -> str:
 
 
 def is_admitting(state: State, replica: Replica) -> bool:
-    """No refusal, apart from room: a full replica still admits, once it has room."""
+    """Return whether a replica is not refused; a full one admits, too, once it has room."""
     return not find_not_admitted_reason(state, replica)
 
 
 def full_of(state: State, replica: Replica) -> str:
-    """What a replica that is not refused has too little of for another group: "slots" of its
-    engine, or "sessions" of its environment; empty when it has both."""
+    """Return what an admitting replica lacks for another group: "slots", "sessions" or nothing."""
     size = state.settings.group_size
     if count_free_slots(replica) < size:
         return "slots"

@@ -1,4 +1,4 @@
-"""Dispatch: which prompt goes where, and every change of a trajectory's place.
+"""Dispatch: the placement of prompts, and every change of a trajectory's place.
 
 Reads   settings, the prompt cursor, replicas
 Writes  state.groups, state.trajectories, state.deadlines, replica.running, the ledger's "issued"
@@ -34,7 +34,7 @@ from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
 @lru_cache(maxsize=2)
 def permute_rows(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
-    """Row indices of one pass over the data (Fisher-Yates, each swap drawn from the hash)."""
+    """Return the row indices of one pass over the data (Fisher-Yates with hash-drawn swaps)."""
     order = list(range(count))
     for i in range(count - 1, 0, -1):
         j = ids.hash64(seed, "permutation", pass_index, i) % (i + 1)
@@ -103,8 +103,9 @@ def create_group(
 def _place_trajectory(
     ctx: Context, trajectory: Trajectory, replica: Replica, *, begins: bool = False
 ) -> None:
-    """Send a trajectory to a replica under its present placement number; `begins`: without tokens
-    of older weights."""
+    """Send a trajectory to a replica under its present placement number.
+
+    With `begins`, it has no tokens of older weights."""
     state = ctx.state
     group = state.groups[trajectory.group]
     assign_replica(state, trajectory, replica.name)
@@ -137,7 +138,7 @@ def _place_trajectory(
 
 
 def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
-    """Give lost work a new placement; it goes on from the store's tokens, or starts over."""
+    """Place lost work again; it continues from the store's tokens, or starts over."""
     state = ctx.state
     remove_lost(state, trajectory)
     ctx.clear_timer(keys.resume_timer(trajectory.id))
@@ -156,14 +157,14 @@ def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
 
 
 def can_resume_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
-    """Whether tokens so far are kept there: of its very version; in flight of any older one."""
+    """Return whether its tokens are kept there: of the same version; in flight of any older one."""
     if state.settings.in_flight:
         return replica.version >= trajectory.version
     return replica.version == trajectory.version
 
 
 def end_session(ctx: Context, trajectory: Trajectory) -> None:
-    """Nothing of this attempt is wanted any more: its environment's session ends, too."""
+    """End the environment's session of an attempt that is no longer wanted."""
     name = ctx.state.home_of(trajectory)
     ctx.state.sessions.pop(trajectory.id, None)
     if name:
@@ -172,7 +173,7 @@ def end_session(ctx: Context, trajectory: Trajectory) -> None:
 
 
 def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
-    """What a replica has let go of goes on where room is kept for it, under a new placement."""
+    """Place a released trajectory where room is reserved for it, under a new placement."""
     state = ctx.state
     _take_out(ctx, trajectory)
     moved = transition(trajectory, "hand over")
@@ -185,7 +186,7 @@ def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -
 
 
 def end_move(ctx: Context, trajectory: Trajectory) -> None:
-    """The replica that gave it away waits for it no longer: it started, was lost, or has ended."""
+    """End a migration: the trajectory has started, is lost, or has ended."""
     state, progress = ctx.state, ctx.state.progress.get(trajectory.id)
     if progress is None or not progress.source:
         return
@@ -206,7 +207,7 @@ def end_move(ctx: Context, trajectory: Trajectory) -> None:
 
 
 def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
-    """The trajectory no longer runs on its replica (finished, lost, or ended)."""
+    """Take a trajectory that has finished, was lost, or has ended from its replica."""
     _take_out(ctx, trajectory)
     end_move(ctx, trajectory)
 
@@ -238,10 +239,9 @@ def lose_trajectory(ctx: Context, trajectory_id: TrajectoryId) -> None:
 
 
 def newest_tokens(state: State, trajectory: Trajectory) -> int:
-    """The newest version of which the store may have tokens of it.
+    """Return the newest version of which the store may have tokens of the trajectory.
 
-    A replica that loads while it runs goes on with that version before it can report it.
-    """
+    A replica that loads while it runs samples with that version before it can report it."""
     replica = state.replicas.get(trajectory.replica)
     if replica is None or trajectory.id not in replica.running:
         return trajectory.version
@@ -252,7 +252,7 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
 
 
 def await_turn(ctx: Context, trajectory: Trajectory) -> None:
-    """Its environment has answered: it needs a place for its next turn, as lost work does."""
+    """Queue a trajectory whose environment has answered for its next turn, as lost work."""
     state = ctx.state
     moved = transition(trajectory, "continues")
     assert moved, trajectory

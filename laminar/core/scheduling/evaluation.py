@@ -1,12 +1,12 @@
-"""Evaluation: held-out prompts, all on one version, without stopping the rollouts.
+"""Evaluation: evaluation prompts, all on one version, without stopping the rollouts.
 
 Reads   weight versions as they are published and loaded; settings
 Writes  state.evaluation, state.evaluation_due, state.evaluations
 Emits   GenerateTrajectory, PinVersion
 
 A due evaluation binds to the version that the next replica loads and pins it at the relays until it
-is done, so that a lost replica's share can run again on the same weights. One version at a time; a
-later due one waits, or moves on to the next version published. The last one runs on the export.
+is done, so that a lost replica's samples can run again on the same weights. One version at a time;
+a later due one waits, or moves to the next version published. The last one runs on the export.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from laminar.names.ids import Purpose
 def schedule_evaluation(ctx: Context, version: int, step: int, previous_step: int) -> None:
     """Decide whether this version (or the next one) is to be evaluated.
 
-    `previous_step` is that of the version published before (-1: none). What was due at a step in
-    between, whose publish was skipped, moves to this version.
-    """
+    `previous_step` is that of the version published before (-1: none). An evaluation due at a step
+    in between, whose publish was skipped, moves to this version."""
     state, settings = ctx.state, ctx.state.settings
     if not state.num_eval:
         return
@@ -49,13 +48,13 @@ def schedule_evaluation(ctx: Context, version: int, step: int, previous_step: in
 
 
 def _start_if_due(ctx: Context, replica: Replica) -> None:
-    """A due evaluation binds to the version that a serving replica has loaded for it."""
+    """Bind a due evaluation to the version of a serving replica that has loaded it."""
     state = ctx.state
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or replica.version < due:
         return
     if state.settings.in_flight and not count_free_slots(replica):
-        return  # without work of it the replica would go on to newer weights
+        return  # without an evaluation sample the replica would load newer weights
     total = state.num_eval * state.settings.eval_answers
     state.evaluation = Evaluation(
         index=state.next_evaluation,
@@ -71,21 +70,21 @@ def _start_if_due(ctx: Context, replica: Replica) -> None:
 
 
 def _may_evaluate(state: State) -> bool:
-    """A run that ends begins no evaluation: its ledger is being closed."""
+    """Return whether evaluations may begin; when a run ends, its ledger is being closed."""
     return not state.draining and state.phase not in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
 
 def is_evaluation_waiting(state: State) -> bool:
-    """One is due, or has answers for which no replica was found yet."""
+    """Return whether an evaluation is due, or has samples without a replica."""
     running = state.evaluation
     return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
 
 
 def version_wanted(ctx: Context, replica: Replica) -> int:
-    """The version that an empty replica should load for an evaluation, if it can; -1: none.
+    """Return the version that an empty replica should load for an evaluation; -1: none.
 
-    A due one needs one replica to pull it; a running one only if no live replica is left for it.
-    """
+    A due one needs one replica to pull it; a running one only if no live replica has its
+    version."""
     state = ctx.state
     evaluation = state.evaluation
     if not _may_evaluate(state) or not is_evaluation_waiting(state):
@@ -106,14 +105,14 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
 
 
 def _is_helped(state: State, evaluation: Evaluation) -> bool:
-    """Some live replica has its version."""
+    """Return whether a live replica has the version of the evaluation."""
     return bool(
         indexes_of(state).replicas.filter_kinds(lambda kind: kind.version == evaluation.version)
     )
 
 
 def find_starting_kinds(state: State) -> list[Kind]:
-    """Kinds of replicas of which each would begin the one that is due."""
+    """Return the kinds of replicas that could begin the due evaluation."""
     due = state.evaluation_due
     if state.evaluation is not None or due < 0 or not _may_evaluate(state):
         return []
@@ -123,7 +122,7 @@ def find_starting_kinds(state: State) -> list[Kind]:
 
 
 def may_help(state: State) -> Collection[Kind]:
-    """Kinds of replicas of which each that has room takes work of the one that runs."""
+    """Return the kinds of replicas of which each with room takes samples of the evaluation."""
     evaluation = state.evaluation
     if evaluation is None or not evaluation.queue or not _may_evaluate(state):
         return []
@@ -131,7 +130,7 @@ def may_help(state: State) -> Collection[Kind]:
 
 
 def may_want(state: State) -> bool:
-    """Whether an empty replica may be ordered to load a version for an evaluation."""
+    """Return whether an empty replica may be ordered to load a version for an evaluation."""
     if not _may_evaluate(state) or not is_evaluation_waiting(state):
         return False
     evaluation, index = state.evaluation, indexes_of(state).replicas
@@ -147,7 +146,7 @@ def may_want(state: State) -> bool:
 
 
 def _is_in_reach(state: State, version: int) -> bool:
-    """Some live replica can load it from its relay, or from a checkpoint."""
+    """Return whether a live replica can load the version from its relay, or from a checkpoint."""
     if version in state.saved:
         return bool(indexes_of(state).replicas.kinds)
     relays = indexes_of(state).held.get(version, {})
@@ -157,15 +156,17 @@ def _is_in_reach(state: State, version: int) -> bool:
 
 
 def _is_gone(state: State, replica: Replica, version: int) -> bool:
-    """Neither this replica nor another one could load it; the newest comes to every machine."""
+    """Return whether no replica can load the version; the newest comes to every machine."""
     if version == state.newest or _is_in_reach(state, version):
         return False
     return load_sources.choose_source(state, replica, version).source is None
 
 
 def _move_on(ctx: Context) -> None:
-    """The version was evicted before it was pinned, or went with a machine, and there is no copy
-    that could be loaded: evaluate the newest instead, which comes to every machine."""
+    """Evaluate the newest version instead of one that no replica can load any more.
+
+    The version was evicted before it was pinned, or was lost with a machine. The newest comes to
+    every machine."""
     state = ctx.state
     state.evaluation, state.evaluation_due = None, state.newest
     for group in list(state.groups.values()):
@@ -176,8 +177,10 @@ def _move_on(ctx: Context) -> None:
 
 
 def plan_unserved(ctx: Context) -> None:
-    """In flight replicas are busy, with newer weights: what none of them serves any more, and none
-    that is empty could load, is evaluated by the newest instead."""
+    """Move an in-flight evaluation to the newest version if no replica can serve its own.
+
+    In flight, replicas are busy with newer weights, and none may be empty to load the older
+    version."""
     state, evaluation = ctx.state, ctx.state.evaluation
     if not state.settings.in_flight or evaluation is None or not evaluation.queue:
         return
@@ -192,10 +195,10 @@ def plan_unserved(ctx: Context) -> None:
 
 
 def plan_evaluation(ctx: Context, replica: Replica) -> None:
-    """Evaluation work goes first on a replica that serves its version."""
+    """Place evaluation samples first on a replica that serves their version."""
     state = ctx.state
     if not is_evaluation_waiting(state):
-        return  # asked of every replica after every change: mostly there is none
+        return  # called for every replica after every change: mostly none waits
     if not is_serving(state, replica) or not _may_evaluate(state):
         return
     _start_if_due(ctx, replica)
@@ -218,7 +221,7 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
 
 
 def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) -> None:
-    """One held-out answer is scored."""
+    """Record a scored evaluation sample."""
     evaluation = _get_running_evaluation(ctx, group)
     evaluation.correct += event.correct
     evaluation_scores.count_sample(evaluation.held_out, group.row_index, event)
@@ -226,14 +229,14 @@ def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) ->
 
 
 def group_lost(ctx: Context, group: Group) -> None:
-    """A lost evaluation answer runs again, whole, on the same version."""
+    """Queue a lost evaluation sample to run again, from its prompt, on the same version."""
     position = group.row_index * ctx.state.settings.eval_answers + group.sample
     _get_running_evaluation(ctx, group).queue.append(position)
     ctx.touch_all()
 
 
 def group_given_up(ctx: Context, group: Group) -> None:
-    """A held-out group was lost too often: the evaluation ends without it."""
+    """Count an evaluation sample that was lost too often as missing."""
     evaluation = _get_running_evaluation(ctx, group)
     evaluation.held_out.missing += 1
     _one_done(ctx, evaluation)
@@ -272,6 +275,6 @@ def _finish_evaluation(ctx: Context, evaluation: Evaluation) -> None:
 
 
 def _pin_everywhere(ctx: Context) -> None:
-    """Pin the version at every relay: a lost share may be run again on any machine."""
+    """Pin the version at every relay: lost samples may run again on any machine."""
     for name in ctx.state.relays:
         pinning.send_pin(ctx, name)

@@ -1,19 +1,18 @@
-"""Rewards and environments that fail: counted, and too many end the run.
+"""Failure rates of rewards and environments; too many failures end the run.
 
 Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
         TrajectoryContinues
 Writes  state.rewards, state.failed_calls
-Emits   through failing.drain: the run ends gracefully, and has failed
+Emits   through failing.drain_run: the run ends gracefully, as failed
 
-An attempt to score an answer ends with a score, or fails: the reward function raised, hung or
-gave no number, or its worker was lost. Failures of evaluations are counted, too, but only the
-attempts of training answers can end the run, since those are trained. An answer to which the
-function does not apply (it gave None) is no attempt; but where it applies to nothing for as long,
-the run ends, too.
+An attempt to score a response ends with a score, or fails: the reward function raised, hung or gave
+no number, or its worker was lost. Failures of evaluations are counted, too, but only attempts on
+training samples can end the run, since those are trained. A response to which the function does not
+apply (it gave None) does not count as an attempt; but if it applies to none for as long, the run
+ends, too.
 
-An environment that fails by itself gives no score, so that nothing wrong is trained; but what it
-loses is not lost by chance, and the run ends before much is.
-"""
+An environment that fails by itself gives no score, so nothing wrong is trained; but the lost
+episodes are a biased sample, so the run ends before many are lost."""
 
 from __future__ import annotations
 
@@ -27,19 +26,20 @@ from laminar.names.ids import Purpose
 
 UNSCORED = FailureReason.UNSCORED
 FAILED_REASONS = {FailureReason.REWARD_WORKER_LOST: "worker-lost", UNSCORED: UNSCORED}
-"""Of trajectory-failed: those that end an attempt to score; the others were never scored."""
+"""Reasons of trajectory-failed that end an attempt to score; the others were never scored."""
 WINDOW_BATCHES = 4
-"""The limit holds for the last attempts, as many as so many batches have: enough that one bad
-prompt ends nothing, and so few that a reward which breaks late does not train many steps."""
+"""The size of the window of attempts, in batches.
+
+One bad prompt ends nothing, and a reward that breaks late does not train many steps."""
 FIRST_CHARS = 500
 REWARD, ENVIRONMENT = "reward", "environment"
 """The subjects of these failures."""
 CALLS, FAILED_CALLS_MAX = 50, 10
-"""Of the last calls of environments so many may not fail: a fifth."""
+"""The window of environment calls, and the failures in it that end the run: a fifth."""
 
 
 def count_reward(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
-    """The reward of one answer is known, or why there is none; too many failures end the run."""
+    """Count one reward, or why there is none; too many failures end the run."""
     state = ctx.state
     if state.rewards is None:
         state.rewards = RewardErrors(window=bytearray(-(-_get_window_size(ctx) // 8)))
@@ -55,7 +55,7 @@ def count_reward(ctx: Context, purpose: Purpose, reason: str, detail: str) -> No
 
 
 def count_env_call(ctx: Context, failed: str = "") -> None:
-    """An environment has answered a turn, or has `failed` in a way that the policy cannot cause."""
+    """Count an environment's answer to a turn, or a failure that the policy cannot cause."""
     state = ctx.state
     if not state.settings.environment:
         return
@@ -75,13 +75,13 @@ def _get_window_size(ctx: Context) -> int:
 
 
 def _get_min_attempts(ctx: Context) -> int:
-    """Attempts before which the run is not ended: those of one batch."""
+    """Return the attempts before which the run is not ended: those of one batch."""
     settings = ctx.state.settings
     return settings.groups_per_step * settings.group_size
 
 
 def _record_attempt(found: RewardErrors, reason: str, size: int) -> None:
-    """One bit in the ring of the last `size` attempts: whether it failed."""
+    """Record in the ring of the last `size` attempts whether this one failed."""
     if reason == UNSCORED:
         found.unscored_in_row += 1
         return

@@ -4,8 +4,9 @@ Reads   state.groups, state.trajectories, settings
 Writes  statuses, state.ready, state.unscored, state.deadlines, state.flat_in_row, the ledger
 Emits   ScoreTrajectories, EndTrajectories, AbortTrajectories
 
-A group closes when every sibling is rewarded or dropped. An end is decided here, written by the
-store, and the ledger is updated only when the store has answered: until then it counts as live.
+A group closes when every sibling is rewarded or dropped. An end is decided here, then written by
+the store; the ledger is updated only when the store has answered, and counts the end as live until
+then.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from laminar.names.ids import GroupId, Purpose, TrajectoryId
 from laminar.names.roles import Role
 
 SCORE_TIMEOUT_MS = 600_000
-"""A reward has its own time-out in the replica (reward.timeout_s); this one is for the replica."""
+"""The timeout of a replica's scoring, beyond that of the reward function (reward.timeout_s)."""
 ENDINGS_PER_COMMAND = 2_048
-"""About 150 bytes each: well inside one control message, and inside one request of the store."""
+"""The maximum number of ends per command, about 150 bytes each: within one message and request."""
 
 # --- siblings ---------------------------------------------------------------------------------
 
@@ -70,18 +71,18 @@ def score_siblings(ctx: Context, trajectories: list[Trajectory], replica: str) -
 
 
 def choose_scorer(state: State, trajectory: Trajectory, otherwise: str) -> str:
-    """The replica that scores it: the one with its environment's session, while that lives."""
+    """Return the replica that scores it: the one with its environment's session, while alive."""
     return state.home_of(trajectory) or otherwise
 
 
 def get_score_key(state: State, trajectory: Trajectory) -> CommandKey:
-    """Group-scored rewards are one command for the group, the others one for each sibling."""
+    """Return the key of a scoring command: one per group if group-scored, else per sibling."""
     grouped = state.settings.reward_scope == "group"
     return keys.score_key(trajectory.group if grouped else trajectory.id)
 
 
 def find_scorable(state: State, trajectory: Trajectory) -> list[Trajectory]:
-    """What can be scored now that this sibling is generated (all of the group, or just it)."""
+    """Return the siblings that can be scored now that this one is generated (the group, or it)."""
     if state.settings.reward_scope != "group":
         return [trajectory]
     waiting = [t for t in list_members(state, trajectory.group) if t.status in UNFINISHED]
@@ -89,7 +90,7 @@ def find_scorable(state: State, trajectory: Trajectory) -> list[Trajectory]:
 
 
 def end_scoring(ctx: Context, trajectory: Trajectory) -> None:
-    """The command ends when no sibling that it names is waiting for its reward."""
+    """End the scoring command when no sibling that it names is waiting for its reward."""
     state = ctx.state
     key = get_score_key(state, trajectory)
     if state.settings.reward_scope == "group" and any(
@@ -100,7 +101,7 @@ def end_scoring(ctx: Context, trajectory: Trajectory) -> None:
 
 
 def finish_sibling(ctx: Context, group: Group) -> None:
-    """One sibling less is unfinished; a complete group is ready, or dropped: too small, or flat."""
+    """Count a sibling as finished; a complete group is ready, or dropped: too small, or flat."""
     state = ctx.state
     group.unfinished -= 1
     if group.unfinished or group.status != GroupStatus.OPEN:
@@ -121,7 +122,7 @@ def finish_sibling(ctx: Context, group: Group) -> None:
 
 
 def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
-    """Whether a filter is on and these siblings are all alike to it; one alone is no such group."""
+    """Return whether a filter is on and these siblings are equal in it; one alone never is."""
     metric, found = state.settings.filter_metric, [state.trajectories[m] for m in scored]
     if not metric or len(found) < 2:
         return False
@@ -133,7 +134,7 @@ def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
 
 
 def drop_sibling(ctx: Context, trajectory: Trajectory, reason: DropReason) -> None:
-    """One unfinished sibling ends as dropped; its group goes on with the others."""
+    """End an unfinished sibling as dropped; its group continues with the others."""
     group = ctx.state.groups[trajectory.group]
     _end_trajectories(ctx, group, [trajectory], EndKind.DROPPED, reason, -1)
     end_scoring(ctx, trajectory)
@@ -144,14 +145,14 @@ def drop_sibling(ctx: Context, trajectory: Trajectory, reason: DropReason) -> No
 def drop_scored(
     ctx: Context, group: Group, members: list[TrajectoryId], reason: DropReason
 ) -> None:
-    """Rewarded siblings of a batch end as dropped, before their group ends."""
+    """End rewarded siblings of a batch as dropped, before their group ends."""
     _end_trajectories(
         ctx, group, [ctx.state.trajectories[m] for m in members], EndKind.DROPPED, reason, -1
     )
 
 
 def _score_remaining(ctx: Context, group: Group) -> None:
-    """A group-scored reward that waited for the dropped sibling can begin."""
+    """Begin a group-scored reward that waited for the dropped sibling."""
     state = ctx.state
     waiting = [t for t in list_members(state, group.id) if t.status == TrajectoryStatus.GENERATED]
     grouped = state.settings.reward_scope == "group"
@@ -160,7 +161,7 @@ def _score_remaining(ctx: Context, group: Group) -> None:
 
 
 def drop_group(ctx: Context, group: Group, reason: DropReason) -> None:
-    """Every sibling that has not ended ends as dropped; the capacity is given back."""
+    """End all open siblings as dropped; the group no longer counts as unchosen."""
     if group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY):
         remove_unchosen(ctx.state, group)
         ctx.touch_all()
@@ -186,7 +187,7 @@ def _end_trajectories(
     for trajectory in ended:
         for name in _working_on(state, trajectory):
             aborted.setdefault(name, []).append(trajectory)
-        if trajectory.status != TrajectoryStatus.REWARDED:  # no replica works on that one any more
+        if trajectory.status != TrajectoryStatus.REWARDED:  # no replica works on a rewarded one
             _withdraw_trajectory(ctx, trajectory)
         moved = transition(trajectory, "end")
         assert moved, (trajectory, end)
@@ -213,8 +214,9 @@ def _end_trajectories(
 
 
 def _working_on(state: State, trajectory: Trajectory) -> list[str]:
-    """The replicas that generate it or have its environment's session; that of one with a reward
-    has ended by itself."""
+    """List the replicas that generate it or have its environment's session.
+
+    The session of a rewarded trajectory has ended by itself."""
     replica, found = state.replicas.get(trajectory.replica), []
     if replica is not None and trajectory.id in replica.running:
         found.append(replica.name)
@@ -225,7 +227,7 @@ def _working_on(state: State, trajectory: Trajectory) -> list[str]:
 
 
 def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
-    """Withdraw a trajectory: its replica is not waited for any more, and it waits for no place."""
+    """Withdraw a trajectory: stop waiting for its replica, and for a place."""
     state = ctx.state
     leave_engine(ctx, trajectory)
     if state.settings.reward_scope != "group":
@@ -237,18 +239,18 @@ def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
 
 
 def release_weights(ctx: Context, trajectory: Trajectory) -> None:
-    """No next turn of it needs the weights of its replica, which may load newer ones."""
+    """Let its replica load newer weights: no next turn of the trajectory needs the present ones."""
     if ctx.state.settings.environment:
         ctx.touch_replica(trajectory.replica)
 
 
 def send_endings(ctx: Context) -> None:
-    """What this event has ended goes to the store together: one commit."""
+    """Send all ends of this event to the store together: one commit."""
     if not ctx.endings:
         return
     store = live_actor(ctx.state, Role.STORE)
     timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_wait_ms
-    if store_orders.is_store_awaited(ctx.state):  # its time begins when the store is ready
+    if store_orders.is_store_awaited(ctx.state):  # the timeout starts when the store is ready
         timeout_ms = 0
     for start in range(0, len(ctx.endings), ENDINGS_PER_COMMAND):
         part = tuple(ctx.endings[start : start + ENDINGS_PER_COMMAND])
@@ -266,7 +268,7 @@ def _ended_counts(state: State, event: ev.TrajectoriesEnded) -> bool:
 
 @handles(ev.TrajectoriesEnded, valid=_ended_counts)
 def on_trajectories_ended(ctx: Context, event: ev.TrajectoriesEnded) -> None:
-    """The store has the ends on disk: the ledger is updated."""
+    """Update the ledger with ends that the store has on disk."""
     outstanding = ctx.end_command(keys.end_key(event.command_id))
     if outstanding is None or not isinstance(outstanding.command, cmd.EndTrajectories):
         return ctx.ignore("repeat")
@@ -279,7 +281,7 @@ def on_trajectories_ended(ctx: Context, event: ev.TrajectoriesEnded) -> None:
 def _close_trajectory(
     ctx: Context, ending: cmd.TrajectoryEnding, num_tokens: int, tokens_lost: int
 ) -> None:
-    """The store has the end on disk: the ledger is updated and the trajectory is removed."""
+    """Remove a trajectory whose end is on disk and update the ledger."""
     state = ctx.state
     trajectory = close_trajectory(state, ending.trajectory_id)
     ledger = state.ledger
@@ -303,11 +305,11 @@ def remove_unchosen(state: State, group: Group) -> None:
 
 
 def list_members(state: State, group_id: GroupId) -> list[Trajectory]:
-    """Siblings that have not been closed."""
+    """List siblings that have not been closed."""
     ids_ = state.groups[group_id].members
     return [state.trajectories[m] for m in ids_ if m in state.trajectories]
 
 
 def scored_members(state: State, group: Group) -> list[TrajectoryId]:
-    """Siblings that ended with a reward; the dropped ones are not in the baseline either."""
+    """List siblings that ended with a reward; the dropped ones are not in the baseline either."""
     return [t.id for t in list_members(state, group.id) if t.status == TrajectoryStatus.REWARDED]

@@ -1,14 +1,14 @@
-"""Recovery: lost work finds a new place; what has waited too long is moved or given up.
+"""Recovery: lost work finds a new place; work that waited too long is moved or given up.
 
 Reads   state.lost, state.unscored, timers, replicas
 Writes  trajectory placements and attempts
 Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
 
-A lost sibling resumes from the store's tokens on a replica of the same version. Only when none has
-turned up within resume_wait_ms does it start over, on any live replica with room at the same or a
-newer version, before any new group there; restarting is mostly done to long answers, and a fresh
-draw shortens the data, so it is the second choice and is counted. In flight it resumes at once on
-any replica that is at least as new.
+A lost sibling resumes from the store's tokens on a replica of the same version. If none is found
+within resume_wait_ms, it starts over, on any live replica with room at the same or a newer version,
+before any new group there. Restarts mostly hit long responses, and a fresh draw shortens the data,
+so this is the second choice and is counted. In flight it resumes at once on any replica that is at
+least as new.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from laminar.events.reasons import DropReason
 from laminar.names.ids import Purpose, TrajectoryId
 
 DEATHS_MAX = 3
-"""A prompt that has killed three replicas is quarantined (dask marks such a task bad, too)."""
+"""The number of replica deaths after which a prompt is quarantined (as in dask for bad tasks)."""
 SERVED_MS = 1_000
-"""How often work that waits for room asks whether its version is still served."""
+"""The interval at which waiting work checks whether its version is still served."""
 EVALUATION_ATTEMPTS_MAX = 3
-"""A held-out answer that was lost so often is missing: an evaluation always ends."""
+"""The attempts after which an evaluation sample is missing: an evaluation always ends."""
 
 
 def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
-    """Everything that ran or was scored there needs another place.
+    """Find other places for everything that ran or was scored there.
 
-    `blame`: what ran there may have ended it.
-    """
+    With `blame`, its work may have ended it."""
     state = ctx.state
     replica = state.replicas.get(name)
     ctx.clear_timer(keys.progress_timer(name))
@@ -59,7 +58,7 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
         else:
             lose_trajectory(ctx, trajectory_id)
     for trajectory_id in replica.incoming:
-        state.progress[trajectory_id].destination = ""  # its source lets go of it all the same
+        state.progress[trajectory_id].destination = ""  # its source releases it all the same
     indexes.remove_replica(state, replica)
     for trajectory in _list_waiting_on(state, name):
         if trajectory.status == TrajectoryStatus.GENERATED:
@@ -71,7 +70,7 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
 
 
 def _list_waiting_on(state: State, name: str) -> list[Trajectory]:
-    """What waits for its reward or its next turn there, in the order of dispatch."""
+    """List trajectories that wait for a reward or a next turn there, in the order of dispatch."""
     there = [state.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
     waiting = (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
     found = [t for t in there if t.status in waiting]
@@ -79,9 +78,11 @@ def _list_waiting_on(state: State, name: str) -> list[Trajectory]:
 
 
 def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
-    """Lost work has waited for its version long enough. With an environment it waits on for a place
-    where its version is served: longer episodes must not be the ones that begin again. A held-out
-    answer has no other version: where that is served nowhere, it is asked for again."""
+    """Let lost work that waited for its version start over, or wait on.
+
+    With an environment it waits for a place while its version is served: longer episodes must not
+    be the ones that begin again. An evaluation sample has no other version: if that is served
+    nowhere, it is generated again."""
     state = ctx.state
     trajectory = state.trajectories[trajectory_id]
     held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
@@ -98,15 +99,16 @@ def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
 
 
 def _is_fetched(state: State, version: int) -> bool:
-    """It is on its way from another machine, in a time that bytes keep alive."""
+    """Return whether the version is being fetched from another machine, which has a timeout."""
     return any(command.version == version for command in load_sources.list_fetches(state))
 
 
 def fail_sibling(
     ctx: Context, trajectory: Trajectory, reason: DropReason, *, blame: bool = True
 ) -> None:
-    """This sibling cannot be trained; an evaluation answer is tried again, if it may be to `blame`
-    a few times."""
+    """Drop a sibling that cannot be trained, or retry an evaluation sample.
+
+    With `blame` the sample itself may be at fault, and its retries are limited."""
     group = ctx.state.groups[trajectory.group]
     if group.purpose == Purpose.TRAIN:
         return groups.drop_sibling(ctx, trajectory, reason)
@@ -118,8 +120,9 @@ def fail_sibling(
 
 
 def turn_due(ctx: Context, trajectory: Trajectory) -> None:
-    """A held-out answer goes on where its environment's session is: if that replica has other
-    weights by now, it runs again whole."""
+    """Continue an evaluation sample where its environment's session is.
+
+    If that replica has other weights by now, the sample runs again from its prompt."""
     state = ctx.state
     kind = indexes_of(state).replicas.get_kind(state.home_of(trajectory))
     there = kind is not None and not kind.loading and kind.version == trajectory.version
@@ -137,9 +140,9 @@ def plan_lost(ctx: Context) -> None:
 
 
 def _next_lost(state: State) -> Trajectory | None:
-    """The most urgent one for which there is a place."""
+    """Return the most urgent lost trajectory that can be placed."""
     if not state.lost:
-        return None  # asked after every event: mostly nothing is lost
+        return None  # called after every event: mostly nothing is lost
     index, lost = indexes_of(state).replicas, indexes_of(state).lost
     newest = index.newest_able()
     first: list[LostEntry] = []
@@ -150,15 +153,16 @@ def _next_lost(state: State) -> Trajectory | None:
         waiting = lost.waiting.get(version, [])
         if here:
             first += waiting[:1]
-        elif newer and gone:  # a held-out answer, which has no deadline, has no other version
+        elif newer and gone:  # an evaluation sample, which has no deadline, has no other version
             first += islice((entry for entry in waiting if entry[0] >= 0), 1)
     return state.trajectories[min(first)[3]] if first else None
 
 
 def _find_replica(state: State, trajectory: Trajectory) -> Replica | None:
-    """The replica with its environment's session, if it has its version and room; else the least
-    loaded one of its version; where there is none, of the newest one. In flight any that is at
-    least as new."""
+    """Return the replica with its environment's session, if its version fits and it has room.
+
+    Else the least loaded replica of its version; without one, of the newest. In flight any that is
+    at least as new."""
     index = indexes_of(state).replicas
     able = able_kinds(state, trajectory)
     name = state.home_of(trajectory)
@@ -174,7 +178,7 @@ def _find_replica(state: State, trajectory: Trajectory) -> Replica | None:
 
 
 def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
-    """Kinds of replicas with room that go on with its tokens."""
+    """Return the kinds of replicas with room that can continue from its tokens."""
     index = indexes_of(state).replicas
     if goes_anywhere(state, trajectory):
         return index.able_from(newest_tokens(state, trajectory))
@@ -182,7 +186,7 @@ def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
 
 
 def plan_unscored(ctx: Context) -> None:
-    """Rewards whose replica is gone are worked out on another."""
+    """Move rewards whose replica is gone to another one."""
     state = ctx.state
     while state.unscored:
         index = indexes_of(state).replicas
@@ -198,10 +202,10 @@ def plan_unscored(ctx: Context) -> None:
 
 
 def watch_progress(ctx: Context, name: str) -> None:
-    """A replica's progress timer fired: re-arm it, or have the silent engine restarted."""
+    """Re-arm a replica's progress timer, or restart its silent engine."""
     state = ctx.state
     if not state.is_actor_alive(name):
-        return  # it has left, since the run stops
+        return  # the replica has left a stopping run
     replica = state.replicas.get(name)
     if replica is None:
         if not is_run_ending(state):
@@ -211,7 +215,7 @@ def watch_progress(ctx: Context, name: str) -> None:
         return
     stall_ms = state.settings.stall_ms
     silent_ms = (ctx.stamped.time_ns - replica.progress_ns) // 1_000_000
-    if store_orders.is_store_awaited(state):  # who waits for it samples nothing
+    if store_orders.is_store_awaited(state):  # work that waits for the store samples nothing
         replica.progress_ns = ctx.stamped.time_ns
     elif replica.running and not get_pull_order(state, name) and silent_ms >= stall_ms:
         ctx.restart_actor(name, f"sampled nothing for {silent_ms} ms with work to do")

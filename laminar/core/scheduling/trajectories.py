@@ -1,8 +1,8 @@
-"""Trajectories: what replicas report about the work that they have.
+"""Trajectories: reports of replicas about their work.
 
 Reads   TrajectoryStarted, TokenProgress, TrajectoryFinished, TrajectoryFailed, TrajectoryRewarded
 Writes  trajectory.status, trajectory.score_bits, state.unscored, replica.tokens_total, the ledger
-Emits   ScoreTrajectories, and through groups and recovery what an end calls for
+Emits   ScoreTrajectories, and through groups and recovery the consequences of an end
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
 
 
 def _has_valid_gauges(state: State, event: ev.TokenProgress) -> bool:
-    """An older log, which kept none of these, may have any number of them."""
+    """Return whether the gauges are possible; an older log may have any values without repack."""
     told = (event.kv_used_tokens, event.kv_capacity_tokens, event.waiting, event.max_batch)
     return not state.settings.repack_policy or all(
         map(is_count, (*told, event.tokens_total, *event.lengths.values()))
@@ -64,7 +64,7 @@ def _has_valid_gauges(state: State, event: ev.TokenProgress) -> bool:
 
 @handles(ev.TokenProgress, valid=_has_valid_gauges, planned=False)
 def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
-    """A gauge: the last value wins; more tokens than before is progress."""
+    """Record a gauge: the last value wins; more tokens than before is progress."""
     replica = ctx.state.replicas.get(ctx.stamped.peer)
     if replica is None:
         return ctx.ignore("not-ready")
@@ -80,7 +80,7 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
 
 
 def _record_gauges(packing: RepackState, event: ev.TokenProgress) -> None:
-    """Keep the gauges for repack; nothing is planned because of them."""
+    """Keep the gauges for repack; they trigger no planning."""
     packing.kv_capacity = event.kv_capacity_tokens or packing.kv_capacity
     packing.max_batch = event.max_batch or packing.max_batch
     packing.kv_used, packing.waiting = event.kv_used_tokens, event.waiting
@@ -96,7 +96,7 @@ def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
     valid=_token_count,
 )
 def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
-    """Every token is durable; the reward comes next."""
+    """Record a durable response; the reward comes next."""
     state = ctx.state
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not transition(trajectory, "finished"):
@@ -132,7 +132,7 @@ def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
 
 
 def _has_finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
-    """The score is a finite float64, and so is every figure beside it."""
+    """Return whether the score and all further figures are finite."""
     finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
     return finite and is_count(event.num_tokens) and all(map(isfinite, event.extras.values()))
 
@@ -159,14 +159,15 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
 
 
 def _has_valid_turn(state: State, event: ev.TrajectoryContinues) -> bool:
-    """Only a run with an environment has turns."""
+    """Return whether the turn is possible: only a run with an environment has turns."""
     return state.settings.environment and is_count(event.turn)
 
 
 @handles(ev.TrajectoryContinues, valid=_has_valid_turn)
 def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None:
-    """The next turn is generated where its version is served; a held-out answer whose version is
-    not served where its environment is, begins again."""
+    """Continue with the next turn where its version is served.
+
+    An evaluation sample begins again if its version is not served where its environment is."""
     state = ctx.state
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status != TrajectoryStatus.GENERATED:
@@ -179,7 +180,7 @@ def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None
 
 
 def _find_placed(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
-    """The trajectory, if this is its present placement."""
+    """Return the trajectory, if this is its present placement."""
     trajectory = ctx.state.trajectories.get(trajectory_id)
     if trajectory is None or trajectory.placement != placement:
         return None
@@ -187,7 +188,7 @@ def _find_placed(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> T
 
 
 def _generated_by(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
-    """The same, if the sender is the replica that it was placed on."""
+    """Return the trajectory, if the sender is the replica of its present placement."""
     trajectory = _find_placed(ctx, trajectory_id, placement)
     if trajectory is None or trajectory.replica != ctx.stamped.peer:
         return None

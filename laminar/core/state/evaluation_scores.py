@@ -1,10 +1,10 @@
-"""What the answers of an evaluation were: counted while it runs, figures when it is done.
+"""Scores of evaluations: counted while one runs, summarized when it is done.
 
-Reads   TrajectoryRewarded of held-out answers
-Writes  HeldOut, in state.evaluation; HeldOutFigures, in state.evaluations
+Reads   TrajectoryRewarded of evaluation samples
+Writes  EvaluationCounts, in state.evaluation; EvaluationResult, in state.evaluations
 
-Nothing is decided by it. It is in the state, and not in an observer, because an evaluation goes on
-when the coordinator is restarted. Sums are kept as the bits of float64, as scores are.
+No decision depends on it. It is in the state, and not in an observer, because an evaluation
+continues when the coordinator is restarted. Sums are kept as the bits of float64, as scores are.
 """
 
 from __future__ import annotations
@@ -20,71 +20,71 @@ from laminar.events import events as ev
 REPORTED_FIELDS = (
     "step", "version", "final",
     "correct", "total", "missing",  # answers
-    "share", "share_se",  # of right answers among those that were scored, and its standard error
-    "score", "score_se",  # their mean, and its standard error
-    "answers_per_prompt", "passed",  # the share of prompts with at least one right answer
+    "share", "share_se",  # share of correct responses among the scored ones, and its standard error
+    "score", "score_se",  # mean and its standard error
+    "answers_per_prompt", "passed",  # share of prompts with at least one correct response
     "mean_length", "truncated_share", "extras",
 )  # fmt: skip
-"""What is reported of an evaluation."""
+"""The reported fields of an evaluation."""
 EXTRAS_MAX = 32
-"""Names of figures beside the score in one evaluation; of more the first ones."""
+"""The maximum number of further figures in one evaluation; the first ones are kept."""
 
 
 class PromptScores(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answers to one held-out prompt so far."""
+    """The responses to one evaluation prompt so far."""
 
-    answers: int = 0  #: with a score
+    answers: int = 0  #: scored responses
     right: int = 0
     score_bits: int = 0  #: sum of their scores
 
 
 class MetricSum(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The sum of one figure over the answers that have it."""
+    """The sum of one figure over the responses that have it."""
 
     answers: int = 0
     bits: int = 0
 
 
 class EvaluationCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A running evaluation."""
+    """The counts of a running evaluation."""
 
-    missing: int = 0  #: answers that were never scored
+    missing: int = 0  #: responses that were never scored
     truncated: int = 0
     tokens: int = 0
     prompts: dict[int, PromptScores] = {}  #: by row
-    extras: dict[str, MetricSum] = {}  #: what the reward function gave besides the score, by name
+    extras: dict[str, MetricSum] = {}  #: further figures of the reward function, by name
 
 
 class EvaluationStatistics(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One that is done. An answer without a score is missing: neither right nor wrong."""
+    """The statistics of a finished evaluation; unscored responses are neither right nor wrong."""
 
     answers_per_prompt: int
-    answered: int  #: answers with a score
-    prompts: int  #: with at least one of them
-    passed: int  #: prompts with a right answer
+    answered: int  #: scored responses
+    prompts: int  #: prompts with at least one of them
+    passed: int  #: prompts with a correct response
     missing: int
     truncated: int
-    tokens: int  #: of the answers with a score
-    share_se_bits: int  #: standard error of the share of right answers, over prompts
-    score_bits: int  #: mean over answers
+    tokens: int  #: tokens of scored responses
+    share_se_bits: int  #: standard error of the share of correct responses, over prompts
+    score_bits: int  #: mean over responses
     score_se_bits: int
-    extras: dict[str, int] = {}  #: bits of the mean over the answers that have it, by name
+    extras: dict[str, int] = {}  #: bits of the mean over the responses that have it, by name
 
 
 class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One evaluation that is done."""
+    """The result of a finished evaluation."""
 
     index: int
     version: int
     step: int
     final: bool
-    total: int  #: answers asked for
+    total: int  #: requested responses
     correct: int
     figures: EvaluationStatistics
 
 
 def count_sample(held: EvaluationCounts, row: int, event: ev.TrajectoryRewarded) -> None:
-    """One more answer has its score."""
+    """Count one scored response."""
     score = float_of(event.score_bits)
     prompt = held.prompts.setdefault(row, PromptScores())
     prompt.answers += 1
@@ -100,7 +100,7 @@ def count_sample(held: EvaluationCounts, row: int, event: ev.TrajectoryRewarded)
 
 
 def compute_statistics(held: EvaluationCounts, answers_per_prompt: int) -> EvaluationStatistics:
-    """The figures of an evaluation that is done."""
+    """Compute the statistics of a finished evaluation."""
     prompts = list(held.prompts.values())
     answered = sum(prompt.answers for prompt in prompts)
     scores = [float_of(prompt.score_bits) for prompt in prompts]
@@ -122,7 +122,7 @@ def compute_statistics(held: EvaluationCounts, answers_per_prompt: int) -> Evalu
 
 
 def describe_evaluation(result: EvaluationResult) -> dict[str, Any]:
-    """An evaluation as it is shown and written to files; None where there is no basis."""
+    """Return an evaluation as shown and written to files; None where there is no basis."""
     found = result.figures
     answered = found.answered
     shown: dict[str, Any] = dict.fromkeys(REPORTED_FIELDS)
@@ -152,14 +152,15 @@ def describe_evaluation(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _to_finite_float(bits: int) -> float | None:
-    """Sums of huge scores may be no number."""
+    """Return the float, or None: sums of huge scores may not be finite."""
     value = float_of(bits)
     return value if math.isfinite(value) else None
 
 
 def _standard_error(values: list[float]) -> float:
-    """The standard error of the mean over prompts: answers to one prompt are not independent. 0 for
-    one prompt."""
+    """Return the standard error of the mean over prompts; 0 for one prompt.
+
+    Responses to one prompt are not independent."""
     count = len(values)
     if count < 2:
         return 0.0

@@ -1,10 +1,10 @@
-"""Why a run has failed: what kind of failure it is, of what, and at which event it was decided.
+"""Failures of a run: the kind, the subject, and the event at which each was decided.
 
 Reads   nothing
 Gives   FailureKind, Failure; the sentence for people follows from a Failure
 
-A check or a program asks for kind, subject and cause; `detail` is what only a person reads. This is
-no file of events (events/reasons.py): no event carries a failure, it follows from them.
+Checks and programs read kind, subject and cause; `detail` is for people only. No event carries a
+failure (as in events/reasons.py): it follows from the events.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import msgspec
 
 
 class FailureKind(StrEnum):
-    """What ended the run; what its subject is stands beside each."""
+    """The kind of failure that ended the run, with its subject after the semicolon."""
 
     STOPPED = "stopped"  #: by the user, at once; `run`
-    STOPPED_EARLY = "stopped-early"  #: before it began; `run`
-    NOT_STARTED = "not-started"  #: the time of the start is over; the roles that are missing
+    STOPPED_EARLY = "stopped-early"  #: by the user, before it began; `run`
+    NOT_STARTED = "not-started"  #: start timeout; the missing roles
     NEVER_JOINED = "never-joined"  #: a process ended before it had joined; its name
-    PROCESS_FAILED = "process-failed"  #: it says that it cannot go on; its name
-    ENGINE_FAILS = "engine-fails"  #: in the same way at two starts; the replica
-    #: it is lost, and nobody starts it again; its name
+    PROCESS_FAILED = "process-failed"  #: process that reports that it cannot continue; its name
+    ENGINE_FAILS = "engine-fails"  #: engine that failed in the same way at two starts; the replica
+    #: process that is lost and not restarted; its name
     PROCESS_LOST = "process-lost"
     STORE_LOST = "store-lost"
     TRAINER_LOST = "trainer-lost"
     RELAY_LOST = "relay-lost"
-    REPLICAS_LOST = "replicas-lost"  #: the last one
-    OVERDUE = "overdue"  #: a command was not done in time; the process that it was for
-    NOT_PUBLISHED = "not-published"  #: new weights did not come in time; the trainer's relay
-    EXPORT_DIFFERS = "export-differs"  #: it is not what was trained; the relay that has it
-    BATCH_DEADLY = "batch-deadly"  #: one batch has ended so many trainers; the last one's name
-    NO_CHECKPOINT = "no-checkpoint"  #: a trainer that comes back finds none; its name
-    REWARD_FAILS = "reward-fails"  #: on more answers than reward.max_error_share; `reward`
-    NO_SCORES = "no-scores"  #: the reward function gives none; `reward`
-    ENV_FAILS = "env-fails"  #: on a fifth of its calls; `environment`
-    NO_VARIANCE = "no-variance"  #: whole batches of groups of equal answers, in a row; `data`
+    REPLICAS_LOST = "replicas-lost"  #: last replica lost; its name
+    OVERDUE = "overdue"  #: command that missed its deadline; the process that it was for
+    NOT_PUBLISHED = "not-published"  #: new weights that did not arrive in time; the trainer's relay
+    EXPORT_DIFFERS = "export-differs"  #: export with other weights; the relay that has it
+    BATCH_DEADLY = "batch-deadly"  #: batch that has ended too many trainers; the last one's name
+    NO_CHECKPOINT = "no-checkpoint"  #: returning trainer without a checkpoint; its name
+    REWARD_FAILS = "reward-fails"  #: more failed responses than reward.max_error_share; `reward`
+    NO_SCORES = "no-scores"  #: reward function without any score; `reward`
+    ENV_FAILS = "env-fails"  #: environment with a fifth of its calls failed; `environment`
+    NO_VARIANCE = "no-variance"  #: batches of groups of equal responses, in a row; `data`
 
 
 _SENTENCES = {
@@ -59,7 +59,7 @@ _SENTENCES = {
         "{subject} has found no checkpoint that the log confirms, and there was one"
     ),
 }
-"""Of the other kinds the detail is the whole sentence."""
+"""The sentences by kind; for the other kinds the detail is the whole sentence."""
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: FailureKind
     subject: str
-    cause: int  #: the event at which it was decided
+    cause: int  #: event at which it was decided
     detail: str = ""
 
     @property

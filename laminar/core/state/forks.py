@@ -1,14 +1,13 @@
-"""Forks: a run that begins with a checkpoint of another one, and goes on with its data.
+"""Forks: a run that begins with a checkpoint of another one and continues with its data.
 
 Reads   the origin in the first CoordinatorStarted, DataLoaded
-Writes  state.origin, state.again, and what of the state counts steps, versions and prompts
+Writes  state.origin, state.again, and the counts of steps, versions and prompts in the state
 
 A fork counts steps and versions on from its checkpoint. To the trainer that is a checkpoint which
-the log confirms: it is loaded, and is the oldest that a trainer which comes back can go on from
-(core/steps/step_replay.py). Prompts that the other run had ended by then are not handed out again
-in that pass; those that it had not ended begin anew, before all others. The pass it was in keeps
-its order, the ones after it have that of this run. Another set of prompts is begun with its first
-pass.
+the log confirms: it is loaded, and is the oldest that a returning trainer can continue from
+(core/steps/step_replay.py). Prompts that the other run had ended by then are not repeated in that
+pass; unfinished ones begin again, before all others. The pass it was in keeps its order, later
+passes have the order of this run. Another set of prompts is begun with its first pass.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from laminar.events import events as ev
 
 
 def apply_origin(state: State, origin: ev.ForkOrigin) -> None:
-    """Nothing was decided yet."""
+    """Apply the origin of a fork, before any decision."""
     state.origin = origin
     state.completed = state.chosen = origin.step
     state.next_version = origin.version + 1
@@ -33,7 +32,7 @@ def apply_origin(state: State, origin: ev.ForkOrigin) -> None:
 
 
 def data_loaded(state: State, event: ev.DataLoaded) -> None:
-    """The first time: are these the prompts that the other run had?"""
+    """Continue the other run's pass over the data if the prompts are the same."""
     origin = state.origin
     if origin is None:
         return
@@ -46,7 +45,7 @@ def data_loaded(state: State, event: ev.DataLoaded) -> None:
 
 
 def order_of(state: State, pass_index: int) -> tuple[int, bool]:
-    """Seed of the order of a pass, and whether it is another than that of the data."""
+    """Return the seed of the order of a pass, and whether the pass is shuffled."""
     origin = state.origin
     if origin is not None and origin.data and pass_index == origin.cursor // origin.num_train:
         return origin.seed, origin.shuffle

@@ -1,16 +1,15 @@
-"""Indexes over the state, so that no decision has to walk through all of it.
+"""Indexes over the state, so that no decision has to iterate over all of it.
 
 Reads   State
 Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, state.timers,
         state.ready, state.lost, trajectory.replica, trajectory.restart, each together with its
         index; nothing else in the core changes them
-Gives   Indexes (`indexes_of(state)`); `replica_changed`, to be called after a change of a
-        replica; `live_actor`, `trainer`, `working_trainer`, `master_relay`, `ordered_pull`,
-        `streams`
+Gives   Indexes (`indexes_of(state)`); `update_replica`, to be called after a change of a
+        replica; `live_actor`, `find_trainer`, `working_trainer`, `master_relay`,
+        `get_pull_order`, `is_streaming`
 
-Indexes hold nothing that does not follow from the state: they are made from it when they are first
-asked for, are no part of its encoding or digest, and an invariant compares them with new ones.
-"""
+Indexes hold nothing that does not follow from the state: they are built from it on first use, are
+not part of its encoding or digest, and an invariant compares them with new ones."""
 
 from __future__ import annotations
 
@@ -37,21 +36,21 @@ from laminar.names.ids import GroupId, TrajectoryId
 from laminar.names.roles import Role
 
 STALE_TIMERS_MAX = 64
-"""Cleared timers stay in the heap until they are due, or until there are so many and half of it."""
+"""The excess of cleared timers in the heap above which it is rebuilt, if they are half of it."""
 
 
 class Indexes:
-    """Made from a state; the functions below keep it true."""
+    """The indexes of one state, kept up to date by the functions below."""
 
     def __init__(self, state: State) -> None:
         #: names of all actors by role, in the order of their first join
         self.roles: dict[str, dict[str, None]] = {}
         self.num_alive = 0  #: actors
-        #: boot ids of processes that are members no longer, until `take_left` is called
+        #: boot ids of processes that are no longer members, until `take_left` is called
         self.left: list[str] = []
         #: keys of outstanding commands by addressee
         self.commands: dict[str, dict[CommandKey, None]] = {}
-        #: heap of (due time in ns, name); an entry that state.timers does not have is passed over
+        #: heap of (due time in ns, name); entries that state.timers lacks are skipped
         self.timers = [(due, name) for name, due in state.timers.items()]
         heapify(self.timers)
         #: finished groups in the order in which they must be trained: (deadline, order, id)
@@ -62,19 +61,18 @@ class Indexes:
         self.served: dict[str, dict[str, None]] = {}
         #: names of the relays that hold a version, by version
         self.held: dict[int, dict[str, None]] = {}
-        #: by version, how many are ordered to load this very one
+        #: number of orders to load exactly a version, by version
         self.fetched: dict[int, int] = {}
         #: orders to load from another machine, by replica
         self.from_afar: dict[str, PullWeights] = {}
         #: ids by the replica that generates or scores them, or did last
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
-        #: by group, how many of it have finished and their tokens, where there are any
+        #: number and tokens of finished trajectories by group, where there are any
         self.lengths: dict[GroupId, tuple[int, int]] = {}
         self._index_state(state)
         self.lost = LostWork(state)
         self.replicas = ReplicaIndex(state)
-        #: by name, of replicas in their tail, as far as core/repack/stragglers.py was asked and it
-        #: still holds
+        #: cached loads of replicas with only stragglers, by name (core/repack/stragglers.py)
         self.standings: dict[str, StragglerLoad] = {}
 
     def _index_state(self, state: State) -> None:
@@ -94,7 +92,7 @@ class Indexes:
             self.count_length(trajectory, 1)
 
     def served_by(self, relay: str) -> dict[str, None]:
-        """Names of the replicas of its machine."""
+        """Return names of the replicas of its machine."""
         return self.served.get(relay, {})
 
     def count_fetched(self, outstanding: OutstandingCommand, change: int) -> None:
@@ -109,7 +107,7 @@ class Indexes:
                 self.from_afar.pop(command.to, None)
 
     def count_length(self, trajectory: Trajectory, change: int) -> None:
-        """One that has finished is known, or is forgotten."""
+        """Count a finished trajectory, or discount a forgotten one."""
         if trajectory.num_tokens:
             count, tokens = self.lengths.pop(trajectory.group, (0, 0))
             count, tokens = count + change, tokens + change * trajectory.num_tokens
@@ -117,7 +115,7 @@ class Indexes:
                 self.lengths[trajectory.group] = count, tokens
 
     def count_ready(self, deadline: int) -> int:
-        """Finished groups with this deadline."""
+        """Return the number of finished groups with this deadline."""
         first = bisect_left(self.ready, (deadline, -1, ""))
         return bisect_left(self.ready, (deadline + 1, -1, "")) - first
 
@@ -127,10 +125,9 @@ def _rank_group(group: Group) -> tuple[int, int]:
 
 
 def indexes_of(state: State) -> Indexes:
-    """The indexes of this state, made when they are first asked for and kept beside its fields.
+    """Return the indexes of this state, built on first use and stored as an extra attribute.
 
-    Code that changes an indexed field asks before the change: the indexes may be made just then.
-    """
+    Call this before changing an indexed field: the indexes may be built just then."""
     kept: Indexes | None = vars(state).get("indexes")
     if kept is None:
         kept = vars(state)["indexes"] = Indexes(state)
@@ -141,7 +138,7 @@ def indexes_of(state: State) -> Indexes:
 
 
 def add_actor(state: State, actor: Actor) -> None:
-    """A new process has this name now; the one that had it is no longer alive."""
+    """Add an actor; an earlier process of its name is no longer alive."""
     indexes, before = indexes_of(state), state.actors.get(actor.name)
     if before is not None:
         indexes.left.append(before.boot_id)
@@ -151,7 +148,7 @@ def add_actor(state: State, actor: Actor) -> None:
 
 
 def end_actor(state: State, name: str) -> None:
-    """An actor's process is gone, or fenced."""
+    """Mark an actor's process as gone or fenced."""
     indexes, actor = indexes_of(state), state.actors[name]
     indexes.left.append(actor.boot_id)
     indexes.num_alive -= actor.alive
@@ -161,7 +158,7 @@ def end_actor(state: State, name: str) -> None:
 
 
 def live_actor(state: State, role: Role) -> Actor | None:
-    """The one of a role of which a run has one (store, trainer); None while it is not alive."""
+    """Return the live actor of a single role (store, trainer); None while it is not alive."""
     for name in indexes_of(state).roles.get(role, ()):
         if state.actors[name].alive:
             return state.actors[name]
@@ -169,7 +166,7 @@ def live_actor(state: State, role: Role) -> Actor | None:
 
 
 def find_trainer(state: State) -> Actor | None:
-    """The live one; with checkpoints also one that is away, and is waited for."""
+    """Return the live trainer; with checkpoints also an absent one that is awaited."""
     live = live_actor(state, Role.TRAINER)
     if live is None and state.settings.keeps_checkpoints:
         for name in indexes_of(state).roles.get(Role.TRAINER, ()):
@@ -178,13 +175,13 @@ def find_trainer(state: State) -> Actor | None:
 
 
 def working_trainer(state: State) -> Actor | None:
-    """The trainer if it can be given work: it is ready, and has done all that the log has."""
+    """Return the trainer if it can be given work: ready, and with all steps of the log done."""
     live = live_actor(state, Role.TRAINER)
     return live if live is not None and live.ready and state.redone < 0 else None
 
 
 def take_left(state: State) -> list[str]:
-    """Boot ids of the processes that have left, or were replaced, since this was asked last."""
+    """Return and clear the boot ids of processes that have left, or were replaced."""
     indexes = indexes_of(state)
     left, indexes.left = indexes.left, []
     return left
@@ -206,21 +203,21 @@ def remove_replica(state: State, replica: Replica) -> None:
 
 
 def update_replica(state: State, replica: Replica) -> None:
-    """What it loads, serves, runs or took is something else now."""
+    """Update the index after a change in a replica's weights, share or work."""
     indexes = indexes_of(state)
     indexes.replicas.update(state, replica)
     indexes.standings.pop(replica.name, None)
 
 
 def load_changed(state: State, replica: Replica) -> None:
-    """Only what it runs is something else now: asked for every trajectory that comes or goes."""
+    """Update the index after a change in load only, as for every trajectory that comes or goes."""
     indexes = indexes_of(state)
     indexes.replicas.update_load(replica)
     indexes.standings.pop(replica.name, None)
 
 
 def invalidate_gauges(state: State, replica: Replica) -> None:
-    """A replica's engine, or what it runs, is further."""
+    """Invalidate cached loads after new gauges of a replica."""
     standings = indexes_of(state).standings
     standings.pop(replica.name, None)
     for trajectory_id in replica.given:
@@ -228,14 +225,14 @@ def invalidate_gauges(state: State, replica: Replica) -> None:
 
 
 def invalidate_straggler(state: State, trajectory: Trajectory) -> None:
-    """What is known of it counts where it runs, and where room is kept for it."""
+    """Invalidate the cached loads of a trajectory's replica and destination."""
     standings = indexes_of(state).standings
     standings.pop(trajectory.replica, None)
     standings.pop(state.progress[trajectory.id].destination, None)
 
 
 def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
-    """A trajectory has finished: its siblings are expected to be as long."""
+    """Record the length of a finished trajectory: its siblings are expected to be as long."""
     indexes = indexes_of(state)
     indexes.count_length(trajectory, -1)
     trajectory.num_tokens = num_tokens
@@ -244,7 +241,7 @@ def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
 
 
 def invalidate_lengths(state: State, group: Group) -> None:
-    """One of the group has finished, or is forgotten."""
+    """Invalidate cached loads after a trajectory of the group has finished, or is forgotten."""
     if indexes_of(state).standings:
         for name in group.members:
             if name in state.trajectories:
@@ -255,10 +252,9 @@ def invalidate_lengths(state: State, group: Group) -> None:
 
 
 def master_relay(state: State) -> Relay | None:
-    """The relay of the trainer's machine, if it is ready: there every version begins.
+    """Return the relay of the trainer's machine, if it is ready: the source of every version.
 
-    What a trainer has handed over counts while it is away, too.
-    """
+    Versions that an absent trainer has published count, too."""
     source = find_trainer(state)
     if source is None or not state.chain:
         return None
@@ -273,14 +269,14 @@ def remove_relay(state: State, relay: Relay) -> None:
 
 
 def update_relay(state: State, relay: Relay) -> None:
-    """A relay has a newer version, or is gone: the replicas of its machine have another choice."""
+    """Update the replicas of a relay's machine after it got a newer version, or is gone."""
     indexes = indexes_of(state)
     for name in indexes.served_by(relay.name):
         indexes.replicas.update(state, state.replicas[name])
 
 
 def set_held(state: State, relay: Relay, held: list[int]) -> bool:
-    """Note the versions that can be pulled from a relay; True if that changes anything."""
+    """Record the versions that can be pulled from a relay; return whether anything changed."""
     holders = indexes_of(state).held
     if relay.held == held:
         return False
@@ -298,7 +294,7 @@ def set_held(state: State, relay: Relay, held: list[int]) -> bool:
 
 
 def add_command(state: State, key: CommandKey, outstanding: OutstandingCommand) -> None:
-    """One that is outstanding under the same key is replaced, and keeps its place in the order."""
+    """Add an outstanding command, in place of an earlier one under the same key."""
     indexes = indexes_of(state)
     _forget_command(indexes, key, state.commands.get(key))
     state.commands[key] = outstanding
@@ -307,7 +303,7 @@ def add_command(state: State, key: CommandKey, outstanding: OutstandingCommand) 
 
 
 def end_command(state: State, key: CommandKey) -> OutstandingCommand | None:
-    """The command that is no longer outstanding; None if it was not."""
+    """Remove and return an outstanding command; None if it was not outstanding."""
     indexes = indexes_of(state)
     outstanding = state.commands.pop(key, None)
     _forget_command(indexes, key, outstanding)
@@ -323,14 +319,14 @@ def _forget_command(
 
 
 def get_pull_order(state: State, replica: str) -> PullWeights | None:
-    """The load that it is ordered to do; None: none is outstanding."""
+    """Return the outstanding order to load of a replica, or None."""
     outstanding = state.commands.get(keys.pull_key(replica))
     command = outstanding.command if outstanding is not None else None
     return command if isinstance(command, PullWeights) else None
 
 
 def is_streaming(state: State, replica: str) -> bool:
-    """Whether it is to begin with weights that its relay is still getting."""
+    """Return whether it is to begin with weights that its relay is still receiving."""
     ordered = get_pull_order(state, replica)
     return ordered is not None and ordered.purpose == PullPurpose.STREAM
 
@@ -345,13 +341,13 @@ def set_timer(state: State, name: TimerName, due_ns: int) -> None:
 
 
 def clear_timer(state: State, name: TimerName) -> bool:
-    """True if it was set; the heap forgets it later."""
-    indexes_of(state)  # made while it is set: whether lost work waits follows from its timer
+    """Clear a timer and return whether it was set; the heap drops its entry later."""
+    indexes_of(state)  # build the indexes first: whether lost work waits follows from its timer
     return state.timers.pop(name, None) is not None
 
 
 def get_next_timer_ns(state: State) -> int | None:
-    """When the earliest timer is due; None when nothing is waited for."""
+    """Return when the earliest timer is due; None without timers."""
     timers, heap = state.timers, indexes_of(state).timers
     while heap and timers.get(heap[0][1]) != heap[0][0]:
         heappop(heap)
@@ -359,10 +355,10 @@ def get_next_timer_ns(state: State) -> int | None:
 
 
 def due_timers(state: State, now_ns: int) -> list[TimerName]:
-    """Names of the timers that are due, earliest first; they stay set until they are handled."""
+    """Return names of the due timers, earliest first; they stay set until they are handled."""
     heap = indexes_of(state).timers
     if not heap or heap[0][0] > now_ns:
-        return []  # asked all the time: mostly none is
+        return []  # called constantly: mostly none is due
     due: dict[TimerName, int] = {}
     while (due_ns := get_next_timer_ns(state)) is not None and due_ns <= now_ns:
         due[heappop(heap)[1]] = due_ns
@@ -375,7 +371,7 @@ def due_timers(state: State, now_ns: int) -> list[TimerName]:
 
 
 def assign_replica(state: State, trajectory: Trajectory, replica: str) -> None:
-    """This replica generates or scores it from now on."""
+    """Record the replica that generates or scores a trajectory."""
     by_replica = indexes_of(state).trajectories
     if trajectory.replica != replica:
         by_replica.get(trajectory.replica, {}).pop(trajectory.id, None)
@@ -384,7 +380,7 @@ def assign_replica(state: State, trajectory: Trajectory, replica: str) -> None:
 
 
 def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
-    """A trajectory has ended; it is handed back and forgotten."""
+    """Remove and return a trajectory that has ended."""
     by_replica = indexes_of(state).trajectories
     trajectory = state.trajectories.pop(trajectory_id)
     state.progress.pop(trajectory_id, None)
@@ -401,7 +397,7 @@ def add_ready(state: State, group: Group) -> None:
 
 
 def remove_ready(state: State, group: Group) -> None:
-    """A group is in a batch, or dropped; nothing happens for one that was not ready."""
+    """Remove a group that is in a batch, or dropped; do nothing if it was not ready."""
     ready = indexes_of(state).ready
     if group.id in state.ready:
         del state.ready[group.id]
@@ -415,7 +411,7 @@ def add_lost(state: State, trajectory: Trajectory) -> None:
 
 
 def remove_lost(state: State, trajectory: Trajectory) -> None:
-    """A lost trajectory has a place again, or ends; nothing happens for one that was not lost."""
+    """Remove lost work that has a place again, or ends; do nothing if it was not lost."""
     lost = indexes_of(state).lost
     if trajectory.id in state.lost:
         del state.lost[trajectory.id]
@@ -423,14 +419,14 @@ def remove_lost(state: State, trajectory: Trajectory) -> None:
 
 
 def end_version_wait(state: State, trajectory_id: TrajectoryId) -> None:
-    """Lost work waits for its version no longer, and goes to any newer one."""
+    """End the wait of lost work for its version: any newer one will do."""
     lost = indexes_of(state).lost
     if trajectory_id in state.lost:
         lost.end_version_wait(state.trajectories[trajectory_id])
 
 
 def restart_from_prompt(state: State, trajectory: Trajectory) -> None:
-    """Lost work begins again from the prompt."""
+    """Restart lost work from the prompt."""
     lost = indexes_of(state).lost
     trajectory.restart = True
     lost.restart_from_prompt(trajectory)

@@ -1,11 +1,11 @@
-"""Keys of outstanding commands and names of timers: made and read here and nowhere else.
+"""Keys of outstanding commands and names of timers, made and parsed only here.
 
 Reads   nothing
-Gives   CommandKey and TimerName, with a function or constant for each that there is; parse_timer
+Gives   CommandKey and TimerName, with a function or constant for each; parse_timer
 
 Both are texts, because the state has them as keys and the log names the timer that fired:
 "generate:0.17.3" is the order to generate a trajectory, "resume:0.17.3" the time that lost work
-waits for its version, "command:generate:0.17.3" the time in which the order is to be carried out.
+waits for its version, "command:generate:0.17.3" the deadline of the order.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def generate_key(trajectory_id: str) -> CommandKey:
 
 
 def score_key(scored: str) -> CommandKey:
-    """The key of scoring a trajectory, or a whole group."""
+    """Return the key of scoring a trajectory, or a whole group."""
     return CommandKey(f"score:{scored}")
 
 
 def end_key(command_id: int) -> CommandKey:
-    """The store answers with the number of the command."""
+    """Return the key of ends; the store answers with the number of the command."""
     return CommandKey(f"end:{command_id}")
 
 
@@ -67,25 +67,25 @@ def stop_key(actor: str) -> CommandKey:
 
 
 class TimerKind(StrEnum):
-    """What is waited for."""
+    """The kind of a timer."""
 
     START = "start"  #: all actors and the first weights
-    WEIGHTS = "weights"  #: the publication of what the trainer has made
+    WEIGHTS = "weights"  #: publication of the trainer's latest weights
     BATCH_WAIT = "batch-wait"  #: the group that the next batch needs most
-    REPACK = "repack"  #: the next look for replicas in their tail
+    REPACK = "repack"  #: the next search for replicas with only stragglers
     RESUME = "resume"  #: a replica with the version of lost work
-    PROGRESS = "progress"  #: of a replica
-    PAUSE = "pause"  #: answers that are finished before a pause
-    REJOIN = "rejoin"  #: of an actor that is started again
+    PROGRESS = "progress"  #: a replica's progress
+    PAUSE = "pause"  #: responses to finish before a pause
+    REJOIN = "rejoin"  #: a restarted actor
     RECEIVE = "receive"  #: the newest version at a relay
     COMMAND = "command"  #: the event that ends an outstanding command
 
 
 class ParsedTimer(NamedTuple):
-    """A timer's name in its parts."""
+    """The parts of a timer's name."""
 
     kind: TimerKind
-    subject: str  #: id, actor name or CommandKey; empty where there is one of the kind
+    subject: str  #: id, actor name or CommandKey; empty for a kind with one timer
 
 
 def _make_timer_name(kind: TimerKind, subject: str) -> TimerName:
@@ -116,11 +116,11 @@ def receive_timer(relay: str) -> TimerName:
 
 
 def deadline_timer(key: CommandKey) -> TimerName:
-    """The deadline of an outstanding command."""
+    """Return the name of the deadline of an outstanding command."""
     return _make_timer_name(TimerKind.COMMAND, key)
 
 
 def parse_timer(name: str) -> ParsedTimer:
-    """ValueError for what is no timer's name."""
+    """Parse a timer's name; raise ValueError if it is not one."""
     kind, _, subject = name.partition(":")
     return ParsedTimer(TimerKind(kind), subject)

@@ -1,11 +1,11 @@
-"""The exact account: issued = trained + evaluated + dropped(reason) + live, at every event.
+"""The ledger: issued = trained + evaluated + dropped(reason) + live, exactly, at every event.
 
 Reads   what transitions report about groups, trajectories and tokens
 Writes  state.ledger
 
-Three books of the same form: groups, trajectories, tokens. A token is issued when the store has
-it; the core learns of it with `trajectory-finished` and `trajectories-ended` (which also says what
-earlier attempts lost, dropped as "restarted"). Live is not stored, it is counted from the state, so
+Three books of the same form: groups, trajectories, tokens. A token is issued when the store has it;
+the core learns of it with `trajectory-finished` and `trajectories-ended` (which also reports tokens
+lost by earlier attempts, dropped as "restarted"). Live is not stored but counted from the state, so
 that the balance is a check and not a definition.
 """
 
@@ -17,7 +17,7 @@ from laminar.events.reasons import DropReason, EndKind
 
 
 class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Counts of one kind of thing."""
+    """The counts of one kind of thing."""
 
     issued: int = 0
     trained: int = 0

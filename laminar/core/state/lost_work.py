@@ -1,10 +1,10 @@
-"""Lost work in the order in which it gets a place again.
+"""Lost work in the order in which it is placed again.
 
 Reads   state.lost, resume timers, trajectory.restart
-Gives   LostWork (`indexes_of(state).lost`): by version, what is placed next, and what still waits
-        for its own version
+Gives   LostWork (`indexes_of(state).lost`): by version, the work to place next, and the work that
+        still waits for its own version
 
-Part of the indexes: it follows from the state, and core/state/indexes.py keeps it true.
+Part of the indexes: it follows from the state, and core/state/indexes.py keeps it up to date.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from laminar.names.ids import Purpose, TrajectoryId
 
 
 def goes_anywhere(state: State, trajectory: Trajectory) -> bool:
-    """Whether any newer version goes on with its tokens at once: a held-out answer has one."""
+    """Return whether it resumes on any newer version at once; an evaluation sample never does."""
     return state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN
 
 
 LostEntry = tuple[int, int, int, TrajectoryId]
-"""Most urgent first: (deadline, order of dispatch, number of the loss, id)."""
+"""An entry of lost work, most urgent first: (deadline, dispatch order, loss number, id)."""
 
 
 class LostWork:
     """Lost trajectories by version, and by whether any newer version will do as well."""
 
     def __init__(self, state: State) -> None:
-        #: of work that waits for its version
+        #: work that waits for its version
         self.waiting: dict[int, list[LostEntry]] = {}
-        #: of work whose wait is over, that begins again from the prompt, or is in flight
+        #: work whose wait is over, that begins again from the prompt, or is in flight
         self.anywhere: dict[int, list[LostEntry]] = {}
-        #: in the order of the losses, without what begins again
+        #: work in the order of the losses, without trajectories that begin again
         self.resumable: dict[int, dict[TrajectoryId, None]] = {}
         self._entries: dict[TrajectoryId, LostEntry] = {}
         self._count = count()
@@ -62,13 +62,13 @@ class LostWork:
         self._remove_resumable(trajectory)
 
     def end_version_wait(self, trajectory: Trajectory) -> None:
-        """Any newer version will do from now on."""
+        """Accept any newer version from now on."""
         entry = self._entries[trajectory.id]
         if _remove_entry(self.waiting, trajectory.version, entry):
             insort(self.anywhere.setdefault(trajectory.version, []), entry)
 
     def restart_from_prompt(self, trajectory: Trajectory) -> None:
-        """A lost trajectory begins again: its tokens are given up."""
+        """Discard the tokens of a lost trajectory, which begins again."""
         self.end_version_wait(trajectory)
         self._remove_resumable(trajectory)
 
@@ -79,23 +79,23 @@ class LostWork:
             self.resumable.pop(trajectory.version, None)
 
     def list_versions(self) -> dict[int, None]:
-        """The versions of lost work, whatever will do for it."""
+        """Return all versions of lost work."""
         return dict.fromkeys([*self.waiting, *self.anywhere])
 
     def to_comparable(self) -> Any:
-        """Equal for two that answer equally."""
+        """Return a value that is equal for indexes with equal contents."""
         queues = (self.waiting, self.anywhere)
         order = [{v: [e[3] for e in queue] for v, queue in kind.items()} for kind in queues]
         return order, {v: list(same) for v, same in self.resumable.items()}, self.list_wanted()
 
     def list_wanted(self) -> list[int]:
-        """Versions that lost work could resume on, the one that was lost first at the head."""
+        """List the versions that lost work could resume on, earliest loss first."""
         first = {v: self._entries[next(iter(same))][2] for v, same in self.resumable.items()}
         return sorted(first, key=first.__getitem__)
 
 
 def _remove_entry(queues: dict[int, list[LostEntry]], version: int, entry: LostEntry) -> bool:
-    """True if it was there."""
+    """Remove an entry and return whether it was there."""
     queue = queues.get(version, [])
     place = bisect_left(queue, entry)
     if place == len(queue) or queue[place] != entry:

@@ -1,10 +1,10 @@
-"""Why each process was lost last, in words for people; nothing is decided by it.
+"""The reason for the last loss of each process, for people; no decision depends on it.
 
 Reads   events and commands, as they are handled and decided, or replayed
-Gives   Losses
+Gives   ProcessFailures
 
-For status.json and for the summary, which is worked out from the log. A process that ends in good
-order is not lost.
+Used by status.json and by the summary, which is computed from the log. A process that ends
+gracefully is not lost.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from laminar.names.process_end import describe_exit
 
 
 class ProcessFailures:
-    """Why each process was lost last, in words for people: `why`, by its name.
+    """The reason for the last loss of each process, for people: `why`, by its name.
 
-    How a process ended says nothing where it was killed for a reason that is known.
-    """
+    An exit code is ignored if the process was killed for a known reason."""
 
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
-        self._explained: set[str] = set()  #: by their reason, until their end is reported
-        self._boots: dict[str, str] = {}  #: that joined last, by name
-        self._replaced: set[str] = set()  #: boots whose end is no news any more
+        self._explained: set[str] = set()  #: names with a known reason, until their end is reported
+        self._boots: dict[str, str] = {}  #: boots that joined last, by name
+        self._replaced: set[str] = set()  #: boots whose end is already known
 
     def record_event(self, stamped: Stamped, commands: Sequence[Command]) -> None:
         event = stamped.event

@@ -1,12 +1,11 @@
-"""The index of replicas: who serves which version, how loaded, who is empty, who is behind.
+"""The index of replicas: versions served, load, empty replicas, and those with old weights.
 
 Reads   replicas, whether their processes live, what their relays have
-Gives   ReplicaIndex (`indexes_of(state).replicas`): answers about all replicas at once
+Gives   ReplicaIndex (`indexes_of(state).replicas`): queries over all replicas
 
 Part of the indexes: it follows from the state; code that changes a replica calls `update`. Replicas
-of one kind differ in their load only, and there are few kinds, so no question walks over all
-replicas. Numbers give them the order of `state.replicas`, which decides between equals.
-"""
+of one kind differ in their load only, and there are few kinds, so no query iterates over all
+replicas. Numbers give them the order of `state.replicas`, which breaks ties."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ from laminar.core.state.state import Replica, State
 
 
 class Kind(NamedTuple):
-    """What decisions about a live replica depend on, besides its load."""
+    """The properties of a live replica, except its load, that decisions depend on."""
 
     version: int  #: loaded, or before the load that is under way; -1: none
     step: int
     loading: bool
     behind: bool  #: the relay of its machine has a newer version
-    satisfied: bool  #: it took its share of new groups
+    satisfied: bool  #: whether it took its share of new groups
     failed_loads: int
-    emptied: bool  #: it gives away what it runs
+    emptied: bool  #: whether it gives away its work
 
     @property
     def serving(self) -> bool:
         return self.version >= 0 and not self.loading and not self.emptied
 
 
-Load = tuple[int, int]  #: trajectories that run there or come, and capacity
+Load = tuple[int, int]  #: trajectories running or expected there, and capacity
 _Loads = dict[Load, list[int]]  #: numbers of replicas, ascending
 
 
@@ -47,11 +46,11 @@ class ReplicaIndex:
 
     def __init__(self, state: State) -> None:
         self.kinds: dict[Kind, _Loads] = {}
-        #: how many of a kind that serves have room, by version
+        #: number of replicas with room of each serving kind, by version
         self._able: dict[int, dict[Kind, int]] = {}
-        self.numbers: dict[str, int] = {}  #: by name; replicas that came later have higher ones
+        self.numbers: dict[str, int] = {}  #: numbers by name; later replicas have higher ones
         self.replicas: dict[int, Replica] = {}
-        self.filed: dict[str, tuple[Kind, Load]] = {}  #: of live replicas, by name
+        self.filed: dict[str, tuple[Kind, Load]] = {}  #: kind and load of live replicas, by name
         self._count = count()
         for replica in state.replicas.values():
             self.add(state, replica)
@@ -59,7 +58,7 @@ class ReplicaIndex:
     # --- kept true ------------------------------------------------------------------------------
 
     def add(self, state: State, replica: Replica) -> None:
-        """A new one, behind all others."""
+        """Add a replica after all others."""
         number = self.numbers[replica.name] = next(self._count)
         self.replicas[number] = replica
         self.update(state, replica)
@@ -69,7 +68,7 @@ class ReplicaIndex:
         del self.replicas[self.numbers.pop(replica.name)]
 
     def update(self, state: State, replica: Replica) -> None:
-        """Anything about it may have changed."""
+        """Refile a replica after any change."""
         actor = state.actors.get(replica.name)
         if actor is None or not actor.alive:
             return self._refile_replica(replica.name, None)
@@ -86,7 +85,7 @@ class ReplicaIndex:
         self._refile_replica(replica.name, (kind, _get_load(replica)))
 
     def update_load(self, replica: Replica) -> None:
-        """Only what it runs has changed."""
+        """Refile a replica after a change in load only."""
         filed = self.filed.get(replica.name)
         if filed is not None:
             self._refile_replica(replica.name, (filed[0], _get_load(replica)))
@@ -128,7 +127,7 @@ class ReplicaIndex:
             del self.kinds[kind]
 
     def to_comparable(self) -> Any:
-        """Equal for two that answer equally."""
+        """Return a value that is equal for indexes with equal contents."""
         names = {number: replica.name for number, replica in self.replicas.items()}
         order = [names[number] for number in sorted(names)]
         filed = {
@@ -152,30 +151,30 @@ class ReplicaIndex:
         return len(self.filed)
 
     def get_kind(self, name: str) -> Kind | None:
-        """None for one whose process is gone."""
+        """Return the kind of a replica; None if its process is gone."""
         filed = self.filed.get(name)
         return filed[0] if filed is not None else None
 
     def filter_kinds(self, wanted: Callable[[Kind], bool]) -> list[Kind]:
-        """The kinds that are wanted, of those that there are."""
+        """Return the existing kinds that `wanted` accepts."""
         return [kind for kind in self.kinds if wanted(kind)]
 
     def find_able_kinds(self, version: int) -> Collection[Kind]:
-        """Kinds that serve this version, of which some replica has room."""
+        """Return kinds that serve this version, of which some replica has room."""
         return self._able.get(version, ())
 
     def able_from(self, version: int) -> list[Kind]:
-        """The same, of this version or a newer one."""
+        """Return kinds that serve this version or a newer one, of which some replica has room."""
         return [kind for v, kinds in self._able.items() if v >= version for kind in kinds]
 
     def newest_able(self) -> int:
-        """The highest version that a replica with room serves; -1: none."""
+        """Return the highest version that a replica with room serves; -1: none."""
         return max(self._able, default=-1)
 
     def find_least_loaded(
         self, kinds: Collection[Kind], room: int, but: Collection[str] = ()
     ) -> Replica | None:
-        """The least loaded of these kinds with room for so many more, the first of equals."""
+        """Return the least loaded replica of these kinds with `room`, the first of equals."""
         best: tuple[int, int] | None = None
         for kind in kinds:
             for (running, capacity), numbers in self.kinds.get(kind, {}).items():
@@ -186,20 +185,20 @@ class ReplicaIndex:
         return self.replicas[best[1]] if best is not None else None
 
     def _find_lowest(self, numbers: list[int], but: Collection[str]) -> int:
-        """The lowest of these, -1 for none; `but` names replicas that are not meant."""
+        """Return the lowest number, -1 for none; `but` names excluded replicas."""
         if not but:
             return numbers[0]
         return next((n for n in numbers if self.replicas[n].name not in but), -1)
 
     def iter_empty(self, kinds: Collection[Kind]) -> Iterator[int]:
-        """Numbers of the replicas of these kinds that run nothing."""
+        """Yield numbers of the replicas of these kinds that run nothing."""
         for kind in kinds:
             for (running, _), numbers in self.kinds[kind].items():
                 if not running:
                     yield from numbers
 
     def list_busy_versions(self) -> set[int]:
-        """Versions with which some replica runs something."""
+        """Return versions with which some replica runs something."""
         return {
             kind.version
             for kind, loads in self.kinds.items()
@@ -207,13 +206,13 @@ class ReplicaIndex:
         }
 
     def iter_numbers(self, kinds: Collection[Kind]) -> Iterator[int]:
-        """Numbers of all replicas of these kinds."""
+        """Yield numbers of all replicas of these kinds."""
         for kind in kinds:
             for numbers in self.kinds[kind].values():
                 yield from numbers
 
     def with_room(self, kinds: Collection[Kind]) -> Iterator[int]:
-        """Numbers of the replicas of these kinds that can run more."""
+        """Yield numbers of the replicas of these kinds that can run more."""
         for kind in kinds:
             for (running, capacity), numbers in self.kinds[kind].items():
                 if running < capacity:

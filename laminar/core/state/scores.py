@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 def bits_of(score: float) -> int:
-    """The float64 of a score as an integer."""
+    """Return the float64 of a score as an integer."""
     return int.from_bytes(struct.pack("<d", score), "little")
 
 
@@ -21,12 +21,12 @@ def float_of(bits: int) -> float:
 
 
 def add_to_bits(bits: int, value: float) -> int:
-    """A sum with one more term."""
+    """Return the bits of a sum with one more term."""
     return bits_of(float_of(bits) + value)
 
 
 def sum_in_order(values: Iterable[float]) -> float:
-    """The sum in the order given; the built-in one rounds otherwise since Python 3.12."""
+    """Return the sum in the given order; built-in `sum` rounds otherwise since Python 3.12."""
     found = 0.0
     for value in values:
         found += value

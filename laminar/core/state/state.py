@@ -1,16 +1,16 @@
-"""Everything the coordinator knows, as plain data.
+"""The state: everything the coordinator knows, as plain data.
 
 Reads   nothing
-Gives   State and its parts; `digest(state)` names a state by its content; `encode`, `decode`
+Gives   State and its parts; `hash_state`, the hash of a state's content; `encode`, `decode`
 
 No floats, no sets, no clocks, no objects that cannot be encoded: the whole state is one MessagePack
-value, and its hash is what a replay has to reach. Dicts are used as ordered sets (value None)
-where a decision walks over them.
+value, and a replay must reach the same hash. Dicts are used as ordered sets (value None) where a
+decision iterates over them.
 
-What equals its default is left out of the encoding, so that a field which a later release adds
-changes nothing for a run that does not use it. msgspec compares by identity, which is the same
+A value that equals its default is left out of the encoding, so that a field which a later release
+adds changes nothing for a run that does not use it. msgspec compares by identity, which is the same
 only for values that exist once: None, False and True, integers from -5 to 256, the empty string and
-tuple; and empty dicts and lists, which it looks into. A default is one of these, or `_written`.
+tuple; and empty dicts and lists, which it inspects. Other defaults need `_encode_default`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from laminar.names.roles import Role
 
 
 def _encode_default(value: StrEnum) -> Any:
-    """A default that stays in the encoding, as it did when it was a text like any other."""
+    """Return a default that is kept in the encoding, as when it was a plain text."""
     return msgspec.field(default_factory=lambda: value)
 
 
 class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One process slot by name; a restarted process raises the incarnation."""
+    """A process slot by name; a restarted process gets a higher incarnation."""
 
     name: str
     role: Role
@@ -50,45 +50,45 @@ class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
     incarnation: int
     alive: bool = True
     ready: bool = False
-    silent: bool = False  #: a node of which nothing is heard, while its actors speak
-    job: str = ""  #: of the batch system, that started it; empty: none did
+    silent: bool = False  #: whether a node is silent while its actors respond
+    job: str = ""  #: batch-system job that started it; empty: none
     job_restarts: int = 0
-    last_peer_seq: int = 0  #: the session's dedupe survives a coordinator restart through this
-    #: with which the engine of the process before failed it, if that had never had weights
+    last_peer_seq: int = 0  #: last message number: deduplicates after a coordinator restart
+    #: failure of the previous process's engine, if it never had weights
     start_failure: str = ""
 
 
 class RepackState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What repack knows of one replica: its engine as it was last told, and what is handed over."""
+    """Repack's view of one replica: its engine's last reported gauges, and its migrations."""
 
-    max_batch: int = 0  #: the most sequences of a decode step within its budget; 0: not said
+    max_batch: int = 0  #: most sequences of a decode step within its budget; 0: unknown
     kv_capacity: int = 0  #: tokens
     kv_used: int = 0  #: tokens
-    waiting: int = 0  #: for a slot in the engine
-    as_of: int = 0  #: highest id of a command to generate that these figures know of
+    waiting: int = 0  #: trajectories waiting for a slot in the engine
+    as_of: int = 0  #: highest id of a command to generate that these figures cover
     asked: int = 0  #: id of the last command to generate that it was given
-    #: trajectories that it gives away and that have not started elsewhere: it takes no work and
-    #: loads nothing until there are none
+    #: released trajectories that have not started elsewhere; until then it takes no work and loads
+    #: nothing
     given: dict[TrajectoryId, None] = {}
-    #: room is kept for these, which other replicas give away
+    #: trajectories of other replicas for which room is reserved
     incoming: dict[TrajectoryId, None] = {}
 
 
 class MigrationProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What repack knows of one trajectory: how far it is, and between which replicas it moves."""
+    """Repack's view of one trajectory: its progress, and the replicas it migrates between."""
 
     prompt_tokens: int = 0
-    sampled: int = 0  #: tokens, as they were last told; the ledger counts Trajectory.num_tokens
-    moves: int = 0  #: times that it was given away
-    source: str = ""  #: replica that gives it away, until it has started elsewhere
-    destination: str = ""  #: replica with room kept for it; empty: none, or that one is gone
+    sampled: int = 0  #: tokens as last reported; the ledger counts Trajectory.num_tokens
+    moves: int = 0  #: times that it was released
+    source: str = ""  #: replica that releases it, until it has started elsewhere
+    destination: str = ""  #: replica with reserved room; empty: none, or it is gone
 
 
 class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One inference engine. It serves one weight version at a time."""
+    """An inference engine, which serves one weight version at a time."""
 
     name: str
-    relay: str  #: name of the relay of its machine, whether there is one or not
+    relay: str  #: name of the relay of its machine, whether it exists or not
     capacity: int  #: trajectories it runs at a time
     version: int = -1  #: loaded; -1 before the first load
     step: int = -1  #: the step that made the loaded version
@@ -98,9 +98,9 @@ class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: generating here, each with its placement (also in state.trajectories)
     running: dict[TrajectoryId, int] = {}
     tokens_total: int = 0
-    progress_ns: int = 0  #: when it last sampled, loaded or took work
+    progress_ns: int = 0  #: time when it last sampled, loaded or took work
     failed_loads: int = 0
-    packing: RepackState | None = None  #: what repack needs to know; None without repack
+    packing: RepackState | None = None  #: repack's view; None without repack
 
     @property
     def given(self) -> dict[TrajectoryId, None]:
@@ -112,49 +112,49 @@ class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def load(self) -> int:
-        """Trajectories that run here, or for which room is kept."""
+        """Trajectories that run here, or for which room is reserved."""
         return len(self.running) + len(self.incoming)
 
 
 class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The relay of one machine, ready: a place in the chain."""
+    """A ready relay of one machine: a place in the chain."""
 
     name: str
     node: str
     bulk: str  #: host:port for the relay before it
     incarnation: int
-    ready_seq: int  #: of the event that said so
-    successor: str = ""  #: the relay that it is ordered to feed; empty: none
+    ready_seq: int  #: seq of its ready event
+    successor: str = ""  #: relay that it is ordered to feed; empty: none
     held: list[int] = []  #: versions that can be pulled here, ascending
-    newest: int = -1  #: highest that it has reported
+    newest: int = -1  #: highest version that it has reported
     newest_digest: str = ""
-    arrived: dict[int, int] = {}  #: version, of those held -> time_ns of its report
-    lags: int = 0  #: transfers in a row from the relay before it that this hop held up
-    unlinked: int = 0  #: orders in a row that it did not carry out in time
+    arrived: dict[int, int] = {}  #: time_ns of its report, by held version
+    lags: int = 0  #: transfers in a row that its hop held up
+    unlinked: int = 0  #: orders in a row that it missed the deadline of
 
 
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One attempt at one prompt; statuses and moves are in core/state/transitions.py."""
+    """A trajectory: one attempt at one prompt; core/state/transitions.py has its statuses."""
 
     id: TrajectoryId
     group: GroupId
     sibling: int
     status: TrajectoryStatus = _encode_default(TrajectoryStatus.DISPATCHED)
-    replica: str = ""  #: that generates or scores it
+    replica: str = ""  #: replica that generates or scores it
     placement: int = 1
     attempt: int = 1
-    version: int = 0  #: that samples it, or did last
-    step: int = 0  #: that made the oldest weights which may have sampled of it
-    num_tokens: int = 0  #: known to the ledger as issued
+    version: int = 0  #: version that samples it, or did last
+    step: int = 0  #: step of the oldest weights which may have sampled parts of it
+    num_tokens: int = 0  #: tokens issued in the ledger
     score_bits: int = -1
     correct: bool = False
     deaths: int = 0  #: replicas that died while they ran it
     waits: int = 0  #: times that a batch gave up waiting for it
-    restart: bool = False  #: lost work that must begin again from the prompt
+    restart: bool = False  #: whether lost work must begin again from the prompt
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The siblings of one prompt in one pass (or one held-out prompt of an evaluation)."""
+    """The siblings of one prompt in one pass (or one evaluation sample)."""
 
     id: GroupId
     purpose: Purpose
@@ -165,14 +165,14 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     members: list[TrajectoryId]
     unfinished: int  #: members neither rewarded nor ending
     status: GroupStatus = _encode_default(GroupStatus.OPEN)
-    end: EndKind = EndKind.NONE  #: once it is ending
+    end: EndKind = EndKind.NONE  #: end, once its status is ending
     end_reason: DropReason = DropReason.NONE
-    mixed: bool = False  #: a sibling started over on another version
-    sample: int = 0  #: which of the answers to its held-out prompt
+    mixed: bool = False  #: whether a sibling started over on another version
+    sample: int = 0  #: sample index at its evaluation prompt
 
 
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the trainer works on."""
+    """The batch that the trainer works on."""
 
     step_index: int = msgspec.field(name="step")
     version: int
@@ -181,17 +181,17 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A step that the log has, as a trainer that comes back may have to do it again."""
+    """A step of the log that a returning trainer may have to repeat."""
 
     step_index: int = msgspec.field(name="step")
     version: int
-    rows: str  #: ids of its trajectories, in order, with a blank between two
+    rows: str  #: ids of its trajectories, in order, separated by blanks
     chain: str  #: digest of the ids of all batches up to this one
-    digest: str = ""  #: of the published version; empty: it was not, or not yet
+    digest: str = ""  #: digest of the published version; empty: not published, or not yet
 
 
 class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Held-out prompts, all on one version; a position is row * answers to each + which of them."""
+    """A running evaluation on one version; position = row * samples per prompt + sample."""
 
     index: int
     version: int
@@ -199,22 +199,22 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     final: bool
     queue: list[int]  #: positions still to dispatch, in order
     total: int
-    attempts: dict[int, int] = {}  #: of positions that were lost and run again
+    attempts: dict[int, int] = {}  #: attempts at positions that were lost and run again
     done: int = 0
     correct: int = 0
     held_out: EvaluationCounts = msgspec.field(default_factory=EvaluationCounts)
 
 
 class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How scoring fared (core/scheduling/failure_rate.py)."""
+    """Counts of scored and failed attempts (core/scheduling/failure_rate.py)."""
 
-    window: bytearray  #: a ring with a bit for each of the last attempts: whether it failed
-    attempts: int = 0  #: of training answers; the next one has bit `attempts` modulo the ring
-    failed: int = 0  #: of those in the ring
-    unscored_in_row: int = 0  #: training answers without a score since the last attempt
-    answers: int = 0  #: scored or failed, those of evaluations included
-    errors: dict[str, int] = {}  #: the failed of them, by reason
-    first: str = ""  #: what went wrong the first time
+    window: bytearray  #: ring with a bit for each of the last attempts: whether it failed
+    attempts: int = 0  #: attempts at training samples; the next has bit `attempts` modulo the ring
+    failed: int = 0  #: failed attempts in the ring
+    unscored_in_row: int = 0  #: training samples without a score since the last attempt
+    answers: int = 0  #: samples scored or failed, including evaluations
+    errors: dict[str, int] = {}  #: failures of them, by reason
+    first: str = ""  #: first error text
 
 
 class OutstandingCommand(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -222,7 +222,7 @@ class OutstandingCommand(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     command_id: int
     cause: int
-    incarnation: int  #: of the actor it was addressed to
+    incarnation: int  #: incarnation of the addressed actor
     command: AnyCommand
 
 
@@ -239,21 +239,21 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     #: processes by name; role "rollout" has an entry in replicas once it is ready
     actors: dict[str, Actor] = {}
-    #: boot ids of the last nodes that had the name of one before, by that name
+    #: last boot ids of earlier node processes, by node name
     former: dict[str, tuple[str, ...]] = {}
-    #: by name: which of the processes that its node has started the last member is
+    #: start number of the last member, by name
     starts: dict[str, int] = {}
     replicas: dict[str, Replica] = {}
     #: relays that are ready, by name
     relays: dict[str, Relay] = {}
-    #: their names in the order in which weights pass through them
+    #: names of relays in the order in which weights pass through them
     chain: list[str] = []
 
     num_train: int = -1  #: -1 until the store has loaded the data
     num_eval: int = 0
-    cursor: int = 0  #: next (pass * num_train + position) to hand out
-    origin: ForkOrigin | None = None  #: of a fork (core/state/forks.py)
-    #: prompts that the run it was forked from had not ended, row index by group: they go first
+    cursor: int = 0  #: next (pass * num_train + position) to dispatch
+    origin: ForkOrigin | None = None  #: origin of a fork (core/state/forks.py)
+    #: prompts that the origin of a fork had not ended, row index by group: dispatched first
     again: dict[GroupId, int] = {}
 
     groups: dict[GroupId, Group] = {}
@@ -265,7 +265,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     deadlines: dict[int, int] = {}
     #: trajectories whose replica is gone, oldest first
     lost: dict[TrajectoryId, None] = {}
-    #: replica that has the environment's session of a trajectory, as far as is known
+    #: replica that has the environment's session of a trajectory, if known
     sessions: dict[TrajectoryId, str] = {}
     #: generated trajectories that no live replica is scoring
     unscored: dict[TrajectoryId, None] = {}
@@ -273,68 +273,68 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     chosen: int = 0  #: batches chosen so far = index of the next one
     completed: int = 0  #: steps completed
     batch: Batch | None = None
-    #: completed steps since the oldest checkpoint, and the one that made it; none without
+    #: completed steps since the oldest checkpoint, and the one that made it; empty without
     #: checkpoints
     trained: list[StepRecord] = []
-    redone: int = -1  #: completed steps that a trainer that came back has by now; -1: all
-    proposal: list[GroupId] | None = None  #: a valid answer of the user's strategy
-    proposal_failed: bool = False  #: fall back to the default for this batch
+    redone: int = -1  #: completed steps of a returning trainer so far; -1: all
+    proposal: list[GroupId] | None = None  #: valid answer of the user's strategy
+    proposal_failed: bool = False  #: whether to fall back to the default for this batch
 
-    newest: int = -1  #: highest version that was published
+    newest: int = -1  #: highest published version
     newest_step: int = -1
     newest_digest: str = ""
-    #: longest load of a whole version, if twice that is more than the least time for one
+    #: longest load of a whole version, if twice that exceeds the minimum timeout
     slow_load_ms: int = 0
-    version_bytes: int = 0  #: of one version, as the last load told; 0: unknown
-    #: ps per byte, as measured last: of hops, by the relay that took it, and of loads
+    version_bytes: int = 0  #: bytes of one version, as of the last load; 0: unknown
+    #: ps per byte, as measured last: of hops, by the receiving relay, and of loads
     #: (core/versions/load_sources.py)
     paces: dict[str, int] = {}
-    #: relays that failed to give an older version and were not heard of since
+    #: relays that failed to give an older version and have not responded since
     failed_sources: dict[str, None] = {}
-    fastest: int = -1  #: least time of a hop for a full version, in ps per byte; -1: unknown
+    fastest: int = -1  #: minimum time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
-    #: where the numbers of versions are not those of their steps: the first of them, with its step
+    #: offsets between version numbers and steps: first version of each range, with its step
     numbered: dict[int, int] = {}
-    owed: int = -1  #: version whose publish was skipped, or whose only copy is gone; -1: none
+    owed: int = -1  #: version to publish again, skipped or lost with its relay; -1: none
     owed_step: int = -1
     exported: int = -1  #: version number of the export
     export_path: str = ""
-    #: directories of checkpoints, by version: what relays have evicted is loaded from there
+    #: directories of checkpoints, by version: sources of versions evicted by relays
     saved: dict[int, str] = {}
-    #: digests of the user's loss and estimator, by setting, as the first trainer had them
+    #: digests of the user's loss and estimator, by setting, as of the first trainer
     functions: dict[str, str] = {}
-    #: versions with unfinished work, ascending, as relays were told last
+    #: versions with unfinished work, ascending, as last sent to relays
     unfinished: list[int] = []
 
     evaluation: Evaluation | None = None
-    evaluation_due: int = -1  #: at least this version is to be evaluated, -1: none
+    evaluation_due: int = -1  #: lowest version to be evaluated, -1: none
     evaluations: list[EvaluationResult] = []
     next_evaluation: int = 0
 
     draining: bool = False
-    failing: Failure | None = None  #: why the run drains; None: the user asked
-    pausing: bool = False  #: it drains, and will be stopped when the last step is saved
-    #: at once, or it has paused: what is open stays so, until the run is resumed
+    failing: Failure | None = None  #: reason for draining; None: the user asked
+    pausing: bool = False  #: whether it drains, and stops when the last step is saved
+    #: stopped or paused: open work stays open until the run is resumed
     stopped: bool = False
     failed: Failure | None = None
     exit_code: int = 0
 
-    #: by key, e.g. "generate:0.17.3"; the order is the order of issue
+    #: outstanding commands by key, e.g. "generate:0.17.3", in the order of issue
     commands: dict[CommandKey, OutstandingCommand] = {}
     timers: dict[TimerName, int] = {}  #: due time in ns by name
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
-    rewards: RewardErrors | None = None  #: None: nothing was scored yet
-    #: the last calls of environments, the newest one as the lowest bit: whether it failed
+    rewards: RewardErrors | None = None  #: counts of scoring; None: nothing was scored yet
+    #: last calls of environments, the newest one as the lowest bit: whether it failed
     failed_calls: int = 0
-    flat_in_row: int = 0  #: groups dropped for no variance since one was kept, and
-    flat_right: int = 0  #: those of them whose siblings are all right
-    warnings: dict[str, str] = {}  #: of bad learning, text by kind, in the order they came
-    #: of open trajectories, with repack only
+    flat_in_row: int = 0  #: groups dropped for no variance since one was kept
+    flat_right: int = 0  #: flat groups whose siblings are all correct
+    warnings: dict[str, str] = {}  #: warnings about training, text by kind, in order of arrival
+    #: migration progress of open trajectories, with repack only
     progress: dict[TrajectoryId, MigrationProgress] = {}
-    finished: int = 0  #: trajectories generated to their end, and
-    finished_tokens: int = 0  #: their tokens; both with repack only
-    staleness_sum: int = 0  #: over trained trajectories
+    finished: int = 0  #: trajectories generated to their end, with repack only
+    finished_tokens: int = 0  #: their tokens, with repack only
+    staleness_sum: int = 0  #: sum over trained trajectories
     staleness_max: int = 0
 
     @property
@@ -344,13 +344,12 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     @property
     def paused(self) -> bool:
-        """All its processes have been ordered to end, and it goes on when they are started
-        again."""
+        """Whether the run is paused: all processes were ordered to end, and it can be resumed."""
         return self.stopped and self.failed is None
 
     @property
     def drained_for(self) -> str:
-        """Why it drains, likewise; empty: it does not, or the user asked."""
+        """Why the run drains, as a sentence; empty: it does not, or the user asked."""
         return self.failing.sentence if self.failing is not None else ""
 
     @property
@@ -360,7 +359,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     @property
     def first_step(self) -> int:
-        """Completed steps when it begins."""
+        """The completed steps at the start of the run."""
         return self.origin.step if self.origin is not None else 0
 
     def is_actor_alive(self, name: str) -> bool:
@@ -368,7 +367,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
         return actor is not None and actor.alive
 
     def home_of(self, trajectory: Trajectory) -> str:
-        """The replica with its environment's session; empty: none, or it is gone."""
+        """Return the replica with its environment's session; empty: none, or it is gone."""
         name = self.sessions.get(trajectory.id, "")
         return name if name in self.replicas and self.is_actor_alive(name) else ""
 
@@ -376,17 +375,17 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
         return [r for r in self.replicas.values() if self.is_actor_alive(r.name)]
 
     def newest_for(self, replica: Replica) -> int:
-        """The newest version that this replica can pull; -1: none."""
+        """Return the newest version that this replica can pull; -1: none."""
         relay = self.relays.get(replica.relay)
         return -1 if relay is None else relay.newest
 
     def list_held_versions(self, replica: Replica) -> list[int]:
-        """All versions that this replica can pull from its relay."""
+        """Return all versions that this replica can pull from its relay."""
         relay = self.relays.get(replica.relay)
         return [] if relay is None else relay.held
 
     def is_in_reach(self, replica: Replica, version: int) -> bool:
-        """Whether this replica can load this very version: its relay has it, or the disk."""
+        """Return whether this replica can load exactly this version, from its relay or the disk."""
         return version in self.saved or version in self.list_held_versions(replica)
 
 
@@ -395,15 +394,15 @@ _decoder = msgspec.msgpack.Decoder(State)
 
 
 def encode(state: State) -> bytes:
-    """One MessagePack value; equal bytes mean equal decisions from here on."""
+    """Encode as one MessagePack value; equal bytes mean equal decisions from here on."""
     return _encoder.encode(state)
 
 
 def decode(data: bytes | msgspec.Raw) -> State:
-    """The state that `encode` was given; msgspec.MsgspecError for anything else."""
+    """Decode the result of `encode`; raise msgspec.MsgspecError for anything else."""
     return _decoder.decode(data)
 
 
 def hash_state(state: State) -> str:
-    """xxh3_128 of the encoding; the order of dicts counts, since decisions walk some of them."""
+    """Return xxh3_128 of the encoding; dict order counts, since decisions iterate over some."""
     return xxhash.xxh3_128_hexdigest(encode(state))

@@ -1,7 +1,7 @@
 """The phase of a run, and the status of a trajectory or a group: one enumeration each.
 
 Reads   nothing
-Gives   Phase, TrajectoryStatus, GroupStatus; what each means and what follows it: transitions.py
+Gives   Phase, TrajectoryStatus, GroupStatus; transitions.py has their meanings and moves
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 
 class TrajectoryStatus(StrEnum):
-    """Where one attempt at one prompt is."""
+    """The progress of one attempt at one prompt."""
 
     DISPATCHED = "dispatched"
     RUNNING = "running"
@@ -34,7 +34,7 @@ class TrajectoryStatus(StrEnum):
 
 
 class GroupStatus(StrEnum):
-    """Where the siblings of one prompt are."""
+    """The progress of the siblings of one prompt."""
 
     OPEN = "open"
     READY = "ready"

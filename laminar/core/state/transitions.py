@@ -1,11 +1,11 @@
-"""Every status and every legal move: of a trajectory, a group, the run, an actor, a weight version.
+"""Statuses and legal moves of trajectories, groups, the run, actors and weight versions.
 
-Reads   a status and what happened
+Reads   a status and a trigger
 Writes  trajectory.status, group.status, state.phase
 Gives   TABLES; docs/states.md is drawn from them (tools/make/states.py)
 
-Trajectories, groups and the run have their status in the state and move by these tables. What an
-actor and a version are follows from several fields; a test compares every change with its table.
+Trajectories, groups and the run store their status and move by these tables. The status of an actor
+or a version follows from several fields; a test compares every change with its table.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Status = TypeVar("Status", bound=str)
 
 
 class TransitionTable(NamedTuple, Generic[Status]):
-    """The statuses of one kind of thing, the first one first, and its moves."""
+    """The statuses of one kind of thing, the initial one first, and its moves."""
 
     of: str
     meaning: dict[Status, str]
-    moves: dict[tuple[Status, str], Status]  #: (status, what happens) -> the next status
+    moves: dict[tuple[Status, str], Status]  #: next status by (status, trigger)
 
 
 TRAJECTORY_TRANSITIONS = {
@@ -39,7 +39,7 @@ TRAJECTORY_TRANSITIONS = {
     (RUNNING, "lose"): LOST,
     (DISPATCHED, "release"): RELEASING,
     (RUNNING, "release"): RELEASING,
-    (RELEASING, "started"): RELEASING,  # said before the replica was told to release it
+    (RELEASING, "started"): RELEASING,  # reported before the replica had the release order
     (RELEASING, "finished"): GENERATED,
     (RELEASING, "hand over"): DISPATCHED,
     (RELEASING, "lose"): LOST,
@@ -95,24 +95,25 @@ RUN = TransitionTable(
         (Phase.STARTING, "publish"): Phase.RUNNING,
         (Phase.RUNNING, "finish"): Phase.EXPORTING,
         (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
-        (Phase.FINAL_EVALUATION, "export again"): Phase.EXPORTING,  # it is lost, and other bytes
+        (Phase.FINAL_EVALUATION, "export again"): Phase.EXPORTING,  # lost, and other bytes
         (Phase.STARTING, "stop at once"): Phase.STOPPING,  # to be resumed; here only by a pause
         (Phase.RUNNING, "stop at once"): Phase.STOPPING,
         (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
         (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,
         (Phase.ENDING, "stop at once"): Phase.STOPPING,
-        (Phase.EXPORTING, "go on"): Phase.RUNNING,  # resumed: it was stopped, or has more steps now
+        # resumed: it was stopped, or has more steps now
+        (Phase.EXPORTING, "go on"): Phase.RUNNING,
         (Phase.FINAL_EVALUATION, "go on"): Phase.RUNNING,
         (Phase.ENDING, "go on"): Phase.RUNNING,
         (Phase.STOPPING, "go on"): Phase.RUNNING,
         (Phase.ENDED, "go on"): Phase.RUNNING,
-        (Phase.STOPPING, "start again"): Phase.STARTING,  # likewise, before the first weights
+        (Phase.STOPPING, "start again"): Phase.STARTING,  # resumed before the first weights
         (Phase.ENDED, "start again"): Phase.STARTING,
         (Phase.STARTING, "end"): Phase.ENDING,
         (Phase.RUNNING, "end"): Phase.ENDING,
         (Phase.EXPORTING, "end"): Phase.ENDING,
         (Phase.FINAL_EVALUATION, "end"): Phase.ENDING,
-        (Phase.ENDING, "end"): Phase.ENDING,  # it fails while it ends
+        (Phase.ENDING, "end"): Phase.ENDING,  # failure while it ends
         (Phase.ENDING, "stop"): Phase.STOPPING,
         (Phase.STOPPING, "stopped"): Phase.ENDED,
     },
@@ -151,7 +152,7 @@ VERSION = TransitionTable(
     {
         ("unused", "order"): "ordered",
         ("unused", "load"): "made",  # version 0: the model as it was loaded
-        ("unused", "redo"): "owed",  # a step that was done again has come to other weights
+        ("unused", "redo"): "owed",  # a repeated step gave other weights
         ("ordered", "make"): "made",
         ("ordered", "skip"): "owed",
         ("ordered", "publish"): "newest",  # the relay's report comes before the trainer's
@@ -176,7 +177,7 @@ UNFINISHED = (DISPATCHED, RUNNING, GENERATED, RELEASING, LOST)
 
 
 def transition(trajectory: Trajectory, trigger: str) -> bool:
-    """Make the move if the table has it; False (and no change) otherwise."""
+    """Make the move if the table has it; return False, without a change, otherwise."""
     target = TRAJECTORY_TRANSITIONS.get((trajectory.status, trigger))
     if target is None:
         return False
@@ -185,10 +186,10 @@ def transition(trajectory: Trajectory, trigger: str) -> bool:
 
 
 def move_group(group: Group, trigger: str) -> None:
-    """Make the move; KeyError for one that no decision may make."""
+    """Make the move; raise KeyError for one that no decision may make."""
     group.status = GROUP.moves[group.status, trigger]
 
 
 def move_run(state: State, trigger: str) -> None:
-    """Enter the next phase; KeyError for a move that no decision may make."""
+    """Enter the next phase; raise KeyError for a move that no decision may make."""
     state.phase = RUN.moves[state.phase, trigger]

@@ -1,12 +1,11 @@
-"""Weight versions: which step makes each, the next number, and what the log has of training.
+"""Weight versions: the step of each, the next number, and the record of training.
 
 Reads   state.numbered, state.exported; completed batches, the checkpoints that are kept
 Writes  state.numbered, state.next_version, state.trained
 
-Version 0 is the model as it was loaded, and step k makes version k, until a step is made again
-after a loss of the trainer: its first number may have been published, and is not used again.
-state.trained has what was trained, as far as a trainer may have to do it again
-(core/steps/step_replay.py).
+Version 0 is the model as it was loaded, and step k makes version k, until a step is repeated after
+a loss of the trainer: its first number may have been published, and is not reused. state.trained
+records the trained steps that a trainer may have to repeat (core/steps/step_replay.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from laminar.names import ids
 
 
 def step_of(state: State, version: int) -> int:
-    """Completed steps of this version, once it is made; the export repeats the last step."""
+    """Return the completed steps of this version; the export has those of the last step."""
     if version == state.exported:
         version -= 1
     for first in reversed(state.numbered):
@@ -28,7 +27,7 @@ def step_of(state: State, version: int) -> int:
 
 
 def new_version(state: State, step: int) -> int:
-    """The next number, for weights of this step."""
+    """Allocate the next version number, for weights of this step."""
     version = state.next_version
     state.next_version += 1
     if step_of(state, version) != step:
@@ -37,7 +36,7 @@ def new_version(state: State, step: int) -> int:
 
 
 def step_trained(state: State, batch: Batch, rows: Sequence[str]) -> None:
-    """The log has this batch, of these trajectories."""
+    """Record a trained batch and its trajectories."""
     if not state.settings.keeps_checkpoints:
         return
     before = state.trained[-1].chain if state.trained else ""
@@ -52,17 +51,16 @@ def step_trained(state: State, batch: Batch, rows: Sequence[str]) -> None:
 
 
 def version_published(state: State, version: int, digest: str) -> None:
-    """What a step that is done again is compared with."""
+    """Record the digest that a repeated step is compared with."""
     for trained in state.trained:
         if trained.version == version:
             trained.digest = digest
 
 
 def trim_trained_steps(state: State) -> None:
-    """What the oldest of them has, no trainer has to do again.
+    """Forget steps that the oldest checkpoint has, since no trainer has to repeat them.
 
-    The record of the step that made it stays: it says what that checkpoint must have.
-    """
+    The record of the step that made it stays: it defines the contents of that checkpoint."""
     found = (step_of(state, version) for version in state.saved)
     steps = [step for step in found if step <= state.completed]
     if steps and state.trained:

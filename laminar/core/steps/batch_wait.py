@@ -20,11 +20,11 @@ from laminar.core.steps import batching
 from laminar.events.reasons import DropReason
 
 WAITS_MAX = 3
-"""Third expiry of a batch's wait for the same group: it is given up, the only such drop."""
+"""The expiries of a batch's wait after which the awaited group is dropped, the only such drop."""
 
 
 def handle_batch_timeout(ctx: Context) -> None:
-    """The trainer has idled for batch_wait_s: act on the group that it waits for."""
+    """Act on the group that the trainer has idled for during batch_wait_s."""
     state = ctx.state
     group = batching.find_awaited_group(state)
     if group is None or not batching.is_trainer_idle(state):
@@ -42,7 +42,7 @@ def handle_batch_timeout(ctx: Context) -> None:
 
 
 def _unblock_trajectory(ctx: Context, group: Group, trajectory: Trajectory) -> None:
-    """Elsewhere on its version; else without it, if enough siblings are rewarded; else anew."""
+    """Move it elsewhere on its version; else drop it if enough siblings are scored, or restart."""
     state = ctx.state
     if trajectory.status == TrajectoryStatus.GENERATED:
         ctx.end_command(groups.get_score_key(state, trajectory))

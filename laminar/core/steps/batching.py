@@ -1,12 +1,12 @@
-"""Buffering: finished groups become batches.
+"""Batching: finished groups become batches.
 
 Reads   state.ready, state.deadlines, settings
 Writes  state.batch, state.chosen, state.proposal
 Emits   TrainStep, ProposeBatch
 
 Batches are chosen by (deadline, dispatch order), never by order of completion: that would put short
-answers first. A user's strategy proposes; what it proposes is taken only if the staleness bound
-survives it.
+responses first. A user's strategy proposes a batch, which is taken only if it preserves the
+staleness bound.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from laminar.names import ids
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
 PROPOSAL_TIMEOUT_MS = 5_000
-"""A strategy sees metadata only; five seconds of an idle trainer is the most it may cost."""
+"""The timeout of a strategy, which sees metadata only; the trainer idles meanwhile."""
 TRAIN_TIMEOUT_MS = 7_200_000
-"""Two hours for one batch: more than a large model takes, and a hang does not cost a night."""
+"""The timeout of one batch: more than a large model takes, and a hang does not cost a night."""
 
 # --- batches ----------------------------------------------------------------------------------
 
 
 def is_trainer_idle(state: State) -> bool:
-    """No command to the trainer is outstanding."""
+    """Return whether no command to the trainer is outstanding."""
     if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return False
     return working_trainer(state) is not None and state.newest >= 0
 
 
 def choose_batch(ctx: Context) -> bool:
-    """Give the trainer its next batch if there is one; True when the state changed."""
+    """Give the trainer its next batch if there is one; return whether the state changed."""
     state = ctx.state
     if (
         state.phase != Phase.RUNNING
@@ -70,7 +70,7 @@ def are_steps_done(state: State) -> bool:
 
 
 def batch_size(state: State) -> int:
-    """Groups of the next batch: G, or what is left when the data has ended; 0: not yet."""
+    """Return the groups of the next batch: G, or the rest when the data has ended; 0: not yet."""
     full = state.settings.groups_per_step
     if len(state.ready) >= full:
         return full
@@ -82,12 +82,12 @@ def batch_size(state: State) -> int:
 
 
 def by_deadline(state: State) -> list[Group]:
-    """Finished groups in the order in which they must be trained."""
+    """Return finished groups in the order in which they must be trained."""
     return [state.groups[GroupId(group_id)] for _, _, group_id in indexes_of(state).ready]
 
 
 def by_priority(state: State) -> list[Group]:
-    """Groups whose siblings disagree first (they carry the signal), each part by deadline."""
+    """Return groups whose siblings disagree first, since they carry the signal, then the others."""
 
     def agrees(group: Group) -> bool:
         bits = [state.trajectories[m].score_bits for m in scored_members(state, group)]
@@ -100,7 +100,7 @@ STRATEGIES = {"deadline": by_deadline, "priority": by_priority}
 
 
 def _select_batch(ctx: Context, count: int) -> list[Group] | None:
-    """The strategy's batch if it preserves the bound, else the earliest deadlines, else None."""
+    """Choose the strategy's batch if it keeps the bound, else the earliest deadlines, or None."""
     state = ctx.state
     name = state.settings.batch_strategy
     if name not in STRATEGIES and state.proposal is None and not state.proposal_failed:
@@ -118,7 +118,7 @@ def _select_batch(ctx: Context, count: int) -> list[Group] | None:
 
 
 def preserves_bound(state: State, batch: list[Group]) -> bool:
-    """Whether the inequality holds for what is left once this batch is chosen."""
+    """Return whether the inequality holds for the remaining groups once this batch is chosen."""
     rest = dict(state.deadlines)
     for group in batch:
         rest[group.deadline] -= 1
@@ -126,10 +126,9 @@ def preserves_bound(state: State, batch: list[Group]) -> bool:
 
 
 def _earliest_preserve_bound(state: State, count: int) -> bool:
-    """Whether any batch of this size preserves the bound: if one does, the earliest does.
+    """Return whether any batch of this size preserves the bound: if one does, the earliest does.
 
-    Asked after every event while the trainer waits, so it counts and does not list.
-    """
+    Called after every event while the trainer waits, so it counts instead of listing."""
     rest = dict(state.deadlines)
     for deadline in sorted(rest):
         taken = min(count, indexes_of(state).count_ready(deadline))
@@ -166,7 +165,7 @@ def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
 
 @handles(ev.BatchProposed, valid=accept_any)
 def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
-    """Keep a usable answer; anything else falls back to the default and is counted."""
+    """Keep a usable answer; otherwise fall back to the default and count it."""
     state, groups = ctx.state, event.groups
     if event.step_index != state.chosen or ctx.end_command(keys.PROPOSE) is None:
         return ctx.ignore("late")
@@ -196,12 +195,12 @@ def _train_groups(ctx: Context, groups: list[Group]) -> None:
 
 
 def rows_of(state: State, batch: Batch) -> list[TrajectoryId]:
-    """What the trainer is given of it, in this order."""
+    """Return the trajectories of the batch in the order in which they are trained."""
     return [m for g in batch.groups for m in scored_members(state, state.groups[g])]
 
 
 def order_batch(ctx: Context, batch: Batch) -> None:
-    """Have the trainer consume it."""
+    """Order the trainer to consume the batch."""
     trainer = working_trainer(ctx.state)
     assert trainer is not None
     ctx.issue_command(
@@ -225,12 +224,12 @@ def _has_version_of_step(state: State, event: ev.StepCompleted) -> bool:
     valid=_has_version_of_step,
 )
 def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
-    """The trainer's own book has the step; the batch ends as trained."""
+    """End a batch that the trainer's step log has as trained."""
     state = ctx.state
     if state.batch is None or state.batch.step_index != event.step_index:
         return ctx.ignore("repeat")
     ordered = ctx.end_command(keys.TRAIN)
-    if ordered is None:  # a trainer that came back has not been given it yet
+    if ordered is None:  # a returning trainer has not been given it yet
         return ctx.ignore("not-ordered")
     versions.step_trained(state, state.batch, rows_of(state, state.batch))
     _end_batch(ctx, state.batch, event.left_out)
@@ -239,7 +238,7 @@ def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
 
 
 def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]) -> None:
-    """The batch is trained, but for what was left out: its groups end, staleness is counted."""
+    """End the groups of a trained batch, except excluded rows, and count staleness."""
     state = ctx.state
     untrained = {member for part in left_out for member in part.trajectories}
     for group_id in batch.groups:
@@ -263,14 +262,14 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]
 
 
 def find_awaited_group(state: State) -> Group | None:
-    """The unfinished group that the next batch needs most."""
+    """Return the unfinished group that the next batch needs most."""
     training = [g for g in state.groups.values() if g.purpose == Purpose.TRAIN]
     unfinished = [g for g in training if g.status == GroupStatus.OPEN]
     return min(unfinished, key=lambda g: (g.deadline, g.order), default=None)
 
 
 def _wait_for_batch(ctx: Context) -> None:
-    """The trainer is idle: publish what is owed, and start the clock on the group it waits for."""
+    """Publish an owed version while the trainer is idle, or start the timer of the batch wait."""
     state = ctx.state
     if publishing.is_republish_due(state):
         return publishing.order_republish(ctx)

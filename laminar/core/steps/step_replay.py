@@ -1,14 +1,14 @@
-"""Redo: a trainer that was lost comes back, and does again what its checkpoint does not have.
+"""Step replay: a lost trainer returns, and repeats the steps that its checkpoint lacks.
 
 Reads   TrainerReady, CheckpointLoaded, StepRedone; losses of the trainer
 Writes  state.functions, state.redone, state.numbered, batch.deaths, batch.version, state.owed
 Emits   LoadCheckpoint, RedoStep, and TrainStep for the interrupted batch
 
-The log decides what was trained, and a checkpoint counts only if the log has its step, under its
-version, with the same trajectories: one that is ahead of the log is not loaded, and what it would
-have trained is trained again. The batches that the log has after it are done again in their order,
-published by nobody and counted once, as they were. Then the batch that was interrupted is ordered
-again, under a new number: the old one may be out already.
+The log decides which steps were trained, and a checkpoint counts only if the log has its step,
+under its version, with the same trajectories: one that is ahead of the log is not loaded, and the
+steps beyond are trained again. Later batches of the log are repeated in their order, not published,
+and counted only once. Then the interrupted batch is ordered again, under a new number: the old one
+may be published already.
 
 A trainer with another file of the user's loss or estimator than the first one ends the run.
 Without checkpoints the loss of the trainer ends the run, unless the run ends anyway.
@@ -32,19 +32,18 @@ from laminar.names import ids
 from laminar.names.roles import Role
 
 LOAD_TIMEOUT_MS = 1_800_000
-"""Parameters and moments of a large model from a shared file system, as for an export."""
+"""The timeout for loading parameters and moments of a large model from a shared file system."""
 DEATHS_MAX = 3
-"""A batch that has ended its trainer so often ends the run, as a prompt is given up that has ended
-so many replicas."""
+"""The trainers that a batch may end before the run ends, like DEATHS_MAX of recovery.py."""
 NAMED_MAX = 8
-"""Groups of such a batch that are named."""
+"""The most groups of such a batch that are named."""
 
 
 # --- it is lost, and comes back -----------------------------------------------------------------
 
 
 def may_be_lost(state: State, name: str) -> bool:
-    """Whether this is a trainer, and the run goes on without it: for a while, or to its end."""
+    """Return whether this is a trainer that the run survives, for a while or to its end."""
     actor = state.actors.get(name)
     if actor is None or actor.role != Role.TRAINER:
         return False
@@ -52,18 +51,17 @@ def may_be_lost(state: State, name: str) -> bool:
 
 
 def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
-    """Nothing is given up but what it was doing; it has a time to come back.
+    """Give a lost trainer a time to return; only its current work is given up.
 
-    What it had handed over may still arrive. Its commands are no longer outstanding after this.
-    `blame`: its batch may have ended it.
-    """
+    Weights that it has published may still arrive. Its commands are no longer outstanding after
+    this. With `blame`, its batch may have ended it."""
     state = ctx.state
     if broadcast.is_run_ending(state):
-        return  # all that it was needed for is done
+        return  # the trainer is no longer needed
     state.redone = -1
     ctx.clear_timer(keys.WEIGHTS)
     ctx.clear_timer(keys.BATCH_WAIT)
-    if keys.EXPORT in state.commands:  # it is made again, under another number
+    if keys.EXPORT in state.commands:  # the export is repeated under another number
         publishing.repeat_export(ctx)
     batch = state.batch
     if blame and batch is not None and keys.TRAIN in state.commands:
@@ -76,7 +74,7 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
 
 
 def _describe_fatal_batch(batch: Batch, name: str, reason: str) -> str:
-    """Which batch it is, how it ended its trainer, and where to look."""
+    """Describe the batch, how it ended its trainer, and where to look."""
     step, more = batch.step_index + 1, len(batch.groups) - NAMED_MAX
     groups = ", ".join(batch.groups[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
     return (
@@ -90,8 +88,9 @@ def _describe_fatal_batch(batch: Batch, name: str, reason: str) -> str:
     valid=accept_any,
 )
 def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
-    """A trainer has the model of the configuration; one that comes back is told how to go on, and
-    so is the first one of a fork."""
+    """Tell a returning trainer, or the first one of a fork, which checkpoint to load.
+
+    A trainer that is ready has the model of the configuration."""
     state, name = ctx.state, ctx.stamped.peer
     actor = state.actors[name]
     if actor.ready:
@@ -110,7 +109,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     known, state.saved = state.saved, {c.version: c.path for c in confirmed}
-    if state.saved.keys() - known.keys():  # whose lost work can be loaded for now
+    if state.saved.keys() - known.keys():  # checkpoints whose lost work can be loaded for now
         ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_start_over(state):
@@ -133,10 +132,9 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
 
 
 def other_function(then: dict[str, str], now: dict[str, str]) -> str:
-    """Which loss or estimator of the user has another file now; empty: none has.
+    """Describe the user's loss or estimator whose file has changed; empty: none has.
 
-    A run is trained with one: no step could be done again after it, and none before it now.
-    """
+    A run is trained with one file: with another, no earlier step could be repeated."""
     for setting, digest in now.items():
         if then.get(setting) != digest:
             return (
@@ -148,13 +146,12 @@ def other_function(then: dict[str, str], now: dict[str, str]) -> str:
 
 
 def _can_start_over(state: State) -> bool:
-    """Whether training can begin again with the model of the configuration: every step can be
-    redone."""
+    """Return whether every step can be repeated from the model of the configuration."""
     return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
 
 
 def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
-    """The log has its step, under its version, made of the same trajectories."""
+    """Return whether the log has its step, under its version, made of the same trajectories."""
     return any(
         (t.step_index + 1, t.version, t.chain)
         == (checkpoint.step, checkpoint.version, checkpoint.digest)
@@ -173,8 +170,9 @@ def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
 
 @handles(ev.StepRedone, valid=accept_any)
 def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
-    """One more; where rounding has made other weights of it, those are what training goes on
-    from."""
+    """Record a repeated step; training continues from its weights, even if they differ.
+
+    Rounding may have made other weights of it."""
     state = ctx.state
     if keys.REDO not in state.commands or event.step_index != state.redone:
         return ctx.ignore("not-redoing")
@@ -193,7 +191,7 @@ def _get_trained_step(state: State, step_index: int) -> StepRecord:
 
 
 def plan_step_repeat(ctx: Context) -> bool:
-    """Lead a trainer that came back to where the log is; True when the state changed."""
+    """Order a returning trainer to repeat steps of the log; return whether the state changed."""
     state = ctx.state
     if state.redone < 0 or keys.LOAD in state.commands or keys.REDO in state.commands:
         return False
@@ -220,7 +218,7 @@ def plan_step_repeat(ctx: Context) -> bool:
 
 
 def _resume_training(ctx: Context) -> None:
-    """The trainer has all that the log has: it goes on."""
+    """Continue training: the trainer has all steps of the log."""
     state = ctx.state
     state.redone = -1
     if state.batch is not None:

@@ -1,4 +1,4 @@
-"""Relays: the chain in which weights pass from machine to machine.
+"""Broadcast: the chain of relays in which weights pass from machine to machine.
 
 Reads   RelayReady, WeightsReceived, RelayLinked, TransferTrouble; losses of relays
 Writes  state.relays, state.chain, relay.held, relay.successor
@@ -9,9 +9,9 @@ in the order in which they became ready; one that repeatedly holds up a transfer
 relay knows only its successor, so a loss costs one command: its predecessor feeds its successor,
 which names the chunks that it lacks. No other relay is concerned.
 
-Each relay has what its predecessor has, within a time; one that has not is restarted. The time is
-the one that its bytes take at the rate that the relay has measured, if that is longer. The head has
-what the trainer made, or it is owed (core/versions/publishing.py).
+Each relay must have its predecessor's versions within a timeout; one that does not is restarted.
+The timeout is the transfer time at the rate that the relay has measured, if that is longer. The
+head has the trainer's weights, or they are owed (core/versions/publishing.py).
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ from laminar.names import ids
 from laminar.names.roles import Role
 
 LINK_TIMEOUT_MS = 30_000
-"""One connection between two machines; its greeting is a few messages."""
+"""The timeout of one connection between two machines; its handshake is a few messages."""
 UNLINKED_MAX = 2
-"""A relay that reaches neither of two successors is at fault itself."""
+"""The successors in a row that a relay may fail to reach before it is at fault itself."""
 RECEIVE_TIMEOUT_MS = 300_000
-"""Of one hop, from when its version is there or bytes came, which a relay reports each minute."""
+"""The timeout of one hop, from when its version is available or the last bytes were reported.
+
+A relay reports received bytes each minute."""
 SLOT_TIMEOUT_MS = RECEIVE_TIMEOUT_MS + 30_000
-"""Of an owed publish, from when bytes came: the slot that these hold is free when their time is
-over, and its relay has been restarted."""
+"""The timeout of an owed publish, from the last bytes.
+
+A slot that they hold is free when their own timeout is over, and its relay has been restarted."""
 LAG_MS = 1_000
-"""A hop that holds up a transfer by less is not slow, whatever its share is."""
+"""The delay of a transfer below which a hop is never slow, whatever its share."""
 LAG_SHARE = 4
-"""A hop is slow when it adds more than a quarter of its own duration."""
+"""The divisor of a slow hop: it adds more than a quarter of its own duration."""
 LAGS_MAX = 3
-"""So many slow transfers in a row move a relay to the end: a passing cause has passed by then."""
+"""The slow transfers in a row that move a relay to the end: a passing cause has passed by then."""
 
 
 # --- the chain --------------------------------------------------------------------------------
 
 
 def add_relay(ctx: Context, actor: Actor, bulk: str) -> Relay:
-    """A relay is ready: it takes its place and is fed."""
+    """Add a ready relay to the chain, where it is fed."""
     state = ctx.state
     relay = Relay(
         name=actor.name,
@@ -71,29 +74,29 @@ def add_relay(ctx: Context, actor: Actor, bulk: str) -> Relay:
 
 
 def handle_relay_lost(ctx: Context, name: str) -> None:
-    """A relay is lost: the one before it feeds the one behind it; it has a time to come back."""
+    """Link the neighbors of a lost relay; it has a time to come back."""
     state = ctx.state
     relay = state.relays.get(name)
     if relay is not None:
-        if relay is master_relay(state):  # what was on its way through it never arrives
+        if relay is master_relay(state):  # weights on their way through it never arrive
             ctx.end_command(keys.PUBLISH)
             ctx.clear_timer(keys.WEIGHTS)
         indexes.remove_relay(state, relay)
         state.chain.remove(name)
         ctx.clear_timer(keys.receive_timer(name))
         relink_chain(ctx)
-        touch_replicas(ctx, relay)  # nothing newer waits for them now: they may admit again
+        touch_replicas(ctx, relay)  # nothing newer waits now: they may admit again
     if not is_run_ending(state):
         ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
 
 def is_run_ending(state: State) -> bool:
-    """The run ends: no process waits for weights any more."""
+    """Return whether the run ends: no process waits for weights any more."""
     return state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
 
 def set_head(ctx: Context) -> None:
-    """The relay of the trainer's machine comes first, whenever the two became ready."""
+    """Put the relay of the trainer's machine first, whenever the two became ready."""
     state = ctx.state
     trainer = indexes.find_trainer(state)
     if trainer is not None:
@@ -102,7 +105,7 @@ def set_head(ctx: Context) -> None:
 
 
 def relink_chain(ctx: Context) -> None:
-    """Send an order to every relay whose successor is another one now."""
+    """Send an order to every relay whose successor has changed."""
     state = ctx.state
     if is_run_ending(state):
         return
@@ -113,7 +116,7 @@ def relink_chain(ctx: Context) -> None:
             successor = state.relays.get(following)
             _order_forward(ctx, relay, successor)
             if successor is not None:
-                successor.lags = 0  # another hop, perhaps a quick one
+                successor.lags = 0  # a new hop, perhaps a quick one
 
 
 def _order_forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
@@ -131,7 +134,7 @@ def _order_forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
 
 @handles(ev.RelayLinked, valid=accept_any)
 def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
-    """The connection stands; an answer to an earlier order is late."""
+    """End the order for an established connection; an answer to an earlier order is late."""
     key = keys.forward_key(ctx.stamped.peer)
     outstanding = ctx.state.commands.get(key)
     if outstanding is None or outstanding.command_id != event.command_id:
@@ -141,10 +144,9 @@ def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
 
 
 def link_expired(ctx: Context, name: str, successor: str) -> None:
-    """No connection in time: the successor is restarted, and comes back as the last one.
+    """Restart a successor that was not connected in time; it comes back as the last one.
 
-    A relay that fails with one successor after the other is restarted itself.
-    """
+    A relay that fails with one successor after the other is restarted itself."""
     relay = ctx.state.relays[name]
     ctx.end_command(keys.forward_key(name))
     relay.unlinked += 1
@@ -165,10 +167,9 @@ def _has_valid_receipt(state: State, event: ev.WeightsReceived) -> bool:
     valid=_has_valid_receipt,
 )
 def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
-    """A relay has a version from its predecessor, and the replicas of its machine can pull it.
+    """Record a version that a relay has; the replicas of its machine can pull it.
 
-    With cut-through it may know of a version before the coordinator does.
-    """
+    With cut-through it may know of a version before the coordinator does."""
     state = ctx.state
     relay = state.relays.get(ctx.stamped.peer)
     if relay is None:
@@ -188,10 +189,9 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
 def record_held_versions(
     ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int, ...]
 ) -> bool:
-    """Enter what a relay says that it has; False if all of it was known.
+    """Record the versions that a relay reports; return whether any was new.
 
-    Other bytes under the number of the newest version are nothing to pull: it starts afresh.
-    """
+    A relay with other bytes under the number of the newest version is restarted."""
     state = ctx.state
     if version == state.newest and digest != state.newest_digest:
         return restart_for_other_bytes(ctx, relay, digest)
@@ -208,7 +208,7 @@ def record_held_versions(
 
 
 def _heard_of(ctx: Context, relay: Relay) -> None:
-    """One that did not give a version may be asked again: lost work may wait for that."""
+    """Allow a failed source that responds again to be asked: lost work may wait for it."""
     failed = ctx.state.failed_sources
     if relay.name in failed:
         del failed[relay.name]
@@ -216,20 +216,20 @@ def _heard_of(ctx: Context, relay: Relay) -> None:
 
 
 def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:
-    """False if that was decided before."""
+    """Restart a relay with other bytes; return False if that was ordered already."""
     newest, published = ctx.state.newest, ctx.state.newest_digest
     reason = f"its version {newest} has digest {digest}, but {published} was published"
     return ctx.restart_actor(relay.name, reason)
 
 
 def touch_replicas(ctx: Context, relay: Relay) -> None:
-    """The replicas that pull from this relay have another choice now."""
+    """Touch the replicas that pull from this relay: they have another choice now."""
     for name in indexes_of(ctx.state).served_by(relay.name):
         ctx.touch_replica(name)
 
 
 def await_newest(ctx: Context, relay: Relay) -> None:
-    """What a relay lacks of the published versions it must have within a time."""
+    """Set a time in which a relay must have the newest published version."""
     state, timer = ctx.state, keys.receive_timer(relay.name)
     if (
         relay.newest < state.newest
@@ -240,11 +240,10 @@ def await_newest(ctx: Context, relay: Relay) -> None:
 
 
 def receive_expired(ctx: Context, name: str) -> None:
-    """The newest version did not come: a relay whose predecessor has it is restarted.
+    """Restart a relay that lacks the newest version while its predecessor has it.
 
-    One that waits because its predecessor does goes on waiting; without one, the trainer's machine
-    has to get its relay back first.
-    """
+    A relay whose predecessor lacks it, too, continues to wait; without a predecessor, the trainer's
+    machine has to get its relay back first."""
     state = ctx.state
     relay = state.relays[name]
     position = state.chain.index(name)
@@ -260,14 +259,15 @@ def _has_valid_measurements(state: State, event: ev.TransferTrouble) -> bool:
 
 @handles(ev.TransferTrouble, valid=_has_valid_measurements)
 def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
-    """Dealt with already by the relays: the log has it for those who look at these machines. A
-    version has its time from the last word that bytes of it came."""
+    """Record trouble that the relays have handled, for those who inspect these machines.
+
+    The timeout of a version restarts whenever bytes of it are reported."""
     name = ctx.stamped.peer
     timer = keys.receive_timer(name)
     if name not in ctx.state.relays:
         return ctx.ignore("not-ready")
     publish = keys.deadline_timer(keys.PUBLISH)
-    if event.num_bytes and publish in ctx.state.timers:  # what comes may hold its slot
+    if event.num_bytes and publish in ctx.state.timers:  # the received bytes may hold its slot
         ctx.set_timer(publish, SLOT_TIMEOUT_MS)
     if 0 <= event.version < ctx.state.relays[name].newest:
         _older_comes(ctx, event)
@@ -279,7 +279,7 @@ def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
 
 
 def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
-    """What is fetched has its time from the last word that bytes of it came, too."""
+    """Restart the timeout of fetched versions whenever bytes of them are reported."""
     for command in load_sources.list_fetches(ctx.state) if event.num_bytes else ():
         here = ctx.state.replicas[command.to].relay == ctx.stamped.peer
         if here and command.version == event.version:
@@ -292,10 +292,9 @@ def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
 def _judge_speed(ctx: Context, relay: Relay, event: ev.WeightsReceived) -> None:
     """Count the transfers in a row that this relay has held up.
 
-    With cut-through a hop ends shortly after the one before it; what it adds, its predecessor was
-    quicker by, which may have got newer versions since. The first hop has only the trainer before
-    it, which receives nothing: a full version is compared with the quickest hop of the run instead.
-    """
+    With cut-through a hop ends shortly after the one before it; any lag is time in which its
+    predecessor may have received newer versions. The first hop follows only the trainer, which
+    receives nothing: a full version is compared with the fastest hop of the run instead."""
     state = ctx.state
     position = state.chain.index(relay.name)
     before = state.relays[state.chain[position - 1]] if position else None
@@ -315,12 +314,11 @@ def _judge_speed(ctx: Context, relay: Relay, event: ev.WeightsReceived) -> None:
 
 
 def _move_slow(ctx: Context) -> None:
-    """A relay that has held up several transfers goes to the end.
+    """Move a relay that has held up several transfers to the end of the chain.
 
-    Also while others are under way: a relay that is slower than versions are made would otherwise
-    hold up all behind it for the rest of the run, and one that gets another predecessor goes on
-    with what it has.
-    """
+    Also during other transfers: a relay that is slower than versions are made would otherwise hold
+    up all behind it for the rest of the run, and one that gets another predecessor continues with
+    the chunks it has."""
     state = ctx.state
     chain = [state.relays[name] for name in state.chain]
     slow = next((relay for relay in chain[:-1] if relay.lags >= LAGS_MAX), None)
@@ -334,7 +332,7 @@ def _move_slow(ctx: Context) -> None:
 
 
 def name_of(node: str) -> str:
-    """The relay of a machine; empty for what is no name of one."""
+    """Return the name of a machine's relay; empty for an invalid machine name."""
     try:
         return ids.actor_name(Role.RELAY, node, 0)
     except ValueError:
@@ -342,7 +340,7 @@ def name_of(node: str) -> str:
 
 
 def can_work(state: State) -> bool:
-    """Some replica lives whose machine has a relay or may get it back, or may itself come back."""
+    """Return whether a replica can work, now or once it or its machine's relay is back."""
     if state.phase == Phase.STARTING and any(
         map(state.is_actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
     ):
@@ -358,6 +356,6 @@ def can_work(state: State) -> bool:
 
 
 def is_trainer_relay(state: State, name: str) -> bool:
-    """The relay of the trainer's machine: without it no replica gets new weights."""
+    """Return whether this is the relay of the trainer's machine, the source of new weights."""
     trainer = indexes.find_trainer(state)
     return trainer is not None and name == ids.actor_name(Role.RELAY, trainer.node, 0)

@@ -1,20 +1,20 @@
-"""Where an exact version comes from: the copy that is there soonest.
+"""Sources of an exact version: the replica loads the copy that arrives first.
 
 Reads   state.relays, state.saved, outstanding loads
 Writes  state.version_bytes, state.paces, state.failed_sources
-Gives   Tier, Source, Choice; estimate_ms, nearest; offers and choose, what of it a replica can
-        take; fetches
+Gives   SourceTier, LoadSource, SourceChoice; estimate_ms, choose_nearest; list_sources and
+        choose_source, the copies that a replica can load; list_fetches
 
 A version that work needs may be in the relay of the replica's machine, in the relay of another
-machine, or on disk as a checkpoint. Each takes its bytes at a measured rate, after what waits
-before it, and the least time wins. A time that nobody has measured is taken as the least time of
-its tier that is known, so that a source is tried once; if none is known either, the order of the
-tiers decides. All times are whole ms, since a log replays to them.
+machine, or on disk as a checkpoint. The load time follows from the measured rate and from the queue
+of the source, and the least time wins. An unmeasured time is assumed to be the least known one of
+its tier, so that a source is tried once; if none is known either, the order of the tiers decides.
+All times are whole ms, since a log replays to them.
 
 An engine that has these bytes already loads nothing, which it sees by their digest. Sampling again
-is no source: the state does not know how many tokens a lost answer had, and a fresh draw in place
-of an answer that was long already makes the data shorter. It comes when recovery.resume_wait_ms is
-over (core/scheduling/recovery.py).
+is not a source: the state does not know how many tokens a lost response had, and a fresh draw in
+place of a long response makes the data shorter. It happens when recovery.resume_wait_ms is over
+(core/scheduling/recovery.py).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from laminar.events import commands as cmd
 from laminar.events.reasons import PullPurpose
 
 PS_PER_MS = 1_000_000_000
-"""Rates are in ps per byte: 1 is 1 TB/s, and a kB/s still fits into 64 bits."""
+"""The unit of rates, ps per byte: 1 is 1 TB/s, and a kB/s still fits into 64 bits."""
 UNKNOWN = -1
-"""A rate, or a time, that nobody has measured."""
+"""A rate or a time that is not measured."""
 HOLDERS_MAX = 4
 LOAD, DISK = "load", "disk"
-"""Among the paces: of loads from the own relay, and from a checkpoint."""
+"""Keys of state.paces: loads from the replica's own relay, and from a checkpoint."""
 
 
 class SourceTier(IntEnum):
-    """Kinds of sources, the nearest first."""
+    """The kinds of sources, nearest first."""
 
     OWN = 1  #: the relay of the replica's machine
     PEER = 2  #: the relay of another machine
@@ -48,23 +48,23 @@ class SourceTier(IntEnum):
 
 
 class LoadSource(NamedTuple):
-    """One copy of the version."""
+    """A copy of the version."""
 
     tier: SourceTier
-    name: str  #: of the relay, or directory of the checkpoint
+    name: str  #: name of the relay, or directory of the checkpoint
     ps_per_byte: int = UNKNOWN
-    waiting_bytes: int = 0  #: that it has to move before
+    waiting_bytes: int = 0  #: bytes queued before
 
 
 class SourceChoice(NamedTuple):
-    """The source that is taken."""
+    """The chosen source."""
 
-    source: LoadSource | None  #: None: there is none
-    ms: int  #: until the version is there; UNKNOWN without a measured rate
+    source: LoadSource | None  #: None: no source
+    ms: int  #: time until the version is loaded; UNKNOWN without a measured rate
 
 
 def estimate_ms(source: LoadSource, num_bytes: int) -> int:
-    """Until the version is loaded from there; UNKNOWN without a measured rate."""
+    """Estimate the time of a load from this source; UNKNOWN without a measured rate."""
     if source.ps_per_byte < 0:
         return UNKNOWN
     return (num_bytes + source.waiting_bytes) * source.ps_per_byte // PS_PER_MS
@@ -73,10 +73,9 @@ def estimate_ms(source: LoadSource, num_bytes: int) -> int:
 def choose_nearest(
     sources: Iterable[LoadSource], num_bytes: int, failed: Collection[str] = ()
 ) -> SourceChoice:
-    """The source that is there soonest.
+    """Return the source with the shortest time.
 
-    `failed`: names of sources that have failed and were not heard of since; they are left out.
-    """
+    `failed`: names of sources that have failed and not responded since; they are left out."""
     able = [source for source in sources if source.name not in failed]
     times = {source: estimate_ms(source, num_bytes) for source in able}
     best = min(
@@ -86,7 +85,7 @@ def choose_nearest(
 
 
 def _estimate_or_guess_ms(source: LoadSource, times: dict[LoadSource, int]) -> int:
-    """Its time; where that is unknown, the least one of its tier, else 0."""
+    """Estimate the load time; fall back to the fastest in the same tier, then 0."""
     if times[source] >= 0:
         return times[source]
     return min((ms for s, ms in times.items() if s.tier == source.tier and ms >= 0), default=0)
@@ -96,18 +95,17 @@ def _estimate_or_guess_ms(source: LoadSource, times: dict[LoadSource, int]) -> i
 
 
 def choose_source(state: State, replica: Replica, version: int) -> SourceChoice:
-    """Where this replica gets this very version from."""
+    """Choose where this replica loads exactly this version from."""
     return choose_nearest(
         list_sources(state, replica, version), state.version_bytes, state.failed_sources
     )
 
 
 def list_sources(state: State, replica: Replica, version: int) -> list[LoadSource]:
-    """The copies that this replica can take, also of relays that have failed.
+    """List the copies that this replica can load, including those of failed relays.
 
-    Another machine's relay is asked only where the size of a version is known and the own relay
-    has a newer one: else the chain is about to bring it.
-    """
+    Another machine's relay is listed only if the size of a version is known and the own relay has a
+    newer one: else the chain is about to bring it."""
     relay, load = state.relays.get(replica.relay), state.paces.get(LOAD, UNKNOWN)
     if relay is not None and version in relay.held:
         return [LoadSource(SourceTier.OWN, relay.name, load)]
@@ -128,14 +126,13 @@ def list_sources(state: State, replica: Replica, version: int) -> list[LoadSourc
 
 
 def holders(state: State, version: int) -> list[str]:
-    """Relays that have it; of many the first few, so that a decision costs no more in a larger
-    cluster."""
+    """List the first few relays that have it, so that a decision costs the same in any cluster."""
     return list(islice(indexes_of(state).held.get(version, {}), HOLDERS_MAX))
 
 
 def _count_waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
-    """Bytes that holders were ordered to give to others before, by their names."""
-    own = state.commands.get(keys.pull_key(replica.name))  # of who asks once more what was chosen
+    """Return the bytes that each holder was ordered earlier to give to other replicas."""
+    own = state.commands.get(keys.pull_key(replica.name))  # set when a choice is repeated
     waiting: dict[str, int] = {}
     for order in list_fetches(state):
         number = state.commands[keys.pull_key(order.to)].command_id
@@ -145,18 +142,18 @@ def _count_waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
 
 
 def list_fetches(state: State) -> list[cmd.PullWeights]:
-    """Outstanding loads of a version that comes from another machine."""
+    """List outstanding loads of a version that comes from another machine."""
     orders = indexes_of(state).from_afar
     return [orders[name] for name in sorted(orders)]
 
 
 def is_plain_load(command: cmd.PullWeights) -> bool:
-    """Whether the time of this load is that of a whole version which was here when it began."""
+    """Return whether the load time is that of a whole version which was here when it began."""
     return not command.holder and command.purpose != PullPurpose.STREAM
 
 
 def record_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms: int) -> None:
-    """A whole version of so many bytes was loaded as ordered."""
+    """Record the rate of a completed load of a whole version."""
     if not is_plain_load(command) or num_bytes <= 0:
         return
     state.version_bytes = num_bytes
@@ -164,6 +161,6 @@ def record_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms:
 
 
 def record_hop(state: State, relay: str, num_bytes: int, took_ms: int) -> None:
-    """A relay has got so many bytes of a full version."""
+    """Record the rate at which a relay has received a full version."""
     if state.version_bytes and num_bytes > 0:
         state.paces[relay] = took_ms * PS_PER_MS // num_bytes

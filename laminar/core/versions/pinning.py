@@ -1,12 +1,12 @@
-"""Which versions relays are to keep: one is pinned for an evaluation, some are evicted last.
+"""Pinning: versions that relays keep for an evaluation, or evict last.
 
 Reads   state.evaluation, replicas that run something, lost work
 Writes  state.unfinished
 Emits   PinVersion
 
-A version with unfinished work is needed again when a replica that has it is lost. Relays are told
-when a version is published, and when a replica has loaded one: then its work with an older one has
-ended.
+A version with unfinished work is needed again when a replica that has it is lost. Relays are
+informed when a version is published, and when a replica has loaded one: then its work with an older
+one has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from laminar.events import commands as cmd
 
 
 def send_pins(ctx: Context) -> None:
-    """Tell every relay if other versions have unfinished work now. The newest is kept anyway."""
+    """Inform every relay of changes in the versions with unfinished work.
+
+    The newest version is kept anyway."""
     state = ctx.state
     unfinished = sorted(v for v in _find_unfinished_versions(state) if v < state.newest)
     if unfinished != state.unfinished:
@@ -28,14 +30,14 @@ def send_pins(ctx: Context) -> None:
 
 
 def send_pin(ctx: Context, relay: str) -> None:
-    """What this relay is to keep."""
+    """Send a relay the versions that it must keep."""
     state = ctx.state
     pinned = state.evaluation.version if state.evaluation is not None else -1
     ctx.issue_command(cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished)))
 
 
 def _find_unfinished_versions(state: State) -> set[int]:
-    if state.settings.in_flight:  # it goes on with any newer one
+    if state.settings.in_flight:  # such work continues with any newer version
         return set()
     return {
         *indexes_of(state).replicas.list_busy_versions(),

@@ -1,16 +1,16 @@
-"""Publishing: what the trainer has made, what of it the relay lacks, and when it is made good.
+"""Publishing: the versions that the trainer has made, and those it must publish again.
 
 Reads   PublishSkipped, state.batch, state.exported, state.newest, state.trained
 Writes  state.owed, state.exported, the timer "weights"
 Emits   PublishWeights (again)
 
-A version must be published again ("is owed") when the trainer skipped it for want of a slot, or
-when the relay that took it is gone. That is done when the trainer is idle, and in any case before
-it waits for a batch.
+A version must be published again ("is owed") when the trainer skipped it because no slot was free,
+or when the relay that took it is gone. That is done when the trainer is idle, and in any case
+before it waits for a batch.
 
 A trainer that was lost after the export may have other bytes than were exported. It publishes
-nothing while the relay of its machine has the export, since that is what is evaluated last. When
-that copy is lost too, its present weights are published and exported instead.
+nothing while the relay of its machine has the export, which the final evaluation uses. If that copy
+is lost, too, its present weights are published and exported instead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 
 PUBLISH_TIMEOUT_MS = 300_000
-"""A copy and a digest, plus waiting for a slot; readers hold a slot only while they load."""
+"""The timeout of a copy and a digest, plus waiting for a slot that readers hold while they load."""
 
 
 def last_made(state: State) -> int:
-    """Number of the weights that the trainer has now, or will have when it comes back.
+    """Return the version that the trainer has now, or will have when it returns.
 
-    The number of a batch that was interrupted is not made, though it may have been published.
-    """
+    The number of an interrupted batch does not count, though it may have been published."""
     if state.batch is not None:
         version = state.batch.version - 1
     else:
@@ -44,10 +43,9 @@ def last_made(state: State) -> int:
 
 
 def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
-    """What was ordered then is made: its weights are published, owed, or due within a time.
+    """Expect an ordered version: its weights are published, owed, or due within a time.
 
-    They may have been handed to a process of the relay that is gone; then they are owed.
-    """
+    They are owed if the relay's process that received them is gone."""
     state = ctx.state
     if state.owed >= version or _is_at_relay(state, version):
         return
@@ -59,7 +57,7 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 
 
 def owe_republish(ctx: Context) -> None:
-    """The relay of the trainer's machine lacks what the trainer has: it is published again."""
+    """Publish the trainer's weights again, which the relay of its machine lacks."""
     state, made = ctx.state, last_made(ctx.state)
     if state.newest < 0 or _is_at_relay(state, made):
         return
@@ -72,30 +70,29 @@ def owe_republish(ctx: Context) -> None:
 
 
 def _is_at_relay(state: State, version: int) -> bool:
-    """It was published, and the relay of the trainer's machine has it.
+    """Return whether a version was published and the relay of the trainer's machine has it.
 
-    A relay that says it received what was never published does not end the wait for it.
-    """
+    A relay that reports a version which was never published does not end the wait for it."""
     master = master_relay(state)
     return master is not None and min(master.newest, state.newest) >= version
 
 
 def has_other_bytes(state: State) -> bool:
-    """The trainer has come to other weights than those published of the last step."""
+    """Return whether the trainer has other weights than those published of the last step."""
     if not state.trained or state.newest_step != state.completed:
         return False
     return state.trained[-1].digest not in ("", state.newest_digest)
 
 
 def repeat_export(ctx: Context) -> None:
-    """Once what training has come to is published; what was due on the old export is not."""
+    """Re-export after the retrained weights are published; cancel the old export's evaluation."""
     if ctx.state.evaluation_due == ctx.state.exported:
         ctx.state.evaluation_due = -1
     forget_export(ctx)
 
 
 def forget_export(ctx: Context) -> None:
-    """What was exported, or was to be, is a version like others."""
+    """Make the export, done or ordered, an ordinary version."""
     state = ctx.state
     if state.exported >= 0:
         ctx.end_command(keys.EXPORT)
@@ -107,7 +104,7 @@ def forget_export(ctx: Context) -> None:
 
 @handles(ev.PublishSkipped, valid=of_a_version)
 def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
-    """The trainer went on; the newest skipped version is owed."""
+    """Record a skipped version as owed, unless a later one is."""
     state = ctx.state
     if event.version <= state.newest or event.version <= state.owed:
         return ctx.ignore("repeat")
@@ -116,7 +113,7 @@ def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
 
 
 def end_republish(ctx: Context, version: int) -> bool:
-    """This version is published: the order to publish ends, unless a later version is owed."""
+    """End the order to publish for a published version, unless a later version is owed."""
     state = ctx.state
     settled = 0 <= state.owed <= version
     if settled:
@@ -125,8 +122,9 @@ def end_republish(ctx: Context, version: int) -> bool:
 
 
 def is_republish_due(state: State) -> bool:
-    """A version must be published again: no later one is on its way, there is a relay, and a
-    trainer that has it."""
+    """Return whether a version must be published now.
+
+    No later version is on its way, and there is a relay and a trainer that has the version."""
     if state.owed < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
         return False
     return master_relay(state) is not None
