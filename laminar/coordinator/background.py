@@ -1,13 +1,13 @@
-"""Work on a large state in a forked process, which has the state as it was in that moment.
+"""Background work on a large state, in a forked process with a copy of the state.
 
 Reads   whatever the work reads, in a copy of this process's memory
-Gives   Forked (ports.Background): the answers, some turns later
-Writes  only what the work itself writes
+Gives   ForkedBackground (ports.Background): the results, some ticks later
+Writes  only the files of the work itself
 
-The coordinator pays for the fork (some milliseconds, for the page tables) and goes on. The child
-does pure work, answers through a pipe and ends without any tidying: sockets, threads and files of
-its parent are none of its business, and it dies with its parent. One that fails, dies or takes too
-long is counted, logged once per reason, and changes nothing else.
+The coordinator pays for the fork (some milliseconds, for the page tables) and continues. The child
+does pure work, answers through a pipe and ends without cleanup: its parent's sockets, threads and
+files are left alone, and it dies with its parent. A child that fails, dies or takes too long is
+counted, logged once per reason, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from typing import Any, NoReturn
 from laminar.run.parent_death import die_with_parent
 
 INLINE_MAX = 8_192
-"""Trajectories: up to here the work is done at once. A fork and its page faults cost this process
-more than hashing them, which takes about 10 ms."""
+"""The number of trajectories up to which the work is done inline.
+
+A fork and its page faults cost this process more than hashing them, which takes about 10 ms."""
 DEADLINE_S = 120.0
-"""A snapshot of the largest state, written to a slow disk, and a segment compressed."""
+"""The timeout: a snapshot of the largest state on a slow disk, and a segment compressed."""
 ANSWER_MAX = 4_096
-"""Bytes: an answer fits the pipe, so the child never waits for its reader."""
+"""The maximum bytes of a result; it fits the pipe, so the child never waits for its reader."""
 _OK, _FAILED = b"+", b"-"
 
 
 class _Child:
-    """A process that works, and its end of the pipe."""
+    """A working child process, and the parent's end of its pipe."""
 
     def __init__(self, what: str, pid: int, fd: int, done: Callable[[bytes | None], None]) -> None:
         self.what, self.pid, self.fd, self.done = what, pid, fd, done
@@ -42,8 +43,7 @@ class _Child:
         self.killed = False
 
     def poll_exit(self) -> bool:
-        """True once it is gone and `answer` has all of its output; one that takes too long is
-        killed."""
+        """Return whether it has ended, with all output in `answer`; kill it after its timeout."""
         if time.monotonic() > self.deadline:
             self.kill_process()
             self.answer = _FAILED + f"it took more than {DEADLINE_S:.0f} s".encode()
@@ -67,13 +67,13 @@ class _Child:
 
 
 class ForkedBackground:
-    """Forks for what is large, and does at once what is small."""
+    """A Background that forks for large states and works inline on small ones."""
 
     def __init__(self, log: Any, here_max: int = INLINE_MAX) -> None:
         self._log, self._here_max = log, here_max
         self._children: list[_Child] = []
-        self._killed: list[_Child] = []  #: not yet gone
-        self.failed: Counter[tuple[str, str]] = Counter()  #: by what and why
+        self._killed: list[_Child] = []  #: killed children that are not yet reaped
+        self.failed: Counter[tuple[str, str]] = Counter()  #: failures by work and reason
 
     def can_run_inline(self, size: int) -> bool:
         return size <= self._here_max
@@ -96,7 +96,7 @@ class ForkedBackground:
         self._children.append(_Child(what, pid, reading, done))
 
     def collect_results(self) -> None:
-        """Hand over the answers that have come."""
+        """Deliver the results that have arrived."""
         self._killed = [child for child in self._killed if not child.try_reap()]
         for child in [child for child in self._children if child.poll_exit()]:
             self._children.remove(child)
@@ -108,7 +108,7 @@ class ForkedBackground:
             child.done(None)
 
     def close(self) -> None:
-        """End what is still at work; its answer is not waited for."""
+        """Kill the remaining children; their results are discarded."""
         for child in self._children:
             child.kill_process()
         self._killed += self._children
@@ -121,7 +121,9 @@ class ForkedBackground:
 
 
 def _fork_child(work: Callable[[], bytes], writing: int) -> int:
-    """The child's pid. It gets no signals: its handlers would write to the parent's loop."""
+    """Fork a child with signals blocked; return its pid.
+
+    Signal handlers of the child would use the parent's loop."""
     parent, signals = os.getpid(), signal.valid_signals()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -134,9 +136,9 @@ def _fork_child(work: Callable[[], bytes], writing: int) -> int:
 
 
 def _run_child(work: Callable[[], bytes], writing: int, parent: int) -> NoReturn:
-    """The child."""
+    """Run the work in the child and exit."""
     try:
-        gc.disable()  # a collection would touch, and so copy, all of the memory
+        gc.disable()  # a collection would touch, and so copy, all memory
         die_with_parent(parent)
         os.write(writing, _compute_result(work))
     finally:

@@ -1,26 +1,26 @@
-"""Failure detection: who has been silent for longer than its lease.
+"""Failure detection: actors that have been silent for longer than their lease.
 
-Reads   how long each live actor has been silent; how long this loop itself was away
-Gives   HeartbeatLost, NodeSilent and NodeHeard, which the log holds; heartbeats it need not hold
+Reads   how long each live actor has been silent; how long this loop itself was paused
+Gives   HeartbeatLost, NodeSilent and NodeHeard, which are logged; heartbeats are not
 
-Pure. What holds work that others can do has a short lease. A node only supervises, and losing store
-or trainer ends the run, so nothing is gained by giving them up early: they have a long one. A node
-that is silent for it while a process of its machine speaks is no lost machine: it is reported as
-silent, until it is heard again or no process of its machine is heard any more.
+Pure. An actor whose work can move to others has a short lease. A node only supervises, and losing
+the store or the trainer ends the run, so these have a long lease: giving them up early gains
+nothing. A node that exceeds it while another process of its machine responds is not a lost machine:
+it is reported as silent, until it responds again or all of its machine is silent.
 
 A coordinator that was paused (or restarted) could hear no process, and must not give one up for
-that: after a pause of more than a third of the lease every lease begins anew. Messages may lie
+that: after a pause of more than a third of the short lease every lease restarts. Messages may lie
 unread in the socket, so silence counts up to the time of which all messages have been read: the
 present one when the socket was seen empty, else the one when the last round through all peers
 began.
 
-When most of the machines fall silent together, it is the coordinator that is cut off. As after a
-pause, that is no reason to give up anybody: all have the long lease then, and when enough machines
-are heard again, every lease begins anew.
+When most of the machines fall silent together, the coordinator itself is cut off. As after a pause,
+that is not a reason to give up any actor: all have the long lease then, and when enough machines
+respond again, every lease restarts.
 
-A machine that is silent as a whole may be cut off itself. When the first word of it arrives, those
-of its other processes may take seconds more, since each has a connection of its own: so the leases
-of that machine begin anew. Who is given up, and was not heard since its machine was silent, is
+A machine that is silent as a whole may be cut off itself. When its first message arrives, those of
+its other processes may take seconds more, since each has a connection of its own: so the leases of
+that machine restart. An actor that is given up without a message since its machine was silent is
 marked as cut off.
 """
 
@@ -33,29 +33,29 @@ from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
 from laminar.names.roles import Role
 
 ROUND_FRAMES = 4_096
-"""A round has no fewer: processes that come while it lasts are read in it as well."""
+"""The minimum frames of a round: processes that join during it are read in it, too."""
 MACHINES_MIN = 3
-"""Of two machines, one that is silent is no more likely to be cut off than the other."""
+"""The machines below which the coordinator is never considered cut off: of two, either could be."""
 CHECKS_PER_LEASE = 6
-"""Looks in a short lease, while most machines are silent."""
+"""The checks in a short lease, while most machines are silent."""
 LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
 DetectorEvent = HeartbeatLost | NodeSilent | NodeHeard
 
 
 class FailureDetector:
-    """Two leases for all actors; its clock is whatever the caller's is."""
+    """Two leases for all actors, in the caller's clock."""
 
     def __init__(self, lease_ns: int, node_lease_ns: int, now_ns: int) -> None:
-        """`node_lease_ns`: the long one, of LONG_LEASE_ROLES."""
+        """Start all leases now; `node_lease_ns` is the long one, of LONG_LEASE_ROLES."""
         self.lease_ns, self.node_lease_ns = lease_ns, node_lease_ns
         self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
         self._round_from_ns = now_ns
-        self._round_frames = 0  #: read in the present round
-        self._next_look_ns = now_ns  #: no lease of the actors known so far ends before
-        self._cut_off = False  #: most machines were silent at the last look
-        #: by machine: the last look at which it was silent, and the next one at which it was not
+        self._round_frames = 0  #: frames read in the present round
+        self._next_look_ns = now_ns  #: earliest end of a known lease
+        self._cut_off = False  #: whether most machines were silent at the last check
+        #: last check at which a machine was silent, and the next one at which it was not
         self._silent_at_ns: dict[str, int] = {}
         self._back_at_ns: dict[str, int] = {}
 
@@ -63,12 +63,11 @@ class FailureDetector:
         return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
 
     def begin_turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
-        """Begin a turn that has read so many frames; up to when silence may be judged in it.
+        """Begin a turn that has read `frames`; return the time up to which to judge silence.
 
         None: not in this turn. A socket that is never empty gives one frame of each of its `peers`
-        after the other. What a peer had sent when a round of twice as many frames began was read in
-        it, so the death of a process is noticed on a busy socket, too.
-        """
+        after the other. Frames that a peer had sent when a round of twice as many frames began were
+        read in it, so the death of a process is noticed on a busy socket, too."""
         if now_ns - self._last_turn_ns > self.lease_ns // 3:
             self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
@@ -85,12 +84,12 @@ class FailureDetector:
     def judge_silence(
         self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
     ) -> list[DetectorEvent]:
-        """What follows from silence until `now_ns`; `heard_ns` by boot id, absent: not heard yet.
+        """Return the events that follow from silence until `now_ns`.
 
-        Messages and pauses of our own only put off the end of a lease, and a new actor has a whole
-        lease: so no actor is looked at before the first of the present leases can have ended, or a
-        machine can have fallen silent. A silent node is looked at once in a short lease.
-        """
+        `heard_ns` is by boot id; absent: not heard yet. Messages and pauses only extend leases, and
+        a new actor has a whole lease: so no actor is checked before the first of the present leases
+        can have ended, or a machine can have fallen silent. A silent node is checked once in a
+        short lease."""
         if now_ns <= self._next_look_ns:
             return []
         self._next_look_ns = now_ns + self.lease_ns
@@ -101,7 +100,7 @@ class FailureDetector:
         heard: list[DetectorEvent] = []
         lost: list[DetectorEvent] = []
         nodes: list[Actor] = []
-        quiet_ns: dict[str, int] = {}  #: by machine: since a process other than the node was heard
+        quiet_ns: dict[str, int] = {}  #: silence of all but the node, by machine
         for actor in living:
             if actor.role == Role.NODE:
                 nodes.append(actor)
@@ -126,7 +125,7 @@ class FailureDetector:
     def _measure_machines_ns(
         self, now_ns: int, living: list[Actor], heard_ns: Mapping[str, int]
     ) -> dict[str, int]:
-        """By machine: how long nobody of it has been heard."""
+        """Return how long each machine has been silent."""
         found: dict[str, int] = {}
         for actor in living:
             silent_ns = now_ns - max(heard_ns.get(actor.boot_id, 0), self._grace_from_ns)
@@ -134,7 +133,7 @@ class FailureDetector:
         return found
 
     def _is_silent(self, machine_ns: int) -> bool:
-        """Whether this is long for a machine, all of whose processes send heartbeats."""
+        """Return whether this is long for a machine, all of whose processes send heartbeats."""
         return machine_ns > self.lease_ns // 2
 
     def _update_cut_off(self, now_ns: int, silent: Mapping[str, int]) -> None:
@@ -146,7 +145,7 @@ class FailureDetector:
             self._grace_from_ns = now_ns
 
     def _look_who_is_back(self, now_ns: int, silent: Mapping[str, int]) -> None:
-        """Note which machines are heard again; the silence of none is to be missed."""
+        """Note machines that respond again, and check soon enough to see each one's silence."""
         for machine, silent_ns in silent.items():
             if self._is_silent(silent_ns):
                 self._silent_at_ns[machine] = now_ns
@@ -156,17 +155,16 @@ class FailureDetector:
                 self._back_at_ns[machine] = now_ns
 
     def _was_cut_off(self, actor: Actor, heard_ns: Mapping[str, int]) -> bool:
-        """Whether the actor was not heard since its whole machine was silent."""
+        """Return whether the actor was not heard since its whole machine was silent."""
         return heard_ns.get(actor.boot_id, 0) <= self._silent_at_ns.get(actor.node, -1)
 
     def _lease_now_ns(self, role: str) -> int:
         return self.node_lease_ns if self._cut_off else self.get_lease_ns(role)
 
     def _silent_ns(self, now_ns: int, actor: Actor, heard_ns: Mapping[str, int]) -> int:
-        """How long an actor has been silent; the next look is when its lease ends, at the latest.
+        """Return how long an actor has been silent; schedule the next check.
 
-        A node may live on after it.
-        """
+        It is due when the actor's lease ends, at the latest. A node may stay alive after that."""
         grace_ns = max(self._grace_from_ns, self._back_at_ns.get(actor.node, 0))
         last_ns = max(heard_ns.get(actor.boot_id, 0), grace_ns)
         ends_ns = last_ns + self._lease_now_ns(actor.role)
@@ -177,14 +175,14 @@ class FailureDetector:
     def _report_heard_node(
         self, now_ns: int, node: Actor, heard_ns: Mapping[str, int]
     ) -> list[DetectorEvent]:
-        """A silent node is heard again; that its lease began anew does not count."""
+        """Report a silent node that responds again; a restarted lease does not count."""
         last_ns = heard_ns.get(node.boot_id)
         if not node.silent or last_ns is None or now_ns - last_ns > self.lease_ns:
             return []
         return [NodeHeard(node=node.name, node_incarnation=node.incarnation)]
 
     def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[DetectorEvent]:
-        """Lost with its machine, or alone; what may be either is waited for."""
+        """Report a node as lost with its machine, or as silent alone; wait if it may be either."""
         if quiet_ns is None:
             return [_make_heartbeat_lost(node, silent_ns, cut_off=True)]
         if node.silent or quiet_ns > self.lease_ns:

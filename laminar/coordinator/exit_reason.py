@@ -1,4 +1,4 @@
-"""What the exception means that ended a coordinator.
+"""Exit codes and messages for the exceptions that end a coordinator.
 
 Reads   the exception
 Gives   the exit code, and the sentence for the user
@@ -18,15 +18,15 @@ from laminar.names.ports import DiskError
 
 
 class ReplayDiffers(RuntimeError):
-    """The log of this run does not lead to the decisions that it records."""
+    """The replay of the log gives other decisions than it records."""
 
 
 FINAL_ERRORS = (ConfigError, LogRefused, LogTaken, LogicError, ReplayDiffers)
-"""A coordinator that is started again would end in the same way, except after LogGrew."""
+"""Errors that would end a restarted coordinator in the same way, except LogGrew."""
 
 
 def get_exit_code(error: BaseException) -> int:
-    """The exit code of a coordinator that this exception ended."""
+    """Return the exit code of a coordinator that this exception ended."""
     if isinstance(error, LogGrew):
         return exit_codes.CRASHED
     if isinstance(error, FINAL_ERRORS):
@@ -37,7 +37,7 @@ def get_exit_code(error: BaseException) -> int:
 
 
 def describe_error(error: BaseException) -> str:
-    """What happened, for the terminal and the log."""
+    """Describe the error for the terminal and the log."""
     if isinstance(error, (*FINAL_ERRORS, HandlingFailed)):
         return str(error)
     if isinstance(error, DiskError):

@@ -1,10 +1,10 @@
-"""State hashes in the log: what a replay has to reach.
+"""State hashes in the log, which a replay must reach.
 
 Reads   the state after an event
 Writes  StateHashRecord: every so many events, and at the end of the log
 
-The hash of a large state is worked out in the background: the log says at once that one of this
-event follows, and has it some turns later. One that never comes is left out.
+The hash of a large state is computed in the background: the log announces at once that the hash of
+this event follows, and has it some ticks later. A hash that never arrives is left out.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from laminar.eventlog.writer import LogWriter
 from laminar.names.ports import Background
 
 HASHED_OFTEN_MAX = 4_096
-"""Trajectories: up to here a state hash takes 5 ms, which is 5 us for each of HASH_EVERY events."""
+"""The trajectories up to which a state hash takes 5 ms, or 5 us for each of HASH_EVERY events."""
 
 
 class StateHashes:
-    """Decides when one is due, and logs it."""
+    """Logs state hashes when they are due."""
 
     def __init__(self, log: LogWriter, background: Background) -> None:
         self._log, self._background = log, background
         self._under_way = False
 
     def log_if_due(self, state: State) -> None:
-        """Every HASH_EVERY events, more rarely with a state that takes long to encode."""
+        """Log a hash every HASH_EVERY events, less often for a state that takes long to encode."""
         if state.seq % HASH_EVERY or state.seq % _get_hash_interval(state) or self._under_way:
             return
         size = len(state.trajectories)
@@ -49,5 +49,5 @@ class StateHashes:
 
 
 def _get_hash_interval(state: State) -> int:
-    """HASH_EVERY, doubled with the state: that keeps the share of the time that hashes take."""
+    """Return HASH_EVERY, doubled with the size of the state, so that hashes take an equal share."""
     return HASH_EVERY << (len(state.trajectories) // HASHED_OFTEN_MAX).bit_length()

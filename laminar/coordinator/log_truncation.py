@@ -1,15 +1,13 @@
-"""Whether the log of a run is behind what its processes have written, as on a disk that lost its
-end.
+"""Detection of a log that is behind its processes' data, as on a disk that lost its end.
 
 Reads   the state at the end of the log; store.sqlite, trainer_book.jsonl and checkpoints/ of the
         run directory
-Gives   check_log: ConfigError with what is ahead of the log, and what to do
+Gives   check_log: raises ConfigError with the data ahead of the log, and the fix
 
-An order is in the log, synced, before anybody is sent it. So whatever has crashed, what a process
-has done may not be reported yet, but it was ordered: a trajectory that is stored was issued under
-that placement, one that has ended was to end, a step that is trained was chosen under that version.
-Where one was not, the log has lost what it had, and a run that goes on from it would issue the same
-names and numbers a second time.
+An order is in the log, synced, before it is sent. So whatever has crashed, the work of a process
+may be unreported, but it was ordered: a stored trajectory was issued under that placement, an ended
+one was to end, a trained step was chosen under that version. Otherwise the log has lost its end,
+and a run that continues from it would issue the same names and numbers a second time.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _EVAL_GROUP = re.compile(r"e(\d+)\.(\d+)(?:-(\d+))?")
 
 
 def check_log(run_dir: Path, state: State) -> None:
-    """ConfigError if the store, the trainer or a checkpoint has what the log has never ordered."""
+    """Raise ConfigError if the store, the trainer or a checkpoint has unordered data."""
     ahead = [
         *_find_ahead_in_store(run_dir, state),
         *_find_ahead_in_book(run_dir, state),
@@ -55,13 +53,13 @@ def check_log(run_dir: Path, state: State) -> None:
 
 
 def _newest_model(run_dir: Path) -> Path:
-    """What another run can begin with: the newest checkpoint that can be read."""
+    """Return the newest readable checkpoint, which another run can begin with."""
     steps = {resume_step: path for path, resume_step, _ in _iter_checkpoints(run_dir)}
     return steps[max(steps)] if steps else run_dir / CHECKPOINTS_DIR / "step_N"
 
 
 def _find_ahead_in_store(run_dir: Path, state: State) -> Iterator[str]:
-    """A store that cannot be read says so itself when it starts."""
+    """Yield what the store is ahead by; an unreadable store reports itself when it starts."""
     unknown, moved, ended = [], [], []
     try:
         with books.open_tables(run_dir / STORE_FILE) as tables:
@@ -87,7 +85,7 @@ def _find_ahead_in_store(run_dir: Path, state: State) -> Iterator[str]:
 
 
 def _was_issued(state: State, name: str) -> bool:
-    """The log has given this name to a trajectory, which has ended since."""
+    """Return whether the log has issued this name to a trajectory that has ended since."""
     group = GroupId(name.rpartition(".")[0])
     held_out = _EVAL_GROUP.fullmatch(group)
     if held_out is None:
@@ -122,10 +120,10 @@ def _find_ahead_checkpoints(run_dir: Path, state: State) -> Iterator[str]:
 
 
 def _iter_checkpoints(run_dir: Path) -> Iterator[tuple[Path, int, int]]:
-    """(directory, step, version) of those that can be read, by name."""
+    """Yield (directory, step, version) of readable checkpoints, by name."""
     for path in sorted((run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}")):
         try:
             resume = decode(path.read_bytes())
         except (OSError, CheckpointError):
-            continue  # others look at what is damaged
+            continue  # damage is handled elsewhere
         yield path.parent, resume.step, resume.version

@@ -4,9 +4,9 @@ Reads   the control socket; the event log of an earlier incarnation of this run
 Writes  the event log, the address file, and through observers metrics.jsonl and status.json
 Ends    with the run's exit code, or an exception whose code is in coordinator/exit_reason.py
 
-Start-up is recovery: listen, on the same port as before where it is free; replay the log from its
-last snapshot; take it over in a new segment, and say where we listen. A coordinator that cannot
-listen has so changed nothing. An empty directory is the case of an empty log.
+Start-up is recovery: listen, on the same port as before if it is free; replay the log from its last
+snapshot; take it over in a new segment, and publish the address. So a coordinator that cannot
+listen has changed nothing. An empty directory counts as an empty log.
 """
 
 from __future__ import annotations
@@ -66,17 +66,19 @@ from laminar.run.stop_requests import (
 )
 
 FINAL_FLUSH_S = 3.0
-"""How long an ended run's last commands and acknowledgements may take to leave."""
+"""The time for the last commands and acknowledgements of an ended run to leave."""
 COMMANDS_BYTES_MAX = 256 << 20
-"""The most bytes of commands that wait for one process: for the store, at the end of a run with a
-million open trajectories, 144 MB."""
+"""The most bytes of commands that wait for one process.
+
+At the end of a run with a million open trajectories, 144 MB wait for the store."""
 STALL_MS = 120_000
-"""An engine that samples nothing for two minutes with work to do is wedged (a long prefill of a
-large model on a CPU stays below it)."""
+"""The time without a sampled token after which an engine with work is considered hung.
+
+A long prefill of a large model on a CPU stays below it."""
 
 
 def repack_settings(repack: RepackConfig) -> dict[str, Any]:
-    """Nothing of it while it is off: such a run decides as it did before there was repack."""
+    """Return the repack settings; none while it is off, for the decisions of older logs."""
     if repack.policy == "off":
         return {}
     return {
@@ -88,7 +90,7 @@ def repack_settings(repack: RepackConfig) -> dict[str, Any]:
 
 
 def make_settings(config: Config) -> Settings:
-    """The part of the configuration that decisions depend on."""
+    """Return the part of the configuration that decisions depend on."""
     filtered = config.algorithm.filter_groups
     return Settings(
         seed=config.seed,
@@ -126,7 +128,7 @@ def make_settings(config: Config) -> Settings:
 
 
 def read_origin(run_dir: Path) -> ev.ForkOrigin | None:
-    """What a fork begins with, as `laminar fork` has left it there; None: this is no fork."""
+    """Return the origin that `laminar fork` has left for this run; None: not a fork."""
     try:
         return msgspec.json.decode(
             (run_dir / ORIGIN_DIR / ORIGIN_FILE).read_bytes(), type=ev.ForkOrigin
@@ -136,8 +138,9 @@ def read_origin(run_dir: Path) -> ev.ForkOrigin | None:
 
 
 def _asked_by(config: Config, line: str) -> ev.DrainRequested:
-    """The request of the process that started this one; when that is gone, the run ends, or pauses
-    where a batch system starts it again."""
+    """Return the request of the process that started this one.
+
+    If that process is gone, the run ends, or pauses if a batch system restarts it."""
     word, _, reason = line.partition(" ")
     if word == STARTER_GONE:
         reason = "whoever started the coordinator is gone"
@@ -155,8 +158,9 @@ def _make_pause_request(config: Config, asked_by: str) -> ev.DrainRequested:
 def bind_socket(
     config: Config, run_dir: Path, keys: RunKeys, on_stranger: Callable[[str], None]
 ) -> ServerSocket:
-    """Bind the configured port; else the one that the actors of this run know already, if it is
-    free: when we are silent they look for another."""
+    """Bind the configured port; else the last one, which the run's actors know, if it is free.
+
+    Actors look for another address when the coordinator is silent."""
     host, port = config.coordinator.host, config.coordinator.port
     try:
         return ServerSocket(host, port or _known_port(run_dir), keys, on_stranger=on_stranger)
@@ -175,14 +179,16 @@ def _known_port(run_dir: Path) -> int:
 
 
 FULL_GC_INTERVAL = 1 << 30
-"""Younger collections between two of all objects: never. One looks through the whole state, 60 to
-100 ms with 160,000 trajectories, for cycles that the core does not make."""
+"""The young collections between two full ones: never one.
+
+A full one takes 60 to 100 ms with 160,000 trajectories, looking for cycles that the core never
+makes."""
 STORY_LINES = 20
-"""Lines of the log about the subject of an event that the core could not handle."""
+"""The log lines shown about the subject of an event that the core could not handle."""
 
 
 class Coordinator:
-    """One incarnation of the coordinator of a run."""
+    """An incarnation of the coordinator of a run."""
 
     def __init__(
         self,
@@ -195,9 +201,10 @@ class Coordinator:
         replay_from: int | None = None,
         asking: takeover.ResumeRequest = takeover.ResumeRequest.NOTHING,
     ) -> None:
-        """Recover from the log, if there is one. `on_replayed` sees its events again: those after
-        a snapshot, but if the log has it, event `replay_from` and all after it. `asking`: whether
-        the user asks that a run that was stopped goes on."""
+        """Recover from the log, if there is one.
+
+        `on_replayed` sees its events again: those after a snapshot, but if the log has it, event
+        `replay_from` and all after it. `asking`: whether the user asks to resume a stopped run."""
         self._asking = asking
         self.config, self.run_dir = config, run_dir
         self.log = get_logger()
@@ -227,8 +234,7 @@ class Coordinator:
         self.log.warning("stranger-refused", what=what)
 
     def _found_alone(self, machine: StateMachine) -> ev.RunResumed | None:
-        """The event that a run goes on with new processes, if it does, before anything is
-        written."""
+        """Return the event that resumes a run without processes, before anything is written."""
         if not machine.started:
             return None
         check_log(self.run_dir, machine.state)
@@ -293,7 +299,7 @@ class Coordinator:
     # --- the process --------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Serve until the run has ended; returns its exit code."""
+        """Serve until the run has ended; return its exit code."""
         gc.set_threshold(*gc.get_threshold()[:2], FULL_GC_INTERVAL)
         try:
             self._write_address()
@@ -328,12 +334,12 @@ class Coordinator:
         return state.exit_code
 
     def report_event(self, event: Event) -> None:
-        """An event of our own: it is handled in the next turn."""
+        """Report an event of the coordinator itself, for the next turn."""
         self._own.append(event)
         asyncio.get_running_loop().call_soon(self._try_turn)
 
     def _write_address(self, *, run_over: bool = False) -> None:
-        """`run_over`: processes that still join or wait for us are to leave."""
+        """Publish the address; with `run_over`, processes that join or wait are to leave."""
         path = self.run_dir / COORDINATOR_FILE
         try:
             write_address(path, self.socket.address, pid=os.getpid(), run_over=run_over)
@@ -341,11 +347,11 @@ class Coordinator:
             raise DiskError(error.errno, f"writing {path} failed: {error.strerror}") from error
 
     def handle_request(self, line: str) -> None:
-        """What the process that started this one asks for."""
+        """Handle a request of the process that started this one."""
         self.report_event(_asked_by(self.config, line))
 
     def give_up(self, error: ConfigError) -> None:
-        """End this process for a reason that lies outside the run; nothing more is decided."""
+        """End this process for a reason outside the run; nothing more is decided."""
         self._error = error
         self._ended.set()
 
@@ -353,7 +359,7 @@ class Coordinator:
         self.report_event(ev.DrainRequested(reason=name))
 
     def _handle_interrupt(self, name: str) -> None:
-        """SIGQUIT, or Ctrl-C when the run is stopping already: at once."""
+        """Drain at once on SIGQUIT, or on Ctrl-C when the run is already stopping."""
         machine = self.tick.machine
         stopping = machine.started and machine.state.draining and not machine.state.pausing
         at_once = stopping or name == signal.SIGQUIT.name
@@ -390,18 +396,18 @@ class Coordinator:
         self._wake_for_timer()
 
     def _log_unhandled(self, failed: HandlingFailed) -> None:
-        """Log the event and what led to it; a node that starts later finds that the run is over."""
+        """Log an unhandled event and its history; tell later nodes that the run is over."""
         try:
             story = last_lines(self.run_dir, failed.stamped, STORY_LINES)
         except (ConfigError, NotInHistory) as error:
             story = [f"no story: {error}"]
         event = msgspec.to_builtins(failed.stamped.event)
         self.log.error("not-handled", what=failed.what, body=event, story=story, exc_info=failed)
-        with contextlib.suppress(DiskError):  # then it waits for a coordinator in vain
+        with contextlib.suppress(DiskError):  # a later node then waits for a coordinator in vain
             self._write_address(run_over=True)
 
     def _wake_for_timer(self) -> None:
-        """Timers that are due before the socket's slow tick get a turn of their own."""
+        """Schedule a turn for a timer that is due before the socket's slow tick."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

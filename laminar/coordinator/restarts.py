@@ -1,11 +1,11 @@
-"""Whether a coordinator that ended is started again, and when.
+"""The restart policy of a coordinator that ended: whether to restart it, and when.
 
 Reads   its exit code, how long it had served, the time
 Gives   Restart with a pause, or GiveUp with the reason
 
-Pure: the supervisor of a real run and the simulator's ask it alike. The pause doubles while
-coordinators end soon after their start. One that cannot write its log is tried again for
-`disk_wait_s`, however often that is; for all other deaths there is a limit.
+Pure: the supervisors of a real run and of the simulator both call it. The pause doubles while
+coordinators end soon after their start. A coordinator that cannot write its log is restarted for
+`disk_wait_s`, without a limit on attempts; all other deaths have a limit.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from laminar.names import exit_codes
 
 DEATHS_MAX = 20
-"""Deaths of one run, those for want of room on the disk not counted."""
+"""The maximum deaths of one run, not counting those from a full disk."""
 SERVED_S = 5.0
-"""What a coordinator repeats after a start, it repeats sooner; one that lived longer had worked."""
+"""The time after which a coordinator counts as having worked: a repeated failure comes sooner."""
 PAUSE_MIN_S, PAUSE_MAX_S = 0.25, 10.0
-"""Bounds of the second and each further pause in a row."""
+"""The bounds of the second and each further pause in a row."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start another one after the pause."""
+    """A decision to start another coordinator after the pause."""
 
     pause_s: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run has ended with this code; `reason` is empty where the coordinator has said it."""
+    """A decision to end the run with this code; `reason` is empty if the coordinator gave one."""
 
     code: int
     reason: str = ""
@@ -41,14 +41,14 @@ class Restarts:
     """The deaths of the coordinators of one run."""
 
     def __init__(self, pause_s: float, disk_wait_s: float) -> None:
-        """`pause_s`: before the first restart. `disk_wait_s`: how long a disk may stay full."""
+        """Set the pause before the first restart, and how long a disk may stay full."""
         self._pause_s, self._disk_wait_s = pause_s, disk_wait_s
-        self._deaths = 0  #: for other reasons than the disk
-        self._in_a_row = 0  #: that ended soon after their start
-        self._disk_since_s: float | None = None  #: since when none could write
+        self._deaths = 0  #: deaths for other reasons than the disk
+        self._in_a_row = 0  #: deaths soon after a start, in a row
+        self._disk_since_s: float | None = None  #: time since which no coordinator could write
 
     def decide_restart(self, code: int, served_s: float, now_s: float) -> Restart | GiveUp:
-        """A coordinator ended with `code` (negative: by a signal) after serving so long."""
+        """Decide after a coordinator ended with `code` (negative: by a signal) after `served_s`."""
         if code in exit_codes.FINAL:
             return GiveUp(code)
         if served_s >= SERVED_S:

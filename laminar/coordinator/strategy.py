@@ -1,4 +1,4 @@
-"""A user's batch strategy, by path, in a process of its own.
+"""A user's batch strategy, by path, in a separate process.
 
 Reads   ProposeBatch commands; a file given as algorithm.batch_strategy = "path.py:function"
 Emits   BatchProposed events; an empty answer when the function fails
@@ -28,12 +28,12 @@ from laminar.names.ids import GroupId
 from laminar.run.user_file import load_user_function
 
 LINE_BYTES_MAX = 16 << 20
-"""One answer line of a strategy: group ids only, but a user's print must not break the pipe."""
+"""The maximum answer line of a strategy, group ids only; a user's print must not break the pipe."""
 DETAIL_CHARS_MAX = 500
 
 
 def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[str]]:
-    """The function named by "path.py:function"; ConfigError when it cannot be had."""
+    """Load the function named by "path.py:function"; raise ConfigError if it is unusable."""
     key = "algorithm.batch_strategy"
     function: Callable[[list[dict[str, Any]], int], list[str]]
     function = load_user_function(key, reference, STRATEGIES).function
@@ -41,7 +41,7 @@ def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[
 
 
 class StrategyWorker:
-    """Starts the process with the first question and asks one question at a time."""
+    """A worker process for the strategy, started at the first question; one question at a time."""
 
     def __init__(self, reference: str, report: Callable[[ev.BatchProposed], None]) -> None:
         self._reference = "" if reference in STRATEGIES else reference
@@ -50,7 +50,7 @@ class StrategyWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def propose_batch(self, command: cmd.ProposeBatch) -> None:
-        """Ask; the answer arrives as an event."""
+        """Ask the strategy; the answer arrives as an event."""
         task = asyncio.get_running_loop().create_task(self._ask_strategy(command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -61,7 +61,7 @@ class StrategyWorker:
         await self._end_process()
 
     async def _end_process(self) -> None:
-        """The next question starts a new one."""
+        """End the process; the next question starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -72,7 +72,7 @@ class StrategyWorker:
         detail, groups = "", tuple[GroupId, ...]()
         try:
             groups = await self._exchange_lines(command)
-        except ValueError as error:  # the function's own, or an answer that is none
+        except ValueError as error:  # the function's own, or an invalid answer
             detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             detail = f"the strategy's process ended: {error}"
@@ -106,7 +106,7 @@ class StrategyWorker:
 
 
 def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
-    """The answer, which goes into the event log; ValueError for what was not on offer."""
+    """Return the answer for the event log; raise ValueError for groups that were not on offer."""
     offered = {str(candidate.group) for candidate in command.candidates}
     strange = [group for group in groups if group not in offered]
     if strange or len(groups) > len(offered):
@@ -115,7 +115,7 @@ def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupI
 
 
 def _serve_proposals(reference: str) -> None:
-    """The child: one JSON line in, one JSON line out; the user's prints go to stderr."""
+    """Serve as the child: one JSON line in, one JSON line out; the user's prints go to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     function = load_strategy(reference)

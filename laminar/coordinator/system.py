@@ -1,11 +1,11 @@
 """The real disk: one directory of append-only files.
 
 Reads / writes   files of the directory, by name
-Raises           DiskError for every failed read, create, write, sync, renaming and removal; for
-                 want of room it is DiskFull
+Raises           DiskError for every failed read, create, write, sync, renaming and removal;
+                 DiskFull for lack of room
 
-A name is durable only once its directory is synced, so a new file is not handed out before. A
-short write is continued; on a full disk the continuation is what fails. Nothing is retried.
+A name is durable only once its directory is synced, so a new file is returned only after that. A
+short write is continued; on a full disk the continuation fails. Nothing is retried.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RealAppendFile:
 
 
 class RealDisk:
-    """ports.Disk over an existing directory."""
+    """The ports.Disk of an existing directory."""
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
@@ -77,8 +77,7 @@ class RealDisk:
         return os.stat(self._directory / name).st_size
 
     def sync(self, name: str) -> None:
-        """Make the present content of a file durable, also one that another process wrote; raises
-        DiskError."""
+        """Make the content of a file durable, also if another process wrote it; raise DiskError."""
         fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _sync_data(fd, name)
@@ -88,7 +87,7 @@ class RealDisk:
     def create_file(self, name: str) -> AppendFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            # Names that a killed process made and did not sync come first: no gap in the numbers.
+            # Sync names that a killed process left unsynced first: the numbers have no gap.
             sync(self._directory)
             fd = os.open(self._directory / name, flags, 0o644)
         except FileExistsError:

@@ -1,9 +1,8 @@
-"""Whether a run is taken up again by the coordinator that starts: asked for, or found without
-processes.
+"""Resumption of a run by a starting coordinator: on request, or when no process is left.
 
 Reads   the state at the end of the log, the present settings, the processes that live
-Gives   Asking, what the user asked for; resumed: the event that says so; check_unserved,
-        check_resumable: ConfigError in one sentence
+Gives   ResumeRequest, the user's request; decide_resume, the event of a resumption;
+        check_unserved, check_resumable, which raise ConfigError in one sentence
 """
 
 from __future__ import annotations
@@ -32,15 +31,17 @@ NOT_COMPARED = ("rules", "stall_ms")
 
 
 class ResumeRequest(StrEnum):
-    """What the user asks of a coordinator about a run that was stopped; the option that says so."""
+    """The user's request about a stopped run, as a command-line option."""
 
     NOTHING = ""
-    RESUME = "--resume"  #: it is to go on; else it is a mistake
-    RESUME_STOPPED = "--resume-stopped"  #: it is to go on; any other run takes its course
+    RESUME = "--resume"  #: resume it; an error if it cannot be
+    RESUME_STOPPED = "--resume-stopped"  #: resume it if it was stopped; any other run continues
 
     def applies_to(self, run_dir: Path, state: State) -> bool:
-        """Whether that is asked of the run in this state. One that was about to pause when its
-        coordinator ended has paused, once its other processes have left."""
+        """Return whether the request applies to the run in this state.
+
+        A run that was about to pause when its coordinator ended has paused, once its other
+        processes left."""
         ended = state.phase == Phase.ENDED or (
             state.paused and not _has_living_process(run_dir, state)
         )
@@ -49,10 +50,10 @@ class ResumeRequest(StrEnum):
 
 
 def check_unserved(run_dir: Path, keys: RunKeys) -> None:
-    """AlreadyServed where a coordinator answers: locks of another machine may not be seen here."""
+    """Raise AlreadyServed if a coordinator responds: other machines' locks may be invisible."""
     try:
         address = read_address(run_dir / COORDINATOR_FILE)
-    except ConfigError:  # it cannot be asked from here, and no process of ours can reach it
+    except ConfigError:  # it cannot be asked from here, and no process of this run can reach it
         return
     if address is not None and is_coordinator_alive(address, keys):
         raise AlreadyServed(
@@ -64,10 +65,9 @@ def check_unserved(run_dir: Path, keys: RunKeys) -> None:
 def decide_resume(
     run_dir: Path, state: State, settings: Settings, *, asked: bool
 ) -> RunResumed | None:
-    """RunResumed, where all processes of the log are gone or the user has `asked` for it.
+    """Return RunResumed, if all processes of the log are gone or the user has `asked` for it.
 
-    ConfigError where it cannot be resumed, or not with these settings.
-    """
+    Raise ConfigError if it cannot be resumed, or not with these settings."""
     if asked:
         check_resumable(run_dir, state)
     news = resumption.make_resume_event(state, settings, _list_living(run_dir), asked=asked)
@@ -81,13 +81,13 @@ def _list_living(run_dir: Path) -> set[tuple[str, int]]:
 
 
 def _has_living_process(run_dir: Path, state: State) -> bool:
-    """Whether a process that the log has is there."""
+    """Return whether a process of the log is running."""
     living = _list_living(run_dir)
     return any(a.alive and (a.name, a.pid) in living for a in state.actors.values())
 
 
 def check_resumable(run_dir: Path, state: State) -> None:
-    """ConfigError for a run that goes on, that has ended for good, or that cannot go on."""
+    """Raise ConfigError for a run that is running, has ended for good, or cannot be resumed."""
     if _has_living_process(run_dir, state):
         raise ConfigError(in_use(run_dir))
     if resumption.is_run_over(state):
@@ -112,7 +112,7 @@ def _suggest_instead(run_dir: Path, state: State) -> str:
 
 
 def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
-    """ConfigError for the first setting of the configuration that is not the log's."""
+    """Raise ConfigError for the first setting of the configuration that differs from the log's."""
     for field in msgspec.structs.fields(Settings):
         if field.name in (*NOT_COMPARED, *resumption.CHANGEABLE):
             continue

@@ -1,4 +1,4 @@
-"""One turn of the coordinator, over the ports: receive, decide, make durable, send.
+"""The tick: one turn of the coordinator over the ports: receive, decide, make durable, send.
 
 Reads   frames of peers, events of our own, the clock
 Writes  the event log
@@ -6,9 +6,9 @@ Gives   frames to send, and commands that the coordinator's own process carries 
 
     frames -> sessions (number, dedupe) -> decode -> machine -> log (one sync) -> commands and acks
 
-Nothing leaves before it, and what caused it, is durable: a killed coordinator has never said what
-its log does not know. Bad frames are counted and change nothing. An exception of the core is none
-of them: it ends the turn and the coordinator (HandlingFailed). Pure: the same code runs behind a
+Nothing is sent before it, and its cause, are durable: a killed coordinator has never sent anything
+that its log lacks. Bad frames are counted and change nothing. An exception of the core is not a bad
+frame: it ends the turn and the coordinator (HandlingFailed). Pure: the same code runs behind a
 ZeroMQ socket and in virtual time.
 """
 
@@ -64,8 +64,7 @@ ERROR_CHARS_MAX = 500
 class HandlingFailed(Exception):
     """The core raised on an event, which is neither logged nor acknowledged.
 
-    `__cause__` is the exception of the core.
-    """
+    `__cause__` is the exception of the core."""
 
     def __init__(self, stamped: Stamped, cause: Exception) -> None:
         self.stamped = stamped
@@ -93,12 +92,13 @@ class Tick:
         peers_max: int = PEERS_MAX,
         background: Background = INLINE_BACKGROUND,
     ) -> None:
-        """`clock_ns` is the loop's clock now; `boot` names this coordinator process; `peers_max`:
-        processes that are connected or ask to be admitted; `background`: for work on a large
-        state."""
+        """Start at the loop's clock `clock_ns`; `boot` names this coordinator process.
+
+        `peers_max`: processes that are connected or ask to be admitted; `background`: for work on a
+        large state."""
         self.machine, self.log = machine, log
         self.detector = FailureDetector(lease_ms * 1_000_000, node_lease_ms * 1_000_000, clock_ns)
-        self.local: list[tuple[int, Command]] = []  #: commands for our own process
+        self.local: list[tuple[int, Command]] = []  #: commands for the coordinator's own process
         self.bad_frames = 0
         self._boot = boot
         self._background = background
@@ -106,18 +106,18 @@ class Tick:
         self._limits = limits
         self._peers_max = peers_max
         self._observer = observer
-        self._failed = False  #: a turn is under way, or raised
+        self._failed = False  #: whether a turn is under way, or raised
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
-        self._links: dict[str, ServerLink] = {}  #: by boot id
+        self._links: dict[str, ServerLink] = {}  #: links by boot id
         self._routes: dict[bytes, str] = {}  #: routing id -> boot id
         self._route_of: dict[str, bytes] = {}
-        self._asking: dict[str, tuple[Hello, bytes]] = {}  #: boot id -> not admitted yet
+        self._asking: dict[str, tuple[Hello, bytes]] = {}  #: processes not admitted yet, by boot id
         self._heard_ns: dict[str, int] = {}
-        self._to_acknowledge: dict[str, int] = {}  #: boot id -> last number applied
-        self._outgoing: list[tuple[int, Command, bytes]] = []  #: with its encoding
+        self._to_acknowledge: dict[str, int] = {}  #: last number applied, by boot id
+        self._outgoing: list[tuple[int, Command, bytes]] = []  #: command id, command, encoding
         self._awake: dict[str, None] = {}  #: boot ids of links that may have something to send
-        self._wakeups = Wakeups[str]()  #: of links, by boot id
+        self._wakeups = Wakeups[str]()  #: wakeups of links, by boot id
         self._frames_out: list[Frame] = []
 
     # --- one turn -----------------------------------------------------------------------------
@@ -125,11 +125,10 @@ class Tick:
     def run_turn(
         self, frames: Sequence[Frame], own: Sequence[Event], now_ns: int, socket_empty: bool
     ) -> list[Frame]:
-        """Handle what has arrived; returns the frames to send, in order.
+        """Handle all arrived frames; return the frames to send, in order.
 
         A turn that raised is the last one: the state may have half an event in it, and the next
-        turn would log and acknowledge it.
-        """
+        turn would log and acknowledge it."""
         if self._failed:
             raise RuntimeError("a turn failed before: end the process")
         self._failed = True
@@ -159,7 +158,7 @@ class Tick:
             self._apply_event(COORDINATOR, 0, 0, ev.TimerFired(timer=name), time_ns)
 
     def next_timer_ns(self) -> int | None:
-        """When the earliest timer is due, in the loop's clock."""
+        """Return when the earliest timer is due, in the loop's clock."""
         due_ns = get_next_timer_ns(self.machine.state)
         if due_ns is None:
             return None
@@ -177,7 +176,7 @@ class Tick:
                 return
             boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
             link = self._links.get(boot_id)
-            if message == Heartbeat("", 0):  # one that does not join asks whether we live
+            if message == Heartbeat("", 0):  # a client asks whether we live
                 return self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
             if link is None:
                 self.bad_frames += 1  # an unknown peer says hello again when it gets no answer
@@ -189,24 +188,23 @@ class Tick:
         for peer_seq, body in delivered:
             self._deliver_message(link, peer_seq, body, time_ns)
         self._heard_ns[boot_id] = now_ns
-        if not delivered or delivered[0][0]:  # a gauge wants no answer
+        if not delivered or delivered[0][0]:  # a gauge needs no answer
             self._awake[boot_id] = None
 
     def _register_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
-        """Remember where the process is; True when it has a link."""
+        """Remember the route of a process; return whether it has a link."""
         self._set_route(routing_id, hello.boot_id)
         known = hello.boot_id in self._links
         return known or self._admit_peer(hello, routing_id, now_ns, time_ns)
 
     def _decode_introduction(self, routing_id: bytes, frame: bytes) -> ClientFrame | None:
-        """A known route needs no second decoding, unless its peer introduces itself again."""
+        """Decode a frame that may introduce a peer; None for ordinary frames of a known route."""
         if routing_id in self._routes and b"\xa5hello" not in frame[:16]:
             return None
         return decode_client(frame, self._limits.max_frame)
 
     def _handle_ask(self, routing_id: bytes, ask: Ask, time_ns: int) -> None:
-        """The user, who is no process of the run, wants something; the answer says that it is
-        logged."""
+        """Handle a request of the user; the answer confirms that it is logged."""
         self._apply_event(COORDINATOR, 0, 0, _decode_ask(ask), time_ns)
         self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
 
@@ -217,7 +215,7 @@ class Tick:
         self._routes[routing_id], self._route_of[boot_id] = boot_id, routing_id
 
     def _admit_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
-        """Make the link of a process that the log knows; report one that it does not know."""
+        """Open the link of a process that the log knows; report one that it does not know."""
         state = self.machine.state
         actor = state.actors.get(hello.name)
         if actor is not None and actor.boot_id == hello.boot_id:
@@ -237,7 +235,7 @@ class Tick:
         return False
 
     def _open_link(self, hello: Hello, incarnation: int, last_seq: int, now_ns: int) -> None:
-        """Every outstanding command of the actor goes out again; it acts once per command id."""
+        """Open a link and resend the actor's outstanding commands; it acts at most once per id."""
         link = ServerLink(
             hello,
             server_boot=f"{self._boot}:{hello.boot_id}",
@@ -276,8 +274,9 @@ class Tick:
         time_ns: int,
         body: bytes | None = None,
     ) -> None:
-        """Let the machine handle one event, and log it, as `body` if that is its encoding, with
-        what was decided."""
+        """Let the machine handle one event, and log it with its decisions.
+
+        `body` is the encoding of the event, if known."""
         last = self.machine.state if self.machine.started else None
         stamped = Stamped(
             seq=last.seq + 1 if last else 1,
@@ -307,11 +306,11 @@ class Tick:
         self._hashes.log_if_due(self.machine.state)
 
     def log_state_hash(self) -> None:
-        """Log what a replay has to reach at the end of the log."""
+        """Log the hash that a replay must reach at the end of the log."""
         self._hashes.log_final_hash(self.machine.state)
 
     def _make_durable(self) -> None:
-        """One sync for the turn; gauges alone cause nothing and may wait for the next one."""
+        """Sync once for the turn; gauges alone cause nothing and may wait for the next sync."""
         if self._outgoing or self._to_acknowledge or self._frames_out:
             self.log.commit()
             self.log.snapshot_if_due(self.machine.state, self._background)
@@ -339,13 +338,13 @@ class Tick:
         return out
 
     def _find_due_links(self, now_ns: int) -> list[str]:
-        """Boot ids of the links to be polled: something came or goes, or a resend is due."""
+        """Return boot ids of the links to poll: for new messages, or for a resend."""
         self._awake.update(dict.fromkeys(self._wakeups.take_due(now_ns)))
         due, self._awake = self._awake, {}
         return [boot_id for boot_id in due if boot_id in self._links]
 
     def _fence_links(self) -> set[str]:
-        """Refuse the links of processes that are no longer members; their boot ids."""
+        """Refuse the links of processes that are no longer members; return their boot ids."""
         left = take_left(self.machine.state) if self.machine.started else []
         links = {boot_id: self._links[boot_id] for boot_id in left if boot_id in self._links}
         fenced = {boot_id for boot_id, link in links.items() if self._is_fenced(link)}
@@ -357,7 +356,7 @@ class Tick:
         return fenced
 
     def _is_fenced(self, link: ServerLink) -> bool:
-        """Whether the link's process was given up, or replaced, while the run goes on."""
+        """Return whether the link's process was given up, or replaced, while the run continues."""
         state = self.machine.state
         if self._is_newest(link):
             alive = state.actors[link.name].alive
@@ -365,7 +364,7 @@ class Tick:
         return True
 
     def _is_newest(self, link: ServerLink) -> bool:
-        """Whether no other process has the place of the link's."""
+        """Return whether the link's process is the newest of its name."""
         actor = self.machine.state.actors.get(link.name)
         return actor is not None and actor.boot_id == link.boot_id
 
@@ -388,7 +387,7 @@ class Tick:
         actor = self.machine.state.actors.get(command.to)
         link = self._links.get(actor.boot_id) if actor is not None else None
         if link is None or link.state is not LinkState.UP:
-            return  # outstanding: it goes out when the actor comes back
+            return  # outstanding: it is sent when the actor comes back
         order = cmd.Envelope(
             command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(data)
         )
@@ -409,14 +408,14 @@ class Tick:
 
     @property
     def everything_acknowledged(self) -> bool:
-        """No command is on its way any more (or its link is gone)."""
+        """Whether no command is on its way any more (or its link is gone)."""
         return all(
             not link.outbox or link.state is not LinkState.UP for link in self._links.values()
         )
 
 
 def _make_actor_joined(hello: Hello) -> ev.ActorJoined:
-    """What a process that the log does not know says of itself."""
+    """Make the event of a process that the log does not know from its hello."""
     pid, restarts = hello.info.get("pid", ""), hello.info.get("job_restarts", "")
     start = hello.info.get("start", "")
     return ev.ActorJoined(
@@ -433,7 +432,7 @@ def _make_actor_joined(hello: Hello) -> ev.ActorJoined:
 
 
 def _decode_ask(ask: Ask) -> ev.DrainRequested:
-    """The one event that a user may ask for."""
+    """Decode the only event that a user may send."""
     event = decode_event(ask.body)
     if not isinstance(event, ev.DrainRequested):
         raise WireError(f"the user does not ask for {type(event).__name__}")
@@ -441,7 +440,7 @@ def _decode_ask(ask: Ask) -> ev.DrainRequested:
 
 
 def _name_of(stamped: Stamped) -> str:
-    """The event in a few words: its number at the sender if it has one, else its subject."""
+    """Name an event briefly: by its number at the sender if it has one, else by its subject."""
     event, peer = stamped.event, stamped.peer
     tag = to_kebab_case(type(event).__name__)
     if stamped.peer_seq:
@@ -451,7 +450,7 @@ def _name_of(stamped: Stamped) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    """The type, the message and the line that raised it."""
+    """Return the type, the message and the line that raised the error."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         _, package, file = trace.tb_frame.f_code.co_filename.rpartition("/laminar/")
