@@ -1,12 +1,12 @@
-"""Old segments: read in either form, compressed one at a time, in the end removed.
+"""Compaction of old segments: read in either form, compressed one at a time, finally removed.
 
-Reads   events-00000001.log or, where that is gone, events-00000001.log.zst
-Writes  the compressed form, and removes what it replaces; DiskError as the log's own
+Reads   events-00000001.log or, if it is gone, events-00000001.log.zst
+Writes  the compressed form, and removes the plain one; raises DiskError as the log does
 Raises  LogCorrupt for a compressed segment that cannot be read
 
-Only segments that lie wholly before the older of the two snapshots are touched, so a start never
-needs them. The plain form goes only after the compressed one is durable and was read back; while
-both are there, the plain one counts. Removal begins at the oldest segment: a history may lose its
+Only segments that lie wholly before the older of the two snapshots are compacted, so a start never
+needs them. The plain form is removed only after the compressed one is durable and was read back;
+while both exist, the plain one counts. Removal begins at the oldest segment: a history may lose its
 beginning, never its middle.
 """
 
@@ -20,14 +20,14 @@ from laminar.names.ports import Disk, DiskError
 
 
 def read_segment(disk: Disk, number: int, size: int = -1) -> bytes:
-    """The first `size` bytes of a segment (-1: all), whatever form it is stored in."""
+    """Return the first `size` bytes of a segment (-1: all) in either form."""
     if segment_name(number) in disk.list_names():
         return disk.read(segment_name(number), 0, size)
     return _decompress_segment(disk, number, size)
 
 
 def measure_segments(disk: Disk) -> dict[int, int]:
-    """Bytes that each segment takes on the disk, by number, ascending."""
+    """Return the bytes of each segment on the disk, by number, ascending."""
     names = disk.list_names()
     return {
         number: sum(disk.get_size(name) for name in _list_segment_files(number) if name in names)
@@ -36,9 +36,9 @@ def measure_segments(disk: Disk) -> dict[int, int]:
 
 
 def compact_segments(disk: Disk, before: int, keep_bytes: int) -> None:
-    """Tidy the segments below `before`: remove what is beyond `keep_bytes` (0: nothing) in all,
-    then compress the oldest that is left. One at a time, because the coordinator waits meanwhile.
-    """
+    """Remove segments below `before` beyond `keep_bytes` (0: none), then compress the oldest left.
+
+    Only one is compressed per call, because the coordinator waits meanwhile."""
     if keep_bytes:
         _remove_oldest(disk, before, keep_bytes)
     names = disk.list_names()
@@ -73,8 +73,7 @@ def _compress_segment(disk: Disk, number: int) -> None:
 
 
 def _decompress_segment(disk: Disk, number: int, size: int) -> bytes:
-    """A segment as far as it can be unpacked: the reader knows how long it has to be, and checks
-    the CRC."""
+    """Decompress a segment as far as possible; the reader checks its length and CRC."""
     data = disk.read(compressed_name(number))
     try:
         return zstandard.ZstdDecompressor().stream_reader(data).read(size)

@@ -1,19 +1,19 @@
-"""Reads the log back: all of its history, nothing else, and a refusal where that is impossible.
+"""Reads the log back: its complete history, or a refusal.
 
 Reads   segments through ports.Disk, one at a time and as a whole, compressed or not
-Gives   History, records and where they are; LogTail, where a new writer goes on
-Raises  LogCorrupt; LogOfOtherRelease (not `read_raw`); NotInHistory, before the first record, for a
-        start that is not on the chain
+Gives   History, records and their positions; LogTail, where a new writer continues
+Raises  LogCorrupt; LogOfOtherRelease (not `read_raw_log`); NotInHistory, before the first record,
+        for a start that is not on the chain
 
-The history is a chain: the newest segment with a valid header names the segment and offset that
-it took over, that one names another, down to the first. Bytes behind a takeover were written by a
+The history is a chain: the newest segment with a valid header names the segment and offset that it
+took over, that one names another, down to the first. Bytes behind a takeover were written by a
 coordinator that had been replaced. At the end of the newest segment an unfinished write is normal
-after a crash, and is left as it is: whole frames may follow its first hole. Damage looks like it,
-except that a frame follows that was written after a sync (`Frames.continued`). A damaged last write
-cannot be told from a torn one here; peers that were acked beyond the end can tell.
+after a crash, and is left as it is: whole frames may follow its first hole. Damage looks the same,
+except that a frame follows that was written after a sync (`Frames.is_continued`). A damaged last
+write cannot be told from a torn one here; peers that were acked beyond the end can tell.
 
-Reading may start at the place that a snapshot names. Older segments are then not looked at, and
-need not be there any more; the one with the start is, so its chain proves the place.
+Reading may start at the position of a snapshot. Older segments are then not read, and need not
+exist; the segment of the start does, so its chain proves the position.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPENING_BYTES = FRAME.size + MAX_HEADER_BYTES
 
 
 class _Opening(msgspec.Struct, tag_field="kind", tag="header", frozen=True):
-    """What a header says in every schema: enough to check and follow the chain."""
+    """The header fields of every schema: enough to check and follow the chain."""
 
     schema: int
     logic: int
@@ -64,15 +64,15 @@ class _Opening(msgspec.Struct, tag_field="kind", tag="header", frozen=True):
 
 
 class NotInHistory(Exception):
-    """Nothing is wrong with the log, but what was to be read from it does not belong to it."""
+    """The log is intact, but the requested part does not belong to its history."""
 
 
 class _Decoders(NamedTuple, Generic[_T]):
-    """How the bodies of a segment become records."""
+    """Decoders from the bodies of a segment to records."""
 
     header: Callable[[bytes], _T]
     later: Callable[[bytes], _T]
-    any_release: bool  #: they take the records of every release
+    any_release: bool  #: whether they decode the records of every release
 
 
 _opening = msgspec.msgpack.Decoder(_Opening)
@@ -92,11 +92,10 @@ _RAW: _Decoders[dict[str, Any]] = _Decoders(_unpack_body, _unpack_body, True)
 def read_log(
     disk: Disk, tail: LogTail | None = None, start: Takeover | None = None
 ) -> Iterator[tuple[Position, Record]]:
-    """Every record of the history in order; LogCorrupt at the first that cannot be trusted.
+    """Yield every record of the history in order; raise LogCorrupt at the first invalid one.
 
-    With a `tail` from an earlier scan it ends exactly there, whatever was written since. With a
-    `start` it begins exactly there.
-    """
+    With a `tail` from an earlier scan it ends exactly there, ignoring later records. With a `start`
+    it begins exactly there."""
     history = open_history(disk, tail, start)
     for record in history:
         yield history.position, record
@@ -105,21 +104,21 @@ def read_log(
 def open_history(
     disk: Disk, tail: LogTail | None = None, start: Takeover | None = None
 ) -> History[Record]:
-    """The same without the positions, which it knows, as it knows its tail at the end."""
+    """Return the history as an iterator that knows its position, and its tail at the end."""
     return History(disk, _TYPED, tail, start)
 
 
 def read_raw_log(
     disk: Disk, start: Takeover | None = None
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(segment, offset, plain map) of every record, also of another release."""
+    """Yield (segment, offset, plain map) of every record, also of another release."""
     history = History(disk, _RAW, start=start)
     for body in history:
         yield *history.position, body
 
 
 def find_beginning(disk: Disk) -> Takeover | None:
-    """Where the oldest segment of the history begins that is still there; None: nothing is gone."""
+    """Return the beginning of the oldest existing segment; None: nothing is removed."""
     numbers = segment_numbers(disk.list_names())
     if numbers[:1] in ([], [1]):
         return None
@@ -138,7 +137,7 @@ def scan_log(disk: Disk, start: Takeover | None = None) -> LogTail:
 
 
 def _read_opening(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
-    """A cursor at the start of a segment, and its opening, or None where that is not valid."""
+    """Return a cursor at the start of a segment, and its opening, or None if it is invalid."""
     data = read_segment(disk, number, _OPENING_BYTES + 1)
     try:
         opening = _opening.decode(_first_body(data))
@@ -155,7 +154,7 @@ def _first_body(data: bytes) -> bytes:
 
 
 def _is_other_record(frames: Frames) -> bool:
-    """True if a segment, instead of being damaged, begins with a record that is no header."""
+    """Return whether a segment, instead of being damaged, begins with a non-header record."""
     try:
         _TYPED.later(_first_body(frames.data))
     except UNDECODABLE:
@@ -164,13 +163,13 @@ def _is_other_record(frames: Frames) -> bool:
 
 
 class _Span(NamedTuple):
-    """The part of a segment that is history."""
+    """The part of a segment that belongs to the history."""
 
     segment: int
     schema: int
     logic: int
-    seed: int  #: CRC that its chain starts from
-    end: Takeover | None  #: None: as far as its frames are valid
+    seed: int  #: CRC at the start of its chain
+    end: Takeover | None  #: None: up to the last valid frame
 
     def has_place(self, place: Takeover) -> bool:
         return place.segment == self.segment and (not self.end or place.offset <= self.end.offset)
@@ -181,7 +180,7 @@ def _is_readable(span: _Span) -> bool:
 
 
 class History(Generic[_T]):
-    """One pass over the log."""
+    """An iteration over the log."""
 
     def __init__(
         self,
@@ -195,18 +194,18 @@ class History(Generic[_T]):
         self._tail = tail
         self._start = start
         self._oldest = start.segment if start else 1  #: number of the first segment to read
-        self._frames = Frames(self._oldest, b"", 0)  #: of the present segment
+        self._frames = Frames(self._oldest, b"", 0)  #: frames of the present segment
         self._end: Takeover | None = None
         self._newest = 0
         self._torn_bytes = 0
 
     @property
     def position(self) -> Position:
-        """The position of the record that the iteration gave last."""
+        """The position of the last record of the iteration."""
         return Position(self._frames.segment, self._frames.offset)
 
     def get_tail(self, last_seq: int | None) -> LogTail:
-        """Where the history ends, once the iteration has; `last_seq`: of the last event in it."""
+        """Return the end of the history after iteration; `last_seq` is that of its last event."""
         return LogTail(self._end, self._newest, last_seq, self._torn_bytes)
 
     def __iter__(self) -> Iterator[_T]:
@@ -241,7 +240,7 @@ class History(Generic[_T]):
             decode = decoders.later
 
     def _check_segment_end(self, frames: Frames, end: Takeover | None) -> None:
-        """Check that the history of a segment ends where its successor says, or is merely torn."""
+        """Check that a segment's history ends where its successor says, or is merely torn."""
         if end is None:
             if frames.is_continued():
                 raise frames.make_fault_error()
@@ -259,7 +258,7 @@ class History(Generic[_T]):
         self._end = Takeover(frames.segment, frames.offset, frames.crc)
 
     def follow_chain(self) -> list[_Span]:
-        """The takeovers, followed from the newest segment down to the start; oldest first."""
+        """Return the spans of the history from the start to the newest segment."""
         if self._tail is None:
             self._newest, end = self._find_highest(), None
             number = self._newest_opened()
@@ -275,7 +274,7 @@ class History(Generic[_T]):
         return spans[::-1]
 
     def _find_highest(self) -> int:
-        """The highest number of a segment; LogCorrupt when one from the start on is missing."""
+        """Return the highest segment number; raise LogCorrupt if one is missing before it."""
         numbers = [n for n in segment_numbers(self._disk.list_names()) if n >= self._oldest]
         for expected, number in enumerate(numbers, self._oldest):
             if number != expected:
@@ -285,12 +284,11 @@ class History(Generic[_T]):
         return numbers[-1] if numbers else 0
 
     def _newest_opened(self) -> int:
-        """The newest segment that is more than a torn opening; 0 for none.
+        """Return the newest segment that is more than a torn opening; 0 for none.
 
         A coordinator that died between creating its segment and writing the header leaves a torn
         opening, and so may the next. Since a header is durable before anything follows it, a torn
-        opening holds at most one.
-        """
+        opening holds at most one."""
         for number in range(self._newest, self._oldest - 1, -1):
             frames, opening = _read_opening(self._disk, number)
             too_long = len(frames.data) > _OPENING_BYTES
@@ -300,7 +298,7 @@ class History(Generic[_T]):
         return 0
 
     def _require_opening(self, number: int) -> _Opening:
-        """The opening of a segment that belongs to the history; LogCorrupt if it cannot."""
+        """Return the opening of a segment of the history; raise LogCorrupt if it is invalid."""
         frames, opening = _read_opening(self._disk, number)
         if opening is None:
             if _is_other_record(frames):

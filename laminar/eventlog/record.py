@@ -1,4 +1,4 @@
-"""What a log record is, and how it lies in a segment file.
+"""Log records, and their layout in a segment file.
 
 Frame   u32 length | u32 CRC32 | body      little-endian; the body is a MessagePack map with "kind"
 Mark    bit 31 of the length, SETTLED: all bytes before the frame were durable when it was written
@@ -8,9 +8,9 @@ The CRC is chained: it covers every body of the segment up to and including its 
 from the CRC at which the segment before was taken over. So a record that was lost, swapped or
 brought in from another file breaks the chain, not only one whose bits changed.
 
-The mark tells damage from an unfinished write. A crash may keep any sectors of what was not synced,
-so intact frames behind a bad one prove nothing; a marked one does, since it was written after the
-bad one had become durable. The first frame of each write that follows a sync bears it, each header
+The mark tells damage from an unfinished write. A crash may keep any sectors of unsynced data, so
+intact frames behind a bad one prove nothing; a marked one does, since it was written after the bad
+one had become durable. The first frame of each write that follows a sync has it, and each header,
 too. The keys `kind`, `schema`, `logic`, `segment` and `takes_over` of a header keep their meaning
 in every schema, which lets any version check and dump the frames of any other.
 """
@@ -29,34 +29,34 @@ from laminar.core.rules import LOGIC_VERSION
 from laminar.events.base import Stamped
 
 SCHEMA_VERSION = 4
-"""The form of records, and of the state, of which the log has hashes; others are refused."""
+"""The form of records, and of the hashed state; other forms are refused."""
 
-#: A length above this is damage, so a flipped bit cannot ask for gigabytes. Control messages end
-#: at 15 MiB; the largest record holds one of them, or the resolved configuration.
+#: Longest body: a length above this is damage, so a flipped bit cannot ask for gigabytes. Control
+#: messages end at 15 MiB; the largest record holds one of them, or the resolved configuration.
 MAX_BODY_BYTES = 16 << 20
-#: Run name, hash and a few integers. It also tells a torn opening, which holds at most one header,
-#: from a segment that lost its header.
+#: Longest header: run name, hash and a few integers. The limit also tells a torn opening, which
+#: holds at most one header, from a segment that lost its header.
 MAX_HEADER_BYTES = 1024
-#: A segment is read as a whole, so this bounds a reader's memory.
+#: Size of a segment, which is read as a whole: a bound on a reader's memory.
 SEGMENT_BYTES = 64 << 20
 
 FRAME = struct.Struct("<II")  #: body length in bytes (and SETTLED), chained CRC32
-SETTLED = 1 << 31  #: the mark; it is part of the CRC (`seeded`)
-#: Every body has fewer than 16 keys and "kind" first: one marker byte, then these.
+SETTLED = 1 << 31  #: the mark, part of the CRC (`seed_crc`)
+#: First key of every body, which has fewer than 16 keys: one marker byte comes before it.
 KIND_KEY = b"\xa4kind"
 
 _SEGMENT_NAME = re.compile(r"events-(\d{8,})\.log(?:\.zst)?")
 
 
 class Position(NamedTuple):
-    """Where a record begins."""
+    """The beginning of a record."""
 
     segment: int  #: running number, from 1
     offset: int  #: bytes from the start of the segment file
 
 
 class Takeover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The end of the history before a segment; later bytes, and segments between, are not in it."""
+    """The end of the history before a segment; later bytes, and segments between, are excluded."""
 
     segment: int
     offset: int  #: bytes
@@ -66,11 +66,11 @@ class Takeover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Header(
     msgspec.Struct, tag_field="kind", tag="header", frozen=True, forbid_unknown_fields=True
 ):
-    """First record of a segment; `takes_over` is None where the history begins."""
+    """The first record of a segment; `takes_over` is None where the history begins."""
 
     schema: int
-    logic: int  #: version of the decisions
-    incarnation: int  #: of the coordinator that writes
+    logic: int  #: version of the decision rules
+    incarnation: int  #: incarnation of the writing coordinator
     run: str
     seed: int
     config_hash: str
@@ -81,18 +81,18 @@ class Header(
 class EventRecord(
     msgspec.Struct, tag_field="kind", tag="event", frozen=True, forbid_unknown_fields=True
 ):
-    """A fact and who reported it."""
+    """A fact and its reporter."""
 
     seq: int
     time_ns: int
     peer: str
-    incarnation: int  #: of the peer
+    incarnation: int  #: incarnation of the peer
     peer_seq: int
     event: msgspec.Raw  #: MessagePack, as `events` encodes it
 
     @classmethod
     def from_stamped(cls, stamped: Stamped, body: bytes) -> EventRecord:
-        """`body`: the encoding of the event."""
+        """Make the record of an event with the encoding `body`."""
         return cls(
             seq=stamped.seq,
             time_ns=stamped.time_ns,
@@ -109,22 +109,22 @@ class DecisionRecord(
     """A command and the event that caused it."""
 
     cause: int  #: seq of the event
-    index: int  #: among the commands of that event, from 0
+    index: int  #: index among the commands of that event, from 0
     command: msgspec.Raw  #: MessagePack, as `events` encodes it
 
 
 HASH_FOLLOWS = ""
-"""The mark in place of a digest that is being worked out."""
+"""The placeholder of a digest that is being computed."""
 
 
 class StateHashRecord(
     msgspec.Struct, tag_field="kind", tag="state-hash", frozen=True, forbid_unknown_fields=True
 ):
-    """Digest of the state after event `seq`; a replay must reach the same.
+    """The digest of the state after event `seq`, which a replay must reach.
 
-    That of a large state is worked out while the coordinator goes on. Then one with HASH_FOLLOWS
-    lies behind its event, and the digest behind a later one; nowhere, if the coordinator ended.
-    """
+    That of a large state is computed while the coordinator continues. Then a record with
+    HASH_FOLLOWS lies behind its event, and the digest behind a later one; nowhere, if the
+    coordinator ended."""
 
     seq: int
     digest: str
@@ -135,20 +135,20 @@ Record: TypeAlias = Header | LaterRecord
 
 
 class LogTail(msgspec.Struct, frozen=True):
-    """Where the history ends now, and what lies behind its end."""
+    """The end of the history, and the data behind it."""
 
     end: Takeover | None  #: None: no record yet
     newest: int  #: highest segment number in the directory, 0 for none
-    last_seq: int | None  #: of the last event that was read; None: there was none
-    torn_bytes: int  #: after `end`: an unfinished write, never part of the history
+    last_seq: int | None  #: seq of the last event; None: there was none
+    torn_bytes: int  #: bytes after `end`: an unfinished write, never part of the history
 
 
 class LogRefused(Exception):
-    """The log is not gone on from, for the reason given; nothing was changed."""
+    """The log cannot be continued, for the reason given; nothing was changed."""
 
 
 class LogOfOtherRelease(LogRefused):
-    """The log has a form, or decisions, that this program does not have."""
+    """The log has a form, or decisions, that this program does not support."""
 
     def __init__(self, segment: int, schema: int, logic: int) -> None:
         super().__init__(
@@ -173,20 +173,22 @@ class LogCorrupt(LogRefused):
         self.hint = hint
 
 
-#: What decoders raise: UnicodeDecodeError and msgpack's errors are ValueErrors; deep nesting ends
-#: in RecursionError.
+#: Exceptions of decoders: UnicodeDecodeError and msgpack's errors are ValueErrors; deep nesting
+#: ends in RecursionError.
 UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode  #: anything
 
 
 def seed_crc(crc: int, settled: int) -> int:
-    """What the CRC of a frame starts from: the chain, and whether the frame is marked SETTLED."""
+    """Return the start value of a frame's CRC: the chain, and whether it is marked SETTLED."""
     return crc ^ (0xFFFFFFFF if settled else 0)
 
 
 def encode_frame(record: Record, crc: int, *, settled: bool = False) -> tuple[bytes, int]:
-    """The frame of a record that follows the chained `crc`, and the new CRC; ValueError if long."""
+    """Return the frame of a record after the chained `crc`, and the new CRC.
+
+    Raise ValueError if it is too long."""
     body = _encode(record)
     limit = MAX_HEADER_BYTES if isinstance(record, Header) else MAX_BODY_BYTES
     if len(body) > limit:
@@ -200,7 +202,7 @@ def encode_frame(record: Record, crc: int, *, settled: bool = False) -> tuple[by
 
 
 def frame_end(data: bytes, offset: int) -> int:
-    """Where the frame that begins at `offset` says that it ends."""
+    """Return where the frame at `offset` ends, by its length."""
     word: int = FRAME.unpack_from(data, offset)[0]
     return offset + FRAME.size + (word & ~SETTLED)
 
@@ -214,12 +216,12 @@ def compressed_name(number: int) -> str:
 
 
 def segment_numbers(names: list[str]) -> list[int]:
-    """Numbers of the segments among files of these names, ascending; others are none of ours."""
+    """Return the segment numbers among these file names, ascending; ignore other files."""
     return sorted({int(match[1]) for match in map(_SEGMENT_NAME.fullmatch, names) if match})
 
 
 class Frames:
-    """A cursor over the bytes of one segment that stands at the end of the valid frames."""
+    """A cursor over the bytes of one segment, at the end of the valid frames."""
 
     def __init__(self, segment: int, data: bytes, seed: int) -> None:
         self.segment = segment
@@ -228,7 +230,7 @@ class Frames:
         self.crc = seed
 
     def __iter__(self) -> Iterator[bytes]:
-        """The body of each frame, up to the first that is not valid; `offset` is its beginning."""
+        """Yield the body of each frame, up to the first invalid one; `offset` is its beginning."""
         data, size = self.data, len(self.data)
         unpack, head, crc32 = FRAME.unpack_from, FRAME.size, zlib.crc32
         offset, crc = self.offset, self.crc
@@ -255,14 +257,13 @@ class Frames:
         return len(self.data) - self.offset
 
     def is_continued(self) -> bool:
-        """True if what follows the bad frame at the cursor was written after it had become durable.
+        """Return whether data after the bad frame was written after that had become durable.
 
         One settled frame, wherever it is, proves that. Behind a bad header, which is durable before
         anything follows, two intact neighbours do, too, or one frame that continues the chain of
-        the bad one: from its stored CRC or, where that is the damaged part, from the computed one.
-        A wrong length hides where the next frame begins, so every place that could be the start of
-        a body is tried.
-        """
+        the bad one: from its stored CRC or, if that is damaged, from the computed one. A wrong
+        length hides where the next frame begins, so every place that could be the start of a body
+        is tried."""
         if self.count_remaining() <= FRAME.size:
             return False
         word, stored = FRAME.unpack_from(self.data, self.offset)
@@ -278,8 +279,10 @@ class Frames:
         return False
 
     def _is_settled(self, offset: int) -> bool:
-        """True if a marked frame begins there. Its CRC says nothing where the chain is broken, so
-        its body must be one MessagePack value that ends where the length says."""
+        """Return whether a marked frame begins there.
+
+        Its CRC says nothing where the chain is broken, so its body must be one MessagePack value
+        that ends where the length says."""
         word, _ = FRAME.unpack_from(self.data, offset)
         start, end = offset + FRAME.size, frame_end(self.data, offset)
         if not word & SETTLED or end - start > MAX_BODY_BYTES or end > len(self.data):
@@ -291,7 +294,7 @@ class Frames:
         return True
 
     def _is_chained(self, offset: int, chains: tuple[int, ...]) -> bool:
-        """True if the frame there continues one of the chains, or the next one continues its."""
+        """Return whether the frame there continues one of the chains, or is continued itself."""
         if any(self.is_valid_at(offset, chain) for chain in chains):
             return True
         return self.is_valid_at(
@@ -299,7 +302,7 @@ class Frames:
         )
 
     def is_valid_at(self, offset: int, crc: int) -> bool:
-        """True if a frame that continues the chain `crc` begins at `offset`."""
+        """Return whether a frame that continues the chain `crc` begins at `offset`."""
         if offset + FRAME.size > len(self.data):
             return False
         word, stored = FRAME.unpack_from(self.data, offset)
@@ -309,7 +312,7 @@ class Frames:
         return bool(zlib.crc32(self.data[start:end], seed_crc(crc, word & SETTLED)) == stored)
 
     def make_fault_error(self) -> LogCorrupt:
-        """What is wrong with the frame at the cursor."""
+        """Describe the fault of the frame at the cursor."""
         remaining = self.count_remaining() - FRAME.size
         if remaining < 0:
             return self.make_corrupt_error(

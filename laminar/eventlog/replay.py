@@ -4,9 +4,8 @@ Reads   a log through ports.Disk, from its beginning or from a snapshot
 Gives   Replay: the machine at the end, counts, and the first difference if there is one
 
 The last event before a crash may have been written without all of its decisions (nothing was sent
-of it then). The next coordinator writes the others first, so they may go on behind its header; at
-the end of the log the reader of this Replay has to write them. All must be identical, byte for
-byte.
+of it then). The next coordinator writes the rest first, so they may continue behind its header; at
+the end of the log the caller has to write them. All must be identical, byte for byte.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from laminar.names.ports import Disk
 Observer = Callable[[Stamped, list[Command], State], None]
 
 HASH_EVERY = 1_000
-"""Events between two logged state hashes: encoding a large state takes some milliseconds."""
+"""The events between two logged state hashes: encoding a large state takes some milliseconds."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where log and machine disagree."""
+    """The first disagreement of log and machine."""
 
     position: Position
-    seq: int  #: of the event
+    seq: int  #: seq of the event
     logged: str
     replayed: str
 
@@ -58,23 +57,23 @@ class Difference:
 
 @dataclass
 class Replay:
-    """What a replay found."""
+    """The result of a replay."""
 
     machine: StateMachine
-    events: int = 0  #: that were handled, of which a snapshot has none
+    events: int = 0  #: events handled, excluding those of a snapshot
     decisions: int = 0
     hashes: int = 0
     difference: Difference | None = None
-    #: by event: what the state was when the log said that its hash follows
+    #: computed hashes of events whose logged hash follows later
     digests: dict[int, str] = field(default_factory=dict)
-    #: of the last event, for the next coordinator to write
+    #: missing decisions of the last event, for the next coordinator to write
     unlogged: list[DecisionRecord] = field(default_factory=list)
-    #: where the log ends; None for a replay that did not come so far
+    #: end of the log; None if the replay stopped earlier
     tail: LogTail | None = None
 
 
 def decode_stamped(record: EventRecord) -> Stamped:
-    """The event of a record, typed; WireError for one that this program does not know."""
+    """Decode the event of a record; raise WireError if this program does not know it."""
     return Stamped(
         seq=record.seq,
         time_ns=record.time_ns,
@@ -93,15 +92,15 @@ def replay_records(
     observer: Observer | None = None,
     snapshot: Snapshot | None = None,
 ) -> Replay:
-    """Run the log (from a snapshot on, up to event `until`); stops at the first difference.
+    """Run the log (from a snapshot on, up to event `until`); stop at the first difference.
 
-    Raises NotInHistory, before the observer has seen anything, for a snapshot of another history.
-    """
+    Raises NotInHistory, before the observer has seen anything, for a snapshot of another
+    history."""
     found = Replay(StateMachine(snapshot.decode_state() if snapshot else None))
     history = open_history(disk, tail, snapshot.position if snapshot else None)
     expected: list[bytes] = []  # decisions of the last event
-    index = 0  # of the next one to compare
-    writer = 0  # incarnation of the coordinator whose records these are
+    index = 0  # index of the next one to compare
+    writer = 0  # incarnation of the coordinator that wrote these records
     for record in history:
         if isinstance(record, EventRecord):
             if index < len(expected):
@@ -117,7 +116,7 @@ def replay_records(
             found.decisions += 1
         elif isinstance(record, StateHashRecord):
             found.difference = _compare_hash(history, found, record, snapshot)
-        elif record.incarnation == writer:  # it went on in another segment, so it was whole
+        elif record.incarnation == writer:  # same writer, next segment: it was whole
             if index < len(expected):
                 found.difference = _describe_missing(history.position, found, expected[index])
         else:
@@ -132,7 +131,7 @@ def replay_records(
 def _list_unlogged(
     machine: StateMachine, expected: list[bytes], index: int
 ) -> list[DecisionRecord]:
-    """The decisions from `index` on, as the tick would have logged them."""
+    """List the decisions from `index` on, as the tick would have logged them."""
     return [
         DecisionRecord(cause=machine.state.seq, index=place, command=msgspec.Raw(command))
         for place, command in enumerate(expected[index:], index)
@@ -180,7 +179,7 @@ def _compare_hash(
     """Compare the hash of the present event, or of an earlier one whose hash was announced."""
     state = found.machine.state
     if snapshot is not None and record.seq <= snapshot.seq and record.seq != state.seq:
-        return None  # it is of an event that this replay has not seen
+        return None  # hash of an event before this replay
     actual, of = found.digests.pop(record.seq, ""), record.seq
     if not actual:
         actual, of = hash_state(state), state.seq

@@ -1,11 +1,12 @@
-"""Start-up: back to the state that the log describes, then on from there.
+"""Start-up: restore the state that the log describes, and take the log over.
 
 Reads   snapshots and segments through ports.Disk
-Writes  (take_over only) a new segment; removes files that no coordinator can use any more
-Raises  LogRefused when there is no way to a state; LogTaken, DiskError as the writer
+Writes  (take_over_log only) a new segment; removes files that no coordinator can use any more
+Raises  LogRefused when no state can be restored; LogTaken, DiskError as the writer
 
-The newest snapshot that belongs to the history, and the events after it; else the older one; else
-the whole log. Nothing is written before the history has been read and replayed.
+The state comes from the newest snapshot of the history, and the events after it; else from the
+older one; else from the whole log. Nothing is written before the history has been read and
+replayed.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from laminar.names.ports import Disk
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a new coordinator goes on."""
+    """The restored state and log of a new coordinator."""
 
-    replay: Replay  #: look at its difference first
+    replay: Replay  #: check its difference first
     tail: LogTail
-    snapshot: Snapshot | None  #: that the replay began with
-    unusable: dict[str, str]  #: snapshot file -> why it was passed over
+    snapshot: Snapshot | None  #: snapshot that the replay began with
+    unusable: dict[str, str]  #: reason for rejecting it, by snapshot file
 
     @property
     def incarnation(self) -> int:
-        """The number of the coordinator that takes over: no other can get that of its segment."""
+        """The number of the coordinator that takes over, unique through its segment."""
         return self.tail.newest + 1
 
 
@@ -42,8 +43,7 @@ def restore_log(
     """Replay from the newest usable snapshot; `observer` sees the events after it.
 
     With `observe_from` the observer is to see that event and all that follow: a later snapshot is
-    then used only where nothing else goes back so far.
-    """
+    then used only if no other source goes back so far."""
     found = read_snapshots(disk)
     whole = _is_log_whole(disk, found)
     for snapshot in _to_try(found.usable, observe_from, whole):
@@ -69,13 +69,13 @@ def _replay_from(
 
 
 def _to_try(usable: list[Snapshot], observe_from: int | None, whole: bool) -> list[Snapshot]:
-    """The newest first; those that come too late for the observer last, the oldest first."""
+    """Order snapshots: the newest first; those too late for the observer last, oldest first."""
     early = [s for s in usable if observe_from is None or s.seq < observe_from]
     return early if whole else [*early, *(s for s in reversed(usable) if s not in early)]
 
 
 def _is_log_whole(disk: Disk, found: SnapshotFiles) -> bool:
-    """Whether the first segment is there, or there never was one."""
+    """Return whether the first segment exists, or never did."""
     numbers = segment_numbers(disk.list_names())
     return numbers[0] == 1 if numbers else found == ([], {})
 
@@ -92,8 +92,7 @@ def take_over_log(
     snapshot_every: int = SNAPSHOT_EVERY,
     keep_bytes: int = 0,
 ) -> LogWriter:
-    """Begin a segment after what was restored, and write the decisions that its coordinator did not
-    write."""
+    """Begin a segment after the restored history, and write its last missing decisions."""
     writer = LogWriter.take_over(
         disk,
         restored.tail,

@@ -1,15 +1,15 @@
-"""Snapshots: the state at a place of the log, so that a start need not read all that came before.
+"""Snapshots: the state at a position of the log, so that a start reads only later records.
 
 Reads / writes   snapshot-000000050000.bin (the number is that of the last event in it)
-Gives            snapshots(disk): those that can be used, and what is wrong with the others
+Gives            read_snapshots(disk): usable snapshots, and the faults of the others
 Raises           DiskError while writing: end the process
 
 File    u32 length | u32 CRC32 | body      as a frame of the log; the body is one Snapshot
 
-A snapshot saves time and is never needed as long as the log is whole, so whatever is odd about one
-makes it unusable and nothing else: it is passed over, with the reason. It names the schema and the
-logic of its state, and belongs to the history only if its position lies on the chain (the reader
-checks that). Two are kept: the newest, and one to fall back on.
+A snapshot saves time and is never needed as long as the log is whole, so any fault only makes it
+unusable: it is skipped, with the reason. It names the schema and the logic of its state, and
+belongs to the history only if its position lies on the chain (the reader checks that). Two are
+kept: the newest, and one to fall back on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laminar.eventlog.whole_files import write_whole
 from laminar.names.ports import Disk
 
 SNAPSHOT_EVERY = 50_000
-"""Events between two snapshots: a start replays at most so many, which takes about a second."""
+"""The events between two snapshots, and the most that a start replays, in about a second."""
 SNAPSHOTS_KEPT = 2
 
 _NAME = re.compile(r"snapshot-(\d{12,})\.bin")
@@ -36,11 +36,11 @@ _NAME = re.compile(r"snapshot-(\d{12,})\.bin")
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The state after event `seq`; all decisions of that event lie before `position`."""
 
-    schema: int  #: of the log
-    logic: int  #: version of the decisions
-    position: Takeover  #: the end of the history that is in the state
+    schema: int  #: schema of the log
+    logic: int  #: version of the decision rules
+    position: Takeover  #: end of the history that the state covers
     seq: int
-    digest: str  #: of the state
+    digest: str  #: digest of the state
     state: msgspec.Raw  #: MessagePack, as core/state/state.py encodes it
 
     @property
@@ -49,15 +49,15 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _format_name(self.seq)
 
     def decode_state(self) -> State:
-        """The state, a new one with every call; msgspec.MsgspecError for another release's."""
+        """Decode a new copy of the state; raise msgspec.MsgspecError for another release's."""
         return decode(self.state)
 
 
 class SnapshotFiles(NamedTuple):
-    """What a directory holds."""
+    """The snapshots of a directory."""
 
-    usable: list[Snapshot]  #: newest first; whether they belong to the history is the reader's
-    unusable: dict[str, str]  #: file name -> why
+    usable: list[Snapshot]  #: newest first; the reader checks whether they belong to the history
+    unusable: dict[str, str]  #: reason by file name
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -65,7 +65,7 @@ _decode = msgspec.msgpack.Decoder(Snapshot).decode
 
 
 def write_snapshot(disk: Disk, state: State, position: Takeover) -> None:
-    """Keep the state that the history up to `position` leads to, and remove the oldest file."""
+    """Write the state of the history up to `position`, and remove the oldest file."""
     snapshot = Snapshot(
         schema=SCHEMA_VERSION,
         logic=state.logic,
@@ -97,12 +97,12 @@ def _format_name(seq: int) -> str:
 
 
 def _list_numbers(disk: Disk) -> list[int]:
-    """The numbers of the snapshot files, highest first."""
+    """List the numbers of the snapshot files, highest first."""
     return sorted((int(m[1]) for m in map(_NAME.fullmatch, disk.list_names()) if m), reverse=True)
 
 
 def _parse_snapshot(data: bytes, seq: int) -> Snapshot | str:
-    """The snapshot, or why this program cannot go on from it."""
+    """Return the snapshot, or why this program cannot continue from it."""
     body = data[FRAME.size :]
     if data[: FRAME.size] != FRAME.pack(len(body), zlib.crc32(body)):
         return "it is damaged"

@@ -1,7 +1,7 @@
-"""Files that are there as a whole or not at all: snapshots and compressed segments.
+"""Files that are written completely or not at all: snapshots and compressed segments.
 
 Writes  NAME.tmp, renamed to NAME once its content is durable
-Raises  DiskError: end the process, nothing is tried again
+Raises  DiskError: end the process, nothing is retried
 
 A crash leaves the old NAME or the new one, and perhaps a NAME.tmp that is never read; the next
 coordinator removes it.
@@ -15,7 +15,7 @@ UNFINISHED = ".tmp"
 
 
 def write_whole(disk: Disk, name: str, data: bytes) -> None:
-    """Durable on return, under its name."""
+    """Write a file, durable on return, under its name."""
     try:
         file = disk.create_file(name + UNFINISHED)
     except FileExistsError as error:
@@ -29,7 +29,7 @@ def write_whole(disk: Disk, name: str, data: bytes) -> None:
 
 
 def remove_unfinished(disk: Disk) -> None:
-    """Remove what a crash left; only for the writer that has just taken the log over."""
+    """Remove leftovers of a crash; only for the writer that has just taken the log over."""
     for name in disk.list_names():
         if name.endswith(UNFINISHED):
             disk.remove(name)

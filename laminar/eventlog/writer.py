@@ -1,19 +1,18 @@
-"""Appends records to the log: buffered, made durable once per tick, one segment file at a time.
+"""The log writer: appends records, makes them durable once per tick, one segment at a time.
 
 Reads   ports.Disk, and the LogTail that a scan found
-Writes  segments, snapshots of the state now and then, and tidies up behind them
-Raises  DiskError (end the process), LogTaken (another coordinator writes), LogGrew (it wrote until
-        a moment ago: begin again with a scan)
+Writes  segments and snapshots of the state; compacts older segments
+Raises  DiskError (end the process), LogTaken (another coordinator writes), LogGrew (it wrote
+        since the scan: scan again)
 
-A coordinator that was presumed dead may wake up beside its successor. Three orders keep two
-writers from both counting as the log, without locks: a writer first creates its segment (only one
-can), then finds its predecessor as long as the scan saw it, makes that durable (a killed writer
-leaves bytes that only the page cache holds), and last names its end in the header;
-and every commit looks for a newer segment after its sync. Whatever the old writer committed
-before the new segment existed is therefore seen by the successor, and what it commits later is
-refused to it, so nothing that was sent or acknowledged is missing from the history. Nothing is
-ever truncated. A failed write or sync is final, since a second sync may report success for pages
-that the kernel has already thrown away.
+A coordinator that was presumed dead may wake up while its successor runs. Three rules prevent that
+both count as the log, without locks. A writer first creates its segment (only one can), then checks
+that its predecessor is as long as the scan saw it, makes that durable (a killed writer leaves bytes
+that only the page cache holds), and last names its end in the header. Every commit looks for a
+newer segment after its sync. Whatever the old writer committed before the new segment existed is
+therefore seen by the successor, and later commits of the old one are refused, so nothing that was
+sent or acknowledged is missing from the history. Nothing is ever truncated. A failed write or sync
+is final, since a second sync may report success for pages that the kernel has already dropped.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ class LogTaken(Exception):
 
 
 class LogGrew(LogTaken):
-    """Another coordinator wrote to the log after it was scanned. It writes no more, since there is
-    a newer segment now, so what is scanned after this can be taken over."""
+    """Another coordinator wrote to the log after it was scanned.
+
+    It has stopped writing, since a newer segment exists now: a new scan can be taken over."""
 
 
 class LogWriter:
@@ -65,7 +65,7 @@ class LogWriter:
         snapshot: Snapshot | None,
         keep_bytes: int,
     ) -> None:
-        """Creates the segment file; use `begin`, which also writes its header."""
+        """Create the segment file; use `take_over`, which also writes its header."""
         if segment_bytes < MAX_HEADER_BYTES:
             raise ValueError(f"segment_bytes is {segment_bytes}: give {MAX_HEADER_BYTES} or more")
         self._disk = disk
@@ -76,12 +76,12 @@ class LogWriter:
         self._snapshot_seq = snapshot.seq if snapshot else 0
         self._snapshot_segment = snapshot.position.segment if snapshot else 0
         self._file = _create_segment(disk, header.segment)
-        self._offset = 0  #: bytes handed to the file
+        self._offset = 0  #: bytes written to the file
         self._crc = header.takes_over.crc if header.takes_over else 0
         self._pending: list[bytes] = []
         self._unsynced = False
         self._failed = False
-        self._keeping = False  #: a snapshot is under way
+        self._keeping = False  #: whether a snapshot is under way
 
     @classmethod
     def take_over(
@@ -101,12 +101,10 @@ class LogWriter:
     ) -> LogWriter:
         """Take the log over at `tail`, in a new segment whose header is durable on return.
 
-        A commit that ends beyond `segment_bytes` goes on in another segment. `snapshot` is the one
-        that the history was read from: the next is taken `snapshot_every` events after it. With
+        A commit that ends beyond `segment_bytes` continues in another segment. `snapshot` is the
+        one that the history was read from: the next is taken `snapshot_every` events after it. With
         `keep_bytes` the oldest segments are removed until all take no more, as far as no start
-        needs them.
-        Raises LogGrew when the log grew since the scan.
-        """
+        needs them. Raises LogGrew when the log grew since the scan."""
         header = Header(
             schema=SCHEMA_VERSION,
             logic=logic,
@@ -133,13 +131,13 @@ class LogWriter:
         return writer
 
     def append(self, record: Record) -> None:
-        """Buffer one record; ValueError (and nothing buffered) when it is too large."""
+        """Buffer one record; raise ValueError (and buffer nothing) when it is too large."""
         settled = not self._pending and not self._unsynced
         frame, self._crc = encode_frame(record, self._crc, settled=settled)
         self._pending.append(frame)
 
     def flush(self) -> None:
-        """Write what is buffered without making it durable: for a tick with nothing to send."""
+        """Write buffered records without making them durable: for a tick with nothing to send."""
         self._begin_attempt()
         self._write()
         self._failed = False
@@ -147,8 +145,7 @@ class LogWriter:
     def commit(self) -> None:
         """Make everything appended durable with one write and one sync; then it may be sent.
 
-        Raises DiskError, and LogTaken when a newer segment shows that the log has a new owner.
-        """
+        Raises DiskError, and LogTaken when a newer segment shows that the log has a new owner."""
         self._begin_attempt()
         self._write()
         self._sync()
@@ -159,11 +156,10 @@ class LogWriter:
         self._failed = False
 
     def snapshot_if_due(self, state: State, background: Background) -> None:
-        """Keep the state, which is that after the last event appended, when it is time to.
+        """Snapshot the state after the last appended event, if one is due.
 
-        Commits first: a snapshot describes only what is durable. Raises as `commit`. Without room
-        for it there is none this time, nor when it fails in the background.
-        """
+        Commits first: a snapshot describes durable data only. Raises as `commit`. The snapshot is
+        skipped without room for it, and if it fails in the background."""
         under_way = self._keeping and not self._failed
         if under_way or state.seq - self._snapshot_seq < self._snapshot_every:
             return
@@ -186,7 +182,7 @@ class LogWriter:
         return _KEPT
 
     def _finish_snapshot(self, end: Takeover, answer: bytes | None) -> None:
-        """What the next one may tidy up lies before this one, if it is there."""
+        """Let the next snapshot compact the segments before this one, if it was written."""
         self._keeping = False
         if answer == _KEPT:
             self._snapshot_segment = end.segment
@@ -194,13 +190,13 @@ class LogWriter:
             remove_unfinished(self._disk)
 
     def close(self) -> None:
-        """Close the file; what was not committed may be lost, and so is a snapshot under way."""
+        """Close the file; uncommitted records and a snapshot under way may be lost."""
         self._file.close()
         if self._keeping:
             remove_unfinished(self._disk)
 
     def _begin_attempt(self) -> None:
-        """Failed until the caller has succeeded: what raised is never tried again."""
+        """Mark the writer as failed until the caller succeeds: errors are never retried."""
         if self._failed:
             raise DiskError("the event log failed before and is not tried again: end the process")
         self._failed = True
@@ -219,7 +215,7 @@ class LogWriter:
             self._unsynced = False
 
     def _rotate_segment(self) -> None:
-        """Go on in the next segment. The old one is durable by now, so its end can be named."""
+        """Continue in the next segment; the old one is durable, so its end can be named."""
         end = Takeover(self._header.segment, self._offset, self._crc)
         header = msgspec.structs.replace(self._header, segment=end.segment + 1, takes_over=end)
         file = _create_segment(self._disk, header.segment)
@@ -238,7 +234,7 @@ def _create_segment(disk: Disk, number: int) -> AppendFile:
 
 
 def _refuse_if_grown(disk: Disk, tail: LogTail) -> None:
-    """Called once the new segment exists: from then on an old writer's commits are refused."""
+    """Raise LogGrew if the old log grew; from the new segment on its commits are refused."""
     first = tail.end.segment if tail.end else 1
     seen = tail.torn_bytes + (tail.end.offset if tail.end else 0)
     found = sum(disk.get_size(segment_name(number)) for number in range(first, tail.newest + 1))
