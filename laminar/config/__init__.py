@@ -1,9 +1,9 @@
 """The config tree: every setting of a run, its default, its check, and how files combine.
 
-tree.py, algorithm.py, rollout.py and training.py declare each key, what it takes, keys.py checks a
-value by that, rules.py and algorithm_rules.py several together, reading.py makes a tree from files
-and overrides. Nothing here touches torch or the network, so `--dry-run` and the coordinator stay
-light.
+tree.py, algorithm.py, rollout.py and training.py declare each key and its values, keys.py checks a
+value by its declaration, rules.py and algorithm_rules.py check several together, reading.py makes a
+tree from files and overrides. Nothing here touches torch or the network, so `--dry-run` and the
+coordinator stay light.
 """
 
 from laminar.config.algorithm import AlgorithmConfig

@@ -1,4 +1,4 @@
-"""The settings of [algorithm]: what a step makes of a batch.
+"""The settings of [algorithm]: how a step trains on a batch.
 
 Gives   AlgorithmConfig; tree.py has all other sections
 """

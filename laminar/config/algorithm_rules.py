@@ -1,11 +1,11 @@
-"""What [algorithm] names: losses, advantage estimators, importance weights, rejected samples.
+"""Names in [algorithm]: losses, advantage estimators, importance weights, rejected samples.
 
 Reads   the whole tree
 Gives   the names, the options of each loss, the bounds of the correction as numbers
 Raises  ConfigError, which names the key, the value and the fix
 
-The functions of these names are in training/, which needs torch; what can be said of a name without
-it is said here, before anything starts.
+The functions of these names are in training/, which needs torch; everything that can be checked
+without it is checked here, before anything starts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ LOSS_OPTIONS: dict[str, dict[str, float | None]] = {
     "dppo_tv": {},
     "dro": {"dro_beta": None},
 }
-"""Of algorithm.policy_loss.loss_mode: each name, with its options and their defaults; None: one has
-to be given."""
+"""The losses of algorithm.policy_loss.loss_mode: options and defaults; None: required."""
 OWN_AGGREGATION = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean")
-"""Losses that are defined with one loss_agg_mode, which goes before the setting; as in verl."""
+"""Losses that are defined with one loss_agg_mode, which overrides the setting; as in verl."""
 ESTIMATORS = (
     "grpo",
     "rloo",
@@ -40,18 +39,18 @@ ESTIMATORS = (
     "grpo_passk",
     "gae",
 )
-"""Of algorithm.adv_estimator."""
+"""The values of algorithm.adv_estimator."""
 REJECTIONS = (
     *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
     "seq_max_k2",
     "seq_max_k3",
 )
-"""Of algorithm.rollout_correction.rollout_rs; verl's names."""
+"""The values of algorithm.rollout_correction.rollout_rs, named as in verl."""
 _CORRECTION = "algorithm.rollout_correction"
 
 
 def check_algorithm(config: Config) -> None:
-    """Names and options are known, and bounds are numbers."""
+    """Check that names and options are known, and bounds are numbers."""
     algorithm = config.algorithm
     loss = algorithm.policy_loss
     _check_name("algorithm.policy_loss.loss_mode", loss.loss_mode, tuple(LOSS_OPTIONS))
@@ -82,7 +81,7 @@ def check_algorithm(config: Config) -> None:
 
 
 def _check_filter(config: Config) -> None:
-    """A run of prompts without variance ends some time."""
+    """Check that a run of prompts without variance ends at some time."""
     key, steps = "algorithm.filter_groups", config.trainer.total_training_steps
     asked = config.algorithm.filter_groups
     if asked.enable and not asked.max_num_gen_batches and steps:
@@ -94,7 +93,7 @@ def _check_filter(config: Config) -> None:
 
 
 def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:
-    """Within which an importance weight stays; the lower one is 0 where it is only capped."""
+    """Return the bounds of an importance weight; the lower one is 0 if it is only capped."""
     key, given = f"{_CORRECTION}.rollout_is_threshold", correction.rollout_is_threshold
     low, high = _parse_bounds(key, given)
     if high < 1.0 or low > 1.0:
@@ -106,7 +105,7 @@ def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:
 
 
 def parse_rejections(correction: RolloutCorrectionConfig) -> list[tuple[str, float, float]]:
-    """The rules of rollout_rs with their bounds: of k1 those of the ratio, else 0 and a bound."""
+    """Return the rules of rollout_rs with bounds: of the ratio for k1, else 0 and a maximum."""
     kinds = [kind.strip() for kind in correction.rollout_rs.split(",") if kind.strip()]
     bounds = [part.strip() for part in correction.rollout_rs_threshold.split(",") if part.strip()]
     key = f"{_CORRECTION}.rollout_rs_threshold"
@@ -139,7 +138,7 @@ def _rule_bounds(key: str, kind: str, given: str) -> tuple[float, float]:
 
 
 def _parse_bounds(key: str, given: str) -> tuple[float, float]:
-    """Of `high`, or `low_high`; low is 0 where it is not given."""
+    """Parse `high`, or `low_high`; low is 0 if it is not given."""
     low, _, high = given.rpartition("_")
     try:
         found = float(low or 0), float(high)
@@ -151,12 +150,12 @@ def _parse_bounds(key: str, given: str) -> tuple[float, float]:
 
 
 def is_users(reference: str) -> bool:
-    """Whether it is `path.py:name`, and no name of ours."""
+    """Return whether a reference is a user's `path.py:name`, and not a built-in name."""
     return ":" in reference
 
 
 def list_user_functions(algorithm: AlgorithmConfig) -> dict[str, str]:
-    """The functions of the user that train: key -> `path.py:name`."""
+    """Return the user's functions that are used in training: key -> `path.py:name`."""
     named = {
         "algorithm.policy_loss.loss_mode": algorithm.policy_loss.loss_mode,
         "algorithm.adv_estimator": algorithm.adv_estimator,

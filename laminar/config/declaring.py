@@ -1,6 +1,6 @@
-"""What the declarations of settings are made of.
+"""Building blocks for the declarations of settings.
 
-Gives   Section; says and path, for a key; the types of several keys
+Gives   Section; doc and path_form, for a key; the types of several keys
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from msgspec import Meta
 
 
 def doc(text: str) -> Meta:
-    """What a key means, for configs/reference.toml."""
+    """Attach the description of a key, for configs/reference.toml."""
     return Meta(description=text)
 
 
 def path_form(form: str) -> Meta:
-    """A path, or a list of them, that paths.py makes absolute; `form`: "file", "file:name", or
-    "model", which may be a name on the hub."""
+    """Mark a path, or a list of them, that paths.py makes absolute.
+
+    `form`: "file", "file:name", or "model", which may be a name on the hub."""
     return Meta(extra={"path": form})
 
 

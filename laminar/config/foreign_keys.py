@@ -1,11 +1,11 @@
-"""Keys that users of other systems type, and what there is here for the same thing.
+"""Keys of other systems, and the keys here for the same settings.
 
-Gives   answer: our key for one of verl, TRL, slime, AReaL or prime-rl, or that it is not supported
-        and what to use instead; empty for any other key
+Gives   explain_foreign_key: our key for one of verl, TRL, slime, AReaL or prime-rl, or that it is
+        unsupported and what to use instead; empty for any other key
 
-By tables, because the spelling leads astray: the key nearest to `num_generations` by its letters is
-about something else. Keys whose last part is the same as in ours are found without them. A key may
-be written with dashes or underscores, and below a section of its own.
+The tables are needed because spelling misleads: the key nearest to `num_generations` by its letters
+has another meaning. Keys whose last part is the same as in ours are found without them. A key may
+be written with dashes or underscores, and below its system's section.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OFFLOAD = "trainer.offload; all keeps parameters, gradients and optimizer in ho
 _IS = "algorithm.rollout_correction.rollout_is"
 _COMPLETIONS = "; it counts prompts, of which each has rollout.group_size completions"
 
-#: What follows the key, if anything does, is parted from it by a semicolon.
+#: A semicolon separates the key from a remark, if there is one.
 VERL = {
     "actor_rollout_ref.model.path": "model.name",
     "model.path": "model.name",
@@ -205,7 +205,7 @@ _ONE_TURN = "a sample is one prompt and one response"
 _RESUME = "a run goes on with `laminar train --resume RUN`"
 _LORA = "adapters have lora.rank, lora.alpha and lora.target_modules"
 
-#: Features that are missing here, by a part of the keys that other systems have for them.
+#: Unsupported features, by a part of their keys in other systems.
 UNSUPPORTED = {
     **dict.fromkeys(("lora_dropout", "use_rslora", "use_dora", "modules_to_save"), _LORA),
     **dict.fromkeys(("lora_adapter_path", "exclude_modules"), _LORA),
@@ -236,7 +236,7 @@ UNSUPPORTED = {
 
 
 def explain_foreign_key(key: str) -> str:
-    """What is said after the name of an unknown key."""
+    """Return the explanation that follows the name of an unknown key."""
     parts = key.replace("-", "_").split(".")
     ways = [".".join(parts[start:]) for start in range(len(parts))]
     if ways[0] in _ALL:

@@ -1,8 +1,8 @@
-"""Every key of the tree, what its declaration allows, and the sentence for a value that is refused.
+"""Every key of the tree, its allowed values, and the message for a refused one.
 
 Reads   the declarations of tree.py
-Gives   known_keys; sections; checked, a value of the type that is declared
-Raises  ConfigError, which names the key, the value and what is allowed
+Gives   known_keys; list_sections; check_value, a value converted to the declared type
+Raises  ConfigError, which names the key, the value and the allowed values
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import inspect
 from laminar.config.tree import Config
 
 INT_MAX = (1 << 63) - 1
-"""Of every whole number: all encodings have room for it."""
+"""The maximum of every whole number: all encodings have room for it."""
 
 
 class ConfigError(ValueError):
@@ -25,16 +25,16 @@ class ConfigError(ValueError):
 
 
 class Key(NamedTuple):
-    """One setting, as it is declared."""
+    """A setting, as it is declared."""
 
-    annotation: Any  #: what msgspec converts a value to
-    kind: inspect.Type  #: the same to look at: bounds, choices, parts
-    help: str  #: what it means
+    annotation: Any  #: type that msgspec converts a value to
+    kind: inspect.Type  #: inspected type: bounds, choices, parts
+    help: str  #: description
 
 
 @cache
 def list_sections() -> dict[str, type[msgspec.Struct]]:
-    """The sections by their dotted names, in the order of the tree; Config itself is ""."""
+    """Return the sections by dotted name, in the order of the tree; Config itself is ""."""
     found: dict[str, type[msgspec.Struct]] = {"": Config}
 
     def walk(struct: type[msgspec.Struct], prefix: str) -> None:
@@ -51,7 +51,7 @@ def list_sections() -> dict[str, type[msgspec.Struct]]:
 
 @cache
 def known_keys() -> dict[str, Key]:
-    """Every dotted key with its declaration, in the order of the tree."""
+    """Return every dotted key with its declaration, in the order of the tree."""
     found: dict[str, Key] = {}
     for section, struct in list_sections().items():
         hints = get_type_hints(struct, include_extras=True)
@@ -71,12 +71,12 @@ def _parse_declaration(annotation: Any) -> Key:
 
 
 def can_take_words(kind: inspect.Type) -> bool:
-    """Whether any string that a user types is meant as it stands, be it `7` or `true`."""
+    """Return whether a typed string is taken literally, even `7` or `true`."""
     return isinstance(kind, inspect.StrType | inspect.LiteralType)
 
 
 def check_value(key: str, value: Any, declared: Key) -> Any:
-    """The value as its type has it; whatever the declaration does not allow is refused."""
+    """Convert a value to its declared type; refuse a value that the declaration does not allow."""
     kind = declared.kind
     if isinstance(kind, inspect.StrType) and type(value) in (int, float):
         value = str(value)  # run.name=7 on a command line is a name
@@ -96,7 +96,7 @@ def check_value(key: str, value: Any, declared: Key) -> Any:
 
 
 def describe_allowed(kind: inspect.Type) -> str:
-    """What may stand there, in words."""
+    """Describe the allowed values in words."""
     match kind:
         case inspect.IntType():
             return "a whole number" + _describe_bounds(kind)

@@ -1,9 +1,9 @@
-"""Settings of a command line: `key=value`, where the value is TOML, or a list as Hydra takes it.
+"""Settings of a command line: `key=value`, with a TOML value or a list in Hydra's syntax.
 
-Gives   parsed: the key and the value
+Gives   parse_override: the key and the value
 Raises  ConfigError, which names the setting
 
-A shell leaves no quotes around words, so `trainer.logger=[wandb]` and
+A shell removes quotes around words, so `trainer.logger=[wandb]` and
 `data.apply_chat_template_kwargs={enable_thinking:false}` are lists and tables of words, too.
 """
 
@@ -22,7 +22,7 @@ _CONSTANTS = {"true": True, "false": False}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """A setting as its key and value; a word stands for itself."""
+    """Parse a setting into its key and value; an unquoted word is a string."""
     key, sign, raw = text.partition("=")
     key = key.strip()
     if not sign or not key:
@@ -39,13 +39,13 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 class _HydraParser:
-    """A list or a table whose words need no quotes: [a, 'b c', {d: 1}]."""
+    """Parser for lists and tables whose words need no quotes: [a, 'b c', {d: 1}]."""
 
     def __init__(self, setting: str, raw: str) -> None:
         self._setting, self._raw, self._at = setting, raw, 0
 
     def parse_all(self) -> Any:
-        """All of the text as one value."""
+        """Parse the whole text as one value."""
         found = self._parse_value()
         if self._raw[self._at :].strip():
             raise self._make_error("has something behind its end")
@@ -83,7 +83,7 @@ class _HydraParser:
         return _convert_word(found[0].strip())
 
     def _take_sign(self, sign: str) -> bool:
-        """Whether that sign comes next; it is passed then."""
+        """Return whether that sign comes next, and skip it if so."""
         while self._raw[self._at : self._at + 1].isspace():
             self._at += 1
         there = self._raw.startswith(sign, self._at)
@@ -98,7 +98,7 @@ class _HydraParser:
 
 
 def _convert_word(word: str) -> Any:
-    """A number or a truth value where the word is one."""
+    """Convert a word to a number or truth value, if it is one."""
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     for kind in (int, float):

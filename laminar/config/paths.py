@@ -1,11 +1,11 @@
-"""Relative paths of settings, as absolute ones: every process, and a reader later, finds the same.
+"""Absolute paths for settings, so that every process, and a later reader, finds the same file.
 
-Reads   which keys are declared as paths (tree.py); whether something lies there
-Gives   absolute
-Raises  ConfigError for a path of a config file that leads nowhere
+Reads   the keys that are declared as paths (tree.py); whether a path exists
+Gives   make_absolute
+Raises  ConfigError for a path of a config file that does not exist
 
-A path of a config file is looked for beside that file, then in the working directory; a path of a
-command line in the working directory only.
+A path in a config file is resolved against the directory of that file, then against the working
+directory; a path on a command line against the working directory only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from msgspec import inspect
 from laminar.config.keys import ConfigError, Key
 
 HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?")
-"""A model on the Hugging Face hub; a directory of that name goes before it."""
+"""A model on the Hugging Face hub; a directory of that name takes precedence."""
 HUB_FILE = "hf://"
 
 
 def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, must_be: bool) -> Any:
-    """A checked value with its paths; `file`: the config file that it stands in, if it does."""
+    """Return a checked value with absolute paths; `file` is its config file, if any."""
 
     def found(form: str, name: str) -> str:
         path, colon, function = name.rpartition(":") if form == "file:name" else (name, "", "")
@@ -50,7 +50,7 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
 
 
 def _replace_paths(value: Any, kind: inspect.Type, found: Callable[[str, str], str]) -> Any:
-    """`value` with each path in it replaced, by the declaration of which `kind` is a part."""
+    """Return `value` with each path replaced, where `kind` is its part of the declaration."""
     if isinstance(kind, inspect.Metadata):
         form = (kind.extra or {}).get("path")
         if form is None:

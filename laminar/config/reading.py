@@ -1,10 +1,10 @@
-"""The way from files and overrides to a checked tree, and back.
+"""Conversion from files and overrides to a checked tree, and back.
 
-Reads   TOML files (left to right, the later wins) and `a.b=c` overrides; where their paths lead
+Reads   TOML files (left to right, the later wins) and `a.b=c` overrides; paths in them
 Gives   Config, or ConfigError
 
-An unknown key is an error that names the nearest key; a key of another system is answered with
-ours, or with what there is instead.
+An unknown key is an error that names the nearest key; for a key of another system the error names
+ours, or the alternative here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laminar.config.tree import Config
 
 
 def is_key(key: str) -> bool:
-    """Whether `load` knows what is meant: a key, a section, or a key of another system."""
+    """Return whether `load_config` knows the key: its own, a section, or another system's."""
     keys = known_keys()
     return (
         key in keys or bool(explain_foreign_key(key)) or any(k.startswith(key + ".") for k in keys)
@@ -42,10 +42,11 @@ def load_config(
     resolved: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Read TOML files left to right, apply `key=value` overrides, check everything. `settings`:
-    nested or dotted, with values of their own types, in the place of overrides. `resolved`: the
-    config.toml of a run, read before all others; no path in it is looked for. `defaults`: what
-    counts, by dotted key, where nothing else says anything."""
+    """Read TOML files left to right, apply `key=value` overrides, check everything.
+
+    `settings`: nested or dotted, with typed values, in the place of overrides. `resolved`: the
+    config.toml of a run, read before all others; its paths are not resolved. `defaults`: fallback
+    values by dotted key."""
     flat = dict(defaults or {})
     flat |= _flatten_tables(read_toml(resolved), str(resolved)) if resolved is not None else {}
     sources: dict[str, Path | None] = {}
@@ -63,12 +64,12 @@ def load_config(
 
 
 def resolve_config(flat: Mapping[str, Any]) -> Config:
-    """Build and check the tree from dotted keys; raises ConfigError."""
+    """Build and check the tree from dotted keys; raise ConfigError."""
     return _build_tree(_check_values(flat))
 
 
 def _check_values(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Each value by its declaration."""
+    """Check each value by its declaration."""
     keys = known_keys()
     for key in flat:
         if key not in keys:
@@ -96,12 +97,12 @@ def _build_tree(flat: Mapping[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved tree as TOML; `load` of it gives the same Config."""
+    """Return the resolved tree as TOML; loading it gives the same Config."""
     return tomli_w.dumps(msgspec.to_builtins(config))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; ConfigError that names it."""
+    """Read the tables of a TOML file; raise a ConfigError that names it."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -115,7 +116,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _flatten_tables(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Nested tables to dotted keys; tables below a dict-typed key stay values."""
+    """Flatten nested tables to dotted keys; tables below a dict-typed key stay values."""
     keys = known_keys()
     flat: dict[str, Any] = {}
 

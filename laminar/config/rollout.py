@@ -1,6 +1,6 @@
-"""The settings of what generates: engines, their sampling, and how they get their weights.
+"""The settings of generation: engines, their sampling, and how they load weights.
 
-Gives   RolloutConfig, with the held-out prompts' sampling and vLLM's own settings; GROUP_SIZE_MAX
+Gives   RolloutConfig, with the sampling of evaluation and vLLM's own settings; GROUP_SIZE_MAX
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from laminar.config.declaring import (
 )
 
 GROUP_SIZE_MAX = 4_096
-"""A group that is rewarded together is one request to the store."""
+"""The maximum group size: a group that is rewarded together is one request to the store."""
 
 
 class VllmConfig(Section, frozen=True, kw_only=True):
-    """Only read with rollout.engine = "vllm"; see docs/engines.md."""
+    """Settings of vLLM, only read with rollout.engine = "vllm"; see docs/engines.md."""
 
     tensor_parallel_size: Annotated[Count, doc("GPUs of one replica, all on its machine")] = 1
     kv_cache_bytes: Annotated[
@@ -44,7 +44,7 @@ class VllmConfig(Section, frozen=True, kw_only=True):
 
 
 class ValKwargsConfig(Section, frozen=True, kw_only=True):
-    """Sampling of the held-out prompts."""
+    """Sampling of the evaluation prompts."""
 
     n: Annotated[
         Count, Meta(le=1_024), doc("responses to each prompt; several need a temperature")
@@ -120,10 +120,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
     @property
     def in_flight(self) -> bool:
-        """Replicas load newer weights while they run."""
+        """Whether replicas load newer weights while they run."""
         return self.update == "in-flight"
 
     @property
     def streams(self) -> bool:
-        """A replica without weights loads those that are still arriving."""
+        """Whether a replica without weights loads those that are still arriving."""
         return self.load == "stream" or (self.load == "auto" and self.engine == "torch")

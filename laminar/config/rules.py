@@ -1,4 +1,4 @@
-"""Rules over several keys, and what no declaration of one key can say.
+"""Rules over several keys, and checks beyond the declaration of a single key.
 
 Reads   the whole tree
 Raises  ConfigError, which names the keys, their values and the fix
@@ -15,20 +15,20 @@ from laminar.config.keys import ConfigError
 from laminar.config.tree import Config
 
 STEP_TRAJECTORIES_MAX = 1 << 19
-"""Of one batch, which goes to the trainer as one message: at most 30 bytes each of 15 MiB."""
+"""The maximum trajectories of one batch, sent in one message: at most 30 bytes each of 15 MiB."""
 QUESTION_BYTES_MAX = 14 << 20
-"""Of what a user's batch strategy is asked, which is one message, too."""
-BUILT_IN_STRATEGIES = ("deadline", "priority")  #: of algorithm.batch_strategy
+"""The maximum bytes of a request to a user's batch strategy, which is one message, too."""
+BUILT_IN_STRATEGIES = ("deadline", "priority")  #: values of algorithm.batch_strategy
 EMULATED_TOKENS_MAX = 1 << 16
-"""Of a prompt or a response: so many are made up before they begin again."""
+"""The maximum tokens of a prompt or response: emulated tokens repeat after this many."""
 MACHINES_MAX = 253
-"""Of a run, beside the first: the highest number of a node."""
+"""The maximum machines of a run without the first: the highest number of a node."""
 CONFIG_CHARS_MAX = 1 << 20
-"""Of the whole configuration: every coordinator of a run writes it into the event log."""
+"""The maximum characters of the configuration, which every coordinator writes to the event log."""
 
 
 def check_together(c: Config) -> None:
-    """Rules over several keys (each a sentence with the values and the fix)."""
+    """Check the rules over several keys (each error has the values and the fix)."""
     if c.is_emulated:
         _check_emulated(c)
     elif bool(c.data.dataset) == bool(c.data.train_files):
@@ -79,7 +79,7 @@ def _check_group(c: Config) -> None:
 
 
 def _check_critic(c: Config) -> None:
-    """What only a critic reads is set where there is one; the policy is trained at some time."""
+    """Check that critic settings have a critic, and that the policy is trained at some time."""
     warmup, total = c.trainer.critic_warmup, c.trainer.total_training_steps
     if 0 < total <= warmup:
         raise ConfigError(
@@ -99,7 +99,7 @@ def _check_critic(c: Config) -> None:
 
 
 def _check_update(c: Config) -> None:
-    """How weights get into an engine: what makes no sense beside it."""
+    """Check the loading of weights against settings that exclude it."""
     rollout = c.rollout
     if rollout.load == "stream" and rollout.engine == "vllm":
         raise ConfigError(
@@ -135,7 +135,7 @@ def _check_leases(c: Config) -> None:
 
 
 def _check_machines(c: Config) -> None:
-    """Some machine has replicas, and those of Slurm are as many as there may be."""
+    """Check that some machine has replicas, and that Slurm's are not too many."""
     asked = c.slurm
     if not (c.total_replicas or asked.rollouts):
         raise ConfigError(
@@ -160,7 +160,7 @@ def _check_machines(c: Config) -> None:
 
 
 def _check_slurm(c: Config) -> None:
-    """What is asked of Slurm can be told to it."""
+    """Check that the Slurm settings can be passed to Slurm."""
     asked = c.slurm
     limit_s = slurm_seconds(asked.time) if asked.time else math.inf
     if limit_s is None:
@@ -184,14 +184,13 @@ def _check_slurm(c: Config) -> None:
 
 
 def slurm_seconds(time: str) -> int | None:
-    """The seconds of a time as Slurm writes it, such as 90 (minutes), 1:30:00, 2-12:00; None for
-    what is none."""
+    """Return the seconds of a Slurm time, such as 90 (minutes), 1:30:00, 2-12:00; else None."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
         return None
     days, *parts = found.groups()
     numbers = [int(part) for part in parts if part is not None]
-    if days is not None:  # it goes on with hours
+    if days is not None:  # hours follow the days
         hours, minutes, seconds = (*numbers, 0, 0)[:3]
     elif len(numbers) == 3:
         hours, minutes, seconds = numbers
@@ -201,7 +200,7 @@ def slurm_seconds(time: str) -> int | None:
 
 
 def _check_emulated(c: Config) -> None:
-    """What a real run may be told and an emulated one cannot do."""
+    """Check for settings that an emulated run cannot have."""
     if c.trainer.ranks > 1:
         raise ConfigError(
             f'trainer.ranks = {c.trainer.ranks} with rollout.engine = "emulated": an emulated '
@@ -221,7 +220,7 @@ def _check_emulated(c: Config) -> None:
 
 
 def _check_place(c: Config) -> None:
-    """A run is one directory in run.output_dir."""
+    """Check that the run can be one directory in run.output_dir."""
     name = c.run.name
     usable = name.strip() not in ("", ".", "..") and name.isprintable() and len(name) <= 200
     if not usable or "/" in name or name.startswith("-"):
@@ -236,7 +235,7 @@ def _check_place(c: Config) -> None:
 
 
 def _check_sampling(c: Config) -> None:
-    """Training refuses sampling filters that the trainer cannot mirror."""
+    """Check for sampling filters, which the trainer cannot mirror in training."""
     if c.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature = {c.rollout.temperature} must be above 0 for training; "
@@ -281,7 +280,7 @@ def _check_reward(c: Config) -> None:
 
 
 def _check_environment(c: Config) -> None:
-    """An environment has what it needs, and nothing waits for a call longer than for its batch."""
+    """Check an environment's settings, and that no call may wait longer than its batch."""
     env = c.env
     if not env.path:
         if env != type(env)():
@@ -311,7 +310,7 @@ def _check_environment(c: Config) -> None:
 
 
 def _check_nesting(c: Config) -> None:
-    """What ends first is the call, then its turn, its trajectory, and last the wait for a batch."""
+    """Check that a call ends before its turn, its trajectory, and the wait for a batch."""
     limits = [
         ("env.tool_timeout_s", c.env.tool_timeout_s),
         ("env.turn_timeout_s", c.env.turn_timeout_s),
@@ -341,7 +340,7 @@ def _check_batches(c: Config) -> None:
 
 
 def _check_sizes(c: Config) -> None:
-    """What one message to the trainer, the store or a user's strategy can hold."""
+    """Check what one message to the trainer, the store or a user's strategy can hold."""
     groups, size = c.data.train_batch_size, c.rollout.group_size
     if groups * size > STEP_TRAJECTORIES_MAX:
         raise ConfigError(
@@ -349,7 +348,7 @@ def _check_sizes(c: Config) -> None:
             f"trajectories are too many for one step: give at most {STEP_TRAJECTORIES_MAX}"
         )
     waiting = groups * (c.async_.max_staleness + 1)
-    question = waiting * (120 + 9 * size)  # bytes; what a strategy gets of each group
+    question = waiting * (120 + 9 * size)  # bytes; a strategy's data of each group
     if c.algorithm.batch_strategy in BUILT_IN_STRATEGIES or question <= QUESTION_BYTES_MAX:
         return
     raise ConfigError(

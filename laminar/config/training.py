@@ -1,4 +1,4 @@
-"""The settings of what is trained: its optimizer, its adapters, and a critic beside it.
+"""The settings of training: its optimizer, its adapters, and a critic.
 
 Gives   OptimConfig, LoraConfig, CriticConfig; tree.py has [trainer], algorithm.py the step
 """
@@ -31,7 +31,7 @@ class OptimConfig(Section, frozen=True, kw_only=True):
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
-    """Adapters are trained in the place of the model's own weights; see docs/training.md."""
+    """Adapters that are trained in place of the model's own weights; see docs/training.md."""
 
     rank: Annotated[Natural, doc("rank of the adapters; 0: all weights are trained")] = 0
     alpha: Annotated[
@@ -53,7 +53,7 @@ class CriticModelConfig(Section, frozen=True, kw_only=True):
 
 
 class CriticConfig(Section, frozen=True, kw_only=True):
-    """Only read with algorithm.adv_estimator = "gae"; AdamW as in [optim] but for the rate."""
+    """Critic, only read with algorithm.adv_estimator = "gae"; AdamW as in [optim] but for lr."""
 
     lr: Annotated[NonNegative, doc("learning rate")] = 1e-5
     cliprange_value: Annotated[

@@ -1,10 +1,10 @@
-"""Every setting of a run, by section: its key, its type and bounds, its default, and what it means.
+"""Every setting of a run, by section: its key, its type and bounds, its default, its meaning.
 
 Gives   Config, a tree of frozen structs
 
-A key that takes a few words has a Literal; a number has its bounds in a Meta; `says` holds the text
-that stands beside the key in configs/reference.toml, which `python -m tools.make.reference_toml`
-makes. What keys.py checks of one value follows from these; rules over several keys are in rules.py.
+A key that takes a few words has a Literal; a number has its bounds in a Meta; `doc` holds the text
+for the key in configs/reference.toml, which `python -m tools.make.reference_toml` makes. keys.py
+checks one value by these declarations; rules over several keys are in rules.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RepackPolicy = Literal["gain", "best-fit", "off"]
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
-    """The run directory is output_dir/name."""
+    """The run directory, output_dir/name."""
 
     name: Annotated[str, doc("the run directory's name")] = "run"
     output_dir: Annotated[str, doc("the directory of run directories")] = "runs"
@@ -54,7 +54,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
-    """Give either dataset or train_files."""
+    """The data: either dataset or train_files must be given."""
 
     dataset: Annotated[str, doc("a reasoning-gym dataset by its name")] = ""
     dataset_config: Annotated[dict[str, Any], doc("that dataset's own settings")] = {}
@@ -123,13 +123,13 @@ class RewardFunctionConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
-    """One entry of reward.functions."""
+    """An entry of reward.functions."""
 
     path: Annotated[str, path_form("file")] = (
-        ""  #: a Python file; empty: name is a scorer that comes with it
+        ""  #: a Python file; empty: name is a scorer that comes with Laminar
     )
-    name: str = ""  #: of the function, as above; or dataset, math, exact
-    weight: float = 1.0  #: of its score in the sum; 0: only its metric
+    name: str = ""  #: name of the function, as above; or dataset, math, exact
+    weight: float = 1.0  #: weight of its score in the sum; 0: only its metric
 
 
 class OverlongBufferConfig(Section, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
 
 class EnvConfig(Section, frozen=True, kw_only=True):
-    """With an environment a response has turns, between which tools answer; see docs/agents.md."""
+    """Environment, in which a response has turns between tool calls; see docs/agents.md."""
 
     path: Annotated[str, path_form("file"), doc("a Python file with a class; empty: none")] = ""
     name: Annotated[str, doc("the class; empty: the file's only public class")] = ""
@@ -328,7 +328,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
 
 
 class RepackConfig(Section, frozen=True, kw_only=True):
-    """The last responses of several replicas are packed on few; the others take new weights."""
+    """Repack: a few replicas take over the last responses of others, which load new weights."""
 
     policy: Annotated[
         RepackPolicy,
@@ -362,7 +362,7 @@ class RecoveryConfig(Section, frozen=True, kw_only=True):
 
 
 class SlurmConfig(Section, frozen=True, kw_only=True):
-    """What the run asks Slurm for, by `laminar submit`, and in its jobs; see docs/cluster.md."""
+    """Resources that the run requests from Slurm; see docs/cluster.md."""
 
     partition: Annotated[str, doc("empty: the cluster's default")] = ""
     account: Annotated[str, doc("empty: your default")] = ""
@@ -403,7 +403,7 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
 
 
 class EmulationConfig(Section, frozen=True, kw_only=True):
-    """Only read with rollout.engine = "emulated": no model, its times are waited for."""
+    """Emulated engine, with rollout.engine = "emulated": no model, only waits of these lengths."""
 
     replicas_per_process: Annotated[Count, doc("each has its own connections")] = 1
     step_us: Annotated[float, Meta(ge=1), doc("one decode step, for any batch")] = 8_000.0
@@ -446,7 +446,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_emulated(self) -> bool:
-        """No model: engines, trainer, prompts and rewards take time and make up the rest."""
+        """Whether no model is loaded: engines, trainer, prompts and rewards are emulated."""
         return self.rollout.engine == "emulated"
 
     @property
@@ -454,7 +454,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return Path(self.run.output_dir) / self.run.name
 
     def replicas_on(self, machine: int) -> int:
-        """Replicas of one machine; the store and the trainer are on machine 0."""
+        """Return the replicas of one machine; the store and the trainer are on machine 0."""
         beside = self.rollout.replicas_beside_trainer
         return self.rollout.replicas if machine or beside == "auto" else beside
 
@@ -464,8 +464,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and response together, and of what tools answer, that an engine must
-        hold."""
+        """The tokens of prompt, response and tool results together that an engine must hold."""
         context = self.env.max_context_tokens if self.env.path else 0
         return self.rollout.max_model_len or (
             self.data.max_prompt_length + self.data.max_response_length + context
@@ -473,7 +472,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def max_sessions(self) -> int:
-        """Sessions of one replica: of what it generates, and as many between two turns."""
+        """The sessions of one replica: those that generate, and as many between two turns."""
         rollout = self.rollout
         return self.env.max_sessions or 2 * (rollout.max_num_seqs + rollout.group_size)
 
@@ -485,14 +484,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def min_scored(self) -> int:
-        """Rewarded siblings below which a group is dropped."""
+        """The rewarded siblings below which a group is dropped."""
         return self.algorithm.min_scored or max(
             self.least_siblings, -(-self.rollout.group_size // 2)
         )
 
     @property
     def has_critic(self) -> bool:
-        """Advantages come from the values of a critic, which is trained beside the policy."""
+        """Whether advantages come from the values of a critic, which is trained with the policy."""
         return self.algorithm.adv_estimator == "gae"
 
     @property
@@ -502,7 +501,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def least_siblings(self) -> int:
-        """Of a group from which advantages can be made."""
+        """The minimum siblings of a group from which advantages can be made."""
         return 1 if self.has_critic else 2
 
     @property
