@@ -133,7 +133,7 @@ class FailureDetector:
         return found
 
     def _is_silent(self, machine_ns: int) -> bool:
-        """Return whether this is long for a machine, all of whose processes send heartbeats."""
+        """Return whether a machine's silence is long: all of its processes send heartbeats."""
         return machine_ns > self.lease_ns // 2
 
     def _update_cut_off(self, now_ns: int, silent: Mapping[str, int]) -> None:

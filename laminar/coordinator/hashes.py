@@ -1,7 +1,7 @@
 """State hashes in the log, which a replay must reach.
 
 Reads   the state after an event
-Writes  StateHashRecord: every so many events, and at the end of the log
+Writes  StateHashRecord: every HASH_EVERY events or more, and at the end of the log
 
 The hash of a large state is computed in the background: the log announces at once that the hash of
 this event follows, and has it some ticks later. A hash that never arrives is left out.

@@ -1,6 +1,6 @@
 """The tick: one turn of the coordinator over the ports: receive, decide, make durable, send.
 
-Reads   frames of peers, events of our own, the clock
+Reads   frames of peers, the coordinator's own events, the clock
 Writes  the event log
 Gives   frames to send, and commands that the coordinator's own process carries out
 

@@ -2,7 +2,7 @@
 
 Reads   RunResumed
 Writes  the loss of every process, times for them to come back, the settings that may be changed
-Emits   what is decided when a run has lost all of its processes
+Emits   the decisions that follow from the loss of all processes
 
 The log shows the progress of the run. Everything in memory is lost: weights of relays, tokens that
 had not reached the store. No prompt and no batch is blamed for these ends. Then the trainer

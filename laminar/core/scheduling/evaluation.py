@@ -1,4 +1,4 @@
-"""Evaluation: evaluation prompts, all on one version, without stopping the rollouts.
+"""Evaluation on held-out prompts, all on one version, without stopping the rollouts.
 
 Reads   weight versions as they are published and loaded; settings
 Writes  state.evaluation, state.evaluation_due, state.evaluations

@@ -39,7 +39,7 @@ from laminar.names.ids import GroupId, Purpose, TrajectoryId
 from laminar.names.roles import Role
 
 SCORE_TIMEOUT_MS = 600_000
-"""The timeout of a replica's scoring, beyond that of the reward function (reward.timeout_s)."""
+"""The timeout of a scoring replica; the reward function has its own (reward.timeout_s)."""
 ENDINGS_PER_COMMAND = 2_048
 """The maximum number of ends per command, about 150 bytes each: within one message and request."""
 

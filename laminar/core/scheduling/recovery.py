@@ -186,7 +186,7 @@ def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
 
 
 def plan_unscored(ctx: Context) -> None:
-    """Move rewards whose replica is gone to another one."""
+    """Score responses whose replica is gone on another one."""
     state = ctx.state
     while state.unscored:
         index = indexes_of(state).replicas

@@ -19,7 +19,7 @@ from laminar.events import events as ev
 
 REPORTED_FIELDS = (
     "step", "version", "final",
-    "correct", "total", "missing",  # answers
+    "correct", "total", "missing",  # responses
     "share", "share_se",  # share of correct responses among the scored ones, and its standard error
     "score", "score_se",  # mean and its standard error
     "answers_per_prompt", "passed",  # share of prompts with at least one correct response

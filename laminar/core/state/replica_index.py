@@ -55,7 +55,7 @@ class ReplicaIndex:
         for replica in state.replicas.values():
             self.add(state, replica)
 
-    # --- kept true ------------------------------------------------------------------------------
+    # --- updates ----------------------------------------------------------------------------------
 
     def add(self, state: State, replica: Replica) -> None:
         """Add a replica after all others."""
@@ -144,7 +144,7 @@ class ReplicaIndex:
             if not able:
                 del self._able[kind.version]
 
-    # --- asked ----------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:

@@ -87,7 +87,9 @@ def by_deadline(state: State) -> list[Group]:
 
 
 def by_priority(state: State) -> list[Group]:
-    """Return groups whose siblings disagree first, since they carry the signal, then the others."""
+    """Return groups whose siblings disagree, which carry the signal, before the others.
+
+    Each part is ordered by deadline."""
 
     def agrees(group: Group) -> bool:
         bits = [state.trajectories[m].score_bits for m in scored_members(state, group)]

@@ -39,7 +39,7 @@ NAMED_MAX = 8
 """The most groups of such a batch that are named."""
 
 
-# --- it is lost, and comes back -----------------------------------------------------------------
+# --- loss and return of the trainer ---------------------------------------------------------------
 
 
 def may_be_lost(state: State, name: str) -> bool:
@@ -187,7 +187,7 @@ def _get_trained_step(state: State, step_index: int) -> StepRecord:
     return state.trained[step_index - state.trained[0].step_index]
 
 
-# --- what it is told ----------------------------------------------------------------------------
+# --- orders to the trainer ------------------------------------------------------------------------
 
 
 def plan_step_repeat(ctx: Context) -> bool:

@@ -154,7 +154,7 @@ def link_expired(ctx: Context, name: str, successor: str) -> None:
     ctx.restart_actor(at_fault, f"{name} could not be connected to {successor or 'nobody'} in time")
 
 
-# --- what they hold ---------------------------------------------------------------------------
+# --- held versions --------------------------------------------------------------------------------
 
 
 def _has_valid_receipt(state: State, event: ev.WeightsReceived) -> bool:
@@ -286,7 +286,7 @@ def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
             ctx.set_timer(keys.deadline_timer(keys.pull_key(command.to)), RECEIVE_TIMEOUT_MS)
 
 
-# --- slow ones --------------------------------------------------------------------------------
+# --- slow relays ----------------------------------------------------------------------------------
 
 
 def _judge_speed(ctx: Context, relay: Relay, event: ev.WeightsReceived) -> None:

@@ -91,7 +91,7 @@ def _estimate_or_guess_ms(source: LoadSource, times: dict[LoadSource, int]) -> i
     return min((ms for s, ms in times.items() if s.tier == source.tier and ms >= 0), default=0)
 
 
-# --- what a run has measured, and may choose from ---------------------------------------------
+# --- measured rates and available sources ---------------------------------------------------------
 
 
 def choose_source(state: State, replica: Replica, version: int) -> SourceChoice:
