@@ -83,7 +83,7 @@ class LoadCheckpoint(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.TRAINER)
 class RedoStep(Command, frozen=True, kw_only=True):
-    """Train a batch of the log once more; nothing is published, saved or counted."""
+    """Repeat a step of the log: nothing is published, saved or counted."""
 
     step_index: int = msgspec.field(name="step")
     version: int
@@ -181,7 +181,7 @@ class ScoreTrajectories(Command, frozen=True, kw_only=True):
 
 @carried_out_by(Role.ROLLOUT)
 class AbortTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating these placements and lower ones of their trajectories; no event answers."""
+    """Stop generating these placements and lower ones of their trajectories; no event ends this."""
 
     items: tuple[PlacedTrajectory, ...]
     sessions: bool = False  #: whether their environments' sessions end, too
@@ -199,7 +199,7 @@ class ReleaseTrajectories(Command, frozen=True, kw_only=True):
 class TrajectoryEnding(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How one trajectory ended; enough to write a row even if it was never opened."""
+    """The end of one trajectory; enough to write a row even if it was never opened."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     group: GroupId

@@ -1,7 +1,7 @@
 """Events that every actor reports of itself, and events of nodes and the store.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with who reports it and which commands it ends
+Gives   one frozen struct per event, each declared with its senders and the commands that it ends
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Events that the trainer reports.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with who reports it and which commands it ends
+Gives   one frozen struct per event, each declared with its senders and the commands that it ends
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class EndKind(StrEnum):
-    """How a trajectory or a group ended; NONE: not yet."""
+    """The end of a trajectory or a group; NONE: not yet."""
 
     NONE = ""
     TRAINED = "trained"
@@ -23,7 +23,7 @@ class EndKind(StrEnum):
 
 
 class FailureReason(StrEnum):
-    """Why a replica gives up a trajectory."""
+    """A replica's reason to give up a trajectory."""
 
     STORE_REFUSED = "store-refused"  #: the tokens or the reward can never be stored
     UNSCORED = "unscored"  #: the reward function does not apply to it
@@ -33,7 +33,7 @@ class FailureReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a trajectory or a group is not trained; NONE: it is, or has not ended."""
+    """The reason not to train a trajectory or a group; NONE: it is trained, or has not ended."""
 
     NONE = ""
     BATCH_WAIT = "batch-wait"  #: the trainer waited for it too often
@@ -65,14 +65,14 @@ class RewardOutcome(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why generation ended, as reported by the engine."""
+    """The reason why generation ended, as reported by the engine."""
 
     STOP = "stop"  #: the last token is one of the stop ids
     LENGTH = "length"  #: the limit of new tokens
 
 
 class EndedBy(StrEnum):
-    """Why an environment ended a trajectory whose last turn asked for more; NONE: it did not."""
+    """The reason to end a trajectory whose last turn asked for more; NONE: no such end."""
 
     NONE = ""
     MAX_TURNS = "max-turns"
@@ -83,7 +83,7 @@ class EndedBy(StrEnum):
 
 
 class PullPurpose(StrEnum):
-    """Why a replica is told to load weights."""
+    """The reason for an order to load weights."""
 
     START = "start"
     NEWER = "newer"
