@@ -4,7 +4,8 @@ Usage: python -m tools.check.lines
 Reads  pyproject.toml ([tool.laminar.limits] and the layers of import-linter), the files and the
        commit subjects that git knows
 Prints lines per folder, words of the documentation, import cycles, upward imports, functions above
-       complexity 10; the subjects of commits that are too long or end with a full stop
+       complexity 10, what docs/style.md rules out (prose.py); the subjects of commits that are too
+       long or end with a full stop
 
 A limit of lines or words rises only by what an issue grants; one of structure only falls.
 """
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.check import prose
 from tools.check.imports import Imports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,10 @@ def main() -> int:
         "import cycles": len(imports.cycles()),
         "upward imports": len(upward_imports(imports, layers)),
         "functions above complexity 10": count_complex_functions(),
+        "words in README.md": len((ROOT / "README.md").read_text().split()),
+        "functions named by one word, in a thousand": per_mille(*prose.count_one_word_names()),
+        "docstrings that begin badly, in a thousand": per_mille(*prose.count_bad_beginnings()),
+        "banned phrases": len(prose.find_phrases()),
     }
     passed = [
         *[within(size, limits["lines"][folder], f"lines in {folder}/", sizes_below(folder))
@@ -52,6 +58,11 @@ def within(count: int, limit: int, what: str, parts: Counter[str] | None = None)
     for name, size in (parts or Counter()).most_common():
         print(f"{size:>24,}  {name}")
     return count <= limit
+
+
+def per_mille(part: int, whole: int) -> int:
+    """Return a share in a thousand, rounded up."""
+    return -(-1000 * part // whole)
 
 
 # --- lines --------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class LossyLink(RuleBasedStateMachine):
     def server_processes(self, count):
         for boot, seq, body in self.waiting[:count]:
             self.record[boot].append((seq, body))
-            self.links[boot].processed(seq)
+            self.links[boot].mark_processed(seq)
             assert body == self.sent[boot][seq - 1]
         del self.waiting[:count]
         self.poll()
