@@ -65,14 +65,14 @@ from laminar.run.secret import read_secret
 from pathlib import Path
 
 class NoHandler:
-    def admit(self, domain, client):
+    def admit_clients(self, domain, client):
         pass
 
-auth._gate = NoHandler
+auth._get_gate = NoHandler
 server = ServerSocket("127.0.0.1", 0, RunKeys(read_secret(Path(sys.argv[1]))))
 print(server.address, flush=True)
 sys.stdin.read()
-print(server.drain(), flush=True)
+print(server.drain_frames(), flush=True)
 """
 """A server of the run whose process has no ZAP handler; last it prints who came in: nobody."""
 NOT_ITS_OWNER = """
