@@ -1,7 +1,7 @@
 """Environments in which the model writes Python, which runs in a sandbox (docs/agents.md).
 
-Python     each call has a sandbox of its own, so calls may be repeated: env.effects = "pure"
-Notebook   one sandbox for all calls of a response, which find each other's names: "once"
+Python     each call has its own sandbox and can be repeated: env.call_semantics = "retryable"
+Notebook   one sandbox for all calls of a response, which find each other's names: "at-most-once"
 """
 
 from laminar.tasks.sandbox.sandbox import Sandbox

@@ -274,6 +274,8 @@ def test_the_async_section_keeps_its_name() -> None:
             ["trainer.n_gpus_per_node=8"],
             ["rollout.replicas", "rollout.vllm.tensor_parallel_size", "the trainer trainer.ranks"],
         ),
+        (["rollout.update=drain"], ["was renamed to rollout.weight_update"]),
+        (["env.effects=pure"], ['renamed to env.call_semantics, with "at-most-once" for "once"']),
         (["zzz.qqq=1"], ["configs/reference.toml has all keys"]),
         (["seed=abc"], ["seed", "'abc'", "whole number"]),
         (["data.shuffle=3"], ["data.shuffle", "true or false"]),
@@ -301,13 +303,13 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "rollout.val_kwargs.n=4"], ["rollout.val_kwargs.n = 4", "val_kwargs.temperature"]),
         ([*GOOD, "rollout.max_num_seqs=4"], ["rollout.max_num_seqs", "rollout.group_size"]),
         ([*GOOD, "rollout.group_size=1"], ["rollout.group_size", "2 siblings"]),
-        ([*GOOD, "rollout.replicas_beside_trainer=0"], ["any replica", "slurm.rollouts"]),
+        ([*GOOD, "rollout.replicas_on_trainer_node=0"], ["any replica", "slurm.rollouts"]),
         ([*EMULATED, "trainer.ranks=2"], ["trainer.ranks = 2", '"emulated"', "give 1"]),
         ([*GOOD, "trainer.ranks=0"], ["trainer.ranks = 0", "from 1 to 64"]),
         ([*GOOD, "trainer.ranks=9", "slurm.gpus=8"], ["trainer.ranks = 9", "slurm.gpus = 8"]),
         ([*GOOD, "slurm.spares=1"], ["slurm.spares = 1", "slurm.rollouts = 0"]),
         ([*GOOD, "slurm.time=tomorrow"], ["slurm.time = 'tomorrow'", "hours:minutes:seconds"]),
-        ([*GOOD, "slurm.time=0:05:00"], ["'0:05:00'", "slurm.notice_s = 300"]),
+        ([*GOOD, "slurm.time=0:05:00"], ["'0:05:00'", "slurm.signal_before_s = 300"]),
         ([*GOOD, "slurm.extra=[qos]"], ["slurm.extra", "'qos'", "--qos=long"]),
         ([*GOOD, "slurm.account=a b"], ["slurm.account = 'a b'", "character"]),
         ([*GOOD, "algorithm.ppo_mini_batch_size=5"], ["ppo_mini_batch_size", "divide"]),
@@ -366,8 +368,11 @@ def test_the_async_section_keeps_its_name() -> None:
         (["repack.policy=true"], ["repack.policy = 'true'", "'best-fit', 'gain' or 'off'"]),
         (["repack.interval_ms=-1"], ["repack.interval_ms = -1", "at least 1"]),
         (["repack.interval_ms=1.5"], ["repack.interval_ms = 1.5", "must be a whole number"]),
-        (["repack.release_ms=0"], ["repack.release_ms = 0", "at least 1"]),
-        (["repack.release_ms=soon"], ["repack.release_ms = 'soon'", "must be a whole number"]),
+        (["repack.release_timeout_ms=0"], ["repack.release_timeout_ms = 0", "at least 1"]),
+        (
+            ["repack.release_timeout_ms=soon"],
+            ["repack.release_timeout_ms = 'soon'", "must be a whole number"],
+        ),
         (["repack.prefill_tokens_per_step=0"], ["repack.prefill_tokens_per_step", "at least 1"]),
         (["rollout.max_batch=-1"], ["rollout.max_batch = -1", "at least 1 or 'auto'"]),
         (["rollout.max_batch=many"], ["'many'", "must be a whole number of at least 1 or 'auto'"]),
@@ -477,7 +482,7 @@ def test_a_time_of_slurm_is_understood(time: str, seconds: int) -> None:
 def test_the_machine_of_the_trainer_may_have_other_replicas() -> None:
     config = load_config([], [*GOOD, "run.nodes=3", "rollout.replicas=4"])
     assert (config.replicas_on(0), config.replicas_on(2), config.total_replicas) == (4, 4, 12)
-    config = load_config([], [*GOOD, "run.nodes=3", "rollout.replicas_beside_trainer=0"])
+    config = load_config([], [*GOOD, "run.nodes=3", "rollout.replicas_on_trainer_node=0"])
     assert (config.replicas_on(0), config.replicas_on(2), config.total_replicas) == (0, 2, 4)
 
 
@@ -541,14 +546,14 @@ def test_names_and_options_of_an_algorithm(flat: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (['rollout.update="in-fligt"'], "rollout.update"),
-        (['repack.policy="gain"'], 'give repack.policy = "off"'),
+        (['rollout.weight_update="in-fligt"'], "rollout.weight_update"),
+        (['repack.policy="gain"'], 'set repack.policy = "off"'),
         (["rollout.groups_per_version=4"], "give rollout.groups_per_version = 0"),
         (['rollout.kv_on_update="drop"'], "rollout.kv_on_update"),
     ],
 )
 def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
-    flying = ['rollout.engine="emulated"', 'rollout.update="in-flight"']
+    flying = ['rollout.engine="emulated"', 'rollout.weight_update="in-flight"']
     assert load_config([], flying).rollout.in_flight
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_config([], [*flying, *settings])
@@ -561,14 +566,14 @@ def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words
         (["env.tool_timeout_s=120"], "120 must be shorter than env.turn_timeout_s = 120"),
         (["env.turn_timeout_s=301"], "301 must be shorter than env.trajectory_timeout_s = 300"),
         (
-            ["trainer.batch_wait_s=9"],
+            ["trainer.batch_timeout_s=9"],
             "env.trajectory_timeout_s = 300 must be shorter than trainer.b",
         ),
         (["env.max_sessions=3"], "smaller than rollout.max_num_seqs"),
         (["data.apply_chat_template=false"], "data.apply_chat_template = false"),
         (['reward.scope="group"'], "siblings end their turns one by one"),
         (['rollout.engine="emulated"'], "emulated tokens call no tool"),
-        (['env.effects="twice"'], "env.effects"),
+        (['env.call_semantics="twice"'], "env.call_semantics"),
     ],
 )
 def test_an_environment_beside_what_makes_no_sense(settings: list[str], words: str) -> None:

@@ -19,7 +19,7 @@ from laminar.training.steps import TrainSample
 
 
 async def fetch_batch(
-    client: StoreClient, command: cmd.TrainStep | cmd.RedoStep
+    client: StoreClient, command: cmd.TrainStep | cmd.RepeatStep
 ) -> list[TrainSample]:
     """Return the samples of a batch, in the order of the command.
 

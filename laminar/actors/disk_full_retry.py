@@ -2,7 +2,7 @@
 
 Reads   exceptions of a write
 Gives   DiskFullRetry, one per kind of write: when to retry
-Raises  DiskStayedFull after coordinator.disk_wait_s; any other exception of a write at once
+Raises  DiskStayedFull after coordinator.disk_full_timeout_s; any other exception of a write at once
 
 The start and the end of a wait are announced in the log and on the terminal. Other disk errors are
 not retried, because the content of the disk is unknown then.
@@ -39,7 +39,7 @@ class RetryHost(Protocol):
 
 
 class DiskStayedFull(OSError):
-    """The disk stayed full for longer than coordinator.disk_wait_s."""
+    """The disk stayed full for longer than coordinator.disk_full_timeout_s."""
 
 
 class DiskFullRetry:
@@ -48,7 +48,7 @@ class DiskFullRetry:
     def __init__(self, owner: RetryHost, what: str) -> None:
         """Start in the working state; `what` is written, in words for messages."""
         self._owner, self._what = owner, what
-        self._limit_s = owner.config.coordinator.disk_wait_s
+        self._limit_s = owner.config.coordinator.disk_full_timeout_s
         self._since_s: float | None = None
         self._told_s: float | None = None  #: when the start of a wait was last announced
         self._told = False
@@ -65,7 +65,7 @@ class DiskFullRetry:
         if now - self._since_s >= self._limit_s:
             over = DiskStayedFull(
                 f"{self._what} could not be written for {self._limit_s:g} s "
-                f"(coordinator.disk_wait_s), the disk is full: {error}"
+                f"(coordinator.disk_full_timeout_s), the disk is full: {error}"
             )
             self._owner.notify_user(str(over))  # the coordinator may be unable to receive it
             raise over from error
@@ -90,7 +90,7 @@ class DiskFullRetry:
             self._told_s = now
             self._owner.notify_user(
                 f"{self._what} cannot be written, the disk is full ({error}): waiting at most "
-                f"{self._limit_s:g} s for room (coordinator.disk_wait_s)"
+                f"{self._limit_s:g} s for room (coordinator.disk_full_timeout_s)"
             )
 
     async def until_room(self, write: Callable[[], Awaitable[Written]]) -> Written:

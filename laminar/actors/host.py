@@ -4,7 +4,7 @@ Reads   commands of the coordinator
 Emits   events of the actor; ActorFailed and ActorLeft
 
 An actor outlives its coordinator: it finishes its work, idles, and ends by itself only after
-coordinator_absent_ms. When its own code fails, in a task or in a callback of the event loop, it
+coordinator_timeout_ms. When its own code fails, in a task or in a callback of the event loop, it
 reports that and ends with a non-zero code, so that its node can restart it. It does not outlive its
 node or its run directory; a node whose starter is gone does not wait for another coordinator.
 
@@ -267,7 +267,7 @@ class Host:
         self.process.watch_for_stop(self._handle_signal, self._starter_gone)
         await self.process.start()
         self.spawn(self.process.wait_closed())
-        self.spawn(self._watch_coordinator(self.config.coordinator.coordinator_absent_ms / 1000))
+        self.spawn(self._watch_coordinator(self.config.coordinator.coordinator_timeout_ms / 1000))
         self.spawn(self._watch_directory())
         try:
             await self._begin.wait()

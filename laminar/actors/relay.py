@@ -3,7 +3,7 @@
 Reads   slots that a trainer has written; PinVersion and ForwardWeights commands; reports of the
         bulk plane
 Writes  relay-N.json (its address)
-Emits   RelayReady, WeightsPublished, WeightsReceived, RelayLinked, TransferTrouble
+Emits   RelayReady, WeightsPublished, WeightsReceived, RelayLinked, TransferProblem
 Gives   Relay; RelayPlatform and TransferPlane, the ports to its environment
 
 A trainer writes a slot and continues; checksums and digest are computed here in a thread, after the
@@ -140,7 +140,7 @@ class Relay:
         )
         self.host.spawn(self.server.wait_closed())
         await self.host.hit_failpoint("relay-ready")
-        self.host.emit(ev.RelayReady(address=self.server.address, bulk=f"{host}:{port}"))
+        self.host.emit(ev.RelayReady(address=self.server.address, chain_address=f"{host}:{port}"))
 
     def _make_plane(self) -> TransferPlane:
         config = self.host.config.weights
@@ -213,7 +213,7 @@ class Relay:
                 report.kind, report.peer, report.version, report.detail, report.pace
             )
         elif isinstance(report, PeerRejected):
-            self.host.log.warning("stranger-refused", what=report.what)
+            self.host.log.warning("peer-rejected", what=report.what)
         elif isinstance(report, NeighbourUp):
             self._neighbour_up(report)
         elif isinstance(report, NeighbourDown):
@@ -277,7 +277,7 @@ class Relay:
         self, kind: str, relay: str, version: int, detail: str, pace: TransferPace | None = None
     ) -> None:
         detail, pace = detail[:DETAIL_CHARS_MAX], pace or _UNKNOWN
-        trouble = ev.TransferTrouble(
+        trouble = ev.TransferProblem(
             kind=kind,
             relay=relay,
             version=version,

@@ -96,8 +96,8 @@ class Rollout:
 
     def __init__(self, host: Host, parts: ReplicaParts) -> None:
         self.host, self.config, self.parts = host, host.config, parts
-        disk_wait_s = self.config.coordinator.disk_wait_s
-        self.store = StoreClient(host.make_client("store-0"), disk_wait_s)
+        disk_full_timeout_s = self.config.coordinator.disk_full_timeout_s
+        self.store = StoreClient(host.make_client("store-0"), disk_full_timeout_s)
         self.relay = RelayClient(host.make_client(ids.actor_name("relay", host.node, 0)))
         self.openings = AdmissionRequests(self.config.rollout, self.store, self._handle_opened)
         self.running: dict[str, ActiveSequence] = {}

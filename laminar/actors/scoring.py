@@ -2,7 +2,7 @@
 
 Reads   ScoreTrajectories commands; responses and prompts of the store
 Writes  rewards (through the store)
-Emits   TrajectoryRewarded, TrajectoryContinues, TrajectoryFailed
+Emits   TrajectoryRewarded, TurnFinished, TrajectoryFailed
 
 The function runs in worker processes with a timeout. A response on which the user's function fails
 gets reward.error_score and is counted by reason; a fault of the worker itself drops the sibling.
@@ -165,7 +165,7 @@ class Scorer:
             self._report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
 
     def _report_continued(self, order: cmd.Envelope, item: cmd.PlacedTrajectory, turn: int) -> None:
-        event = ev.TrajectoryContinues(
+        event = ev.TurnFinished(
             trajectory_id=item.trajectory_id, placement=item.placement, turn=turn
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, turn=turn)
@@ -240,7 +240,7 @@ class Scorer:
         event = ev.TrajectoryRewarded(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
-            score_bits=bits_of(stored.score),
+            reward_bits=bits_of(stored.score),
             correct=is_correct(stored.score, truncated=truncated),
             reason=RewardOutcome(reason),
             num_tokens=len(row.tokens) // 4,

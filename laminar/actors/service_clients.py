@@ -30,10 +30,10 @@ class TokensRemoved(RuntimeError):
 class StoreClient:
     """Typed requests to the store; an answer of another type is an error of the program."""
 
-    def __init__(self, rpc: Client, disk_wait_s: float) -> None:
-        """Use `rpc`; `disk_wait_s`: how long the store may wait for space on its disk."""
+    def __init__(self, rpc: Client, disk_full_timeout_s: float) -> None:
+        """Use `rpc`; `disk_full_timeout_s`: how long the store may wait for space on its disk."""
         self._rpc = rpc
-        self._timeout_s = RPC_TIMEOUT_S + disk_wait_s
+        self._timeout_s = RPC_TIMEOUT_S + disk_full_timeout_s
 
     async def start(self) -> None:
         await self._rpc.start()

@@ -1,10 +1,10 @@
 """The trainer actor: consumes batches, publishes weights, exports the model.
 
 Reads   trajectories of the store by id; TrainStep, PublishWeights, ExportModel, SaveCheckpoint,
-        LoadCheckpoint and RedoStep commands
+        LoadCheckpoint and RepeatStep commands
 Writes  slots of the relay's arena, its book, checkpoints/, export/, all through ports
 Emits   TrainerReady, StepCompleted, PublishSkipped, CheckpointSaved, ModelExported,
-        CheckpointLoaded, StepRedone
+        CheckpointLoaded, StepRepeated
 
 A step never waits for the relay or the disk: see weight_publisher.py and checkpoint_writer.py. The
 trainer's own book is synced before a step is reported, so that an audit can compare what was
@@ -116,8 +116,8 @@ class Trainer:
         self.host, self.config = host, host.config
         self.learner, self.book = learner, book
         self._attach, self._files = attach, files
-        disk_wait_s = self.config.coordinator.disk_wait_s
-        self.store = StoreClient(host.make_client("store-0"), disk_wait_s)
+        disk_full_timeout_s = self.config.coordinator.disk_full_timeout_s
+        self.store = StoreClient(host.make_client("store-0"), disk_full_timeout_s)
         self.jobs: asyncio.Queue[tuple[cmd.Envelope, Command]] = asyncio.Queue()
         self.publisher: WeightPublisher | None = None
         self.checkpoints: CheckpointWriter | None = None
@@ -219,7 +219,7 @@ class Trainer:
                 await checkpoints.save(command.version, command.step, order.cause)
             elif isinstance(command, cmd.LoadCheckpoint):
                 await self._load_checkpoint(order, command, checkpoints)
-            elif isinstance(command, cmd.RedoStep):
+            elif isinstance(command, cmd.RepeatStep):
                 await self._repeat_step(order, command, checkpoints)
             self._waiting_from_ns = self.host.now_ns()
 
@@ -314,7 +314,7 @@ class Trainer:
         self.host.emit(loaded, event_seq=order.cause, path=command.path)
 
     async def _repeat_step(
-        self, order: cmd.Envelope, command: cmd.RedoStep, checkpoints: CheckpointWriter
+        self, order: cmd.Envelope, command: cmd.RepeatStep, checkpoints: CheckpointWriter
     ) -> None:
         """Repeat a logged step and report its digest, without publishing it or a book entry."""
         started = self.host.now_ns()
@@ -329,17 +329,17 @@ class Trainer:
             specs=self._specs,
             probe=NO_PROBE,
         )
-        await self.host.hit_failpoint("trainer-redo")
-        self.host.record_span("redoing", started, self.host.now_ns(), step=command.step_index)
+        await self.host.hit_failpoint("trainer-repeat")
+        self.host.record_span("repeating", started, self.host.now_ns(), step=command.step_index)
         if command.digest not in ("", described.digest):
-            self.host.log.warning("redo-differs", step=command.step_index + 1)
-        redone = ev.StepRedone(
+            self.host.log.warning("repeat-differs", step=command.step_index + 1)
+        repeated = ev.StepRepeated(
             step_index=command.step_index,
             version=command.version,
             digest=described.digest,
             published=command.digest,
         )
-        self.host.emit(redone, event_seq=order.cause, step=command.step_index + 1)
+        self.host.emit(repeated, event_seq=order.cause, step=command.step_index + 1)
 
     # --- exporting ----------------------------------------------------------------------------
 

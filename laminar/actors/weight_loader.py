@@ -1,7 +1,7 @@
 """Loads of weights into an engine, with proof that they arrived unchanged.
 
 Reads   PullWeights commands; leased slots of the relay on this machine; checkpoints
-Emits   WeightsLoaded, WeightsRejected, VersionGone, CheckpointRefused
+Emits   WeightsLoaded, WeightsRejected, VersionMissing, CheckpointRefused
 
 A stream copies the part that the relay has so far while the rest arrives; work waits in the engine
 and is sampled once the version is proved.
@@ -380,7 +380,7 @@ class WeightLoader:
         self.host.emit(loaded, event_seq=order.cause, **facts, **took)
 
     def _report_gone(self, order: cmd.Envelope, version: int, lease: m.VersionUnavailable) -> None:
-        gone = ev.VersionGone(version=version, held=lease.held)
+        gone = ev.VersionMissing(version=version, held=lease.held)
         self.host.emit(gone, event_seq=order.cause, version=version)
 
     def _report_rejected(self, order: cmd.Envelope, version: int, failure: str) -> None:

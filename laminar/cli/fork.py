@@ -231,7 +231,7 @@ class _StateReader:
         if isinstance(stamped.event, ev.DataLoaded):
             self.data = self.data or stamped.event.digest
         known = state.num_train >= 0 and bool(state.trained)
-        if self.trained is not None or not known or state.completed != self._step:
+        if self.trained is not None or not known or state.steps_completed != self._step:
             return
         self.trained = state.trained[-1]
         self.num_train, self.cursor = state.num_train, state.cursor
@@ -244,4 +244,4 @@ def _find_unfinished(state: State) -> dict[GroupId, int]:
     groups = state.groups.values()
     training = [g for g in groups if g.purpose == Purpose.TRAIN and g.status != GroupStatus.ENDING]
     found = {g.id: g.row_index for g in sorted(training, key=lambda g: g.order)}
-    return found | state.again
+    return found | state.unfinished_prompts

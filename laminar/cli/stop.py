@@ -118,7 +118,10 @@ def _request_stop(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
         here = socket.gethostname()
         within_ms = get_pause_timeout_ms(run_config(run_dir), "") if pause else 0
         event = DrainRequested(
-            reason=f"laminar stop on {here}", at_once=at_once, pause=pause, answers_ms=within_ms
+            reason=f"laminar stop on {here}",
+            at_once=at_once,
+            pause=pause,
+            response_timeout_ms=within_ms,
         )
         _ask_from_here(run_dir, in_charge, event)
         return in_charge

@@ -129,7 +129,7 @@ def _derive_shared_replicas(config: Config) -> dict[str, Any]:
         return {}
     left = max(gpus - config.trainer.ranks, 0)
     count = config.rollout.replicas * (left // size) // (gpus // size)
-    return {"rollout.replicas_beside_trainer": count}
+    return {"rollout.replicas_on_trainer_node": count}
 
 
 def _derive_start_timeout(config: Config) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _job_lines(scripts: JobScripts) -> list[str]:
         until = f", {machines * slurm.gpus * hours:,.0f} GPU-hours" if hours else ""
         lines.append(f"asks for   {_format_count(machines * slurm.gpus, 'GPU')} at a time{until}")
     limit = slurm.time or "as the partition has it"
-    before = f"{slurm.notice_s} s before its end the run pauses"
+    before = f"{slurm.signal_before_s} s before its end the run pauses"
     how = "in the next job of the chain" if slurm.chain else "when Slurm starts it again"
     on = f", and goes on {how}" if slurm.max_requeues else ""
     lines.append(f"time       {limit}; {before}{on}")

@@ -91,7 +91,7 @@ class JobScripts:
         if slurm.mem or self.exclusive:
             yield f"--mem={slurm.mem or 0}"  # 0: all that the machine has
         again = "--no-requeue" if slurm.chain else "--requeue"  # a chain has successors instead
-        yield f"{again} --open-mode=append --signal=B:USR1@{slurm.notice_s}"
+        yield f"{again} --open-mode=append --signal=B:USR1@{slurm.signal_before_s}"
         yield from slurm.extra
 
     @property

@@ -1,7 +1,7 @@
-"""Keys of other systems, and the keys here for the same settings.
+"""Keys of other systems and of earlier versions, and the keys here for the same settings.
 
-Gives   explain_foreign_key: our key for one of verl, TRL, slime, AReaL or prime-rl, or that it is
-        unsupported and what to use instead; empty for any other key
+Gives   RENAMED; explain_foreign_key: our key for one of verl, TRL, slime, AReaL or prime-rl, or
+        that it is unsupported and what to use instead; empty for any other key
 
 The tables are needed because spelling misleads: the key nearest to `num_generations` by its letters
 has another meaning. Keys whose last part is the same as in ours are found without them. A key may
@@ -15,6 +15,19 @@ _RANKS = "trainer.ranks; the model is divided among as many GPUs (FSDP2)"
 _OFFLOAD = "trainer.offload; all keeps parameters, gradients and optimizer in host memory"
 _IS = "algorithm.rollout_correction.rollout_is"
 _COMPLETIONS = "; it counts prompts, of which each has rollout.group_size completions"
+
+RENAMED = {
+    "recovery.resume_wait_ms": "recovery.resume_timeout_ms",
+    "trainer.batch_wait_s": "trainer.batch_timeout_s",
+    "coordinator.disk_wait_s": "coordinator.disk_full_timeout_s",
+    "coordinator.coordinator_absent_ms": "coordinator.coordinator_timeout_ms",
+    "repack.release_ms": "repack.release_timeout_ms",
+    "rollout.update": "rollout.weight_update",
+    "rollout.replicas_beside_trainer": "rollout.replicas_on_trainer_node",
+    "slurm.notice_s": "slurm.signal_before_s",
+    "env.effects": 'env.call_semantics, with "at-most-once" for "once" and "retryable" for "pure"',
+}
+"""Keys of earlier versions of Laminar, and what they are called now."""
 
 #: A semicolon separates the key from a remark, if there is one.
 VERL = {

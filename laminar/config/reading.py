@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from laminar.config.foreign_keys import explain_foreign_key
+from laminar.config.foreign_keys import RENAMED, explain_foreign_key
 from laminar.config.keys import ConfigError, check_value, known_keys
 from laminar.config.overrides import parse_override
 from laminar.config.paths import make_absolute
@@ -139,6 +139,8 @@ def _flatten_tables(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _unknown_key(key: str, keys: Mapping[str, Any]) -> str:
     if any(k.startswith(key + ".") for k in keys):
         return f"{key} is a section, not a key; write {key}.NAME=VALUE"
+    if key in RENAMED:
+        return f"{key} was renamed to {RENAMED[key]}"
     if known := explain_foreign_key(key):
         return f"unknown key {key}; {known}"
     leaf = key.rsplit(".", 1)[-1]

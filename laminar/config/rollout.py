@@ -58,7 +58,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         doc("torch runs Qwen2, Qwen3 and Llama; emulated runs no model; see docs/engines.md"),
     ] = "torch"
     replicas: Annotated[Count, doc("engines on each machine, each a process")] = 2
-    replicas_beside_trainer: Annotated[
+    replicas_on_trainer_node: Annotated[
         Natural | Literal["auto"],
         doc("the same on the machine that has store and trainer; auto: as on the others"),
     ] = "auto"
@@ -67,7 +67,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int, doc("0: max_prompt_length + max_response_length (+ env.max_context_tokens)")
     ] = 0
-    update: Annotated[
+    weight_update: Annotated[
         Literal["drain", "in-flight"],
         doc(
             "drain: a replica finishes what it has before it loads newer weights; in-flight: it "
@@ -121,7 +121,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     @property
     def in_flight(self) -> bool:
         """Whether replicas load newer weights while they run."""
-        return self.update == "in-flight"
+        return self.weight_update == "in-flight"
 
     @property
     def streams(self) -> bool:

@@ -110,12 +110,13 @@ def _check_update(c: Config) -> None:
         return
     if c.repack.policy != "off":
         raise ConfigError(
-            f'rollout.update = "in-flight" with repack.policy = {c.repack.policy!r}: in flight no '
-            'replica has to be emptied; give repack.policy = "off", or rollout.update = "drain"'
+            f'rollout.weight_update = "in-flight" with repack.policy = {c.repack.policy!r}: '
+            "weight updates in flight empty no replica, so there is nothing to repack; set "
+            'repack.policy = "off" or rollout.weight_update = "drain"'
         )
     if rollout.groups_per_version:
         raise ConfigError(
-            f'rollout.update = "in-flight" with rollout.groups_per_version = '
+            f'rollout.weight_update = "in-flight" with rollout.groups_per_version = '
             f"{rollout.groups_per_version}: in flight a replica takes as many prompts as the "
             "staleness bound and its slots allow; give rollout.groups_per_version = 0"
         )
@@ -139,7 +140,7 @@ def _check_machines(c: Config) -> None:
     asked = c.slurm
     if not (c.total_replicas or asked.rollouts):
         raise ConfigError(
-            "rollout.replicas_beside_trainer = 0 leaves this run without any replica: give "
+            "rollout.replicas_on_trainer_node = 0 leaves this run without any replica: give "
             "machines that have some, by run.nodes or slurm.rollouts"
         )
     if asked.spares and not asked.rollouts:
@@ -168,10 +169,11 @@ def _check_slurm(c: Config) -> None:
             f"slurm.time = {asked.time!r} is no time of Slurm: write hours:minutes:seconds, or "
             "days-hours:minutes:seconds"
         )
-    if limit_s <= asked.notice_s:
+    if limit_s <= asked.signal_before_s:
         raise ConfigError(
-            f"slurm.time = {asked.time!r} is not longer than slurm.notice_s = {asked.notice_s}, "
-            "the seconds that a run has to pause before it: raise one or lower the other"
+            f"slurm.time = {asked.time!r} is not longer than slurm.signal_before_s = "
+            f"{asked.signal_before_s}, the seconds that a run has to pause before it: "
+            "raise one or lower the other"
         )
     for option in asked.extra:
         if not option.startswith("-") or not option.isprintable():
@@ -315,7 +317,7 @@ def _check_nesting(c: Config) -> None:
         ("env.tool_timeout_s", c.env.tool_timeout_s),
         ("env.turn_timeout_s", c.env.turn_timeout_s),
         ("env.trajectory_timeout_s", c.env.trajectory_timeout_s),
-        ("trainer.batch_wait_s", c.trainer.batch_wait_s),
+        ("trainer.batch_timeout_s", c.trainer.batch_timeout_s),
     ]
     for (inner, shorter), (outer, longer) in pairwise(limits):
         if shorter >= longer:

@@ -184,10 +184,10 @@ class EnvConfig(Section, frozen=True, kw_only=True):
 
     path: Annotated[str, path_form("file"), doc("a Python file with a class; empty: none")] = ""
     name: Annotated[str, doc("the class; empty: the file's only public class")] = ""
-    effects: Annotated[
-        Literal["once", "pure"],
-        doc("what a lost session means; once: no call is repeated; pure: calls may be repeated"),
-    ] = "once"
+    call_semantics: Annotated[
+        Literal["at-most-once", "retryable"],
+        doc("tool calls of a lost session; at-most-once: never repeated; retryable: repeated"),
+    ] = "at-most-once"
     max_sessions: Annotated[
         Natural,
         doc("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)"),
@@ -228,7 +228,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "on", "off"],
         doc("layers compute their activations again in the backward pass; auto: on a GPU"),
     ] = "auto"
-    batch_wait_s: Annotated[
+    batch_timeout_s: Annotated[
         float,
         Meta(ge=0.1),
         doc(
@@ -312,7 +312,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     node_lease_ms: Annotated[
         int, Meta(ge=150), doc("the same for a node, the store and the trainer")
     ] = 30_000
-    coordinator_absent_ms: Annotated[
+    coordinator_timeout_ms: Annotated[
         int, doc("a process without a coordinator ends after this")
     ] = 600_000
     start_timeout_s: Annotated[
@@ -322,7 +322,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         Natural,
         doc("0: the whole event log, as audit, report, retrain, fork and log why need it"),
     ] = 0
-    disk_wait_s: Annotated[
+    disk_full_timeout_s: Annotated[
         NonNegative, doc("the run waits so long for room on a full disk, then it ends")
     ] = 300.0
 
@@ -337,7 +337,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     interval_ms: Annotated[
         Count, doc("from one plan to the next; a plan is also made for each new version")
     ] = 5_000
-    release_ms: Annotated[
+    release_timeout_ms: Annotated[
         Count,
         doc("a replica hands its trajectories over in this time, or they move from saved tokens"),
     ] = 2_000
@@ -347,7 +347,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
-    resume_wait_ms: Annotated[
+    resume_timeout_ms: Annotated[
         Natural, doc("a lost trajectory waits so long for its version, then starts over")
     ] = 10_000
     max_restarts: Annotated[Natural, doc("restarts of one process within restart_window_s")] = 3
@@ -391,7 +391,7 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
     )
     launch: Annotated[str, doc("a program that starts Laminar: apptainer exec --nv IMAGE")] = ""
     extra: Annotated[list[str], doc('further options of sbatch: ["--qos=long"]')] = []
-    notice_s: Annotated[
+    signal_before_s: Annotated[
         Count, doc("seconds before the time limit at which the run is told to pause")
     ] = 300
     max_requeues: Annotated[
@@ -455,7 +455,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def replicas_on(self, machine: int) -> int:
         """Return the replicas of one machine; the store and the trainer are on machine 0."""
-        beside = self.rollout.replicas_beside_trainer
+        beside = self.rollout.replicas_on_trainer_node
         return self.rollout.replicas if machine or beside == "auto" else beside
 
     @property

@@ -1,7 +1,7 @@
 """Failure detection: actors that have been silent for longer than their lease.
 
 Reads   how long each live actor has been silent; how long this loop itself was paused
-Gives   HeartbeatLost, NodeSilent and NodeHeard, which are logged; heartbeats are not
+Gives   HeartbeatLost, NodeSilent and NodeRecovered, which are logged; heartbeats are not
 
 Pure. An actor whose work can move to others has a short lease. A node only supervises, and losing
 the store or the trainer ends the run, so these have a long lease: giving them up early gains
@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from laminar.core.state.state import Actor
-from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
+from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
 from laminar.names.roles import Role
 
 ROUND_FRAMES = 4_096
@@ -40,7 +40,7 @@ CHECKS_PER_LEASE = 6
 """The checks in a short lease, while most machines are silent."""
 LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
-DetectorEvent = HeartbeatLost | NodeSilent | NodeHeard
+DetectorEvent = HeartbeatLost | NodeSilent | NodeRecovered
 
 
 class FailureDetector:
@@ -179,7 +179,7 @@ class FailureDetector:
         last_ns = heard_ns.get(node.boot_id)
         if not node.silent or last_ns is None or now_ns - last_ns > self.lease_ns:
             return []
-        return [NodeHeard(node=node.name, node_incarnation=node.incarnation)]
+        return [NodeRecovered(node=node.name, node_incarnation=node.incarnation)]
 
     def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[DetectorEvent]:
         """Report a node as lost with its machine, or as silent alone; wait if it may be either."""

@@ -46,7 +46,7 @@ def check_log(run_dir: Path, state: State) -> None:
         return
     events = run_dir / EVENTS_DIR
     raise ConfigError(
-        f"the event log {events} has lost its end: it completes {state.completed} steps, but "
+        f"the event log {events} has lost its end: it completes {state.steps_completed} steps, but "
         f"{'; '.join(ahead)}; put back the newest copy of {events}, or begin another run, with "
         f"model.name={_newest_model(run_dir)} to go on from what was trained"
     )
@@ -91,7 +91,9 @@ def _was_issued(state: State, name: str) -> bool:
     if held_out is None:
         pass_index, _, position = group.partition(".")
         number = int(pass_index) * state.num_train + int(position)
-        return state.num_train > 0 and number < state.cursor and group not in state.again
+        return (
+            state.num_train > 0 and number < state.cursor and group not in state.unfinished_prompts
+        )
     index, place, attempt = int(held_out[1]), int(held_out[2]), int(held_out[3] or 1)
     running = state.evaluation
     if running is not None and running.index == index:
@@ -101,7 +103,7 @@ def _was_issued(state: State, name: str) -> bool:
 
 def _find_ahead_in_book(run_dir: Path, state: State) -> Iterator[str]:
     for line in read_book(run_dir)[0]:
-        if line.step >= state.chosen or line.version >= state.next_version:
+        if line.step >= state.batches_chosen or line.version >= state.next_version:
             yield (
                 f"{TRAINER_BOOK_FILE} has step {line.step + 1}, of version {line.version}, which "
                 "it has never ordered"
@@ -111,7 +113,7 @@ def _find_ahead_in_book(run_dir: Path, state: State) -> Iterator[str]:
 
 def _find_ahead_checkpoints(run_dir: Path, state: State) -> Iterator[str]:
     for path, step, version in _iter_checkpoints(run_dir):
-        if step > state.chosen or version >= state.next_version:
+        if step > state.batches_chosen or version >= state.next_version:
             yield (
                 f"{path.relative_to(run_dir)} was made by step {step}, of version {version}, which "
                 "it has never ordered"

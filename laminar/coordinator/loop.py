@@ -84,7 +84,7 @@ def repack_settings(repack: RepackConfig) -> dict[str, Any]:
     return {
         "repack_policy": repack.policy,
         "repack_interval_ms": repack.interval_ms,
-        "repack_release_ms": repack.release_ms,
+        "repack_release_timeout_ms": repack.release_timeout_ms,
         "repack_prefill_tokens": repack.prefill_tokens_per_step,
     }
 
@@ -107,12 +107,12 @@ def make_settings(config: Config) -> Settings:
         val_before_train=config.trainer.val_before_train,
         batch_strategy=config.algorithm.batch_strategy,
         reward_scope=config.reward.scope,
-        resume_wait_ms=config.recovery.resume_wait_ms,
-        batch_wait_ms=int(config.trainer.batch_wait_s * 1000),
+        resume_timeout_ms=config.recovery.resume_timeout_ms,
+        batch_timeout_ms=int(config.trainer.batch_timeout_s * 1000),
         start_timeout_ms=int(config.coordinator.start_timeout_s * 1000),
         stall_ms=STALL_MS,
         engine_start_ms=int(config.rollout.start_timeout_s * 1000),
-        disk_wait_ms=int(config.coordinator.disk_wait_s * 1000),
+        disk_full_timeout_ms=int(config.coordinator.disk_full_timeout_s * 1000),
         eval_answers=config.rollout.val_kwargs.n,
         max_error_permille=round(config.reward.max_error_share * 1000),
         save_freq=config.trainer.save_freq,
@@ -152,22 +152,22 @@ def _asked_by(config: Config, line: str) -> ev.DrainRequested:
 
 def _make_pause_request(config: Config, asked_by: str) -> ev.DrainRequested:
     within_ms = get_pause_timeout_ms(config, asked_by)
-    return ev.DrainRequested(reason=asked_by, pause=True, answers_ms=within_ms)
+    return ev.DrainRequested(reason=asked_by, pause=True, response_timeout_ms=within_ms)
 
 
 def bind_socket(
-    config: Config, run_dir: Path, keys: RunKeys, on_stranger: Callable[[str], None]
+    config: Config, run_dir: Path, keys: RunKeys, on_rejected: Callable[[str], None]
 ) -> ServerSocket:
     """Bind the configured port; else the last one, which the run's actors know, if it is free.
 
     Actors look for another address when the coordinator is silent."""
     host, port = config.coordinator.host, config.coordinator.port
     try:
-        return ServerSocket(host, port or _known_port(run_dir), keys, on_stranger=on_stranger)
+        return ServerSocket(host, port or _known_port(run_dir), keys, on_rejected=on_rejected)
     except PortTaken:
         if port:
             raise
-        return ServerSocket(host, 0, keys, on_stranger=on_stranger)
+        return ServerSocket(host, 0, keys, on_rejected=on_rejected)
 
 
 def _known_port(run_dir: Path) -> int:
@@ -231,7 +231,7 @@ class Coordinator:
         self._open_tick(disk, restored)
 
     def _log_rejected_peer(self, what: str) -> None:
-        self.log.warning("stranger-refused", what=what)
+        self.log.warning("peer-rejected", what=what)
 
     def _found_alone(self, machine: StateMachine) -> ev.RunResumed | None:
         """Return the event that resumes a run without processes, before anything is written."""

@@ -5,7 +5,7 @@ Gives   Restart with a pause, or GiveUp with the reason
 
 Pure: the supervisors of a real run and of the simulator both call it. The pause doubles while
 coordinators end soon after their start. A coordinator that cannot write its log is restarted for
-`disk_wait_s`, without a limit on attempts; all other deaths have a limit.
+`disk_full_timeout_s`, without a limit on attempts; all other deaths have a limit.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class GiveUp:
 class Restarts:
     """The deaths of the coordinators of one run."""
 
-    def __init__(self, pause_s: float, disk_wait_s: float) -> None:
+    def __init__(self, pause_s: float, disk_full_timeout_s: float) -> None:
         """Set the pause before the first restart, and how long a disk may stay full."""
-        self._pause_s, self._disk_wait_s = pause_s, disk_wait_s
+        self._pause_s, self._disk_wait_s = pause_s, disk_full_timeout_s
         self._deaths = 0  #: deaths for other reasons than the disk
         self._in_a_row = 0  #: deaths soon after a start, in a row
         self._disk_since_s: float | None = None  #: time since which no coordinator could write
@@ -73,7 +73,7 @@ class Restarts:
             return GiveUp(
                 exit_codes.LOG_UNWRITABLE,
                 f"the event log could not be written for {self._disk_wait_s:g} s "
-                "(coordinator.disk_wait_s)",
+                "(coordinator.disk_full_timeout_s)",
             )
         return Restart(min(self._compute_pause(), left_s))
 

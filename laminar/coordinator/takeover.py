@@ -93,7 +93,7 @@ def check_resumable(run_dir: Path, state: State) -> None:
     if resumption.is_run_over(state):
         how = f"has failed ({state.failure})" if state.failure else "is finished"
         raise ConfigError(
-            f"the run {run_dir} {how} after step {state.completed} and cannot be resumed; "
+            f"the run {run_dir} {how} after step {state.steps_completed} and cannot be resumed; "
             f"{_suggest_instead(run_dir, state)}"
         )
     if not state.settings.keeps_checkpoints:
@@ -104,7 +104,7 @@ def check_resumable(run_dir: Path, state: State) -> None:
 
 
 def _suggest_instead(run_dir: Path, state: State) -> str:
-    saved = [step_of(state, version) for version in state.saved]
+    saved = [step_of(state, version) for version in state.checkpoint_paths]
     if not saved:
         return "start it anew"
     fork = shell_command("fork", run_dir, "--at-step", max(saved))

@@ -1,7 +1,7 @@
 """Failures that end the run: a handler records one, and the planner ends the run with it.
 
 Reads   state.failed, state.phase
-Writes  ctx.failure, state.draining, state.failing
+Writes  ctx.failure, state.draining, state.drain_failure
 
 lifecycle.py takes the steps that follow, as for every end of a run.
 """
@@ -27,4 +27,4 @@ def fail_run(
 def drain_run(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     """End the run gracefully, as on a user's request, and with this failure."""
     ctx.state.draining = True
-    ctx.state.failing = Failure(kind, subject, ctx.stamped.seq, detail)
+    ctx.state.drain_failure = Failure(kind, subject, ctx.stamped.seq, detail)

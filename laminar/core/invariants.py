@@ -75,13 +75,13 @@ def moves_are_whole(state: State) -> None:
         _require(releasing == (progress.source == trajectory.replica != ""), trajectory, progress)
         if releasing:
             _require(keys.release_key(trajectory.replica) in state.commands, trajectory)
-            _require(name in state.replicas[progress.source].given, trajectory)
+            _require(name in state.replicas[progress.source].outgoing, trajectory)
     for replica in state.replicas.values():
         _require(count_free_slots(replica) >= 0, replica)
-        if replica.given:
+        if replica.outgoing:
             _require(not replica.loading and not replica.incoming, replica)
-            _require(set(replica.running) <= set(replica.given), replica)
-        for name in replica.given:
+            _require(set(replica.running) <= set(replica.outgoing), replica)
+        for name in replica.outgoing:
             _require(state.progress[name].source == replica.name, name, replica)
         for name in replica.incoming:
             coming = state.trajectories[name]
@@ -98,7 +98,7 @@ def staleness_within_bound(state: State) -> None:
         if group.purpose == Purpose.TRAIN and unchosen:
             deadlines[group.deadline] = deadlines.get(group.deadline, 0) + 1
     _require(deadlines == state.deadlines, deadlines, state.deadlines)
-    _require(bound_holds(deadlines, state.chosen, settings.groups_per_step), deadlines)
+    _require(bound_holds(deadlines, state.batches_chosen, settings.groups_per_step), deadlines)
     _require(state.staleness_max <= settings.max_staleness, state.staleness_max)
 
 
@@ -108,7 +108,7 @@ def batches_have_variance(state: State) -> None:
     for group_id in state.ready if metric else ():
         members = map(state.trajectories.get, state.groups[group_id].members)
         scored = [t for t in members if t and t.status == TrajectoryStatus.REWARDED]
-        values = {t.correct if metric == "acc" else float_of(t.score_bits) for t in scored}
+        values = {t.correct if metric == "acc" else float_of(t.reward_bits) for t in scored}
         _require(len(values) > 1 or len(scored) < 2, "no variance", group_id, values)
 
 
@@ -181,12 +181,14 @@ def _check_weights_arrive(state: State) -> None:
     The head has it from the trainer, each other relay from the one before it."""
     master = master_relay(state)
     for relay in state.relays.values():
-        if relay is not master and relay.newest < state.newest:
+        if relay is not master and relay.newest < state.newest_version:
             _require(keys.receive_timer(relay.name) in state.timers, relay)
-    if master is not None and master.newest < state.newest:
-        _require(state.owed >= 0 or keys.WEIGHTS in state.timers, "the head is not fed", master)
+    if master is not None and master.newest < state.newest_version:
+        _require(
+            state.owed_version >= 0 or keys.WEIGHTS in state.timers, "the head is not fed", master
+        )
     trainer = source_of(state)
-    if master is None and trainer is not None and state.newest >= 0:
+    if master is None and trainer is not None and state.newest_version >= 0:
         what = "the trainer's machine has no relay, and nobody waits for one"
         _require(_is_relay_awaited(state), what)
 
@@ -198,9 +200,9 @@ def trainer_comes_back(state: State) -> None:
     if is_run_ending(state) or not state.settings.keeps_checkpoints:
         return
     steps = [t.step_index for t in state.trained]
-    _require(steps == list(range(state.completed))[-len(steps) :] if steps else True, steps)
-    _require(bool(steps) == bool(state.completed), "nothing is known of what was trained")
-    if state.newest < 0:
+    _require(steps == list(range(state.steps_completed))[-len(steps) :] if steps else True, steps)
+    _require(bool(steps) == bool(state.steps_completed), "nothing is known of what was trained")
+    if state.newest_version < 0:
         return  # the deadline of the start is also that of the trainer
     live = live_actor(state, Role.TRAINER)
     if live is None or not live.ready:
@@ -208,11 +210,13 @@ def trainer_comes_back(state: State) -> None:
         _require(
             any(keys.rejoin_timer(name) in state.timers for name in away), "nobody waits", away
         )
-        _require(state.redone < 0, state.redone)
-    elif state.redone >= 0:
-        _require(state.redone <= state.completed, state.redone)
-        told = keys.LOAD in state.commands or keys.REDO in state.commands
-        _require(told and keys.TRAIN not in state.commands, "it is told nothing", state.redone)
+        _require(state.steps_repeated < 0, state.steps_repeated)
+    elif state.steps_repeated >= 0:
+        _require(state.steps_repeated <= state.steps_completed, state.steps_repeated)
+        told = keys.LOAD in state.commands or keys.REPEAT in state.commands
+        _require(
+            told and keys.TRAIN not in state.commands, "it is told nothing", state.steps_repeated
+        )
     elif state.batch is not None:
         _require(keys.TRAIN in state.commands, "nobody trains the batch", state.batch)
 
@@ -222,12 +226,14 @@ def relay_chain_is_path(state: State) -> None:
     if is_run_ending(state):
         return
     ready = {a.name for a in state.actors.values() if a.role == Role.RELAY and a.alive and a.ready}
-    _require(set(state.chain) == set(state.relays) == ready, state.chain, ready)
-    _require(len(state.chain) == len(state.relays), state.chain)
+    _require(set(state.relay_chain) == set(state.relays) == ready, state.relay_chain, ready)
+    _require(len(state.relay_chain) == len(state.relays), state.relay_chain)
     trainer = source_of(state)
-    here = [state.relays[name].node == trainer.node for name in state.chain] if trainer else []
-    _require(not any(here[1:]), "the chain does not begin at the trainer", state.chain)
-    for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
+    here = (
+        [state.relays[name].node == trainer.node for name in state.relay_chain] if trainer else []
+    )
+    _require(not any(here[1:]), "the chain does not begin at the trainer", state.relay_chain)
+    for name, following in zip(state.relay_chain, [*state.relay_chain[1:], ""], strict=False):
         relay = state.relays[name]
         _require(relay.incarnation == state.actors[name].incarnation, relay)
         _require(relay.successor == following, relay, following)
@@ -270,14 +276,16 @@ def _running_ends(state: State) -> None:
     if state.draining or not is_trainer_idle(state) or are_steps_done(state):
         _require(_is_trainer_busy(state), "the trainer has no order and is not awaited")
         return
-    _require(keys.BATCH_WAIT in state.timers or state.owed >= 0, "no clock runs for the batch")
+    _require(
+        keys.BATCH_TIMEOUT in state.timers or state.owed_version >= 0, "no clock runs for the batch"
+    )
     live = [r for r in state.live_replicas() if is_serving(state, r)]
     answered = (cmd.ScoreTrajectories, cmd.ProposeBatch)
     under_way = _is_replica_busy(state) or any(
         isinstance(o.command, answered) for o in state.commands.values()
     )
     #: idle replicas may be waiting for new weights
-    if under_way or _are_weights_awaited(state) or state.lost:
+    if under_way or _are_weights_awaited(state) or state.lost_trajectories:
         return
     if not live:
         _require(_is_replica_awaited(state), "no replica serves, and none is awaited")
@@ -300,11 +308,13 @@ def _exporting_ends(state: State) -> None:
 def _check_evaluation_ends(state: State) -> None:
     """Check that the export is evaluated, or due to be, and that a replica can work on it."""
     evaluation = state.evaluation
-    binds = evaluation is not None and evaluation.final and evaluation.version == state.exported
-    due = state.evaluation_due == state.exported
-    _require(state.exported >= 0 and (binds or due), "the export will not be evaluated")
+    binds = (
+        evaluation is not None and evaluation.final and evaluation.version == state.export_version
+    )
+    due = state.evaluation_due == state.export_version
+    _require(state.export_version >= 0 and (binds or due), "the export will not be evaluated")
     scored = any(isinstance(o.command, cmd.ScoreTrajectories) for o in state.commands.values())
-    answers = _is_replica_busy(state) or scored or bool(state.lost)
+    answers = _is_replica_busy(state) or scored or bool(state.lost_trajectories)
     fed = _are_weights_awaited(state) or _is_trainer_busy(state)
     way_on = answers or fed or _is_replica_awaited(state)
     _require(way_on, "nobody answers the last evaluation, and nothing for it is awaited")
@@ -341,7 +351,7 @@ def _is_trainer_busy(state: State) -> bool:
     """Return whether the trainer has an order or is awaited, or a pause waits for responses."""
     if state.pausing and keys.PAUSE in state.timers:
         return True
-    orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.SAVE, keys.LOAD, keys.REDO)
+    orders = (keys.TRAIN, keys.PUBLISH, keys.EXPORT, keys.SAVE, keys.LOAD, keys.REPEAT)
     return any(key in state.commands for key in orders) or _is_role_awaited(state, Role.TRAINER)
 
 
@@ -386,12 +396,12 @@ def lost_work_takes_room(state: State) -> None:
     """Check that lost work resumes where its version has room, even if nothing new is admitted.
 
     After its wait this holds for any newer version, too."""
-    if not state.lost:
+    if not state.lost_trajectories:
         return
     able = {
         r.version for r in state.live_replicas() if is_serving(state, r) and count_free_slots(r) > 0
     }
-    for name in state.lost:
+    for name in state.lost_trajectories:
         trajectory = state.trajectories[ids.TrajectoryId(name)]
         waits = keys.resume_timer(name) in state.timers and not trajectory.restart
         newest = trajectory.version if waits else max(able, default=-1)
@@ -404,24 +414,30 @@ def versions_monotonic(state: State) -> None:
 
     A replica may be ahead of its relay: its report of a load can arrive before the relay's of the
     version."""
-    _require(state.newest < state.next_version or state.newest == -1, state.newest)
+    _require(
+        state.newest_version < state.next_version or state.newest_version == -1,
+        state.newest_version,
+    )
     for relay in state.relays.values():
         _require(relay.newest < max(state.next_version, 1), relay)
     for replica in state.replicas.values():
         _require(replica.version < state.next_version, replica)
     in_training = 1 if state.batch else 0
     given_up = bool(state.failed)  # the batch of a lost trainer is not completed any more
-    _require(state.chosen - state.completed == in_training or given_up, state.chosen)
+    _require(
+        state.batches_chosen - state.steps_completed == in_training or given_up,
+        state.batches_chosen,
+    )
 
 
 def evaluation_adds_up(state: State) -> None:
     """Check that each finished evaluation sample is scored or missing, and the counts agree."""
     evaluation = state.evaluation
-    if evaluation is None or evaluation.held_out is None:
+    if evaluation is None or evaluation.counts is None:
         return
-    held, prompts = evaluation.held_out, evaluation.held_out.prompts.values()
+    held, prompts = evaluation.counts, evaluation.counts.prompts.values()
     _require(evaluation.done == held.missing + sum(p.answers for p in prompts), "done", evaluation)
-    _require(evaluation.correct == sum(p.right for p in prompts), "correct", evaluation)
+    _require(evaluation.correct == sum(p.correct for p in prompts), "correct", evaluation)
     held_out = [g for g in state.groups.values() if g.purpose == Purpose.EVAL]
     asked = [g for g in held_out if g.status == GroupStatus.OPEN]
     open_answers = len(evaluation.queue) + len(asked)

@@ -1,8 +1,9 @@
 """Weight loading: which versions exist, which replica pulls which, and when.
 
-Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionGone, CheckpointSaved,
+Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionMissing, CheckpointSaved,
         CheckpointRefused
-Writes  state.newest, state.saved, state.slow_load_ms, relay.held, replica.version
+Writes  state.newest_version, state.checkpoint_paths, state.slow_load_ms, relay.held,
+        replica.version
 Emits   PullWeights, RestartActor
 
 A replica changes its version only when it holds no trajectory, so every trajectory has exactly one.
@@ -61,11 +62,11 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     relay = master_relay(state)
     if relay is None or relay.name != ctx.stamped.peer:
         return ctx.ignore("not-the-head")
-    previous_step, news = state.newest_step, event.version > state.newest
-    if news and event.version == state.exported and event.digest != state.newest_digest:
+    previous_step, news = state.newest_step, event.version > state.newest_version
+    if news and event.version == state.export_version and event.digest != state.newest_digest:
         return _export_differs(ctx, event)
     if news:
-        state.newest, state.newest_step = event.version, event.step
+        state.newest_version, state.newest_step = event.version, event.step
         state.newest_digest = event.digest
         versions.version_published(state, event.version, event.digest)
     known = not broadcast.record_held_versions(ctx, relay, event.version, event.digest, event.held)
@@ -94,9 +95,9 @@ def _expect_newest(ctx: Context) -> None:
     """Let relays with the newest version offer it, and give the others a time to get it."""
     state = ctx.state
     for relay in state.relays.values():
-        if relay.newest == state.newest and relay.newest_digest != state.newest_digest:
+        if relay.newest == state.newest_version and relay.newest_digest != state.newest_digest:
             broadcast.restart_for_other_bytes(ctx, relay, relay.newest_digest)
-        elif relay.newest >= state.newest:
+        elif relay.newest >= state.newest_version:
             broadcast.touch_replicas(ctx, relay)
         else:
             broadcast.await_newest(ctx, relay)
@@ -129,7 +130,7 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     streamed = ordered is not None and ordered.purpose == PullPurpose.STREAM
     replica.version, replica.step, replica.digest = event.version, event.step, event.digest
     replica.loading, replica.failed_loads = False, 0
-    replica.took = replica.took if streamed else 0
+    replica.groups_taken = replica.groups_taken if streamed else 0
     took_ms = int(event.seconds * 1000)
     if ordered is not None and event.reloaded:
         load_sources.record_load(state, ordered, event.num_bytes, took_ms)
@@ -141,7 +142,7 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
         state.trajectories[trajectory_id].version = event.version
     indexes.update_replica(state, replica)
     pinning.send_pins(ctx)
-    if state.lost or evaluation.is_evaluation_waiting(state):
+    if state.lost_trajectories or evaluation.is_evaluation_waiting(state):
         ctx.touch_all()  # the versions of replicas decide which ones the others load
     else:
         ctx.touch_replica(replica.name)
@@ -170,15 +171,15 @@ def _drop_weights(ctx: Context, replica: Replica) -> None:
     replica.version, replica.step, replica.loading = -1, -1, False
 
 
-def _has_valid_held(state: State, event: ev.VersionGone) -> bool:
+def _has_valid_held(state: State, event: ev.VersionMissing) -> bool:
     return are_allocated(state, event.held)
 
 
 @handles(
-    ev.VersionGone,
+    ev.VersionMissing,
     valid=_has_valid_held,
 )
-def on_version_gone(ctx: Context, event: ev.VersionGone) -> None:
+def on_version_missing(ctx: Context, event: ev.VersionMissing) -> None:
     """Decide again without the version that the relay has evicted.
 
     The relay has reported what it received since then; older versions that it no longer holds are
@@ -211,14 +212,16 @@ def _has_valid_kept(state: State, event: ev.CheckpointSaved) -> bool:
 def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     """Record a checkpoint; lost work whose version no relay holds may load it."""
     state = ctx.state
-    if event.version in state.saved:
+    if event.version in state.checkpoint_paths:
         return ctx.ignore("repeat")
     ordered = state.commands.get(keys.SAVE)
     command = ordered.command if ordered is not None else None
     if isinstance(command, cmd.SaveCheckpoint) and command.version == event.version:
         ctx.end_command(keys.SAVE)
-    saved = {**state.saved, event.version: event.path}
-    state.saved = {version: path for version, path in saved.items() if version in event.kept}
+    saved = {**state.checkpoint_paths, event.version: event.path}
+    state.checkpoint_paths = {
+        version: path for version, path in saved.items() if version in event.kept
+    }
     versions.trim_trained_steps(state)
     ctx.touch_all()
 
@@ -234,7 +237,7 @@ def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
         return
     replica.loading = False
     indexes.update_replica(ctx.state, replica)
-    ctx.state.saved.pop(event.version, None)
+    ctx.state.checkpoint_paths.pop(event.version, None)
     ctx.touch_all()
 
 
@@ -254,9 +257,9 @@ def order_pull(
         version=version,
         exact=exact,
         purpose=purpose,
-        checkpoint=state.saved[version] if evicted and not peer else "",
+        checkpoint=state.checkpoint_paths[version] if evicted and not peer else "",
         holder=peer,
-        address=state.relays[peer].bulk if peer else "",
+        address=state.relays[peer].chain_address if peer else "",
     )
     timeout_ms = _time_for(max(state.slow_load_ms, choice.ms if choice is not None else 0))
     ctx.issue_command(command, key=keys.pull_key(replica.name), timeout_ms=timeout_ms)
@@ -305,13 +308,18 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
 def _plan_stream(ctx: Context, replica: Replica) -> None:
     """Let a replica begin with the version that its relay is receiving, if that has none yet."""
     state, relay = ctx.state, ctx.state.relays.get(replica.relay)
-    if not state.settings.stream or state.newest < 0 or relay is None or replica.failed_loads:
+    if (
+        not state.settings.stream
+        or state.newest_version < 0
+        or relay is None
+        or replica.failed_loads
+    ):
         return
     comes = relay.newest < 0 and relay is not master_relay(state)
     if comes and relay.name not in state.failed_sources and _can_pull(state, replica):
-        replica.version, replica.step = state.newest, state.newest_step
-        replica.digest, replica.took = state.newest_digest, 0
-        order_pull(ctx, replica, state.newest, True, PullPurpose.STREAM)
+        replica.version, replica.step = state.newest_version, state.newest_step
+        replica.digest, replica.groups_taken = state.newest_digest, 0
+        order_pull(ctx, replica, state.newest_version, True, PullPurpose.STREAM)
         ctx.touch_replica(replica.name)
 
 
@@ -330,7 +338,7 @@ def _can_pull(state: State, replica: Replica) -> bool:
     """Return whether a replica is alive, empty, not loading, not migrating, not about to restart.
 
     Two rejected loads in a row cause a restart."""
-    busy = replica.running or replica.incoming or replica.given or replica.loading
+    busy = replica.running or replica.incoming or replica.outgoing or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
     if busy or given_up or not state.is_actor_alive(replica.name):
         return False
@@ -341,7 +349,7 @@ def _is_turn_awaited(state: State, replica: Replica) -> bool:
     """Return whether a trajectory awaits its environment here and then needs the loaded version.
 
     In flight only an evaluation sample needs it."""
-    if not state.settings.environment:
+    if not state.settings.has_environment:
         return False
     here = (state.trajectories[t] for t in indexes_of(state).trajectories.get(replica.name, ()))
     return any(
@@ -392,7 +400,7 @@ def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
 
 def _list_wanted_versions(state: State) -> list[int]:
     """List lost work's versions that no live replica has or loads, earliest loss first."""
-    if not state.lost:
+    if not state.lost_trajectories:
         return []
     return [v for v in indexes_of(state).lost.list_wanted() if not _is_served_or_loaded(state, v)]
 

@@ -66,7 +66,9 @@ def handle_store_ready(ctx: Context, name: str) -> None:
     state = ctx.state
     ctx.clear_timer(keys.rejoin_timer(name))
     for key in _list_store_orders(state, name):
-        ctx.set_timer(keys.deadline_timer(key), END_TIMEOUT_MS + state.settings.disk_wait_ms)
+        ctx.set_timer(
+            keys.deadline_timer(key), END_TIMEOUT_MS + state.settings.disk_full_timeout_ms
+        )
     for replica in state.replicas.values():
         replica.progress_ns = ctx.stamped.time_ns
 

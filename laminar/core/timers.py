@@ -40,8 +40,8 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.WEIGHTS:
         relay = indexes.master_relay(state)
         name = relay.name if relay is not None else Role.RELAY
-        fail_run(ctx, FailureKind.NOT_PUBLISHED, name, str(state.completed))
-    elif kind == TimerKind.BATCH_WAIT:
+        fail_run(ctx, FailureKind.NOT_PUBLISHED, name, str(state.steps_completed))
+    elif kind == TimerKind.BATCH_TIMEOUT:
         batch_wait.handle_batch_timeout(ctx)
     elif kind == TimerKind.REPACK:
         migration.schedule_repack(ctx)

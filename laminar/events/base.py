@@ -117,18 +117,20 @@ class Settings(
     val_before_train: bool
     batch_strategy: str
     reward_scope: str  #: trajectory | group
-    resume_wait_ms: int
-    batch_wait_ms: int
+    resume_timeout_ms: int
+    batch_timeout_ms: int
     start_timeout_ms: int  #: for every actor to join and the first weights to be published
     stall_ms: int  #: time without progress after which an actor that still answers is restarted
     engine_start_ms: int  #: time from a replica's join to its being ready
     #: failed reward attempts per thousand above which the run ends; 1000: never
     max_error_permille: int
-    disk_wait_ms: int = 0  #: time that the store may wait for room on its disk
+    disk_full_timeout_ms: int = 0  #: time that the store may wait for room on its disk
     eval_answers: int = 1  #: responses to each evaluation prompt
     repack_policy: str = ""  #: gain | best-fit; empty: trajectories are not repacked
     repack_interval_ms: int = 0
-    repack_release_ms: int = 0  #: time for a replica to hand over the trajectories that it releases
+    repack_release_timeout_ms: int = (
+        0  #: time for a replica to hand over the trajectories that it releases
+    )
     repack_prefill_tokens: int = 0  #: tokens prefilled in the time of one decode step
     save_freq: int = 0  #: steps between checkpoints; 0: none
     filter_metric: str = ""  #: score | acc: groups without variance in it are dropped; empty: none
@@ -144,7 +146,7 @@ class Settings(
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
     @property
-    def environment(self) -> bool:
+    def has_environment(self) -> bool:
         """Whether another turn may follow a turn."""
         return self.max_sessions > 0
 

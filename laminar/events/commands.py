@@ -82,7 +82,7 @@ class LoadCheckpoint(Command, frozen=True, kw_only=True):
 
 
 @carried_out_by(Role.TRAINER)
-class RedoStep(Command, frozen=True, kw_only=True):
+class RepeatStep(Command, frozen=True, kw_only=True):
     """Repeat a step of the log: nothing is published, saved or counted."""
 
     step_index: int = msgspec.field(name="step")

@@ -85,7 +85,7 @@ class NodeSilent(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.COORDINATOR)
-class NodeHeard(Event, frozen=True, kw_only=True):
+class NodeRecovered(Event, frozen=True, kw_only=True):
     """A silent node responds again."""
 
     node: str
@@ -102,7 +102,7 @@ class DrainRequested(Event, frozen=True, kw_only=True):
     at_once: bool = False  #: neither complete the step in training nor export the model
     pause: bool = False  #: complete and save the step in training; all else stays open
     #: time during a pause to finish responses that could not continue later
-    answers_ms: int = 0
+    response_timeout_ms: int = 0
 
 
 @reported_by(Role.COORDINATOR)

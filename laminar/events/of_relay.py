@@ -17,7 +17,7 @@ class RelayReady(Event, frozen=True, kw_only=True):
     """The relay listens, for processes of its machine and for the relay before it."""
 
     address: str  #: host:port for the trainer and the replicas of its machine
-    bulk: str  #: host:port to which another relay sends weights
+    chain_address: str  #: host:port to which another relay sends weights
 
 
 @reported_by(Role.RELAY, ends=(cmd.PublishWeights,))
@@ -53,7 +53,7 @@ class RelayLinked(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.RELAY)
-class TransferTrouble(Event, frozen=True, kw_only=True, omit_defaults=True):
+class TransferProblem(Event, frozen=True, kw_only=True, omit_defaults=True):
     """A transfer between two relays failed; the fault was handled, or is being retried."""
 
     kind: str  #: e.g. damaged-chunk, wrong-digest, refused, unreachable, stalled, slow

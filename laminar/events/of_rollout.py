@@ -47,7 +47,7 @@ class WeightsRejected(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
-class VersionGone(Event, frozen=True, kw_only=True):
+class VersionMissing(Event, frozen=True, kw_only=True):
     """The relay no longer holds the version that was to be pulled."""
 
     version: int
@@ -127,7 +127,7 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
-class TrajectoryContinues(Event, frozen=True, kw_only=True):
+class TurnFinished(Event, frozen=True, kw_only=True):
     """A turn is over and its environment has answered: the store has the answer as context."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
@@ -141,7 +141,7 @@ class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
     placement: int
-    score_bits: int  #: the float64 of the score as an unsigned integer
+    reward_bits: int  #: the float64 of the score as an unsigned integer
     correct: bool  #: score >= 1 and not truncated
     reason: RewardOutcome
     num_tokens: int

@@ -48,8 +48,8 @@ class CheckpointLoaded(Event, frozen=True, kw_only=True):
     step: int
 
 
-@reported_by(Role.TRAINER, ends=(cmd.RedoStep,))
-class StepRedone(Event, frozen=True, kw_only=True):
+@reported_by(Role.TRAINER, ends=(cmd.RepeatStep,))
+class StepRepeated(Event, frozen=True, kw_only=True):
     """A batch of the log was trained again; its weights were not published."""
 
     step_index: int = msgspec.field(name="step")  #: index from 0

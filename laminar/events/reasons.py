@@ -36,7 +36,7 @@ class DropReason(StrEnum):
     """The reason not to train a trajectory or a group; NONE: it is trained, or has not ended."""
 
     NONE = ""
-    BATCH_WAIT = "batch-wait"  #: the trainer waited for it too often
+    BATCH_TIMEOUT = "batch-timeout"  #: the trainer waited for it too often
     END_OF_DATA = "end-of-data"  #: too little is left for a batch
     MISMATCH = "mismatch"  #: left out by the trainer: the engine had other weights than named
     NO_VARIANCE = "no-variance"  #: no two scored siblings differ (algorithm.filter_groups)
@@ -45,7 +45,7 @@ class DropReason(StrEnum):
     RESTARTED = "restarted"  #: tokens of an attempt that began again
     RUN_ENDED = "run-ended"
     TOO_FEW_SCORED = "too-few-scored"  #: too few siblings of its group
-    VERSION_GONE = "version-gone"  #: no process can load the weights of an evaluation sample
+    VERSION_GONE = "version-missing"  #: no process can load the weights of an evaluation sample
     #: given up by its replica (FailureReason)
     STORE_REFUSED = "store-refused"
     UNSCORED = "unscored"

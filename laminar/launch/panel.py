@@ -272,7 +272,7 @@ class ProgressPanel:
             )
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
         for facts in status["evaluations"][-3:]:
-            table.add_row("held-out", f"after step {facts['step']}: {format_evaluation(facts)}")
+            table.add_row("evaluation", f"after step {facts['step']}: {format_evaluation(facts)}")
         return table
 
 

@@ -55,7 +55,7 @@ CHANGEABLE = (
     "coordinator.host",
     "run.nodes",
     "rollout.replicas",
-    "rollout.replicas_beside_trainer",
+    "rollout.replicas_on_trainer_node",
     "trainer.total_training_steps",
     "trainer.test_freq",
     "trainer.save_freq",
@@ -86,14 +86,14 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
         config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
         check_unchanged(own, config)
     steps = config.trainer.total_training_steps
-    if steps and steps < state.completed:
+    if steps and steps < state.steps_completed:
         raise ConfigError(
             f"trainer.total_training_steps = {steps}, but {run_dir} has completed "
-            f"{state.completed} steps already: give as many at least"
+            f"{state.steps_completed} steps already: give as many at least"
         )
     check_checkpoints(run_dir, state)
     now = file_digests(list_user_functions(own.algorithm))
-    if state.newest >= 0 and (other := other_function(state.functions, now)):
+    if state.newest_version >= 0 and (other := other_function(state.function_digests, now)):
         raise ConfigError(f"{run_dir} cannot be resumed: {other}")
     return config
 

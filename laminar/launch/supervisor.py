@@ -115,7 +115,7 @@ class Supervisor:
         indexes = range(config.run.nodes) if nodes is None else nodes
         self._nodes = NodeRestarter(config, indexes, self._start_node, self.progress.add_note)
         self._restarts = Restarts(
-            config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_wait_s
+            config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_full_timeout_s
         )
 
     def run(self) -> GiveUp:

@@ -14,7 +14,7 @@ TRAINER = (
     "trainer-checkpoint",
     "trainer-checkpoint-named",
     "trainer-load",
-    "trainer-redo",
+    "trainer-repeat",
     "trainer-export",
 )
 """Failpoints of the trainer.

@@ -78,14 +78,14 @@ class RpcServer:
         lease_ms: int,
         on_peer_lost: Callable[[str], None],
         max_message: int = FRAME_BYTES_MAX,
-        on_stranger: Callable[[str], object] = lambda told: None,
+        on_rejected: Callable[[str], object] = lambda told: None,
     ) -> None:
         """Bind the server's socket.
 
-        `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`. `on_stranger`:
+        `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`. `on_rejected`:
         see ServerSocket.
         """
-        self._socket = ServerSocket(host, port, keys, max_message, on_stranger)
+        self._socket = ServerSocket(host, port, keys, max_message, on_rejected)
         self._limits = Limits(max_frame=max_message)
         self._handle_batch = handle_batch
         self._boot_id = boot_id

@@ -179,11 +179,11 @@ class ServerSocket(_Socket):
         port: int,
         keys: RunKeys,
         max_message: int = FRAME_BYTES_MAX,
-        on_stranger: Callable[[str], object] = lambda told: None,
+        on_rejected: Callable[[str], object] = lambda told: None,
     ) -> None:
         """Bind tcp://host:port (port 0: any free one); PortTaken, ConfigError: not our host.
 
-        A frame above `max_message` bytes ends the connection of its sender. `on_stranger`: called
+        A frame above `max_message` bytes ends the connection of its sender. `on_rejected`: called
         with a report, at a limited rate, while strangers try to connect.
         """
         ip = own_ip(host, "coordinator.host")
@@ -197,7 +197,7 @@ class ServerSocket(_Socket):
             self.close()
             raise _bind_error(host, port, error) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._strangers = RejectedPeers(self.address, on_stranger)
+        self._strangers = RejectedPeers(self.address, on_rejected)
 
     def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
         """Return (routing id, frame) of what has arrived, at most `max_frames`."""

@@ -93,13 +93,13 @@ class StatusWriter:
             "phase": state.phase,
             "pause": "pausing" if state.pausing else "paused" if state.paused else "",
             "event": state.seq,
-            "step": state.completed,
+            "step": state.steps_completed,
             "total_steps": state.settings.total_steps,
             "reward": self.last_metrics.get("reward/mean"),
             "tokens_per_s": self._rate,
             "staleness_mean": state.staleness_sum / trained if trained else 0.0,
             "staleness_max": state.staleness_max,
-            "newest_version": state.newest,
+            "newest_version": state.newest_version,
             "groups_ready": len(state.ready),
             "trainer": _describe_trainer(state),
             "replicas": self._describe_replicas(state),
@@ -158,7 +158,7 @@ def _describe_activity(state: State, replica: Replica, doing: str) -> str:
     """
     if is_streaming(state, replica.name):
         return "streaming"
-    if doing != "admitting" or not state.settings.environment:
+    if doing != "admitting" or not state.settings.has_environment:
         return doing
     full = full_of(state, replica)
     return f"{full}-full" if full else doing
@@ -168,8 +168,8 @@ def _describe_trainer(state: State) -> str:
     """Return the trainer's activity; a new process repeats the steps after its checkpoint."""
     if any(state.actors[name].role == Role.TRAINER for name in _list_awaited(state)):
         return "away"
-    if 0 <= state.redone < state.completed:
-        return f"redoing step {state.redone + 1} of {state.completed}"
+    if 0 <= state.steps_repeated < state.steps_completed:
+        return f"repeating step {state.steps_repeated + 1} of {state.steps_completed}"
     return "training" if state.batch else "waiting"
 
 
@@ -188,7 +188,7 @@ def _count_slots(state: State, replica: Replica) -> int:
 
 def _count_resetting(state: State, replica: Replica) -> int:
     """Return the trajectories that hold a place in the engine while their environment resets."""
-    if not state.settings.environment:
+    if not state.settings.has_environment:
         return 0
     known = state.trajectories
     return sum(known[name].status == TrajectoryStatus.DISPATCHED for name in replica.running)

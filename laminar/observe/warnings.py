@@ -59,7 +59,7 @@ class WarningMonitor:
         for kind, text in self._find_warnings(stamped.event, state):
             if kind not in state.warnings and kind not in self._given:
                 self._given.add(kind)
-                step = state.completed
+                step = state.steps_completed
                 self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
 
     def take_figures(self, figures: Figures) -> None:

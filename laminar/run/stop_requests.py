@@ -63,7 +63,7 @@ def get_pause_timeout_ms(config: Config, asked_by: str) -> int:
 
     Half of the time between a batch system's warning and the kill; 0 after SIGTERM.
     """
-    return 0 if asked_by == signal.SIGTERM.name else config.slurm.notice_s * 500
+    return 0 if asked_by == signal.SIGTERM.name else config.slurm.signal_before_s * 500
 
 
 def leave_signals(*, warned: bool) -> list[signal.Signals]:

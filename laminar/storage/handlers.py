@@ -227,7 +227,7 @@ class Handlers:
     def _save_reward(self, row: Row, item: m.RewardItem) -> Row:
         after = row._replace(
             status="rewarded",
-            reward_bits=rules.score_bits(item.score),
+            reward_bits=rules.reward_bits(item.score),
             reward_reason=item.reason,
             reward_detail=item.detail,
             finish_reason=item.finish_reason or row.finish_reason,

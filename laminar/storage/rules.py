@@ -399,7 +399,7 @@ def judge_reward(
         return RewardVerdict("refused", f"the score {score} is not finite")
     if row.status == "rewarded":
         stored = (row.reward_bits, row.reward_reason, row.reward_detail)
-        same = stored == (score_bits(score), reason, detail)
+        same = stored == (reward_bits(score), reason, detail)
         return RewardVerdict("ok" if same else "already")
     if row.status != "generated" or row.end is not None:
         return RewardVerdict("refused", f"it is {row.end or row.status}, not generated")
@@ -484,7 +484,7 @@ def compute_spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
     )
 
 
-def score_bits(score: float | None) -> bytes | None:
+def reward_bits(score: float | None) -> bytes | None:
     return None if score is None else struct.pack("<d", score)
 
 

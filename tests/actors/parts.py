@@ -133,7 +133,7 @@ def removed(*ids: str) -> StoreClient:
             reply = store_messages.FetchReply(trajectories=(), removed=ids)
             return store_messages.encode(reply)
 
-    return StoreClient(cast(RpcClient, Removed()), disk_wait_s=1.0)
+    return StoreClient(cast(RpcClient, Removed()), disk_full_timeout_s=1.0)
 
 
 def real_host(run_dir: Path, name: str, role: str) -> Host:

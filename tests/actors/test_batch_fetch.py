@@ -14,9 +14,9 @@ from tests.actors.parts import removed
 async def test_a_step_without_its_tokens_names_what_is_missing() -> None:
     """Its checkpoint was removed by hand, after the store had let the tokens go for it."""
     ids = (TrajectoryId("0.3.0"), TrajectoryId("0.3.1"))
-    redo = cmd.RedoStep(to="trainer-0", step_index=4, version=5, trajectories=ids, digest="")
+    repeat = cmd.RepeatStep(to="trainer-0", step_index=4, version=5, trajectories=ids, digest="")
     with pytest.raises(ConfigError) as raised:
-        await fetch_batch(removed("0.3.1"), redo)
+        await fetch_batch(removed("0.3.1"), repeat)
     assert str(raised.value) == (
         "step 5 cannot be trained again: the store has removed 0.3.1, because a later checkpoint "
         "had it, which is not in checkpoints/ any more: put it back"

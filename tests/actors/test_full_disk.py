@@ -74,7 +74,7 @@ def test_a_disk_that_takes_one_write_and_refuses_the_next_is_told_now_and_then(
 
 def test_a_disk_that_stays_full_ends_the_wait(tmp_path: Path) -> None:
     """At the limit, not before it, with tries up to the last moment."""
-    wait, host, clock = waiting(tmp_path, "coordinator.disk_wait_s=20")
+    wait, host, clock = waiting(tmp_path, "coordinator.disk_full_timeout_s=20")
     with pytest.raises(DiskStayedFull, match=r"could not be written for 20 s"):
         for _ in range(100):
             clock.now += wait.handle_failure(FULL)

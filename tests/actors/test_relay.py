@@ -51,7 +51,7 @@ class Machine:
         command = cmd.ForwardWeights(
             to=self.host.name,
             successor=other.host.name,
-            address=other.ready.bulk,
+            address=other.ready.chain_address,
             incarnation=successor,
         )
         self.order(command_id, command)
@@ -170,7 +170,7 @@ async def test_an_order_for_nobody_is_answered_at_once_and_a_late_one_changes_no
 async def test_another_process_at_the_address_is_no_link(machine: Make) -> None:
     first, second = await machine(0), await machine(1, incarnation=4)
     first.feed(second, 1, incarnation=3)
-    trouble = await first.host.wait(ev.TransferTrouble)
+    trouble = await first.host.wait(ev.TransferProblem)
     assert trouble.kind == "other-relay"
     assert trouble.detail == "incarnation 4 has its address, not 3"
     assert not first.host.all(ev.RelayLinked)
@@ -182,9 +182,9 @@ async def test_an_unreachable_successor_is_reported_and_tried_until_it_is_there(
     first, second = await machine(0), await machine(1)
     await second.kill()
     first.feed(second, 1)
-    trouble = await first.host.wait(ev.TransferTrouble)
+    trouble = await first.host.wait(ev.TransferProblem)
     assert (trouble.kind, trouble.relay) == ("unreachable", "relay-1")
-    _, _, port = second.ready.bulk.rpartition(":")
+    _, _, port = second.ready.chain_address.rpartition(":")
     late = Machine(tmp_path, 1)
     late.relay.plane = late.relay._make_plane()
     late.relay.plane.start("127.0.0.1", int(port))
@@ -235,7 +235,7 @@ async def test_a_relay_without_room_says_so_and_stays_in_the_chain(machine: Make
     third = await machine(2)
     first.feed(second, 1)
     await (await first.trainer()).publish(1)
-    trouble = await second.host.wait(ev.TransferTrouble)
+    trouble = await second.host.wait(ev.TransferProblem)
     assert trouble.kind == "denied"
     assert "raise weights.max_bytes" in trouble.detail
     first.feed(third, 2)  # a chain without it goes on

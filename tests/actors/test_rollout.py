@@ -315,7 +315,7 @@ async def test_work_of_a_stream_waits_in_the_engine_and_ends_with_weights_that_p
 async def test_in_flight_an_order_of_older_weights_that_crosses_a_load_is_taken(
     tmp_path: Path, version: int, purpose: str, taken: bool
 ) -> None:
-    replica = Replica(tmp_path, 'rollout.update="in-flight"', 'rollout.engine="emulated"')
+    replica = Replica(tmp_path, 'rollout.weight_update="in-flight"', 'rollout.engine="emulated"')
     replica.tell(generate(version=version, purpose=purpose))
     await until(lambda: bool(replica.store.asked))
     replica.tell(pull_in_flight())

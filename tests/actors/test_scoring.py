@@ -118,7 +118,7 @@ async def test_a_group_reward_that_raises_gives_every_sibling_the_error_score(
     host, store = await scored(tmp_path, GROUP, [("0.0.0", "0.0.1", "0.0.2")])
     assert not host.all(ev.TrajectoryFailed)
     events = host.all(ev.TrajectoryRewarded)
-    assert [(e.reason, e.score_bits) for e in events] == [("error", bits_of(ERROR_SCORE))] * 3
+    assert [(e.reason, e.reward_bits) for e in events] == [("error", bits_of(ERROR_SCORE))] * 3
     assert [i.detail for i in store.items] == ["KeyError: 'text of 1' (reward.py:4)"] * 3
 
 

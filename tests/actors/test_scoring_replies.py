@@ -115,7 +115,7 @@ async def test_the_answer_is_scored_as_text_and_reported_once_the_store_has_it(
     assert (item.text, item.extras) == ("text of [5, 7]", {"acc": 1.0, "pred": "seven"})
     event = scored.rewarded()
     assert (event.trajectory_id, event.placement, event.num_tokens) == ("0.0.0", 3, 2)
-    assert (event.score_bits, event.correct, event.reason) == (bits_of(1.0), True, "ok")
+    assert (event.reward_bits, event.correct, event.reason) == (bits_of(1.0), True, "ok")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ async def test_the_reward_that_the_store_had_first_is_the_one_reported(tmp_path:
     scored = Scored(tmp_path, RIGHT)
     await scored.run(reply={"answer": "already", "score": 0.25, "reward_reason": "error"})
     event = scored.rewarded()
-    assert (event.score_bits, event.correct, event.reason) == (bits_of(0.25), False, "error")
+    assert (event.reward_bits, event.correct, event.reason) == (bits_of(0.25), False, "error")
 
 
 async def test_what_the_store_refuses_is_a_failed_trajectory(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ class Turns:
 
 @pytest.mark.parametrize(
     ("answer", "told"),
-    [("ok", [ev.TrajectoryContinues]), ("fenced", []), ("refused", [ev.TrajectoryFailed])],
+    [("ok", [ev.TurnFinished]), ("fenced", []), ("refused", [ev.TrajectoryFailed])],
 )
 async def test_a_turn_is_told_once_the_store_has_its_context(
     tmp_path: Path, answer: str, told: list[type]

@@ -61,7 +61,7 @@ NAMES = [f"0.{n}.0" for n in range(20_000)]
 
 
 async def fetched(store: Store) -> None:
-    rows = await StoreClient(cast(RpcClient, store), disk_wait_s=1.0).fetch(
+    rows = await StoreClient(cast(RpcClient, store), disk_full_timeout_s=1.0).fetch(
         NAMES, with_prompt=False
     )
     assert [r.trajectory_id for r in rows] == NAMES

@@ -114,13 +114,13 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     loaded = await host.wait(ev.CheckpointLoaded)
     assert (loaded.version, loaded.step) == (1, 1)
     await until(lambda: not (host.run_dir / "checkpoints" / "step_2").exists())
-    redo = cmd.RedoStep(
+    repeat = cmd.RepeatStep(
         to="trainer-0", step_index=1, version=2, trajectories=rows[1], digest=published.get(2, "")
     )
-    again.handle_orders(order(11, redo))
-    redone = await host.wait(ev.StepRedone)
+    again.handle_orders(order(11, repeat))
+    repeated = await host.wait(ev.StepRepeated)
     manifest = mf.decode((host.run_dir / ready.checkpoints[0].path / VERSION_FILE).read_bytes())
-    assert redone.digest != manifest.digest and redone.published in ("", redone.digest)
+    assert repeated.digest != manifest.digest and repeated.published in ("", repeated.digest)
     assert weights(again) == expected and done.changed
     lines = (host.run_dir / TRAINER_BOOK_FILE).read_text().splitlines()
     assert len(lines) == 2 and not host.all(ev.StepCompleted)

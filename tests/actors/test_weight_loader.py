@@ -150,7 +150,7 @@ async def test_any_kept_version_can_be_pulled_at_any_time(
         assert isinstance(loaded, ev.WeightsLoaded)
         assert (loaded.version, replica.engine.value) == (found, float(found))
     gone = await replica.pull(7)
-    assert gone == ev.VersionGone(version=7, held=(1, 2, 3))
+    assert gone == ev.VersionMissing(version=7, held=(1, 2, 3))
 
 
 async def test_an_older_version_is_fetched_from_another_machine(
@@ -162,15 +162,15 @@ async def test_an_older_version_is_fetched_from_another_machine(
     elsewhere = await other.trainer()
     await publish(other, elsewhere, 1, 3)
     await publish(relay, trainer, 3)
-    holder = {"holder": other.host.name, "address": other.ready.bulk}
+    holder = {"holder": other.host.name, "address": other.ready.chain_address}
     loaded = await replica.pull(1, True, order=1, **holder)
     assert isinstance(loaded, ev.WeightsLoaded), loaded
     assert (loaded.version, replica.engine.value) == (1, 1.0)
     received = await relay.host.wait(ev.WeightsReceived)
     assert (received.version, received.held) == (1, (1, 3))
     gone = await replica.pull(2, True, order=2, **holder)
-    assert gone == ev.VersionGone(version=2, held=(1, 3))
-    trouble = relay.host.all(ev.TransferTrouble)[-1]
+    assert gone == ev.VersionMissing(version=2, held=(1, 3))
+    trouble = relay.host.all(ev.TransferProblem)[-1]
     assert (trouble.kind, trouble.relay, trouble.version) == ("not-fetched", "relay-1", 2)
     await publish(relay, trainer, 4)  # a fetched version is in nobody's way
     await other.stop()
@@ -312,7 +312,7 @@ async def test_a_copy_whose_slot_was_given_away_is_not_served(
     newer.end()
     assert newer.copy.slot == arrival.copy.slot
     gone = await pulling
-    assert isinstance(gone, ev.VersionGone) and gone.version == 1
+    assert isinstance(gone, ev.VersionMissing) and gone.version == 1
     assert replica.engine.told != "go on"
     assert (replica.loader.version, replica.loader.coming) == (-1, -1)
 
@@ -332,7 +332,7 @@ async def test_a_relay_that_was_started_again_goes_on_with_no_copy_of_the_former
     other.copy.number = arrival.copy.number
     other.come(0, 1, 2, 3)
     other.end()
-    assert isinstance(await pulling, ev.VersionGone)
+    assert isinstance(await pulling, ev.VersionMissing)
     assert replica.engine.told != "go on" and replica.loader.version == -1
     await again.stop()
 
@@ -380,7 +380,7 @@ async def test_the_relay_dies_while_the_slot_is_read_and_the_load_counts(
     assert isinstance(loaded, ev.WeightsLoaded)
     assert (loaded.version, replica.engine.loads) == (1, 1)
     replica.engine.between = None
-    assert await replica.pull(1) == ev.VersionGone(version=1, held=())
+    assert await replica.pull(1) == ev.VersionMissing(version=1, held=())
     await publish(again, await again.trainer(), 2)
     loaded = await replica.pull(2)  # out of the other arena
     assert isinstance(loaded, ev.WeightsLoaded)
@@ -407,7 +407,7 @@ async def test_a_relay_that_does_not_answer_holds_nothing(
         raise TimeoutError("the relay-0 did not answer")
 
     monkeypatch.setattr(replica.relay, "send_request", ask)
-    assert await replica.pull(3) == ev.VersionGone(version=3, held=())
+    assert await replica.pull(3) == ev.VersionMissing(version=3, held=())
 
 
 async def test_an_arena_that_went_with_its_relay_is_asked_for_again_later(
@@ -415,7 +415,7 @@ async def test_an_arena_that_went_with_its_relay_is_asked_for_again_later(
 ) -> None:
     await publish(relay, trainer, 1)
     Arena.unlink(Path(trainer.arena))
-    assert await replica.pull(1) == ev.VersionGone(version=1, held=())
+    assert await replica.pull(1) == ev.VersionMissing(version=1, held=())
 
 
 async def test_bytes_that_changed_under_the_reader_are_loaded_again(
@@ -505,5 +505,5 @@ async def test_what_is_served_changes_with_a_load_only(
     assert replica.loader.version == -1
     await publish(relay, trainer, 1)
     await replica.pull(1)
-    assert await replica.pull(7) == ev.VersionGone(version=7, held=(1,))
+    assert await replica.pull(7) == ev.VersionMissing(version=7, held=(1,))
     assert replica.loader.version == 1

@@ -44,7 +44,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Log]:
     world = world_of(
         repack_policy="best-fit",
         repack_interval_ms=200,
-        repack_release_ms=2_000,
+        repack_release_timeout_ms=2_000,
         repack_prefill_tokens=500,
     )
     return run_of(tmp_path_factory.mktemp("packed") / "packed", world.log, 30), world.log

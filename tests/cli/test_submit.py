@@ -86,7 +86,7 @@ def test_the_scripts_are_for_people_too(monkeypatch: pytest.MonkeyPatch) -> None
         (["trainer.ranks=5", "rollout.vllm.tensor_parallel_size=2"], (1, 4, 17)),
         (["trainer.ranks=8"], (0, 8, 32)),
         (["rollout.replicas=16"], (14, 16, 78)),
-        (["rollout.replicas_beside_trainer=2"], (2, 8, 34)),
+        (["rollout.replicas_on_trainer_node=2"], (2, 8, 34)),
         (["slurm.gpus=0", "slurm.rollouts=2"], (2, 2, 6)),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from laminar.coordinator.detector import ROUND_FRAMES, DetectorEvent, FailureDetector
 from laminar.core.state.state import Actor
-from laminar.events.events import HeartbeatLost, NodeHeard, NodeSilent
+from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
 
 LEASE, NODE_LEASE = 3_000, 12_000
 
@@ -156,7 +156,7 @@ def test_silent_node_that_speaks_is_told_of_before_anybody_is_lost() -> None:
     """So that who is lost has somebody to restart it."""
     actors = machine("rollout", "relay", silent=True)
     news = judged(AFTER, actors, {"relay": AFTER, "node": AFTER - LEASE})
-    assert isinstance(news[0], NodeHeard) and news[0].node_incarnation == 4
+    assert isinstance(news[0], NodeRecovered) and news[0].node_incarnation == 4
     assert [event.actor for event in losses(news)] == ["rollout"]
 
 

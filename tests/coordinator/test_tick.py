@@ -98,7 +98,7 @@ def test_restarted_coordinator_goes_on(keep_unsynced: bool) -> None:
     desk.links[b"store-0/a"].send(
         encode(ev.DataLoaded(num_train=4, num_eval=0, overlap=0, digest=""))
     )
-    desk.links[b"relay-0/a"].send(encode(ev.RelayReady(address="here", bulk="here")))
+    desk.links[b"relay-0/a"].send(encode(ev.RelayReady(address="here", chain_address="here")))
     trainer.send(encode(READY))
     desk.talk()
     publish = [cmd.PublishWeights(to="trainer-0", version=0, step=0)]
@@ -259,7 +259,7 @@ def test_silence_of_a_node_and_its_end_are_logged() -> None:
         desk.now += 500 * MS
         desk.talk()
     assert not desk.tick.machine.state.actors["node-0"].silent
-    assert count_of(desk.disk, ev.NodeSilent) == count_of(desk.disk, ev.NodeHeard) == 1
+    assert count_of(desk.disk, ev.NodeSilent) == count_of(desk.disk, ev.NodeRecovered) == 1
 
 
 def test_silence_is_judged_by_the_tick() -> None:
@@ -288,8 +288,8 @@ def test_questions_to_the_users_strategy_stay_here() -> None:
     """The strategy's worker runs beside the coordinator: no frame for it, and its answer is an
     event of the coordinator's own. (A simulated process that is told to propose breaks the run.)"""
     run = LoggedRun(batch_strategy="strategies.py:mine").run()
-    assert run.state.completed > 1
-    assert count_of(run.disk, ev.BatchProposed) >= run.state.completed - 1
+    assert run.state.steps_completed > 1
+    assert count_of(run.disk, ev.BatchProposed) >= run.state.steps_completed - 1
 
 
 def count_of(disk: MemoryDisk, kind: type[Event]) -> int:

@@ -61,7 +61,7 @@ def test_command_that_was_lost_goes_out_again_when_its_time_has_come(polled: lis
     trainer = ev.TrainerReady(num_parameters=1, weights_bytes=4)
     for name, event in (
         ("rollout-0", ready),
-        ("relay-0", ev.RelayReady(address="here", bulk="here")),
+        ("relay-0", ev.RelayReady(address="here", chain_address="here")),
         ("trainer-0", trainer),
     ):
         desk.links[f"{name}/a".encode()].send(encode(event))

@@ -130,7 +130,7 @@ _TOGETHER: dict[tuple[str, ...], Callable[[State, str], Iterable[tuple[Any, ...]
     ("version", "step_index"): _versions,
     ("version",): lambda state, peer: [(_pulled(state, peer),)],
     ("tokens_total",): lambda state, peer: [(0,), (state.seq,)],
-    ("score_bits",): lambda state, peer: [(0,), (0x7FF8 << 48,)],
+    ("reward_bits",): lambda state, peer: [(0,), (0x7FF8 << 48,)],
     ("num_train",): lambda state, peer: [(30,), (0,)],
 }
 
@@ -151,7 +151,7 @@ def _timer_fired(state: State, peer: str) -> Iterator[Event]:
 def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
     ready = tuple(state.ready)[: state.settings.groups_per_step]
     for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
-        yield ev.BatchProposed(step_index=state.chosen, groups=groups)
+        yield ev.BatchProposed(step_index=state.batches_chosen, groups=groups)
 
 
 def _actor_joined(state: State, peer: str) -> Iterator[Event]:
@@ -192,7 +192,7 @@ def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
 def _step_completed(state: State, peer: str) -> Iterator[Event]:
     batch = state.batch
     step, version = (
-        (batch.step_index, batch.version) if batch else (state.completed, state.next_version)
+        (batch.step_index, batch.version) if batch else (state.steps_completed, state.next_version)
     )
     for s, v in ((step, version), (step, version + 5), (step + 1, version), (step - 1, version)):
         yield step_completed(s, v)
@@ -207,7 +207,9 @@ def _trainer_ready(state: State, peer: str) -> Iterator[Event]:
         ev.Checkpoint(version=t.version, step=t.step_index + 1, path="c", digest=t.chain)
         for t in state.trained
     )
-    ahead = ev.Checkpoint(version=state.next_version, step=state.completed + 1, path="c", digest="")
+    ahead = ev.Checkpoint(
+        version=state.next_version, step=state.steps_completed + 1, path="c", digest=""
+    )
     for checkpoints in (known, (ahead,), ()):
         yield ev.TrainerReady(num_parameters=1, weights_bytes=4, checkpoints=checkpoints)
 
@@ -215,33 +217,33 @@ def _trainer_ready(state: State, peer: str) -> Iterator[Event]:
 def _checkpoint_loaded(state: State, peer: str) -> Iterator[Event]:
     outstanding = state.commands.get("load")
     command = outstanding.command if outstanding else None
-    version = command.version if isinstance(command, cmd.LoadCheckpoint) else state.newest
+    version = command.version if isinstance(command, cmd.LoadCheckpoint) else state.newest_version
     for found in (version, version + 1):
-        yield ev.CheckpointLoaded(version=found, step=state.completed)
+        yield ev.CheckpointLoaded(version=found, step=state.steps_completed)
 
 
-def _step_redone(state: State, peer: str) -> Iterator[Event]:
+def _step_repeated(state: State, peer: str) -> Iterator[Event]:
     for step, digest in (
-        (state.redone, "d"),
-        (state.redone, "other bytes"),
-        (state.redone + 1, ""),
+        (state.steps_repeated, "d"),
+        (state.steps_repeated, "other bytes"),
+        (state.steps_repeated + 1, ""),
     ):
-        yield ev.StepRedone(step_index=step, version=step + 1, digest=digest, published="d")
+        yield ev.StepRepeated(step_index=step, version=step + 1, digest=digest, published="d")
 
 
 def _model_exported(state: State, peer: str) -> Iterator[Event]:
-    for version in (state.exported, state.next_version):
+    for version in (state.export_version, state.next_version):
         yield ev.ModelExported(version=version, path="export")
 
 
 def _weights_received(state: State, peer: str) -> Iterator[Event]:
     newest = state.next_version - 1
-    step = newest - 1 if newest == state.exported else newest
+    step = newest - 1 if newest == state.export_version else newest
     for version, made_by, digest, duration_ms in (
         (newest, step, f"d{step}", 9_000),
         (newest, step, "other bytes", 1),
         (newest + 1, step + 1, "d", 1),
-        (state.newest, state.newest_step, state.newest_digest, 1),
+        (state.newest_version, state.newest_step, state.newest_digest, 1),
         (newest, step, f"d{step}", -1),
     ):
         yield ev.WeightsReceived(
@@ -255,10 +257,10 @@ def _weights_received(state: State, peer: str) -> Iterator[Event]:
         )
 
 
-def _transfer_trouble(state: State, peer: str) -> Iterator[Event]:
+def _transfer_problem(state: State, peer: str) -> Iterator[Event]:
     for came, left in ((0, 0), (10, 90), (10, -1)):
-        yield ev.TransferTrouble(
-            kind="slow", relay="", version=state.newest, detail="", num_bytes=came,
+        yield ev.TransferProblem(
+            kind="slow", relay="", version=state.newest_version, detail="", num_bytes=came,
             duration_ms=60_000, left_bytes=left,
         )  # fmt: skip
 
@@ -279,13 +281,13 @@ def _trajectories_released(state: State, peer: str) -> Iterator[Event]:
 
 def _weights_published(state: State, peer: str) -> Iterator[Event]:
     newest = state.next_version - 1
-    step = newest - 1 if newest == state.exported else newest
+    step = newest - 1 if newest == state.export_version else newest
     for version, made_by, digest in (
         (newest, step, f"d{step}"),
         (newest, step, "other bytes"),
         (newest, step - 1, "d"),
         (newest + 1, step + 1, "d"),
-        (state.newest, state.newest_step, state.newest_digest),
+        (state.newest_version, state.newest_step, state.newest_digest),
     ):
         yield ev.WeightsPublished(
             version=version, step=made_by, digest=digest, num_bytes=4, held=(version,)
@@ -301,26 +303,26 @@ def _pulled(state: State, peer: str) -> int:
     """The version that this replica was told to pull, else the newest."""
     outstanding = state.commands.get(f"pull:{peer}")
     command = outstanding.command if outstanding else None
-    return command.version if isinstance(command, cmd.PullWeights) else state.newest
+    return command.version if isinstance(command, cmd.PullWeights) else state.newest_version
 
 
 def _weights_loaded(state: State, peer: str) -> Iterator[Event]:
     version = _pulled(state, peer)
-    step = version - 1 if version == state.exported else version
+    step = version - 1 if version == state.export_version else version
     for v, s in ((version, step), (version, step + 1), (version - 1, step - 1), (version + 9, 0)):
         yield ev.WeightsLoaded(
             version=v, step=s, digest="d", probe_diff=0.0, seconds=0.1, reloaded=True
         )
 
 
-def _version_gone(state: State, peer: str) -> Iterator[Event]:
-    for held in ((state.newest,), (), (state.next_version + 3,)):
-        yield ev.VersionGone(version=_pulled(state, peer), held=held)
+def _version_missing(state: State, peer: str) -> Iterator[Event]:
+    for held in ((state.newest_version,), (), (state.next_version + 3,)):
+        yield ev.VersionMissing(version=_pulled(state, peer), held=held)
 
 
 def _checkpoint_saved(state: State, peer: str) -> Iterator[Event]:
     newest = state.next_version - 1
-    step = newest - 1 if newest == state.exported else newest
+    step = newest - 1 if newest == state.export_version else newest
     for version, made_by, kept in (
         (newest, step, (newest,)),
         (newest, step + 1, (newest,)),
@@ -341,14 +343,14 @@ _MAKERS: dict[type[Event], Callable[[State, str], Iterator[Event]]] = {
     ev.ModelExported: _model_exported,
     ev.TrainerReady: _trainer_ready,
     ev.CheckpointLoaded: _checkpoint_loaded,
-    ev.StepRedone: _step_redone,
+    ev.StepRepeated: _step_repeated,
     ev.CheckpointSaved: _checkpoint_saved,
     ev.WeightsPublished: _weights_published,
     ev.WeightsReceived: _weights_received,
     ev.RelayLinked: _relay_linked,
-    ev.TransferTrouble: _transfer_trouble,
+    ev.TransferProblem: _transfer_problem,
     ev.TrajectoriesReleased: _trajectories_released,
     ev.ReplicaReady: _replica_ready,
     ev.WeightsLoaded: _weights_loaded,
-    ev.VersionGone: _version_gone,
+    ev.VersionMissing: _version_missing,
 }

@@ -29,7 +29,7 @@ from tools.kit.random_worlds import environment_world, failing_world, random_wor
 from tools.kit.world import World
 
 #: Nothing changes and nothing is counted: a gauge (or a note) whose value is the last one's.
-QUIET = (ev.TokenProgress, ev.TransferTrouble)
+QUIET = (ev.TokenProgress, ev.TransferProblem)
 #: Counted as ignored and yet not without effect: the default chooses this batch; the timer is gone.
 IGNORED_WITH_EFFECT = ("BatchProposed: unusable-proposal", "TimerFired: nothing-awaited")
 SPOILED_PER_SENDER = 40
@@ -70,7 +70,7 @@ class Sampler:
         self._left |= dict.fromkeys(kinds, situations // 13 + 1)
         self._left["releasing"] = situations // 40 + 1  # seldom met
         self._left["joined"] = 2
-        self._left["loading"] = self._left["redoing"] = 2
+        self._left["loading"] = self._left["repeating"] = 2
         self._seen: Counter[str] = Counter()
 
     def begin_run(self) -> None:
@@ -85,14 +85,14 @@ class Sampler:
         roles = {actor.role for actor in state.actors.values()}
         if kind == Phase.STARTING and roles >= set(ACTOR_ROLES):
             kind = "joined"
-        elif "load" in state.commands or "redo" in state.commands:
-            kind = "loading" if "load" in state.commands else "redoing"
+        elif "load" in state.commands or "repeat" in state.commands:
+            kind = "loading" if "load" in state.commands else "repeating"
         elif kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
             kind = "silent"
         elif kind == Phase.RUNNING and any(key.startswith("release:") for key in state.commands):
             kind = "releasing"
-        elif kind == Phase.RUNNING and (state.lost or "propose" in state.commands):
-            kind = "lost" if state.lost else "asking"
+        elif kind == Phase.RUNNING and (state.lost_trajectories or "propose" in state.commands):
+            kind = "lost" if state.lost_trajectories else "asking"
         elif kind == Phase.RUNNING and any(key.startswith("forward:") for key in state.commands):
             kind = "linking"
         elif kind == Phase.RUNNING and state.batch is not None:

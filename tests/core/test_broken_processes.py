@@ -29,7 +29,7 @@ def trained(**changes: object) -> Bench:
 
 
 def rewarded(**changes: object) -> ev.TrajectoryRewarded:
-    fields = {"score_bits": 0, "correct": False, "reason": "ok", "num_tokens": 5}
+    fields = {"reward_bits": 0, "correct": False, "reason": "ok", "num_tokens": 5}
     return ev.TrajectoryRewarded(
         trajectory_id=TrajectoryId("0.2.0"),
         placement=1,
@@ -64,7 +64,7 @@ def loaded(version: int, by: int) -> ev.WeightsLoaded:
         ("trainer-0", ev.PublishSkipped(version=1, step=0, reason="")),
         ("rollout-0", loaded(9, 9)),
         ("rollout-0", loaded(-1, -1)),
-        ("rollout-0", ev.VersionGone(version=0, held=(12,))),
+        ("rollout-0", ev.VersionMissing(version=0, held=(12,))),
         ("rollout-0", ev.ReplicaReady(max_num_seqs=0, kv_capacity_tokens=1)),
         ("rollout-0", ev.ReplicaReady(max_num_seqs=1, kv_capacity_tokens=1)),
         ("store-0", ev.DataLoaded(num_train=2**60, num_eval=0, overlap=0, digest="d")),
@@ -78,7 +78,7 @@ def loaded(version: int, by: int) -> ev.WeightsLoaded:
                 finish_reason="stop",
             ),
         ),
-        ("rollout-0", rewarded(score_bits=0x7FF0 << 48)),
+        ("rollout-0", rewarded(reward_bits=0x7FF0 << 48)),
         ("rollout-0", rewarded(num_tokens=-1)),
         ("rollout-0", rewarded(extras={"acc": float("nan")})),
     ],
@@ -87,9 +87,9 @@ def test_what_cannot_be_true_is_counted_and_changes_nothing(sender: str, event: 
     """Versions and steps that were never handed out, no room for a group, infinite scores, ..."""
     bench = trained(eval_answers=1)
     state = bench.state
-    before = state.newest, indexes_of(state).held, state.owed, state.batch
+    before = state.newest_version, indexes_of(state).held, state.owed_version, state.batch
     assert bench.say(sender, event) == []
-    assert (state.newest, indexes_of(state).held, state.owed, state.batch) == before
+    assert (state.newest_version, indexes_of(state).held, state.owed_version, state.batch) == before
     assert bench.state.ignored == {f"{type(event).__name__}: impossible": 1}
 
 
@@ -126,7 +126,7 @@ def test_export_is_believed_under_its_own_number_only() -> None:
     bench.start()
     bench.complete("0.0")
     bench.train()
-    assert bench.state.exported == 2
+    assert bench.state.export_version == 2
     bench.say("trainer-0", ev.ModelExported(version=1, path="elsewhere"))
     assert "export" in bench.state.commands and bench.state.export_path == ""
 

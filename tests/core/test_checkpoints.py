@@ -76,7 +76,7 @@ def test_refused_checkpoint_is_read_by_nobody_else() -> None:
     bench.kill("rollout-0")
     bench.complete("0.2")
     again = bench.say("rollout-1", ev.CheckpointRefused(version=0, reason="wrong digest"))
-    assert bench.state.saved == {}
+    assert bench.state.checkpoint_paths == {}
     assert {(c.group, c.attempt) for c in only(cmd.GenerateTrajectory, again)} == {("0.0", 2)}
 
 
@@ -91,7 +91,7 @@ def test_version_that_was_evicted_on_the_way_is_loaded_from_its_checkpoint() -> 
     bench.fail("0.1.1")
     bench.kill()
     assert pulled(bench.come_back()) == [(0, True, "evaluation", "")]
-    gone = ev.VersionGone(version=0, held=(1,))
+    gone = ev.VersionMissing(version=0, held=(1,))
     assert pulled(bench.say("rollout-0", gone)) == [(0, True, "evaluation", PATH)]
 
 
@@ -107,7 +107,7 @@ def test_checkpoint_of_an_evaluation_that_is_refused_gives_its_answers_up() -> N
     bench.kill()
     assert [path for *_, path in pulled(bench.come_back())] == [PATH]
     refused = bench.say("rollout-0", ev.CheckpointRefused(version=0, reason="wrong digest"))
-    assert [c.endings[0].reason for c in only(cmd.EndTrajectories, refused)] == ["version-gone"]
+    assert [c.endings[0].reason for c in only(cmd.EndTrajectories, refused)] == ["version-missing"]
 
 
 def test_lost_work_whose_checkpoint_is_removed_starts_over() -> None:

@@ -70,7 +70,7 @@ def vanishing(ctx: Context, event: ev.PublishSkipped) -> None:
 
 def trusting(ctx: Context, event: ev.PublishSkipped) -> None:
     """Believes any number."""
-    ctx.state.next_version, ctx.state.newest = 0, event.version
+    ctx.state.next_version, ctx.state.newest_version = 0, event.version
 
 
 @pytest.mark.parametrize("planted", [vanishing, trusting])

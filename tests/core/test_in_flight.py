@@ -65,7 +65,7 @@ def test_nothing_drains_only_the_bound_and_slots_refuse() -> None:
     bench = flying(max_staleness=4, capacity=2, groups_per_step=2)
     for _ in range(3):
         bench.complete(*bench.open_groups())
-    assert bench.replica("rollout-0").took > 1
+    assert bench.replica("rollout-0").groups_taken > 1
     bench.train()
     assert all(bench.pull_of(name) is not None for name in bench.names)
     bench.load_all()
@@ -132,9 +132,11 @@ def test_what_ran_while_weights_were_loaded_goes_on_with_no_older_ones() -> None
     lost = set(bench.replica("rollout-1").running)
     assert not only(cmd.GenerateTrajectory, bench.kill("rollout-1"))
     assert not only(
-        cmd.GenerateTrajectory, bench.say("rollout-0", ev.VersionGone(version=1, held=(1,)))
+        cmd.GenerateTrajectory, bench.say("rollout-0", ev.VersionMissing(version=1, held=(1,)))
     )
-    assert {bench.trajectory(t).version for t in lost} == {1} and set(bench.state.lost) == lost
+    assert {bench.trajectory(t).version for t in lost} == {1} and set(
+        bench.state.lost_trajectories
+    ) == lost
     again = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
     assert {c.trajectory_id for c in again} >= lost and {c.attempt for c in again} == {1}
 
@@ -144,7 +146,7 @@ def test_work_that_ran_with_weights_that_prove_wrong_goes_on_elsewhere() -> None
     bench = trained()
     lost = set(bench.replica("rollout-1").running)
     commands = bench.say("rollout-1", ev.WeightsRejected(version=1, reason="probe"))
-    assert only(cmd.AbortTrajectories, commands) and set(bench.state.lost) == lost
+    assert only(cmd.AbortTrajectories, commands) and set(bench.state.lost_trajectories) == lost
     assert {bench.trajectory(t).version for t in lost} == {0}
     assert bench.pull_of("rollout-1").purpose == "start"  # type: ignore[union-attr]
     again = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
@@ -155,7 +157,7 @@ def test_work_that_ran_with_weights_that_prove_wrong_goes_on_elsewhere() -> None
 def test_relays_keep_no_version_for_unfinished_work() -> None:
     bench = trained(max_staleness=4)
     bench.load_all()
-    assert bench.state.unfinished == [] and bench.replica("rollout-1").running
+    assert bench.state.unfinished_versions == [] and bench.replica("rollout-1").running
 
 
 def test_an_evaluation_that_nobody_can_answer_any_more_is_one_of_the_newest() -> None:
@@ -169,7 +171,7 @@ def test_an_evaluation_that_nobody_can_answer_any_more_is_one_of_the_newest() ->
     assert evaluation is not None and (evaluation.version, len(evaluation.queue)) == (1, 2)
     bench.complete("0.2")
     bench.train()
-    bench.say("rollout-1", ev.VersionGone(version=1, held=(2,)))
+    bench.say("rollout-1", ev.VersionMissing(version=1, held=(2,)))
     bench.load("rollout-1")
     assert bench.replica("rollout-1").version == 2 and bench.replica("rollout-0").version == 1
     bench.kill("rollout-0")

@@ -38,7 +38,7 @@ def idle() -> State:
     bench.load_all()
     state = bench.state
     state.phase = "running"
-    state.timers["batch-wait"] = 1
+    state.timers["batch-timeout"] = 1
     state.commands.clear()
     state.num_train = 40
     return state
@@ -67,9 +67,9 @@ def comes_to_nobody(state: State) -> None:
 
 
 def given_away_by_nobody(state: State) -> None:
-    packing = state.replicas["rollout-0"].packing
+    packing = state.replicas["rollout-0"].repack
     assert packing is not None
-    packing.given.clear()
+    packing.outgoing.clear()
 
 
 def runs_under_an_old_placement(state: State) -> None:
@@ -89,7 +89,7 @@ def flat_group_waits_for_a_batch(state: State) -> None:
     group = next(iter(state.groups.values()))
     for member in group.members:
         trajectory = state.trajectories[member]
-        trajectory.status, trajectory.score_bits = TrajectoryStatus.REWARDED, 0
+        trajectory.status, trajectory.reward_bits = TrajectoryStatus.REWARDED, 0
     state.ready[group.id] = None
 
 
@@ -120,15 +120,15 @@ def loading_without_a_pull(state: State) -> None:
 
 
 def no_clock_for_the_batch(state: State) -> None:
-    del state.timers["batch-wait"]
+    del state.timers["batch-timeout"]
 
 
 def lost_work_that_nobody_places(state: State) -> None:
-    state.lost[FIRST] = None
+    state.lost_trajectories[FIRST] = None
 
 
 def version_from_nowhere(state: State) -> None:
-    state.newest = 99
+    state.newest_version = 99
 
 
 def replica_ahead(state: State) -> None:
@@ -137,7 +137,7 @@ def replica_ahead(state: State) -> None:
 
 
 def batch_lost(state: State) -> None:
-    state.chosen += 1
+    state.batches_chosen += 1
 
 
 def timer_set_by_hand(state: State) -> None:
@@ -145,7 +145,7 @@ def timer_set_by_hand(state: State) -> None:
 
 
 def relay_in_no_chain(state: State) -> None:
-    state.chain.remove("relay-1")
+    state.relay_chain.remove("relay-1")
 
 
 def relay_feeds_another(state: State) -> None:
@@ -153,7 +153,7 @@ def relay_feeds_another(state: State) -> None:
 
 
 def chain_begins_elsewhere(state: State) -> None:
-    state.chain.reverse()
+    state.relay_chain.reverse()
 
 
 def relay_that_nobody_watches(state: State) -> None:
@@ -165,7 +165,7 @@ def head_that_is_not_fed(state: State) -> None:
 
 
 def trainer_without_a_relay(state: State) -> None:
-    state.chain.clear()
+    state.relay_chain.clear()
     state.relays.clear()
 
 
@@ -179,8 +179,8 @@ def holder_forgotten(state: State) -> None:
 
 def evaluation_of_two(state: State, **changes: object) -> None:
     """One answer was right, the other one is still to be asked for."""
-    held = EvaluationCounts(prompts={0: PromptScores(answers=1, right=1)})
-    values = {"queue": [1], "total": 2, "done": 1, "correct": 1, "held_out": held}
+    held = EvaluationCounts(prompts={0: PromptScores(answers=1, correct=1)})
+    values = {"queue": [1], "total": 2, "done": 1, "correct": 1, "counts": held}
     found = Evaluation(index=0, version=0, step=0, final=False, **(values | changes))  # type: ignore[arg-type]
     state.evaluation = found
 
@@ -252,7 +252,7 @@ def test_an_evaluation_that_adds_up_is_sound() -> None:
     state = working()
     evaluation_of_two(state)
     invariants.evaluation_adds_up(state)
-    evaluation_of_two(state, held_out=None, correct=0)  # of an older log
+    evaluation_of_two(state, counts=None, correct=0)  # of an older log
     invariants.evaluation_adds_up(state)
 
 

@@ -25,7 +25,7 @@ def pair(**changes: object) -> Bench:
     return bench
 
 
-def behind_a_turn() -> tuple[Bench, ev.TrajectoryContinues]:
+def behind_a_turn() -> tuple[Bench, ev.TurnFinished]:
     """In flight, a held-out answer is about to wait for its next turn: the replica of its session,
     rollout-0, is full, and the other one, which has room, has newer weights by now."""
     changes = {"in_flight": True, "max_sessions": 99, "groups_per_version": 0, "groups_per_step": 1}
@@ -38,7 +38,7 @@ def behind_a_turn() -> tuple[Bench, ev.TrajectoryContinues]:
     bench.load("rollout-1")
     for name in ("e0.0.0", "0.1.0"):
         bench.finish(name)
-    return bench, ev.TrajectoryContinues(trajectory_id=TrajectoryId("e0.0.0"), placement=1, turn=1)
+    return bench, ev.TurnFinished(trajectory_id=TrajectoryId("e0.0.0"), placement=1, turn=1)
 
 
 def test_lost_work_resumes_on_the_same_version() -> None:
@@ -72,9 +72,11 @@ def test_reserved_pull_fetches_the_version_of_lost_work() -> None:
 
 
 def test_lost_work_starts_over_when_nobody_turns_up() -> None:
-    """No replica of version 0 has room for resume_wait_ms: then the two siblings begin again on
+    """No replica of version 0 has room for resume_timeout_ms: then the two siblings begin again on
     version 1 with other random numbers, and the group keeps its oldest deadline."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2, resume_wait_ms=3000)
+    bench = Bench(
+        groups_per_step=1, max_staleness=1, capacity=4, replicas=2, resume_timeout_ms=3000
+    )
     bench.start()
     bench.complete("0.1")
     bench.train()
@@ -113,7 +115,7 @@ def test_evicted_version_means_start_over_at_once() -> None:
     assert {(c.group, c.attempt, c.version) for c in again} == {("0.0", 2, 1)}
 
 
-def test_version_gone_during_a_reserved_pull() -> None:
+def test_version_missing_during_a_reserved_pull() -> None:
     """The version was evicted between the command and the load: the relay says so, and the lost
     answer starts over on what there is."""
     bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
@@ -125,7 +127,7 @@ def test_version_gone_during_a_reserved_pull() -> None:
     bench.complete("0.2")
     pull = bench.pull_of("rollout-1")
     assert pull is not None and pull.exact
-    again = bench.say("rollout-1", ev.VersionGone(version=0, held=(1,)))
+    again = bench.say("rollout-1", ev.VersionMissing(version=0, held=(1,)))
     assert {(c.group, c.attempt, c.version) for c in only(cmd.GenerateTrajectory, again)} == {
         ("0.0", 2, 1)
     }
@@ -236,14 +238,14 @@ def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -
 
 def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
     """A late word from the replica that had them both: the second could not be trained anyway."""
-    bench = Bench(max_staleness=0, group_size=3, min_scored=1, capacity=3, resume_wait_ms=10**6)
+    bench = Bench(max_staleness=0, group_size=3, min_scored=1, capacity=3, resume_timeout_ms=10**6)
     bench.start()
     bench.kill()
     bench.join("rollout-0", "b")
     bench.ready("rollout-0")
-    assert list(bench.state.lost) == ["0.0.0", "0.0.1", "0.0.2"]
+    assert list(bench.state.lost_trajectories) == ["0.0.0", "0.0.1", "0.0.2"]
     bench.fail("0.0.1", "store-refused")
-    assert list(bench.state.lost) == ["0.0.0", "0.0.2"]
+    assert list(bench.state.lost_trajectories) == ["0.0.0", "0.0.2"]
     resumed = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
     assert [c.trajectory_id for c in resumed] == ["0.0.0", "0.0.2"]
 
@@ -253,6 +255,9 @@ def test_a_held_out_answer_that_waits_for_its_turn_is_asked_for_again_with_its_s
     evaluation is one of the newest."""
     bench, answered = behind_a_turn()
     bench.say("rollout-0", answered)
-    assert "e0.0.0" in bench.state.lost
+    assert "e0.0.0" in bench.state.lost_trajectories
     bench.kill("rollout-0")
-    assert "e0.0.0" not in bench.state.lost and bench.state.evaluation_due == bench.state.newest
+    assert (
+        "e0.0.0" not in bench.state.lost_trajectories
+        and bench.state.evaluation_due == bench.state.newest_version
+    )

@@ -61,7 +61,7 @@ def test_random_runs_meet_what_they_are_for(good_runs: list[World]) -> None:
     ledgers = [world.state.ledger for world in good_runs]
     reasons = {reason for ledger in ledgers for reason in ledger.trajectories.dropped}
     assert reasons >= {
-        "batch-wait", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
+        "batch-timeout", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
         "run-ended", "store-refused", "too-few-scored", "unscored",
     }  # fmt: skip
     assert sum(ledger.tokens.dropped.get("restarted", 0) for ledger in ledgers) > 0
@@ -217,7 +217,7 @@ class TwiceWorld(World):
         """Two starts are two coordinators; a timer that was set anew has not fired twice; a process
         that is refused is refused as often as it asks; a replica that was told to pull again may
         answer again."""
-        if isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionGone):
+        if isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionMissing):
             return any(key.startswith("pull:") for key in self.state.commands)
         if isinstance(event, ev.TimerFired):
             return event.timer in self.state.timers

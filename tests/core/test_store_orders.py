@@ -24,7 +24,7 @@ def trained(**changes: object) -> Bench:
         "groups_per_step": 1,
         "max_staleness": 1,
         "capacity": 4,
-        "batch_wait_ms": 10**9,
+        "batch_timeout_ms": 10**9,
         "start_timeout_ms": START_MS,
     }
     bench = Bench(**(values | changes))
@@ -180,15 +180,15 @@ def test_no_replica_stalls_meanwhile() -> None:
 
 
 def test_no_batch_gives_up_what_it_waits_for_meanwhile() -> None:
-    bench = trained(batch_wait_ms=20_000)
+    bench = trained(batch_timeout_ms=20_000)
     bench.write_ends()
     bench.kill("store-0")
-    before = [t.waits for t in bench.state.trajectories.values()]
+    before = [t.batch_timeouts for t in bench.state.trajectories.values()]
     assert bench.wait(60_000) == []
-    assert [t.waits for t in bench.state.trajectories.values()] == before
+    assert [t.batch_timeouts for t in bench.state.trajectories.values()] == before
     bench.come_back("store-0")
     bench.wait(20_000)
-    assert any(t.waits for t in bench.state.trajectories.values())
+    assert any(t.batch_timeouts for t in bench.state.trajectories.values())
 
 
 @pytest.mark.parametrize("comes_back", [False, True])

@@ -49,11 +49,11 @@ def test_it_is_given_new_groups_at_once() -> None:
     assert (pull.version, pull.exact, pull.purpose) == (0, True, "stream")
     begun = [c for c in only(cmd.GenerateTrajectory, bench.commands) if c.to == name]
     assert begun and {(c.version, c.version_step) for c in begun} == {(0, 0)}
-    took = bench.replica(name).took
+    took = bench.replica(name).groups_taken
     bench.receive(RELAY, 0)
     bench.say(name, bench.loaded(0))
-    assert bench.pull_of(name) is None and bench.replica(name).took == took
-    assert bench.state.paces.keys() <= {"load", RELAY}, "it says nothing about loads"
+    assert bench.pull_of(name) is None and bench.replica(name).groups_taken == took
+    assert bench.state.ps_per_byte.keys() <= {"load", RELAY}, "it says nothing about loads"
 
 
 def test_without_the_setting_it_waits_for_its_relay() -> None:
@@ -82,9 +82,9 @@ def test_held_out_answers_of_weights_that_nobody_serves_any_more_are_asked_for_a
     assert held_out
     bench.kill(bench.names[0], restarting=False)
     bench.say(name, ev.WeightsRejected(version=0, reason="digest"))
-    assert set(held_out) <= set(bench.state.lost)
-    bench.wait(bench.state.settings.resume_wait_ms)
-    assert not set(held_out) & set(bench.state.lost)
+    assert set(held_out) <= set(bench.state.lost_trajectories)
+    bench.wait(bench.state.settings.resume_timeout_ms)
+    assert not set(held_out) & set(bench.state.lost_trajectories)
     bench.receive(RELAY, 0)
     again = only(cmd.GenerateTrajectory, bench.load(name))
     assert {c.purpose for c in again} == {"eval"}
@@ -93,7 +93,7 @@ def test_held_out_answers_of_weights_that_nobody_serves_any_more_are_asked_for_a
 def test_a_copy_that_was_given_up_is_not_streamed_again_before_its_relay_is_heard_of() -> None:
     bench = joined()
     name = joiner(bench)
-    bench.say(name, ev.VersionGone(version=0, held=()))
+    bench.say(name, ev.VersionMissing(version=0, held=()))
     assert bench.replica(name).version == -1 and not bench.replica(name).running
     assert bench.pull_of(name) is None
     assert only(cmd.PullWeights, bench.receive(RELAY, 0))
@@ -105,7 +105,7 @@ def test_its_time_runs_anew_while_bytes_come() -> None:
     bench.wait(PULL_TIMEOUT_MS - 1_000)
     bench.say(
         RELAY,
-        ev.TransferTrouble(
+        ev.TransferProblem(
             kind="slow",
             relay="relay-0",
             version=0,
@@ -123,7 +123,7 @@ def test_its_time_runs_anew_while_bytes_come() -> None:
 def test_a_lost_relay_does_not_end_the_run(lost: str) -> None:
     bench = joined()
     bench.kill(lost)
-    bench.say(joiner(bench), ev.VersionGone(version=0, held=()))
+    bench.say(joiner(bench), ev.VersionMissing(version=0, held=()))
     bench.come_back(lost)
     assert bench.state.failure == ""
 
@@ -136,5 +136,5 @@ def test_it_is_in_no_tail_and_loads_nothing_in_flight() -> None:
     replica = bench.replica(joiner(bench))
     pull = bench.pull_of(replica.name)
     assert pull is not None and (pull.version, pull.purpose) == (0, "stream")
-    replica.packing = RepackState()
-    assert find_engine_reason(bench.state, replica) == "streams"
+    replica.repack = RepackState()
+    assert find_engine_reason(bench.state, replica) == "streaming"

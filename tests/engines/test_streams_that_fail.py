@@ -123,7 +123,9 @@ async def test_nothing_was_sampled_and_the_next_load_serves(fault: str, tmp_path
         arrival = Arrival(again, 1, in_order(model), probe_of(model, False), CHUNK_BYTES)
         arrival.come(*range(arrival.copy.num_chunks))
         arrival.end()
-        assert isinstance(await pulling, ev.VersionGone if fault == "relay" else ev.WeightsRejected)
+        assert isinstance(
+            await pulling, ev.VersionMissing if fault == "relay" else ev.WeightsRejected
+        )
         assert not replica.deltas and not replica.engine.drain_steps(), seed
         assert replica.loader.version == -1
         await replica.give_up_work()

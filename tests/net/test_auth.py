@@ -103,7 +103,7 @@ def test_what_dies_while_it_greets_is_no_refusal(opened):
 async def test_a_server_tells_of_a_stranger(opened, monkeypatch, keys):
     """And not of a client that dies while it greets."""
     told = []
-    server = opened(ServerSocket("127.0.0.1", 0, KEYS, on_stranger=told.append))
+    server = opened(ServerSocket("127.0.0.1", 0, KEYS, on_rejected=told.append))
     server.attach_loop(asyncio.get_running_loop(), lambda: None)
     port = int(server.address.rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()

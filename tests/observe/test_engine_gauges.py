@@ -31,7 +31,7 @@ def state() -> State:
     machine = StateMachine()
     for stamped, _ in World(settings(), seed=3).run().log:
         machine.handle_event(stamped)
-        if machine.state.completed == 3:
+        if machine.state.steps_completed == 3:
             break
     assert sorted(machine.state.replicas) == ["rollout-0", "rollout-1"]
     return machine.state

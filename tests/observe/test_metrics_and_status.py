@@ -114,14 +114,14 @@ def _unchanged(stamped: Stamped) -> Stamped:
 def test_groups_with_siblings_of_several_versions_are_counted(tmp_path: Path) -> None:
     """Replicas die, and their work starts over on newer weights: the state knows which groups."""
     faults = Faults(lose_every_s=6, slow_tail=0.5)
-    world = World(settings(max_staleness=4, resume_wait_ms=100), faults=faults, seed=3).run()
+    world = World(settings(max_staleness=4, resume_timeout_ms=100), faults=faults, seed=3).run()
     machine, expected = StateMachine(), []
     for stamped, _ in world.log:
         batch = machine.state.batch if machine.started else None
         mixed = sum(machine.state.groups[g].mixed for g in batch.groups) if batch else 0
-        completed = machine.state.completed if machine.started else 0
+        completed = machine.state.steps_completed if machine.started else 0
         machine.handle_event(stamped)
-        expected += [mixed] if machine.state.completed > completed else []
+        expected += [mixed] if machine.state.steps_completed > completed else []
     feed(MetricsWriter(tmp_path, TELEMETRY), world)
     counts = [line["groups/mixed_versions"] for line in lines(tmp_path) if MARK in line]
     assert counts == expected and sum(counts) > 0
@@ -160,7 +160,11 @@ def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> N
 
 
 def test_what_repack_does_is_counted_in_each_step_and_in_the_status(tmp_path: Path) -> None:
-    packed = {"repack_policy": "best-fit", "repack_interval_ms": 200, "repack_release_ms": 2_000}
+    packed = {
+        "repack_policy": "best-fit",
+        "repack_interval_ms": 200,
+        "repack_release_timeout_ms": 2_000,
+    }
     world = World(
         settings(total_steps=4, max_staleness=4, **packed),
         replicas=4,
@@ -261,10 +265,10 @@ def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: P
     found = shown(tmp_path, bench)
     assert (found["trainer"], found["awaited"]) == ("away", ["store-0", "trainer-0"])
     bench.join("trainer-0", "b")
-    bench.state.redone, bench.state.completed = 1, 3
+    bench.state.steps_repeated, bench.state.steps_completed = 1, 3
     found = shown(tmp_path, bench)
-    assert (found["trainer"], found["awaited"]) == ("redoing step 2 of 3", ["store-0"])
-    bench.state.redone = -1
+    assert (found["trainer"], found["awaited"]) == ("repeating step 2 of 3", ["store-0"])
+    bench.state.steps_repeated = -1
     assert shown(tmp_path, bench)["trainer"] == "waiting"
     bench.kill("trainer-0", restarting=False)  # as when the run stops: nobody waits for it
     assert shown(tmp_path, bench)["trainer"] == "waiting"

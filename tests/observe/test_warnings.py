@@ -143,7 +143,7 @@ def result(step: int, score: float, error: float) -> EvaluationResult:
         missing=0,
         tokens=1,
         truncated=0,
-        score_bits=bits_of(score),
+        reward_bits=bits_of(score),
         score_se_bits=bits_of(error),
         share_se_bits=bits_of(0.0),
     )

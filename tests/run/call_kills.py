@@ -124,8 +124,10 @@ class Kills:
         tool = home / "counting.py"
         tool.write_text(CLASS.format(stops={p: n for p, n in self.times.items() if p in TOOL}))
         steps = STEPS_MAX if victim else REFERENCE_STEPS
-        self.settings = (*SMALL, f"env.path={tool}", "env.name=Counting", f"env.effects={effects}",
-                         f"trainer.total_training_steps={steps}")  # fmt: skip
+        self.settings = (
+            *SMALL, f"env.path={tool}", "env.name=Counting", f"env.call_semantics={effects}",
+            f"trainer.total_training_steps={steps}",
+        )  # fmt: skip
 
     def run(self) -> Path:
         """The run's directory, once it has ended; BadRun."""

@@ -54,7 +54,7 @@ def refused(
         (["algorithm.batch_strategy=nowhere.py:f"], ["nowhere.py:f", "deadline"]),
         (["repack.policy=best"], ["repack.policy = 'best'", "'best-fit', 'gain' or 'off'"]),
         (["repack.interval_ms=0"], ["repack.interval_ms = 0", "at least 1"]),
-        (["repack.release_ms=-2000"], ["repack.release_ms = -2000", "at least 1"]),
+        (["repack.release_timeout_ms=-2000"], ["repack.release_timeout_ms = -2000", "at least 1"]),
         (["rollout.max_batch=0"], ["rollout.max_batch = 0", "at least 1 or 'auto'"]),
         (["rollout.decode_budget_ms=0"], ["rollout.decode_budget_ms = 0", "1 or 'none'"]),
     ],

@@ -62,7 +62,7 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
     run = train(tmp_path, *SMALL, config=CONFIG)
     assert run.code == 0, run.output
     check_books(run)
-    continued = [e for e in history(run.directory) if isinstance(e, ev.TrajectoryContinues)]
+    continued = [e for e in history(run.directory) if isinstance(e, ev.TurnFinished)]
     assert continued and run.summary["steps"] == 3
     calls = run.summary["calls"]
     assert calls["made"] == sum(calls["by_end"].values()) == len(effects(run))
@@ -80,10 +80,10 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice(tmp_path: Path) -> None:
     """Against a run without kills: tokens, contexts, scores, and advantages of smaller groups."""
-    reference = Stored(Kills(tmp_path / "undisturbed", "pure").run())
+    reference = Stored(Kills(tmp_path / "undisturbed", "retryable").run())
     runs, made = dict[str, Stored](), 0
     for victim in ("replica", "store"):
-        kills = Kills(tmp_path / victim, "once", victim)
+        kills = Kills(tmp_path / victim, "at-most-once", victim)
         runs[victim] = Stored(kills.run())
         assert not problems_of(kills, runs[victim], reference)
         assert kills.kills + len(kills.missed) == len(PLACES)
@@ -92,13 +92,13 @@ def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice(tmp_pat
     assert made > len(PLACES)
 
 
-@pytest.mark.parametrize("effect_class", ["once", "pure"])
+@pytest.mark.parametrize("call_semantics", ["at-most-once", "retryable"])
 def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
-    tmp_path: Path, effect_class: str
+    tmp_path: Path, call_semantics: str
 ) -> None:
     tool, log = tmp_path / "killer.py", tmp_path / "log"
     tool.write_text(KILLS.format(log=str(log)))
-    words = (f"env.path={tool}", "env.name=Killer", f'env.effects="{effect_class}"')
+    words = (f"env.path={tool}", "env.name=Killer", f'env.call_semantics="{call_semantics}"')
     run = train(tmp_path, *SMALL, *words, config=CONFIG)
     assert run.code == 0, run.output
     check_books(run)
@@ -107,7 +107,7 @@ def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
     lost = [e for e in events if isinstance(e, ev.TrajectoryFailed) and e.reason == "env-lost"]
     made, noted = len(log.read_text().splitlines()), effects(run)
     done = sum(status == "done" for *_, status in noted)
-    if effect_class == "pure":
+    if call_semantics == "retryable":
         assert not lost and made > done
         return
     assert lost and done < made <= len(noted)  # no call that was noted was made twice

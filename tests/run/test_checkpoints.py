@@ -53,7 +53,7 @@ def test_lost_work_goes_on_with_a_version_that_only_the_disk_has(tmp_path: Path)
         "trainer.max_ckpt_to_keep=0",  # all
         "async.max_staleness=8",
         "rollout.groups_per_version=4",
-        "recovery.resume_wait_ms=60000",
+        "recovery.resume_timeout_ms=60000",
         "coordinator.lease_ms=60000",
         "coordinator.node_lease_ms=60000",
     )

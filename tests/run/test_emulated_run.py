@@ -102,7 +102,7 @@ def test_figures_say_so_too(emulated: Finished) -> None:
 
 FLYING = [
     *(setting for setting in SMALL if not setting.startswith("repack.")),
-    "rollout.update=in-flight",
+    "rollout.weight_update=in-flight",
     "emulation.replicas_per_process=1",
     "data.max_response_length=1000",
     "emulation.median_response=60",

@@ -148,7 +148,7 @@ def test_lost_work_goes_on_with_a_version_of_another_machine(machines: TwoMachin
     check_books(run)
 
 
-@pytest.mark.parametrize("machines", [["recovery.resume_wait_ms=1000"]], indirect=True)
+@pytest.mark.parametrize("machines", [["recovery.resume_timeout_ms=1000"]], indirect=True)
 def test_source_is_killed_while_its_version_comes(machines: TwoMachines) -> None:
     """Its relay comes back with the newest version only: the work begins again, and ends."""
     machines.kill("rollout-0")
@@ -156,7 +156,7 @@ def test_source_is_killed_while_its_version_comes(machines: TwoMachines) -> None
     machines.kill("relay-0")
     run = machines.end()
     assert run.code == 0, run.output
-    gone = [e for e in history(run.directory) if isinstance(e, ev.VersionGone)]
+    gone = [e for e in history(run.directory) if isinstance(e, ev.VersionMissing)]
     assert [e.version for e in gone] == [0]
     assert run.summary["steps"] == STEPS and run.summary["trajectories_trained"] == SIBLINGS * STEPS
     check_books(run)

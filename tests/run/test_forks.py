@@ -65,8 +65,8 @@ def test_a_fork_goes_on_where_its_trainer_is_killed_twice_and_the_other_run_is_g
     assert [(item.step, item.path) for item in loads] == [(STEP, ORIGIN_DIR)] * 3
     trained = [item.step_index for item in log if isinstance(item, ev.StepCompleted)]
     assert trained == list(range(STEP, STEPS))
-    (redone,) = (item for item in log if isinstance(item, ev.StepRedone))
-    assert redone.digest == redone.published != ""
+    (repeated,) = (item for item in log if isinstance(item, ev.StepRepeated))
+    assert repeated.digest == repeated.published != ""
     assert _first_digest(log, STEP) == _digest_of(finished, STEP)
     _each_prompt_ends_once(finished, log)
     check_books(made)

@@ -137,7 +137,7 @@ def test_replicas_the_store_and_their_node_are_ended(tmp_path: Path) -> None:
     """Their node starts them again: replicas whatever ended them, their trajectories are finished
     elsewhere; the store when it was killed. The node is started again by `laminar train`, and
     starts all of them anew. The books agree."""
-    process = start(tmp_path, "trainer.total_training_steps=9", "recovery.resume_wait_ms=1000")
+    process = start(tmp_path, "trainer.total_training_steps=9", "recovery.resume_timeout_ms=1000")
     until(lambda: status(tmp_path)["step"] >= 2, "step 2")
     ends = {
         "rollout-1": -signal.SIGKILL,
@@ -181,8 +181,8 @@ def _all_came_back(run: Finished) -> None:
     node = joined.pop("node-0")
     assert {e.node_boot for e in joined.values()} == {node.boot_id}
     assert {*joined} == {"store-0", "trainer-0", "relay-0", "rollout-0", "rollout-1"}
-    redone = [e for e in history(run.directory) if isinstance(e, ev.StepRedone)]
-    assert redone and all(e.digest == e.published for e in redone if e.published)
+    repeated = [e for e in history(run.directory) if isinstance(e, ev.StepRepeated)]
+    assert repeated and all(e.digest == e.published for e in repeated if e.published)
     assert "node-0 ended with exit code -9, and its processes with it" in run.output
 
 

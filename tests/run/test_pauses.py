@@ -84,6 +84,6 @@ def test_two_pauses_cost_no_step_and_one_report_has_all(tmp_path: Path) -> None:
     steps = [line["step"] for line in run.metrics() if "reward/mean" in line]
     assert steps == [*range(1, STEPS + 1)]
     events = list(history(run_dir))
-    assert not [e for e in events if isinstance(e, cmd.RedoStep)]
+    assert not [e for e in events if isinstance(e, cmd.RepeatStep)]
     assert len([e for e in events if isinstance(e, ev.RunResumed)]) == 2
     assert json.loads((run_dir / "status.json").read_text())["pause"] == ""

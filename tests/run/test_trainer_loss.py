@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 STEPS = 6
 KILLS = (
     "trainer-book:3",
-    "trainer-redo:1",
+    "trainer-repeat:1",
     "trainer-step:4",
     "trainer-load:1",
     "trainer-export:1",
@@ -61,9 +61,9 @@ def test_the_trainer_is_killed_and_the_run_goes_on(
     }
     loaded = [item.step for item in log if isinstance(item, cmd.LoadCheckpoint)]
     assert loaded[:2] == [3, 3] and loaded[2] in (3, 6) and len(loaded) == 3
-    redone = [item for item in log if isinstance(item, ev.StepRedone)]
-    assert [item.step_index for item in redone][:4] == [0, 1, 3, 4]
-    assert all(item.digest == item.published != "" for item in redone)
+    repeated = [item for item in log if isinstance(item, ev.StepRepeated)]
+    assert [item.step_index for item in repeated][:4] == [0, 1, 3, 4]
+    assert all(item.digest == item.published != "" for item in repeated)
     completed = [item.step_index for item in log if isinstance(item, ev.StepCompleted)]
     assert completed == list(range(STEPS))
     _lines_of_the_book(run, log)

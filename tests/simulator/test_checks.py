@@ -81,7 +81,7 @@ def test_words_that_the_store_does_not_bear_out(world: World) -> None:
     rewarded = ev.TrajectoryRewarded(
         trajectory_id=name,
         placement=1,
-        score_bits=bits_of(score),
+        reward_bits=bits_of(score),
         correct=False,
         reason=reason,
         num_tokens=row.num_tokens,
@@ -166,7 +166,7 @@ def test_groups_that_a_filter_drops_and_keeps(
     one = next(row for row in world.rows.values() if row.end == "trained")
     one = one._replace(end=end, end_reason="no-variance" if end == "dropped" else None)
     rows = {
-        str(i): one._replace(id=str(i), reward_bits=rules.score_bits(score))
+        str(i): one._replace(id=str(i), reward_bits=rules.reward_bits(score))
         for i, score in enumerate(scores)
     }
     settings = replace(world.scenario.settings, filter_metric=metric)
@@ -192,9 +192,9 @@ def test_work_that_is_missing() -> None:
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
     assert state is not None
-    state.completed -= 1
+    state.steps_completed -= 1
     assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
-    state.completed += 1
+    state.steps_completed += 1
     state.evaluations.clear()
     assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
 

@@ -40,7 +40,7 @@ def test_handler_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_disk_that_stays_full_ends_the_run_from_outside() -> None:
     """When it has been waited for; the log is whole, so the run could go on."""
-    world = make_world(config("disk-full-for-good", disk_wait_s=60.0, **SMALL), 3)
+    world = make_world(config("disk-full-for-good", disk_full_timeout_s=60.0, **SMALL), 3)
     assert world.run()
     over = world.coordinator.over
     assert over is not None and over.code == exit_codes.LOG_UNWRITABLE

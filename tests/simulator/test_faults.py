@@ -120,7 +120,7 @@ def test_the_trainer_is_lost_and_the_run_completes(kind: str) -> None:
 def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -> None:
     """Every replica or relay lives and does nothing: somebody acts in time, and the run
     completes."""
-    patient = {"batch_wait_ms": 600_000, "train_s": 3.0, "total_steps": 0, "num_train": 48}
+    patient = {"batch_timeout_ms": 600_000, "train_s": 3.0, "total_steps": 0, "num_train": 48}
     with make_world(config("command-ignored", nodes=2, **{**SMALL, **patient}), 1) as world:
         world.faults.ignored, world.faults.rates["command-ignored"] = ignored, 1.0
         world.run()
@@ -161,7 +161,7 @@ def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> No
     ],
 )
 def test_a_load_in_flight_is_struck_and_nothing_breaks(kind: str) -> None:
-    flying = config(kind, **SMALL, update="in-flight", num_eval=4, test_freq=1)
+    flying = config(kind, **SMALL, weight_update="in-flight", num_eval=4, test_freq=1)
     outcome = run_seed(flying, 2)
     assert not outcome.invariant, outcome.details
     assert outcome.coverage[f"fault:{kind}"] > 0 and not outcome.failure

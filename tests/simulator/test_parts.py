@@ -33,8 +33,8 @@ def test_things_happen_in_order_of_time_then_of_planning() -> None:
 
 @pytest.mark.parametrize(("group_size", "waits"), [(4, {1_000, 5_000}), (11, {5_000})])
 def test_a_batch_waits_long_for_large_groups(group_size: int, waits: set[int]) -> None:
-    swarm = config(group_size=group_size, batch_wait_ms=(1_000, 5_000))
-    assert {draw(swarm, seed).settings.batch_wait_ms for seed in range(20)} == waits
+    swarm = config(group_size=group_size, batch_timeout_ms=(1_000, 5_000))
+    assert {draw(swarm, seed).settings.batch_timeout_ms for seed in range(20)} == waits
 
 
 # --- timing -------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_a_fork_goes_on_with_the_data_and_counts_steps_on() -> None:
     state, origin = world.coordinator.state, world.scenario.origin
     assert state is not None and origin is not None
     assert (state.first_step, state.cursor) == (3, origin.num_train)
-    assert state.completed > 3 and not state.again
+    assert state.steps_completed > 3 and not state.unfinished_prompts
 
 
 @pytest.mark.parametrize(("part", "wrong"), [("cursor", 18), ("unfinished", ()), ("seed", 1)])

@@ -54,15 +54,17 @@ def test_a_recovery_that_never_completes(kind: str) -> None:
     for actor in state.actors.values():
         actor.alive = kind != "process" or actor.name != name
     if kind == "work":
-        state.lost[make_trajectory_id(train_group(0, 0), 0)] = None
+        state.lost_trajectories[make_trajectory_id(train_group(0, 0), 0)] = None
     if kind == "load":
         state.replicas[name] = Replica(name=name, relay="relay-0", capacity=1, failed_loads=1)
     ended = ev.ProcessExited(actor=name, boot_id=f"{name}/1", code=1, restarting=True)
     rejected = ev.WeightsRejected(version=1, reason="wrong digest")
     recoveries.observe(_at(0, rejected if kind == "load" else ended, name), (), state)
-    recoveries.observe(_at(200, ev.NodeHeard(node="node-0", node_incarnation=1)), (), state)
+    recoveries.observe(_at(200, ev.NodeRecovered(node="node-0", node_incarnation=1)), (), state)
     with pytest.raises(Violation, match=f"{NAME}: {kind} .* has not recovered for 1000 s"):
-        recoveries.observe(_at(1_000, ev.NodeHeard(node="node-0", node_incarnation=1)), (), state)
+        recoveries.observe(
+            _at(1_000, ev.NodeRecovered(node="node-0", node_incarnation=1)), (), state
+        )
 
 
 def _at(time_s: int, event: Event, peer: str = "node-0") -> Stamped:

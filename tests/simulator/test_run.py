@@ -31,7 +31,7 @@ def test_run_without_faults_completes_its_work() -> None:
     world = ran(calm(total_steps=6, num_train=200), seed=3)
     state = world.coordinator.state
     assert state is not None and state.phase == Phase.ENDED and not state.failure
-    assert state.completed == 6
+    assert state.steps_completed == 6
     assert len(world.checks.training.book) == state.ledger.trajectories.trained > 0
     assert world.coordinator.incarnations == 1
 
@@ -104,7 +104,7 @@ Answers = list[tuple[str, int, str]]
 
 def answers_by_seed(policy: str) -> tuple[list[Answers], int]:
     """Of runs with the same data; and how many trajectories moved."""
-    data = {"num_train": 40, "total_steps": 0, "drop_last": False, "batch_wait_ms": 600_000}
+    data = {"num_train": 40, "total_steps": 0, "drop_last": False, "batch_timeout_ms": 600_000}
     data |= {"num_eval": 0, "prefill_tokens_per_step": 5_000}
     worlds = [ran(calm(**{**PACKED, **data, "policy": policy}), seed) for seed in range(1, 5)]
     answers = [

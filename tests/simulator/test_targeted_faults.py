@@ -23,7 +23,7 @@ def test_a_trainer_goes_on_from_the_checkpoint_before_a_damaged_one() -> None:
     outcome = run_seed(swarm, 1)
     assert not outcome.invariant, outcome.details
     assert outcome.coverage["fault:newest-checkpoint-damaged"] == 1
-    assert not outcome.failure and outcome.coverage["event:StepRedone"] > 0
+    assert not outcome.failure and outcome.coverage["event:StepRepeated"] > 0
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def ended(lab: Lab, run: Path, job: str) -> Finished:
     check_books(found)
     done = [line["step"] for line in found.metrics() if "reward/mean" in line]
     assert done == [*range(1, found.summary["steps"] + 1)]
-    assert not [e for e in logged(run) if isinstance(e, cmd.RedoStep)]
+    assert not [e for e in logged(run) if isinstance(e, cmd.RepeatStep)]
     return found
 
 

@@ -63,7 +63,7 @@ REQUESTS = [
     open_("0.0.1"),
     append("0.0.1", (1,)),
     append("0.0.1", (2, 3), offset=1),
-    end("0.0.1", reason="batch-wait", step=2),
+    end("0.0.1", reason="batch-timeout", step=2),
     open_("0.0.2"),
     append("0.0.2", (1, 2)),
     open_("0.0.2", 2, attempt=2),
@@ -75,7 +75,7 @@ REQUESTS = [
 EXPECTED = {
     "0.0.0": Expected("trained", "", 3, 4),
     "e0.1.0": Expected("evaluated", "", 0, 10_000),
-    "0.0.1": Expected("dropped", "batch-wait", 2, 3),
+    "0.0.1": Expected("dropped", "batch-timeout", 2, 3),
     "0.0.2": Expected(None, None, None, 3),
     "0.0.3": Expected("dropped", "quarantined", 0, 0),
     "0.1.0": Expected(None, None, None, 0),
@@ -192,7 +192,7 @@ def test_a_missing_and_a_changed_file_are_noticed(path):
         ("0.0.0", Expected("trained", "", 4, 4)),
         ("0.0.0", Expected("dropped", "", 3, 4)),
         ("0.0.1", Expected("dropped", "x", 2, 3)),
-        ("0.0.1", Expected("dropped", "batch-wait", 2, 4)),
+        ("0.0.1", Expected("dropped", "batch-timeout", 2, 4)),
         ("0.9.9", Expected(None, None, None, 0)),
     ],
 )

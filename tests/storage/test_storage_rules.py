@@ -114,7 +114,7 @@ def test_a_finished_response_is_kept_even_from_a_new_attempt(status):
 
 
 def test_an_ended_trajectory_opens_for_nobody():
-    held = HELD._replace(end="dropped", end_reason="batch-wait", end_step=1)
+    held = HELD._replace(end="dropped", end_reason="batch-timeout", end_step=1)
     assert rules.judge_open(held, ASKED._replace(placement=9)).answer == "ended"
     assert rules.judge_open(held, ASKED).answer == "ended"
     assert rules.judge_open(held, ASKED._replace(placement=2)).answer == "fenced"
@@ -305,5 +305,5 @@ def test_spans_join_what_one_source_sampled_in_a_row():
 
 @pytest.mark.parametrize("score", [0.1, -0.0, 1e300, 5e-324])
 def test_a_score_keeps_its_bits(score):
-    bits = rules.score_bits(score)
+    bits = rules.reward_bits(score)
     assert struct.pack("<d", rules.score_of(bits)) == bits == struct.pack("<d", score)

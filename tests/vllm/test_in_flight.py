@@ -19,7 +19,7 @@ from tools.kit.plain_forward import sampled_logprobs
 pytestmark = pytest.mark.vllm
 
 LONG = tuple((7 * i) % 100 for i in range(64))  #: two blocks of the cache
-IN_FLIGHT = "rollout.update=in-flight"
+IN_FLIGHT = "rollout.weight_update=in-flight"
 BOTH: tuple[KvOnUpdate, ...] = ("keep", "recompute")
 
 

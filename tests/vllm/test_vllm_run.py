@@ -45,7 +45,7 @@ VLLM = "rollout.engine=vllm"
 )
 def test_a_short_run_trains_and_replays(tmp_path: Path, in_flight: str) -> None:
     flying = (
-        "rollout.update=in-flight",
+        "rollout.weight_update=in-flight",
         "rollout.groups_per_version=0",
         f"rollout.kv_on_update={in_flight}",
     )

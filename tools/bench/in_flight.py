@@ -46,9 +46,9 @@ from tools.kit.real_run import BadRun, Run, check, read_json
 CONFIG = "configs/emulated_4.toml"
 DRAIN = "drain"
 MODES = {
-    DRAIN: ("rollout.update=drain",),
-    "keep": ("rollout.update=in-flight", "rollout.kv_on_update=keep"),
-    "recompute": ("rollout.update=in-flight", "rollout.kv_on_update=recompute"),
+    DRAIN: ("rollout.weight_update=drain",),
+    "keep": ("rollout.weight_update=in-flight", "rollout.kv_on_update=keep"),
+    "recompute": ("rollout.weight_update=in-flight", "rollout.kv_on_update=recompute"),
 }
 APART = 0.10
 SPEEDS = ("trained_per_s", "generated_per_s")

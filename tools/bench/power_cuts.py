@@ -76,7 +76,7 @@ class Watch:
         elif not self.cuts:
             return
         elif isinstance(event, ev.TrainerReady) and self.cuts[-1].on_disk is None:
-            self.cuts[-1].on_disk = tuple(state.saved)
+            self.cuts[-1].on_disk = tuple(state.checkpoint_paths)
         elif isinstance(event, ev.TrajectoryStarted) and event.tokens_resumed:
             self.cuts[-1].resumed += 1
             self.cuts[-1].tokens_kept += event.tokens_resumed

@@ -46,7 +46,7 @@ RUNS: tuple[dict[str, int], ...] = (
     },
     {
         "trainer-optimizer": 4,
-        "trainer-redo": 1,
+        "trainer-repeat": 1,
         "rollout-finished": 10,
         "store-end": 2,
         "coordinator-received": 300,

@@ -154,7 +154,7 @@ class Bench:
             "store": ev.DataLoaded(
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
             ),
-            "relay": ev.RelayReady(address="here", bulk=f"{name}:1"),
+            "relay": ev.RelayReady(address="here", chain_address=f"{name}:1"),
             "trainer": self.trainer_ready(),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
         }
@@ -179,7 +179,7 @@ class Bench:
         if self.origin is not None:
             self.say("trainer-0", ev.CheckpointLoaded(version=version, step=step))
         self.publish(version, step)
-        for name in self.state.chain[1:]:
+        for name in self.state.relay_chain[1:]:
             self.receive(name, version)
         return self.load_all()
 
@@ -301,7 +301,7 @@ class Bench:
         return ev.TrajectoryRewarded(
             trajectory_id=t.id,
             placement=t.placement,
-            score_bits=bits_of(score),
+            reward_bits=bits_of(score),
             correct=score >= 1 and not truncated,
             reason=reason,
             num_tokens=t.num_tokens,

@@ -38,7 +38,7 @@ class StatusCell(NamedTuple):
 
 TRAJECTORY_EVENTS = (
     ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoryRewarded,
-    ev.TrajectoryContinues,
+    ev.TurnFinished,
 )  # fmt: skip
 #: When a run has ended, no process is alive.
 CELLS = {

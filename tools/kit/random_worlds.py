@@ -17,7 +17,7 @@ from tools.kit.world_parts import SECOND, Faults, settings
 
 BOUNDARIES = {
     "groups_per_step": (1,), "groups_per_version": (1,), "max_staleness": (0,),
-    "total_steps": (1, 11), "test_freq": (1,), "resume_wait_ms": (0,),
+    "total_steps": (1, 11), "test_freq": (1,), "resume_timeout_ms": (0,),
 }  # fmt: skip
 BOUNDARY_SHARE = 0.06
 
@@ -86,9 +86,9 @@ def _settings(chance: random.Random, seed: int) -> Settings:
         test_freq=choose([0, 2]),
         batch_strategy=choose(["deadline", "priority", "strategies.py:mine"]),
         reward_scope=choose(["trajectory", "group"]),
-        batch_wait_ms=choose([5_000, 60_000]),
+        batch_timeout_ms=choose([5_000, 60_000]),
         drop_last=choose([True, False]),
-        resume_wait_ms=choose([100, 3_000]),
+        resume_timeout_ms=choose([100, 3_000]),
     )
 
 
@@ -136,7 +136,7 @@ def _add_repack(world: World, policy: str, repack: random.Random) -> None:
         world.settings,
         repack_policy=policy,
         repack_interval_ms=repack.choice([200, 2_000]),
-        repack_release_ms=2_000,
+        repack_release_timeout_ms=2_000,
         repack_prefill_tokens=repack.choice([1, 500]),
     )
 
@@ -201,10 +201,10 @@ def check_paused(world: World) -> None:
         return check_end(world)  # it was over before
     assert (state.exit_code, state.failure) == (exit_codes.PAUSED, "")
     safe = not (world.faults.lose_trainer_every_s or world.faults.replace_machine_at_s)
-    if safe and state.completed:
-        assert state.completed in {len(batches) for batches in world.saved.values()}
+    if safe and state.steps_completed:
+        assert state.steps_completed in {len(batches) for batches in world.saved.values()}
     ended = [t for t, row in world.rows.items() if row.end == "trained"]
-    trained = {t for step in range(state.completed) for t in world.consumed[step]}
+    trained = {t for step in range(state.steps_completed) for t in world.consumed[step]}
     assert trained >= set(ended) and len(ended) == state.ledger.trajectories.trained
 
 
@@ -213,7 +213,7 @@ def check_failed(world: World) -> None:
     if world.now < world.faults.fatal_at_s * SECOND:
         return check_end(world)  # it was over before
     state, ledger = world.state, world.state.ledger
-    if state.exported >= 0 and not state.failure:
+    if state.export_version >= 0 and not state.failure:
         return check_end(world)  # it had all that it needed
     first = state.drained_for or world.faults.fatal_role
     not_begun = first == "node" and "not started" in state.failure
@@ -236,7 +236,7 @@ def check_end(world: World) -> None:
     assert len(ends) == ledger.trajectories.issued
     assert ends.count("trained") == ledger.trajectories.trained
     ended = {t for t, row in world.rows.items() if row.end == "trained"}
-    trained = [t for step in range(state.completed) for t in world.consumed[step]]
+    trained = [t for step in range(state.steps_completed) for t in world.consumed[step]]
     assert ended == set(trained) and len(ended) == len(trained)
     assert ends.count("evaluated") == ledger.trajectories.evaluated
     tokens = sum(row.num_tokens + row.tokens_lost for row in world.rows.values())
@@ -245,7 +245,7 @@ def check_end(world: World) -> None:
     assert prompts == list(range(state.cursor)), "a prompt was handed out to nobody"
     if state.draining or given_up:
         return
-    assert state.settings.total_steps in (0, state.completed)
+    assert state.settings.total_steps in (0, state.steps_completed)
     assert not world.num_eval or state.evaluations[-1].final
 
 

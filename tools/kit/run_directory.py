@@ -125,7 +125,7 @@ def _requests(
     if isinstance(event, ev.TrajectoryFinished):
         yield from _finish(event, weights[event.trajectory_id], weights[stamped.peer])
     elif isinstance(event, ev.TrajectoryRewarded):
-        score = float_of(event.score_bits)
+        score = float_of(event.reward_bits)
         item = m.RewardItem(
             trajectory_id=event.trajectory_id,
             placement=event.placement,

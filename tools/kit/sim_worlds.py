@@ -35,7 +35,7 @@ def config(*faults: str, **changes: Any) -> SimConfig:
     menu = FaultConfig(menu=faults, share=1.0, every_s=2.0, fatal_share=0.0, calm_share=0.0)
     sections = {
         # what else a test leaves open is drawn as usual
-        "work": WorkConfig(boundary_share=0.0, update="drain"),
+        "work": WorkConfig(boundary_share=0.0, weight_update="drain"),
         "time": TimeConfig(),
         "filter": FilterConfig(metric=""),
         "repack": RepackConfig(),

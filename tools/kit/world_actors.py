@@ -73,7 +73,7 @@ class Actors(Trainers):
             "store": ev.DataLoaded(
                 num_train=self.num_train, num_eval=self.num_eval, overlap=0, digest="d"
             ),
-            "relay": ev.RelayReady(address="here", bulk=process.boot_id),
+            "relay": ev.RelayReady(address="here", chain_address=process.boot_id),
             "trainer": ev.TrainerReady(
                 num_parameters=1, weights_bytes=4, checkpoints=self._checkpoints()
             ),
@@ -137,7 +137,7 @@ class Actors(Trainers):
         if item.version <= max(process.held, default=-1):
             return
         if self.random.random() < self.faults.damaged_chunk:
-            trouble = ev.TransferTrouble(
+            trouble = ev.TransferProblem(
                 kind="damaged-chunk", relay="", version=item.version, detail=""
             )
             self.say(process, trouble)
@@ -175,7 +175,7 @@ class Actors(Trainers):
         finish = Finish(command.trajectory_id, command.placement)
         if row.generated:  # by a replica that died before it could say so
             return self.later(process, 0.002, finish)
-        if self.settings.environment and not row.turns:
+        if self.settings.has_environment and not row.turns:
             process.sessions[command.trajectory_id] = command.attempt
         started = ev.TrajectoryStarted(
             trajectory_id=command.trajectory_id,
@@ -220,7 +220,7 @@ class Actors(Trainers):
                 event = ev.TrajectoryRewarded(
                     trajectory_id=item.trajectory_id,
                     placement=item.placement,
-                    score_bits=bits,
+                    reward_bits=bits,
                     # Without a filter, whose metric it may be, all are right.
                     correct=(bits > 0 or not self.settings.filter_metric) and not failed,
                     reason="error" if failed else "ok",
@@ -232,7 +232,7 @@ class Actors(Trainers):
     def _goes_on(self, process: Process, item: cmd.PlacedTrajectory) -> bool:
         """An environment may answer the turn a little later; one without its session cannot."""
         row, name = self.rows[item.trajectory_id], item.trajectory_id
-        if not self.settings.environment or row.end:
+        if not self.settings.has_environment or row.end:
             return False
         if process.sessions.get(name) != row.attempt or self._dies_answering(process, name):
             if not self.faults.repeat_effects and row.turns:
@@ -261,7 +261,7 @@ class Actors(Trainers):
             return
         if row.generated:
             row.generated, row.turns = False, row.turns + 1
-        answered = ev.TrajectoryContinues(
+        answered = ev.TurnFinished(
             trajectory_id=TrajectoryId(item.trajectory_id),
             placement=item.placement,
             turn=row.turns,
@@ -420,7 +420,7 @@ class Actors(Trainers):
         if command.checkpoint and self.random.random() < self.faults.damage_checkpoint:
             return self.say(process, ev.CheckpointRefused(version=version, reason="damaged"))
         if not command.checkpoint and (version not in held or version < command.version):
-            return self.say(process, ev.VersionGone(version=command.version, held=tuple(held)))
+            return self.say(process, ev.VersionMissing(version=command.version, held=tuple(held)))
         if self.random.random() < self.faults.reject_weights:
             process.version = -1
             process.work.clear()  # what it sampled since goes nowhere

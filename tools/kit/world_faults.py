@@ -62,7 +62,7 @@ class FaultyProcesses:
 
     def _wake_node(self, node: Process) -> None:
         node.silent = False
-        self.say_own(ev.NodeHeard(node=node.name, node_incarnation=node.incarnation))
+        self.say_own(ev.NodeRecovered(node=node.name, node_incarnation=node.incarnation))
         waiting, node.waiting = node.waiting, []
         for item in waiting:
             self.later(node, 0, item)

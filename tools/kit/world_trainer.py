@@ -1,6 +1,6 @@
 """The trainer of the test world: it trains, publishes, saves, and goes on after a loss.
 
-Reads   TrainStep, PublishWeights, ExportModel, LoadCheckpoint, RedoStep
+Reads   TrainStep, PublishWeights, ExportModel, LoadCheckpoint, RepeatStep
 Gives   Trainers, of which World is one
 """
 
@@ -62,7 +62,7 @@ class Trainers(FaultyProcesses):
         assert len(process.batches) == command.step, command
         self.later(process, 0.2, Save(command.version, tuple(process.batches)))
 
-    def _do_RedoStep(self, process: Process, command: cmd.RedoStep, _: int) -> None:
+    def _do_RepeatStep(self, process: Process, command: cmd.RepeatStep, _: int) -> None:
         """As it was trained the first time, on the weights that it was trained on."""
         assert len(process.batches) == command.step_index, command
         left_out = self._left_out(command)
@@ -71,13 +71,13 @@ class Trainers(FaultyProcesses):
         process.batches.append(command.trajectories)
         if self.random.random() < self.faults.redo_differs:
             process.rounding = f" of {process.boot_id}"
-        redone = ev.StepRedone(
+        repeated = ev.StepRepeated(
             step_index=command.step_index,
             version=command.version,
             digest=f"d{command.step_index + 1}{process.rounding}",
             published=command.digest,
         )
-        self.later(process, self.faults.train_s * self.random.uniform(0.5, 1.5), redone)
+        self.later(process, self.faults.train_s * self.random.uniform(0.5, 1.5), repeated)
 
     def _do_TrainStep(self, process: Process, command: cmd.TrainStep, _: int) -> None:
         assert len(process.batches) == command.step_index, command
@@ -100,7 +100,7 @@ class Trainers(FaultyProcesses):
             save = Save(command.version, tuple(process.batches))
             self.later(process, seconds + self.random.choice([0.0, 0.2]), save)
 
-    def _left_out(self, command: cmd.TrainStep | cmd.RedoStep) -> tuple[TrajectoryId, ...]:
+    def _left_out(self, command: cmd.TrainStep | cmd.RepeatStep) -> tuple[TrajectoryId, ...]:
         """Rows that the trainer does not train, from a generator of their own."""
         share, rows = self.faults.leave_out, command.trajectories
         draw = random.Random(f"left out {self.settings.seed} {command.step_index}").random

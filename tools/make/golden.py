@@ -87,7 +87,7 @@ RUNS = (
         "late_pulls",
         "messages get stuck, and a version is gone when a replica comes for it",
         ("swizzle-clog", "partition"),
-        ("event:VersionGone",),
+        ("event:VersionMissing",),
     ),
     Recipe(
         "weights_missing",
@@ -108,7 +108,7 @@ RUNS = (
             "event:WeightsRejected",
             "WeightsRejected -> GenerateTrajectory",
         ),
-        {"update": "in-flight", "max_staleness": 4},
+        {"weight_update": "in-flight", "max_staleness": 4},
     ),
     Recipe(
         "checkpoints",
@@ -142,7 +142,7 @@ RUNS = (
         "trajectories hang, and batches wait for them",
         ("hangs", "replica-slow"),
         ("dropped:restarted", "TimerFired -> AbortTrajectories"),
-        {"batch_wait_ms": 5_000},
+        {"batch_timeout_ms": 5_000},
     ),
     Recipe(
         "relays_lost",
@@ -155,13 +155,13 @@ RUNS = (
         "chunks_damaged",
         "weights arrive damaged at a relay, and are asked for again",
         ("chunk-damaged", "relay-slow"),
-        ("event:TransferTrouble",),
+        ("event:TransferProblem",),
     ),
     Recipe(
         "nodes_silent",
         "nodes are silent for longer than their lease while their replicas go on, and die",
         ("node-silent", "replica-dies"),
-        ("event:NodeSilent", "event:NodeHeard"),
+        ("event:NodeSilent", "event:NodeRecovered"),
         {"seconds": 60.0, "num_train": 20},
     ),
     Recipe(
@@ -181,8 +181,13 @@ RUNS = (
         "turns",
         "answers have turns; sessions are lost with their replicas, and no call is made twice",
         ("replica-dies",),
-        ("event:TrajectoryContinues", "dropped:env-lost"),
-        {"environment_share": 1.0, "effects": "once", "answer_s": 0.3, "num_train": 14},
+        ("event:TurnFinished", "dropped:env-lost"),
+        {
+            "environment_share": 1.0,
+            "call_semantics": "at-most-once",
+            "answer_s": 0.3,
+            "num_train": 14,
+        },
     ),
     Recipe("drained", "it was asked to stop", ("drain",), ("event:DrainRequested",)),
     Recipe(
@@ -203,7 +208,7 @@ RUNS = (
         "trainer_lost",
         "the trainer dies, loads a checkpoint, and does again what that lacks",
         ("trainer-dies",),
-        ("event:CheckpointLoaded", "event:StepRedone"),
+        ("event:CheckpointLoaded", "event:StepRepeated"),
         {"save_freq": 2, "num_train": 20},
     ),
     Recipe(

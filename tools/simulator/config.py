@@ -35,7 +35,7 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     groups_per_step: Ints = (2, 4, 8)
     groups_per_version: Ints = (1, 2, 4)
     #: in a world without repack: drain | in-flight, drawn by itself as what becomes of the cache
-    update: Words = ("drain", "in-flight")
+    weight_update: Words = ("drain", "in-flight")
     kv_on_update: Words = ("keep", "recompute")
     load: Words = ("whole", "whole", "stream")  #: drawn by itself, whatever else a world has
     max_staleness: Ints = (0, 1, 2, 4)
@@ -52,8 +52,8 @@ class WorkConfig(Section, frozen=True, kw_only=True):
     batch_strategy: Words = ("deadline", "priority", "strategies.py:mine")
     reward_scope: Words = ("trajectory", "group")
     drop_last: bool | tuple[bool, ...] = (False, True)
-    resume_wait_ms: Ints = (100, 3_000)
-    batch_wait_ms: Ints = (1_000, 5_000)
+    resume_timeout_ms: Ints = (100, 3_000)
+    batch_timeout_ms: Ints = (1_000, 5_000)
     stall_ms: Ints = 20_000
     max_restarts: Ints = 100  #: of one process within restart_window_s
     restart_window_s: Floats = 10.0
@@ -74,7 +74,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
 
     policy: Words = ("", "gain", "best-fit")  #: empty: off
     interval_ms: Ints = (200, 2_000)
-    release_ms: Ints = (200, 2_000)
+    release_timeout_ms: Ints = (200, 2_000)
     prefill_tokens_per_step: Ints = (1, 500)
     max_batch: Ints = (2, 8, 0)  #: sequences of a decode step; 0: as many as an engine runs
     kv_capacity: Ints = (
@@ -91,7 +91,7 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True):
     """Answers have turns, between which an environment speaks; drawn by itself."""
 
     environment_share: float = 0.0  #: of the worlds
-    effects: Words = ("once", "pure")  #: what a lost session means
+    call_semantics: Words = ("at-most-once", "retryable")  #: what a lost session means
     answer_s: Floats = (0.01, 0.3, 8.0)  #: how long it takes
     #: 0: half as long to one and a half times; else log-normal, with answer_s as its median
     answer_p99_to_median: Floats = 0.0
@@ -105,7 +105,7 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     heartbeat_ms: Ints = 1_000
     lease_ms: Ints = 8_000  #: of replicas and relays
     node_lease_ms: Ints = 16_000  #: of nodes, store and trainer
-    disk_wait_s: Floats = 120.0  #: how long no coordinator may find room on the disk
+    disk_full_timeout_s: Floats = 120.0  #: how long no coordinator may find room on the disk
     progress_ms: Ints = 500  #: between two reports of a replica
     start_s: Floats = (0.5, 3.0)  #: from a process start to its readiness, at most
     transfer_s: Floats = (0.05, 0.5, 3.0)  #: weights from one machine to the next

@@ -27,7 +27,7 @@ _MOVE_NAMES = {
 }
 
 DROP_REASONS = (
-    "batch-wait", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
+    "batch-timeout", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
     "restarted", "reward-worker-lost", "run-ended", "store-refused", "too-few-scored", "unscored",
 )  # fmt: skip
 IGNORED_REASONS = (
@@ -35,7 +35,7 @@ IGNORED_REASONS = (
     "unusable-proposal",
 )  # fmt: skip
 TIMERS = (
-    "batch-wait", "command:forward", "command:propose", "command:pull", "command:release",
+    "batch-timeout", "command:forward", "command:propose", "command:pull", "command:release",
     "command:restart", "command:score", "command:stop", "progress", "receive", "rejoin", "repack",
     "resume", "start",
 )  # fmt: skip
@@ -128,7 +128,7 @@ class Coverage:
             if isinstance(command, cmd.ReleaseTrajectories):
                 for item in command.items:
                     self._look_at(item.trajectory_id, state)
-        for trajectory in reversed(state.lost):  # the latest first
+        for trajectory in reversed(state.lost_trajectories):  # the latest first
             if self._statuses.get(trajectory) == TrajectoryStatus.LOST:
                 break
             self._look_at(trajectory, state)

@@ -56,7 +56,7 @@ BOUNDARIES: dict[str, tuple[int, ...]] = {
     "replicas": (1,), "nodes": (1,), "slots": (1,), "group_size": (2, 11), "groups_per_step": (1,),
     "groups_per_version": (1,), "max_staleness": (0,), "total_steps": (1, 11), "num_train": (1, 11),
     "num_eval": (1, 11), "test_freq": (1,), "save_freq": (0, 1), "max_ckpt_to_keep": (1, 0),
-    "resume_wait_ms": (0,), "fork_step": (1, 10),
+    "resume_timeout_ms": (0,), "fork_step": (1, 10),
 }  # fmt: skip
 """The least that a run may have, none, and numbers with two digits: ids and names in text have no
 other order than that of numbers. Engines take a whole group at least."""
@@ -92,7 +92,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_ns: int
     lease_ms: int
     node_lease_ms: int
-    disk_wait_s: float
+    disk_full_timeout_s: float
     progress_ns: int
     start_s: float
     transfer_s: float
@@ -112,7 +112,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     checks: CheckConfig
     scores: int = 2  #: different ones that answers get
     origin: ForkOrigin | None = None  #: of a fork
-    effects: str = ""  #: once | pure: of an environment; empty: there is none
+    call_semantics: str = ""  #: at-most-once | retryable: tool calls; empty: none
     answer_s: float = 0.0  #: how long it takes to answer
     answer_p99_to_median: float = 0.0  #: of a log-normal; 0: from half to one and a half times
 
@@ -179,8 +179,8 @@ def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
         val_before_train=True,
         batch_strategy=pick(work.batch_strategy),
         reward_scope=pick(work.reward_scope),
-        resume_wait_ms=pick(work.resume_wait_ms),
-        batch_wait_ms=pick(work.batch_wait_ms),
+        resume_timeout_ms=pick(work.resume_timeout_ms),
+        batch_timeout_ms=pick(work.batch_timeout_ms),
         start_timeout_ms=START_TIMEOUT_MS,
         stall_ms=pick(work.stall_ms),
         engine_start_ms=ENGINE_START_MS,
@@ -188,9 +188,9 @@ def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
         rules=NEW_RUN,
         eval_answers=_pick_from(stream(seed, "answers"))(work.eval_answers),
     )
-    if group_size < MANY_SIBLINGS or isinstance(work.batch_wait_ms, int):
+    if group_size < MANY_SIBLINGS or isinstance(work.batch_timeout_ms, int):
         return settings
-    return msgspec.structs.replace(settings, batch_wait_ms=max(work.batch_wait_ms))
+    return msgspec.structs.replace(settings, batch_timeout_ms=max(work.batch_timeout_ms))
 
 
 def draw(config: SimConfig, seed: int) -> Scenario:
@@ -204,10 +204,10 @@ def draw(config: SimConfig, seed: int) -> Scenario:
             settings,
             repack_policy=policy,
             repack_interval_ms=packing(repack.interval_ms),
-            repack_release_ms=packing(repack.release_ms),
+            repack_release_timeout_ms=packing(repack.release_timeout_ms),
             repack_prefill_tokens=packing(repack.prefill_tokens_per_step),
         )
-    elif updating(work.update) == "in-flight":
+    elif updating(work.weight_update) == "in-flight":
         settings = msgspec.structs.replace(settings, in_flight=True, groups_per_version=0)
     if _pick_from(stream(seed, "load"))(work.load) == "stream":
         settings = msgspec.structs.replace(settings, stream=True)
@@ -227,7 +227,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
         heartbeat_ns=pick(time.heartbeat_ms) * MS,
         lease_ms=pick(time.lease_ms),
         node_lease_ms=pick(time.node_lease_ms),
-        disk_wait_s=pick(time.disk_wait_s),
+        disk_full_timeout_s=pick(time.disk_full_timeout_s),
         progress_ns=pick(time.progress_ms) * MS,
         start_s=pick(time.start_s),
         transfer_s=pick(time.transfer_s),
@@ -284,18 +284,18 @@ def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Sce
     pick = _pick_from(chance)
     if chance.random() >= environment.environment_share:
         return scenario
-    effects, answer_s = pick(environment.effects), pick(environment.answer_s)
+    call_semantics, answer_s = pick(environment.call_semantics), pick(environment.answer_s)
     wait_ms = int(ANSWERS_IN_A_WAIT * answer_s * 1_000)  # or no wait of a batch would ever suffice
     settings = msgspec.structs.replace(
         scenario.settings,
         max_sessions=2 * (scenario.slots + scenario.settings.group_size),
         reward_scope="trajectory",
-        batch_wait_ms=max(scenario.settings.batch_wait_ms, wait_ms),
+        batch_timeout_ms=max(scenario.settings.batch_timeout_ms, wait_ms),
     )
     return msgspec.structs.replace(
         scenario,
         settings=settings,
-        effects=effects,
+        call_semantics=call_semantics,
         answer_s=answer_s,
         answer_p99_to_median=pick(environment.answer_p99_to_median),
     )
@@ -362,12 +362,14 @@ def actor_config(scenario: Scenario) -> Config:
             max_num_seqs=scenario.slots,
             progress_interval_ms=scenario.progress_ns // MS,
             max_batch=scenario.max_batch or "auto",
-            update="in-flight" if settings.in_flight else "drain",
+            weight_update="in-flight" if settings.in_flight else "drain",
             kv_on_update=scenario.kv_on_update,
         ),
         env=EnvConfig(
-            path="environment.py" if scenario.effects else "",
-            effects=cast(Literal["once", "pure"], scenario.effects or "once"),
+            path="environment.py" if scenario.call_semantics else "",
+            call_semantics=cast(
+                Literal["at-most-once", "retryable"], scenario.call_semantics or "at-most-once"
+            ),
         ),
         repack=RepackConfig(policy=cast(RepackPolicy, settings.repack_policy or "off")),
         recovery=RecoveryConfig(
@@ -377,7 +379,7 @@ def actor_config(scenario: Scenario) -> Config:
             heartbeat_ms=scenario.heartbeat_ns // MS,
             lease_ms=scenario.lease_ms,
             node_lease_ms=scenario.node_lease_ms,
-            disk_wait_s=scenario.disk_wait_s,
+            disk_full_timeout_s=scenario.disk_full_timeout_s,
         ),
         store=StoreConfig(payload_gb=scenario.payload_gb if scenario.save_freq else 0.0),
         trainer=TrainerConfig(

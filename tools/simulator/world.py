@@ -223,7 +223,7 @@ class World(Context):
         actor = state.actors.get(trainer.name) if state is not None else None
         if state is None or actor is None or not trainer.alive or trainer.paused:
             return False
-        return actor.ready and not {keys.LOAD, keys.REDO} & state.commands.keys()
+        return actor.ready and not {keys.LOAD, keys.REPEAT} & state.commands.keys()
 
     def machine_of(self, relay: str) -> SimMachine:
         """What this relay has of its machine now."""

@@ -168,7 +168,7 @@ class SystemProcess:
             boot_id=self.boot_id,
             lease_ms=self.config.coordinator.lease_ms,
             on_peer_lost=on_peer_lost,
-            on_stranger=lambda told: self.log.warning("stranger-refused", what=told),
+            on_rejected=lambda told: self.log.warning("peer-rejected", what=told),
         )
 
     async def publish_address(self, address: str) -> None:

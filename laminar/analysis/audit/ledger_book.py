@@ -93,7 +93,7 @@ class Account:
             self.started.add(event.trajectory_id)
         elif isinstance(event, ev.TrajectoryFinished):
             self.finished.setdefault(event.trajectory_id, event)
-        elif isinstance(event, ev.TrajectoryContinues):
+        elif isinstance(event, ev.TurnFinished):
             finished = self.finished.get(event.trajectory_id)
             if finished is not None and finished.placement == event.placement:
                 del self.finished[event.trajectory_id]  # the finish of a turn before the last
@@ -103,7 +103,9 @@ class Account:
             self._close(event, state)
         elif isinstance(event, ev.StepCompleted) and event.step_index in self.steps:
             step = self.steps[event.step_index]
-            if event.step_index < state.completed:  # else the run had failed, and dropped the batch
+            if (
+                event.step_index < state.steps_completed
+            ):  # else the run had failed, and dropped the batch
                 step.completed = step.completed or event
         elif isinstance(event, ev.DataLoaded):
             self.data = event

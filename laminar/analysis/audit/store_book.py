@@ -86,7 +86,7 @@ def store_problems(store: StoreBook, first: Account, latest: Account) -> list[st
 def removal_problems(store: StoreBook, state: State) -> list[str]:
     """Return the removed tokens that a trainer lost at the end of the log would need again."""
     trained = state.trained
-    covered = min((step_of(state, version) for version in state.saved), default=0)
+    covered = min((step_of(state, version) for version in state.checkpoint_paths), default=0)
     if trained and trained[0].step_index > 0:  # the step of the oldest checkpoint
         covered = trained[0].step_index + 1
     return [
@@ -94,7 +94,7 @@ def removal_problems(store: StoreBook, state: State) -> list[str]:
         "them, is in no checkpoint that is kept"
         for step in trained
         if step.step_index >= covered
-        for name in step.rows.split(" ")
+        for name in step.trajectory_ids.split(" ")
         if name in store.removed
     ]
 
@@ -141,7 +141,7 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         ended_by = rewarded.ended_by if rewarded is not None else ""
         pairs.append(("finish reason", row.finish_reason, ended_by or finished.finish_reason))
     if rewarded is not None:
-        bits = struct.pack("<Q", rewarded.score_bits)
+        bits = struct.pack("<Q", rewarded.reward_bits)
         stored_reward = (row.reward_bits, row.reward_reason or "ok")
         pairs.append(("reward", stored_reward, (bits, rewarded.reason)))
     return [

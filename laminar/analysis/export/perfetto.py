@@ -80,7 +80,7 @@ NOTABLE_EVENTS = (
     ev.TimerFired,
     ev.HeartbeatLost,
     ev.NodeSilent,
-    ev.NodeHeard,
+    ev.NodeRecovered,
     ev.DrainRequested,
     ev.BatchProposed,
     ev.ActorJoined,
@@ -88,9 +88,9 @@ NOTABLE_EVENTS = (
     ev.ActorFailed,
     ev.ProcessExited,
     ev.PublishSkipped,
-    ev.TransferTrouble,
+    ev.TransferProblem,
     ev.WeightsRejected,
-    ev.VersionGone,
+    ev.VersionMissing,
     ev.TrajectoryFailed,
 )
 #: Events and commands that only begin or end trajectories.
@@ -300,7 +300,7 @@ class TraceWriter:
 
     def _trace_publish(self, trainer: str, version: int, us: float, state: State) -> None:
         """Open a span for weights that are handed over but not yet a version of the relay."""
-        known = version <= state.newest or version == state.owed
+        known = version <= state.newest_version or version == state.owed_version
         if not known and version not in self._publishing:  # else it was reported already
             span = self._publishing[version] = (trainer, PUBLISHING, str(version))
             self._tracks.begin_span(span, us, f"publish v{version}", event=state.seq)
@@ -315,7 +315,7 @@ class TraceWriter:
                 self._trace_held(name, before, held, us, state)
         for name in gone:
             del self._held[name]
-        for version in [v for v in self._publishing if v <= state.newest]:
+        for version in [v for v in self._publishing if v <= state.newest_version]:
             self._tracks.end_span(self._publishing.pop(version), us, event=stamped.seq)
 
     def _trace_held(
@@ -327,11 +327,11 @@ class TraceWriter:
         for version in [v for v in held if v not in before]:
             span = relay, VERSION, str(version)
             self._tracks.begin_span(span, us, f"v{version}", event=state.seq)
-            place = state.chain.index(relay)
+            place = state.relay_chain.index(relay)
             if not place:
                 self._link_publish(version, span, us)
-            elif version in self._held.get(state.chain[place - 1], ()):
-                source = state.chain[place - 1], VERSION, str(version)
+            elif version in self._held.get(state.relay_chain[place - 1], ()):
+                source = state.relay_chain[place - 1], VERSION, str(version)
                 self._tracks.add_arrow("broadcast", us, source, span)
 
     def _link_publish(self, version: int, span: Span, us: float) -> None:
@@ -419,7 +419,7 @@ class EngineTracks:
         if isinstance(stamped.event, ev.TokenProgress):
             self._trace_gauges(stamped.peer, stamped.event, us)
         for name in list(self._giving):
-            if name not in state.replicas or not state.replicas[name].given:
+            if name not in state.replicas or not state.replicas[name].outgoing:
                 self._tracks.end_span(self._giving.pop(name), us, event=stamped.seq)
         for command in commands:
             if isinstance(command, cmd.ReleaseTrajectories):

@@ -29,7 +29,7 @@ def step_number(index: int) -> int:
 
 
 def display_fields(message: Event | Command) -> dict[str, Any]:
-    """Return all fields, with `type`, under their own names; `score` replaces `score_bits`."""
+    """Return all fields, with `type`, under their own names; `score` replaces `reward_bits`."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
     if isinstance(message, BATCH_MESSAGES):
         fields["step"] = step_number(message.step_index)
@@ -38,7 +38,7 @@ def display_fields(message: Event | Command) -> dict[str, Any]:
             if ending["end"] == "trained":
                 ending["step"] = step_number(ending["step"])
     elif isinstance(message, ev.TrajectoryRewarded):
-        score = float_of(message.score_bits)
-        named = (("score", score) if k == "score_bits" else (k, v) for k, v in fields.items())
+        score = float_of(message.reward_bits)
+        named = (("score", score) if k == "reward_bits" else (k, v) for k, v in fields.items())
         return dict(named)
     return fields

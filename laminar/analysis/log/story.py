@@ -168,7 +168,7 @@ class _Loads:
         gone = isinstance(event, ev.ReplicaReady) and stamped.peer == self._holder
         if over or gone:
             self._holder = ""
-        loaded = isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionGone)
+        loaded = isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionMissing)
         ends = self._loading and loaded and stamped.peer == self._holder
         if ends:
             self._loading = False

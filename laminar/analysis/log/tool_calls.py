@@ -34,13 +34,13 @@ class ToolCallStats:
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
-        self._environment = state.settings.environment
+        self._environment = state.settings.has_environment
         if isinstance(event, ev.TrajectoryStarted):
             trajectory = state.trajectories.get(event.trajectory_id)
             if trajectory is not None and trajectory.placement == event.placement:
                 again = event.tokens_resumed > 0
                 self._read_again += (event.prompt_tokens + event.tokens_resumed) * again
-        elif isinstance(event, ev.TrajectoryContinues):
+        elif isinstance(event, ev.TurnFinished):
             self._turns += 1
         elif isinstance(event, ev.TrajectoryRewarded) and event.ended_by != EndedBy.NONE:
             self._ended_by[event.ended_by] += 1

@@ -212,8 +212,8 @@ class HistoryTracker:
         )
         if life is None or trajectory is None or life.rewarded is not None:
             return
-        if trajectory.score_bits == event.score_bits:  # still -1 if the sender is fenced
-            life.rewarded, life.score = now, float_of(event.score_bits)
+        if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
+            life.rewarded, life.score = now, float_of(event.reward_bits)
             life.reward_reason, life.ended_by = event.reason, event.ended_by
             yield Change(REWARDED, life)
 
@@ -228,7 +228,7 @@ class HistoryTracker:
                 yield Change(ENDED, life)
 
     def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
-        for name in state.lost:
+        for name in state.lost_trajectories:
             life = self.open[name]
             if life.placement.left is None:
                 yield from _leave_placement(life, now, LOST)

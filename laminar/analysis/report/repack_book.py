@@ -110,7 +110,7 @@ class RepackStats:
                 hand_over.placed = now
                 hand_over.expired = isinstance(stamped.event, ev.TimerFired)
             replica = state.replicas.get(source)
-            if replica is None or not replica.given:
+            if replica is None or not replica.outgoing:
                 hand_over.freed = now if replica is not None else None
                 del self._open[source]
 

@@ -166,7 +166,7 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "paused": state.paused,
         "resumable": state.settings.keeps_checkpoints and not is_run_over(state),
         "forked_from": _summarize_origin(state),
-        "steps": state.completed - state.first_step,
+        "steps": state.steps_completed - state.first_step,
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
         "evaluations": evaluations,
@@ -398,7 +398,7 @@ def group_figures(account: Account) -> dict[str, Any]:
     for name, closed in account.closed.items():
         if closed.ending.end == "trained":
             event = account.rewarded[name]
-            scored = (float_of(event.score_bits), event.correct)
+            scored = (float_of(event.reward_bits), event.correct)
             groups.setdefault(closed.ending.group, []).append(scored)
     count = len(groups)
     right = sum(all(correct for _, correct in group) for group in groups.values())

@@ -94,7 +94,7 @@ class IdleTracker:
         if idle is None:
             idle = self.open[name] = IdlePeriod(name, now, stamped.event)
         reason = idle_reason(state, replica)
-        mark = state.chosen if reason == STALENESS_BOUND else 0
+        mark = state.batches_chosen if reason == STALENESS_BOUND else 0
         if reason == PULLING:
             mark = state.commands[keys.pull_key(name)].cause
         last = idle.spells[-1] if idle.spells else None
@@ -129,7 +129,7 @@ def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
         left = sum(state.deadlines.values())
         return f"the run needs no further group: {left} are on their way into the last batches"
     if reason == REPACKED:
-        count = len(replica.given)
+        count = len(replica.outgoing)
         return f"{count} of the trajectories that it gave away have not started elsewhere yet"
     if reason == RUN_ENDING:
         phase = "draining on request" if state.draining else state.phase
@@ -175,7 +175,7 @@ def _describe_bound(state: State, step: int) -> str:
     mine = step + state.settings.max_staleness
 
     def fit(deadline: int) -> int:
-        return state.settings.groups_per_step * (deadline - state.chosen + 1)
+        return state.settings.groups_per_step * (deadline - state.batches_chosen + 1)
 
     def there(deadline: int) -> int:
         return sum(n for due, n in state.deadlines.items() if due <= deadline)
@@ -185,7 +185,7 @@ def _describe_bound(state: State, step: int) -> str:
     return (
         f"a new group of its weights (made by {step} steps) would be due by step "
         f"{step_number(mine)}; the next batch to be chosen is that of step "
-        f"{step_number(state.chosen)}, so {max(fit(tightest), 0)} groups fit until step "
+        f"{step_number(state.batches_chosen)}, so {max(fit(tightest), 0)} groups fit until step "
         f"{step_number(tightest)}, and {there(tightest)} are there already"
     )
 
@@ -195,9 +195,9 @@ def _describe_newer(state: State, replica: Replica) -> str:
     making = state.commands.get(keys.TRAIN)
     if state.newest_for(replica) > replica.version or making is None:
         return ""
-    if state.newest > replica.version:
-        return f"; v{state.newest} is out, and has not come to {replica.relay} yet"
-    step = state.batch.step_index if state.batch else state.completed
+    if state.newest_version > replica.version:
+        return f"; v{state.newest_version} is out, and has not come to {replica.relay} yet"
+    step = state.batch.step_index if state.batch else state.steps_completed
     return (
         f"; its relay holds nothing newer than its v{replica.version}, the trainer has been "
         f"working on step {step_number(step)} since #{making.cause}"

@@ -93,7 +93,7 @@ class PlacementChanges:
         elif what == DISPATCHED and self._lost is not None:
             self._watch_lost_work(stamped, state)
             before, after = life.placements[-2:]
-            self._restart = self._restart or _get_timer(stamped) == keys.BATCH_WAIT
+            self._restart = self._restart or _get_timer(stamped) == keys.BATCH_TIMEOUT
             reason = self._find_reason(before, after, state)
             source = self._sources.get(after.replica, "") * (after.attempt == before.attempt)
             self._moves.append(_PlacementChange(self._lost, stamped, before, after, reason, source))
@@ -125,13 +125,13 @@ class PlacementChanges:
         if after.attempt == before.attempt:
             return f"{after.replica} had v{after.version}, with which it was begun, and room"
         if self._restart:
-            wait_s = state.settings.batch_wait_ms / 1000
-            return f"a batch had waited {wait_s:g} s (trainer.batch_wait_s) for it"
+            wait_s = state.settings.batch_timeout_ms / 1000
+            return f"a batch had waited {wait_s:g} s (trainer.batch_timeout_s) for it"
         if self._waited:
-            wait_s = state.settings.resume_wait_ms / 1000
+            wait_s = state.settings.resume_timeout_ms / 1000
             return (
                 f"no replica of v{before.version} had room for it within {wait_s:g} s "
-                "(recovery.resume_wait_ms)"
+                "(recovery.resume_timeout_ms)"
             )
         return f"the relay no longer held v{before.version}, and no replica with room served it"
 

@@ -39,7 +39,7 @@ REASONS = {
     EMPTIED: "it was emptied",
     "given": "it was being emptied already",
     "admits": "it took new groups",
-    "not-heard": "its engine had not been heard of since its last order",
+    "no-gauges": "its engine had not been heard of since its last order",
     "waiting": "trajectories waited for a slot in its engine",
     "full": "as many ran as a decode step has room for",
     "loading": "it did not serve",
@@ -47,10 +47,10 @@ REASONS = {
     "no-newer-weights": "nothing newer than its weights was published",
     "weights-not-here": "the newest weights had not come to its relay",
     "evaluation": "an evaluation of its version was to be run",
-    "held-out": "it ran held-out answers",
-    "waited-for": "a batch had waited for what it ran",
-    "seen-deaths": "what it ran had seen a replica die",
-    "moved-often": f"what it ran had moved {MIGRATIONS_MAX} times",
+    "evaluation-sample": "it ran evaluation samples",
+    "batch-waits": "a batch had waited for what it ran",
+    "caused-losses": "what it ran had seen a replica die",
+    "migrated-often": f"what it ran had moved {MIGRATIONS_MAX} times",
     "bound": "the staleness bound had no room for new groups",
     "data": "the run needed no further group",
     "others-first": "replicas that were empty or loading came first",
@@ -60,7 +60,7 @@ REASONS = {
     "changed": "with the same event others were emptied, or a batch was chosen",
 }
 """Text of each reason, as the end of a sentence."""
-NOT_STRAGGLING = ("admits", "not-heard", "waiting", "full", "loading")
+NOT_STRAGGLING = ("admits", "no-gauges", "waiting", "full", "loading")
 
 
 class RepackDecision(NamedTuple):
@@ -116,7 +116,7 @@ def _find_reason(
 
     `mine` is the replica's load if it is a straggler.
     """
-    if replica.given:
+    if replica.outgoing:
         return "given"
     if replica.loading or not state.is_actor_alive(replica.name):
         return "loading"
@@ -144,7 +144,7 @@ def _describe_reason(
     state: State, replica: Replica, mine: StragglerLoad | None, reason: str
 ) -> str:
     """Return the figures behind a reason."""
-    packing = replica.packing
+    packing = replica.repack
     if reason == "no-room" and mine is not None:
         return f"{mine.running} trajectories, which need {mine.need} tokens of cache"
     if reason == "no-gain" and mine is not None:
@@ -156,9 +156,9 @@ def _describe_reason(
     if reason == "receives":
         return f"{len(replica.incoming)} were to come"
     if reason == "weights-not-here":
-        return f"v{state.newest} was out, {replica.relay} had v{state.newest_for(replica)}"
+        return f"v{state.newest_version} was out, {replica.relay} had v{state.newest_for(replica)}"
     if reason == "no-newer-weights":
-        return f"v{state.newest} was the newest"
+        return f"v{state.newest_version} was the newest"
     if reason == "bound":
         room, needed = within_bound(state), first_share(state)
         return f"for {max(room, 0)} of the newest weights, where {needed} are a replica's share"

@@ -210,7 +210,7 @@ def _trainer_detail(state: State, reason: str) -> str:
     if reason == "start":
         return "the first weights were not published yet"
     if reason == "publish":
-        return f"v{state.owed} was owed and had to be published first"
+        return f"v{state.owed_version} was owed and had to be published first"
     if reason == "groups":
         ready, needed = len(state.ready), state.settings.groups_per_step
         return (

@@ -1,7 +1,7 @@
 """The run as a whole: starting, running, exporting, the final evaluation, ending, stopping.
 
 Reads   readiness of actors, completed steps, DrainRequested, ModelExported
-Writes  state.phase, state.draining, state.failing, state.failed, state.exit_code
+Writes  state.phase, state.draining, state.drain_failure, state.failed, state.exit_code
 Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through pausing.py
 
 Each phase ends by an event that has an owner and a deadline. An unrecoverable failure ends the run
@@ -63,23 +63,27 @@ def end_flat_data(ctx: Context) -> None:
     """Drain the run after too many groups without variance in a row."""
     state, batches = ctx.state, ctx.state.settings.filter_batches
     limit = batches * state.settings.groups_per_step
-    if 0 < limit <= state.flat_in_row and state.phase == Phase.RUNNING and not state.draining:
+    if (
+        0 < limit <= state.flat_groups_in_row
+        and state.phase == Phase.RUNNING
+        and not state.draining
+    ):
         _drain_flat(ctx, f"algorithm.filter_groups.max_num_gen_batches = {batches} batches")
 
 
 def _drain_flat(ctx: Context, limit: str) -> None:
     state = ctx.state
     what = (
-        f"no two answers differ in any of the last {state.flat_in_row} groups, {state.flat_right} "
-        f"of them all right, by algorithm.filter_groups.metric = {state.settings.filter_metric} "
-        f"({limit}): give prompts that are neither too easy nor too hard, or set "
-        "algorithm.filter_groups.enable = false"
+        f"no two responses differ in any of the last {state.flat_groups_in_row} groups, "
+        f"{state.flat_correct_in_row} of them all correct, by algorithm.filter_groups.metric = "
+        f"{state.settings.filter_metric} ({limit}): give prompts that are neither too easy nor too "
+        "hard, or set algorithm.filter_groups.enable = false"
     )
     drain_run(ctx, FailureKind.NO_VARIANCE, DATA, what)
 
 
 def _in_time(state: State, event: ev.DrainRequested) -> bool:
-    return is_count(event.answers_ms)
+    return is_count(event.response_timeout_ms)
 
 
 @handles(ev.DrainRequested, valid=_in_time)
@@ -90,7 +94,7 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     then stays as it is. So does a run that is to pause (pausing.py); any other ends."""
     state = ctx.state
     if event.pause and state.settings.keeps_checkpoints:
-        if not pausing.begin_pause(ctx, event.answers_ms):
+        if not pausing.begin_pause(ctx, event.response_timeout_ms):
             ctx.ignore("run-ending")
         return
     repeat = state.draining and not state.pausing
@@ -109,7 +113,7 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
 
 @handles(ev.ModelExported, valid=accept_any)
 def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
-    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.exported else None
+    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.export_version else None
     if ordered is None:
         return ctx.ignore("not-exporting")
     ctx.state.export_path = event.path
@@ -143,7 +147,7 @@ def _is_role_ready(state: State, role: Role) -> bool:
 
 def _plan_starting(ctx: Context) -> bool:
     state = ctx.state
-    if state.newest >= 0:
+    if state.newest_version >= 0:
         if broadcast.can_work(state):
             ctx.clear_timer(keys.START)
         move_run(state, "publish")
@@ -170,7 +174,7 @@ def _plan_running(ctx: Context) -> bool:
         _drop_leftovers(ctx)
     elif not batching.are_steps_done(state) and not _end_data(ctx):
         return False
-    elif state.completed == state.first_step and state.flat_in_row:
+    elif state.steps_completed == state.first_step and state.flat_groups_in_row:
         _drain_flat(ctx, "the data has ended, and nothing was trained")
     move_run(state, "finish")
     ctx.touch_all()
@@ -195,19 +199,19 @@ def _plan_exporting(ctx: Context) -> bool:
     state = ctx.state
     if state.batch is not None or _ensure_publishing(ctx):
         return False
-    if state.exported < 0:
+    if state.export_version < 0:
         trainer = working_trainer(state)
-        if trainer is None or state.newest < publishing.last_made(state):
+        if trainer is None or state.newest_version < publishing.last_made(state):
             return False  # the trainer returns, or the last step's weights are on their way
-        state.exported = state.next_version
+        state.export_version = state.next_version
         state.next_version += 1
         ctx.issue_command(
-            cmd.ExportModel(to=trainer.name, version=state.exported, step=state.newest_step),
+            cmd.ExportModel(to=trainer.name, version=state.export_version, step=state.newest_step),
             key=keys.EXPORT,
             timeout_ms=EXPORT_TIMEOUT_MS,
         )
         return True
-    if state.newest < state.exported:
+    if state.newest_version < state.export_version:
         return False
     if state.num_eval and not state.draining:
         move_run(state, "evaluate")
@@ -230,10 +234,10 @@ def _ensure_publishing(ctx: Context) -> bool:
 
 def _final_evaluation(ctx: Context) -> bool:
     state = ctx.state
-    if state.exported < 0:
-        move_run(state, "export again")
+    if state.export_version < 0:
+        move_run(state, "repeat export")
         return True
-    finished = any(r.final and r.version == state.exported for r in state.evaluations)
+    finished = any(r.final and r.version == state.export_version for r in state.evaluations)
     if not finished and not state.draining:
         _ensure_publishing(ctx)  # the trainer's machine may have lost its copy
         return False
@@ -243,11 +247,11 @@ def _final_evaluation(ctx: Context) -> bool:
 
 def _start_ending(ctx: Context) -> None:
     state = ctx.state
-    if state.failing:
-        state.failed, state.exit_code = state.failing, 1
+    if state.drain_failure:
+        state.failed, state.exit_code = state.drain_failure, 1
     pausing.end_pause(ctx)
     move_run(state, "end")
-    ctx.clear_timer(keys.BATCH_WAIT)
+    ctx.clear_timer(keys.BATCH_TIMEOUT)
     ctx.clear_timer(keys.START)
     if state.batch is not None:  # only in a failed run: a lost trainer's batch is not trained
         ctx.end_command(keys.TRAIN)

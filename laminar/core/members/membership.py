@@ -1,6 +1,6 @@
 """Membership: which processes belong to the run, and which have been fenced out.
 
-Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, NodeHeard
+Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, NodeRecovered
 Writes  state.actors
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
@@ -75,7 +75,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     if event.role == Role.TRAINER:
         broadcast.set_head(ctx)
     elif event.role == Role.ROLLOUT:
-        if state.newest >= 0:
+        if state.newest_version >= 0:
             ctx.clear_timer(keys.START)  # the start waited for nothing else
         ctx.set_timer(keys.progress_timer(event.name), state.settings.engine_start_ms)
     elif event.role == Role.NODE:
@@ -85,10 +85,10 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
 def _create_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
     """Create the actor of a joining process; `known` is the earlier process of its name."""
     if event.start:
-        state.starts[event.name] = event.start
+        state.start_numbers[event.name] = event.start
     elif known is not None:
-        former = *state.former.get(event.name, ()), known.boot_id
-        state.former[event.name] = former[-FORMER_MAX:]
+        former = *state.former_boot_ids.get(event.name, ()), known.boot_id
+        state.former_boot_ids[event.name] = former[-FORMER_MAX:]
     incarnation = state.next_incarnation
     state.next_incarnation += 1
     return Actor(
@@ -133,8 +133,8 @@ def _has_ended(state: State, event: ev.ActorJoined, known: Actor | None) -> bool
 
     Nodes are not numbered; their last boots are remembered instead."""
     if event.start and known is not None and known.node == event.node:
-        return event.start < state.starts.get(event.name, 0)
-    return event.boot_id in state.former.get(event.name, ())
+        return event.start < state.start_numbers.get(event.name, 0)
+    return event.boot_id in state.former_boot_ids.get(event.name, ())
 
 
 def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
@@ -258,8 +258,8 @@ def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
     node.silent = True
 
 
-@handles(ev.NodeHeard, valid=accept_any)
-def on_node_heard(ctx: Context, event: ev.NodeHeard) -> None:
+@handles(ev.NodeRecovered, valid=accept_any)
+def on_node_recovered(ctx: Context, event: ev.NodeRecovered) -> None:
     """Mark a node as heard again: it carries out restarts, and sees processes end."""
     node = ctx.state.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
@@ -359,7 +359,7 @@ def _machine_lost(ctx: Context, node: str, reason: str) -> None:
 def _await_machine(ctx: Context, node: str) -> None:
     """Give the processes of a new node process, which starts them, a time to join."""
     for actor in _actors_of(ctx.state, node):
-        ctx.state.starts.pop(actor.name, None)  # the node numbers them from the start
+        ctx.state.start_numbers.pop(actor.name, None)  # the node numbers them from the start
         if not actor.alive and _is_needed(ctx.state, actor):
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 

@@ -61,7 +61,7 @@ def _stop_run(ctx: Context, exit_code: int) -> None:
     state = ctx.state
     end_pause(ctx)
     state.stopped, state.exit_code = True, exit_code
-    move_run(state, "stop at once")
+    move_run(state, "stop now")
     stop_all_actors(ctx)
 
 
@@ -78,14 +78,14 @@ def stop_all_actors(ctx: Context) -> None:
             )
 
 
-def begin_pause(ctx: Context, answers_ms: int) -> bool:
+def begin_pause(ctx: Context, response_timeout_ms: int) -> bool:
     """Stop giving out new work; return False if the run is already ending or pausing."""
     state = ctx.state
     if state.draining or broadcast.is_run_ending(state):
         return False
     state.draining = state.pausing = True
-    if answers_ms:
-        ctx.set_timer(keys.PAUSE, answers_ms)
+    if response_timeout_ms:
+        ctx.set_timer(keys.PAUSE, response_timeout_ms)
     return True
 
 
@@ -113,7 +113,7 @@ def plan_pause(ctx: Context) -> bool:
         pause_run(ctx)
         return True
     ctx.issue_command(
-        cmd.SaveCheckpoint(to=trainer.name, version=version, step=state.completed),
+        cmd.SaveCheckpoint(to=trainer.name, version=version, step=state.steps_completed),
         key=keys.SAVE,
         timeout_ms=SAVE_TIMEOUT_MS,
     )
@@ -127,14 +127,15 @@ def _would_lose_responses(state: State) -> bool:
     if not state.trained:
         return False
     return any(
-        version not in state.saved for version in indexes_of(state).replicas.list_busy_versions()
+        version not in state.checkpoint_paths
+        for version in indexes_of(state).replicas.list_busy_versions()
     )
 
 
 def _find_unsaved_version(state: State) -> int:
     """Find the version of the last step if no checkpoint has it and the trainer does; else -1."""
-    if not state.trained or state.exported >= 0:
+    if not state.trained or state.export_version >= 0:
         return -1
     version = state.trained[-1].version
-    saved = any(step_of(state, other) == state.completed for other in state.saved)
+    saved = any(step_of(state, other) == state.steps_completed for other in state.checkpoint_paths)
     return -1 if saved or publishing.last_made(state) != version else version

@@ -43,7 +43,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
         progress_ns=ctx.stamped.time_ns,
     )
     if state.settings.repack_policy:
-        replica.packing = RepackState(
+        replica.repack = RepackState(
             max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
         )
     add_replica(state, replica)
@@ -57,7 +57,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
     """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
     if _mark_ready(ctx):
-        relay = broadcast.add_relay(ctx, ctx.state.actors[ctx.stamped.peer], event.bulk)
+        relay = broadcast.add_relay(ctx, ctx.state.actors[ctx.stamped.peer], event.chain_address)
         if relay is master_relay(ctx.state):
             publishing.owe_republish(ctx)
 

@@ -97,7 +97,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 def _train_on(ctx: Context) -> None:
     """Return the run to training; an existing export becomes an ordinary version."""
-    move_run(ctx.state, "go on" if ctx.state.newest >= 0 else "start again")
+    move_run(ctx.state, "resume" if ctx.state.newest_version >= 0 else "restart")
     publishing.forget_export(ctx)
 
 
@@ -105,7 +105,7 @@ def _in_order(state: State, lost: list[Actor]) -> list[str]:
     """Sort lost actors: nodes last, since they take their processes with them; relays by chain.
 
     In chain order no relay is given another as its successor."""
-    place = {name: number for number, name in enumerate(state.chain)}
+    place = {name: number for number, name in enumerate(state.relay_chain)}
     lost.sort(key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
     return [actor.name for actor in lost]
 
@@ -135,4 +135,4 @@ def _set_rejoin_timers(ctx: Context) -> None:
             ctx.clear_timer(keys.rejoin_timer(actor.name))
     for name in list(state.timers):
         if keys.parse_timer(name).kind == TimerKind.RESUME:
-            ctx.set_timer(name, start_ms + state.settings.resume_wait_ms)
+            ctx.set_timer(name, start_ms + state.settings.resume_timeout_ms)

@@ -70,14 +70,14 @@ def _order_release(ctx: Context, planned: PlannedMigration) -> None:
         assert moved, trajectory
         progress = state.progress[trajectory_id]
         progress.source, progress.destination = source.name, destination.name
-        progress.moves += 1
-        source.given[trajectory_id] = None
+        progress.migrations += 1
+        source.outgoing[trajectory_id] = None
         destination.incoming[trajectory_id] = None
         items.append(cmd.PlacedTrajectory(trajectory_id=trajectory_id, placement=placement))
     ctx.issue_command(
         cmd.ReleaseTrajectories(to=source.name, items=tuple(items)),
         key=keys.release_key(source.name),
-        timeout_ms=state.settings.repack_release_ms,
+        timeout_ms=state.settings.repack_release_timeout_ms,
     )
     update_replica(state, source)
     load_changed(state, destination)

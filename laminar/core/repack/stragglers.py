@@ -68,13 +68,13 @@ def find_not_straggler_reason(state: State, replica: Replica) -> str:
 
 def find_engine_reason(state: State, replica: Replica) -> str:
     """Return why its engine rules a replica out; empty: it does not."""
-    packing = replica.packing
-    if packing is None or packing.as_of < packing.asked:
-        return "not-heard"
+    packing = replica.repack
+    if packing is None or packing.known_command_id < packing.last_command_id:
+        return "no-gauges"
     if packing.waiting:
         return "waiting"
     if is_streaming(state, replica.name):
-        return "streams"
+        return "streaming"
     if not replica.load:
         return "empty"
     return "full" if replica.load >= packing.max_batch else ""
@@ -93,7 +93,7 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
 
     The load, which assumes that the replica may take new work, can be cached if it follows from the
     replica and its groups only, and not from the mean of all finished trajectories."""
-    packing = replica.packing
+    packing = replica.repack
     assert packing is not None, replica
     trajectories, progress, lengths = state.trajectories, state.progress, indexes_of(state).lengths
     there = [*replica.running, *replica.incoming]
@@ -144,9 +144,9 @@ def find_not_emptied_reason(state: State, replica: Replica) -> str:
 
 def _find_not_newer_reason(state: State, replica: Replica) -> str:
     """Return why it could not begin with newer weights: the same for a version behind a relay."""
-    if state.newest <= replica.version:
+    if state.newest_version <= replica.version:
         return "no-newer-weights"
-    if state.newest_for(replica) != state.newest:
+    if state.newest_for(replica) != state.newest_version:
         return "weights-not-here"
     evaluation = state.evaluation
     if evaluation is not None and evaluation.queue and evaluation.version == replica.version:
@@ -162,15 +162,15 @@ def _find_work_stays_reason(state: State, replica: Replica) -> str:
 def find_not_migrated_reason(state: State, trajectory: Trajectory) -> str:
     """Return why this trajectory is not migrated; empty: it may be."""
     if state.groups[trajectory.group].purpose != Purpose.TRAIN:
-        return "held-out"
-    if trajectory.waits:
-        return "waited-for"
+        return "evaluation-sample"
+    if trajectory.batch_timeouts:
+        return "batch-waits"
     if trajectory.deaths:
-        return "seen-deaths"
+        return "caused-losses"
     progress = state.progress[trajectory.id]
     if progress.source:
         return "receives"
-    return "moved-often" if progress.moves >= MIGRATIONS_MAX else ""
+    return "migrated-often" if progress.migrations >= MIGRATIONS_MAX else ""
 
 
 def released_max(state: State) -> int:
@@ -191,4 +191,4 @@ def within_bound(state: State) -> int:
     settings = state.settings
     deadline = state.newest_step + settings.max_staleness
     unchosen = sum(state.deadlines.values())
-    return settings.groups_per_step * (deadline - state.chosen + 1) - unchosen
+    return settings.groups_per_step * (deadline - state.batches_chosen + 1) - unchosen

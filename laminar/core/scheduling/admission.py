@@ -1,6 +1,6 @@
 """Admission: whether a replica may start a new group. The staleness bound is one inequality.
 
-Reads   state.deadlines, state.chosen, replica, settings
+Reads   state.deadlines, state.batches_chosen, replica, settings
 Writes  nothing
 
 A group generated with the weights of step k has deadline k + max_staleness: the last batch index
@@ -37,7 +37,7 @@ def bound_allows(state: State, deadline: int) -> bool:
     unchosen = state.deadlines.items()
     deadlines = {d: count for d, count in unchosen if d > deadline}
     deadlines[deadline] = 1 + sum(count for d, count in unchosen if d <= deadline)
-    return bound_holds(deadlines, state.chosen, state.settings.groups_per_step)
+    return bound_holds(deadlines, state.batches_chosen, state.settings.groups_per_step)
 
 
 def groups_wanted(state: State) -> int:
@@ -45,13 +45,13 @@ def groups_wanted(state: State) -> int:
     settings = state.settings
     if settings.total_steps:
         unchosen = sum(state.deadlines.values())
-        return settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
-    return settings.total_epochs * state.num_train - state.cursor + len(state.again)
+        return settings.groups_per_step * (settings.total_steps - state.batches_chosen) - unchosen
+    return settings.total_epochs * state.num_train - state.cursor + len(state.unfinished_prompts)
 
 
 def is_serving(state: State, replica: Replica) -> bool:
     """Return whether a replica is alive, with weights, not loading and not being emptied."""
-    busy = replica.loading or replica.given
+    busy = replica.loading or replica.outgoing
     return replica.version >= 0 and not busy and state.is_actor_alive(replica.name)
 
 
@@ -105,13 +105,13 @@ def find_not_admitted_reason(state: State, replica: Replica) -> str:
     its version as long as the relay of its machine holds nothing newer."""
     if state.phase != Phase.RUNNING or state.draining:
         return "run-ending"
-    if replica.given:
+    if replica.outgoing:
         return "repacked"
     if not is_serving(state, replica):
         return "not-serving"
     if groups_wanted(state) <= 0:
         return "no-data"
-    took_its_share = 0 < state.settings.groups_per_version <= replica.took
+    took_its_share = 0 < state.settings.groups_per_version <= replica.groups_taken
     if took_its_share and state.newest_for(replica) > replica.version:
         return "draining"
     if not bound_allows(state, replica.step + state.settings.max_staleness):

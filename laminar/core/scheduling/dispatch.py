@@ -44,9 +44,9 @@ def permute_rows(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
 
 def next_row(state: State) -> tuple[GroupId, int]:
     """Take the next prompt of the data: its group id and its row index."""
-    if state.again:
-        group_id = next(iter(state.again))
-        return group_id, state.again.pop(group_id)
+    if state.unfinished_prompts:
+        group_id = next(iter(state.unfinished_prompts))
+        return group_id, state.unfinished_prompts.pop(group_id)
     pass_index, position = divmod(state.cursor, state.num_train)
     state.cursor += 1
     seed, shuffle = forks.order_of(state, pass_index)
@@ -59,7 +59,7 @@ def new_group(ctx: Context, replica: Replica) -> None:
     state = ctx.state
     group_id, row = next_row(state)
     deadline = replica.step + state.settings.max_staleness
-    replica.took += 1
+    replica.groups_taken += 1
     create_group(ctx, replica, group_id, row, Purpose.TRAIN, deadline, state.settings.group_size)
     state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
 
@@ -113,8 +113,8 @@ def _place_trajectory(
         trajectory.step = replica.step
     trajectory.version = replica.version
     replica.running[trajectory.id] = trajectory.placement
-    if replica.packing is not None:
-        replica.packing.asked = ctx.next_command_id
+    if replica.repack is not None:
+        replica.repack.last_command_id = ctx.next_command_id
         state.progress.setdefault(trajectory.id, MigrationProgress())
     replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
     ctx.issue_command(
@@ -176,7 +176,7 @@ def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -
     """Place a released trajectory where room is reserved for it, under a new placement."""
     state = ctx.state
     _take_out(ctx, trajectory)
-    moved = transition(trajectory, "hand over")
+    moved = transition(trajectory, "migrate")
     assert moved, trajectory
     del destination.incoming[trajectory.id]
     state.progress[trajectory.id].destination = ""
@@ -198,9 +198,9 @@ def end_move(ctx: Context, trajectory: Trajectory) -> None:
         load_changed(state, destination)
         ctx.touch_replica(destination.name)
     source = state.replicas.get(name)
-    if source is not None and trajectory.id in source.given:
-        del source.given[trajectory.id]
-        if not source.given:
+    if source is not None and trajectory.id in source.outgoing:
+        del source.outgoing[trajectory.id]
+        if not source.outgoing:
             ctx.end_command(keys.release_key(name))
             update_replica(state, source)
             ctx.touch_replica(name)
@@ -234,7 +234,7 @@ def lose_trajectory(ctx: Context, trajectory_id: TrajectoryId) -> None:
         ctx.issue_command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):
-        ctx.set_timer(keys.resume_timer(trajectory_id), state.settings.resume_wait_ms)
+        ctx.set_timer(keys.resume_timer(trajectory_id), state.settings.resume_timeout_ms)
     ctx.touch_all()
 
 
@@ -258,5 +258,5 @@ def await_turn(ctx: Context, trajectory: Trajectory) -> None:
     assert moved, trajectory
     add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):
-        ctx.set_timer(keys.resume_timer(trajectory.id), state.settings.resume_wait_ms)
+        ctx.set_timer(keys.resume_timer(trajectory.id), state.settings.resume_timeout_ms)
     ctx.touch_all()

@@ -43,7 +43,7 @@ def schedule_evaluation(ctx: Context, version: int, step: int, previous_step: in
     freq = settings.test_freq
     regular = freq > 0 and step // freq > max(previous_step, state.first_step) // freq
     last_step = bool(settings.total_steps) and step >= settings.total_steps
-    if version == state.exported or first or (regular and not last_step):
+    if version == state.export_version or first or (regular and not last_step):
         state.evaluation_due = version
 
 
@@ -60,7 +60,7 @@ def _start_if_due(ctx: Context, replica: Replica) -> None:
         index=state.next_evaluation,
         version=replica.version,
         step=replica.step,
-        final=replica.version == state.exported,
+        final=replica.version == state.export_version,
         queue=list(range(total)),
         total=total,
     )
@@ -147,7 +147,7 @@ def may_want(state: State) -> bool:
 
 def _is_in_reach(state: State, version: int) -> bool:
     """Return whether a live replica can load the version from its relay, or from a checkpoint."""
-    if version in state.saved:
+    if version in state.checkpoint_paths:
         return bool(indexes_of(state).replicas.kinds)
     relays = indexes_of(state).held.get(version, {})
     return any(
@@ -157,7 +157,7 @@ def _is_in_reach(state: State, version: int) -> bool:
 
 def _is_gone(state: State, replica: Replica, version: int) -> bool:
     """Return whether no replica can load the version; the newest comes to every machine."""
-    if version == state.newest or _is_in_reach(state, version):
+    if version == state.newest_version or _is_in_reach(state, version):
         return False
     return load_sources.choose_source(state, replica, version).source is None
 
@@ -168,7 +168,7 @@ def _move_on(ctx: Context) -> None:
     The version was evicted before it was pinned, or was lost with a machine. The newest comes to
     every machine."""
     state = ctx.state
-    state.evaluation, state.evaluation_due = None, state.newest
+    state.evaluation, state.evaluation_due = None, state.newest_version
     for group in list(state.groups.values()):
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
             groups.drop_group(ctx, group, DropReason.VERSION_GONE)
@@ -184,7 +184,7 @@ def plan_unserved(ctx: Context) -> None:
     state, evaluation = ctx.state, ctx.state.evaluation
     if not state.settings.in_flight or evaluation is None or not evaluation.queue:
         return
-    if evaluation.version == state.newest or not _may_evaluate(state):
+    if evaluation.version == state.newest_version or not _may_evaluate(state):
         return
     index = indexes_of(state).replicas
     none_is_empty = next(index.iter_empty(index.kinds), None) is None
@@ -224,7 +224,7 @@ def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) ->
     """Record a scored evaluation sample."""
     evaluation = _get_running_evaluation(ctx, group)
     evaluation.correct += event.correct
-    evaluation_scores.count_sample(evaluation.held_out, group.row_index, event)
+    evaluation_scores.count_sample(evaluation.counts, group.row_index, event)
     _one_done(ctx, evaluation)
 
 
@@ -238,7 +238,7 @@ def group_lost(ctx: Context, group: Group) -> None:
 def group_given_up(ctx: Context, group: Group) -> None:
     """Count an evaluation sample that was lost too often as missing."""
     evaluation = _get_running_evaluation(ctx, group)
-    evaluation.held_out.missing += 1
+    evaluation.counts.missing += 1
     _one_done(ctx, evaluation)
 
 
@@ -265,7 +265,7 @@ def _finish_evaluation(ctx: Context, evaluation: Evaluation) -> None:
             total=evaluation.total,
             correct=evaluation.correct,
             figures=evaluation_scores.compute_statistics(
-                evaluation.held_out, state.settings.eval_answers
+                evaluation.counts, state.settings.eval_answers
             ),
         )
     )

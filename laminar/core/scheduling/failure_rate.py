@@ -1,7 +1,7 @@
 """Failure rates of rewards and environments; too many failures end the run.
 
 Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
-        TrajectoryContinues
+        TurnFinished
 Writes  state.rewards, state.failed_calls
 Emits   through failing.drain_run: the run ends gracefully, as failed
 
@@ -57,10 +57,10 @@ def count_reward(ctx: Context, purpose: Purpose, reason: str, detail: str) -> No
 def count_env_call(ctx: Context, failed: str = "") -> None:
     """Count an environment's answer to a turn, or a failure that the policy cannot cause."""
     state = ctx.state
-    if not state.settings.environment:
+    if not state.settings.has_environment:
         return
-    state.failed_calls = (state.failed_calls << 1 | bool(failed)) & ((1 << CALLS) - 1)
-    count = state.failed_calls.bit_count()
+    state.failed_tool_calls = (state.failed_tool_calls << 1 | bool(failed)) & ((1 << CALLS) - 1)
+    count = state.failed_tool_calls.bit_count()
     if not failed or count < FAILED_CALLS_MAX or state.phase != Phase.RUNNING or state.draining:
         return
     what = (

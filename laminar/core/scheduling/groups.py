@@ -1,7 +1,7 @@
 """Groups: their trajectories from generated to rewarded to ended, each exactly once.
 
 Reads   state.groups, state.trajectories, settings
-Writes  statuses, state.ready, state.unscored, state.deadlines, state.flat_in_row, the ledger
+Writes  statuses, state.ready, state.unscored, state.deadlines, state.flat_groups_in_row, the ledger
 Emits   ScoreTrajectories, EndTrajectories, AbortTrajectories
 
 A group closes when every sibling is rewarded or dropped. An end is decided here, then written by
@@ -54,7 +54,7 @@ def score_siblings(ctx: Context, trajectories: list[Trajectory], replica: str) -
     )
     for trajectory in trajectories:
         assign_replica(ctx.state, trajectory, replica)
-        if ctx.state.settings.environment:
+        if ctx.state.settings.has_environment:
             ctx.state.sessions[trajectory.id] = replica
         ctx.state.unscored.pop(trajectory.id, None)
     ctx.issue_command(
@@ -112,11 +112,11 @@ def finish_sibling(ctx: Context, group: Group) -> None:
     elif len(scored) < state.settings.min_scored:
         drop_group(ctx, group, DropReason.TOO_FEW_SCORED)
     elif is_flat(state, scored):
-        state.flat_in_row += 1
-        state.flat_right += all(state.trajectories[m].correct for m in scored)
+        state.flat_groups_in_row += 1
+        state.flat_correct_in_row += all(state.trajectories[m].correct for m in scored)
         drop_group(ctx, group, DropReason.NO_VARIANCE)
     else:
-        state.flat_in_row = state.flat_right = 0
+        state.flat_groups_in_row = state.flat_correct_in_row = 0
         move_group(group, "complete")
         add_ready(state, group)
 
@@ -126,7 +126,7 @@ def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
     metric, found = state.settings.filter_metric, [state.trajectories[m] for m in scored]
     if not metric or len(found) < 2:
         return False
-    values = [t.correct if metric == "acc" else float_of(t.score_bits) for t in found]
+    values = [t.correct if metric == "acc" else float_of(t.reward_bits) for t in found]
     return min(values) == max(values)
 
 
@@ -209,7 +209,7 @@ def _end_trajectories(
         items = tuple(
             cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in running
         )
-        sessions = state.settings.environment
+        sessions = state.settings.has_environment
         ctx.issue_command(cmd.AbortTrajectories(to=name, items=items, sessions=sessions))
 
 
@@ -240,7 +240,7 @@ def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
 
 def release_weights(ctx: Context, trajectory: Trajectory) -> None:
     """Let its replica load newer weights: no next turn of the trajectory needs the present ones."""
-    if ctx.state.settings.environment:
+    if ctx.state.settings.has_environment:
         ctx.touch_replica(trajectory.replica)
 
 
@@ -249,7 +249,7 @@ def send_endings(ctx: Context) -> None:
     if not ctx.endings:
         return
     store = live_actor(ctx.state, Role.STORE)
-    timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_wait_ms
+    timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_full_timeout_ms
     if store_orders.is_store_awaited(ctx.state):  # the timeout starts when the store is ready
         timeout_ms = 0
     for start in range(0, len(ctx.endings), ENDINGS_PER_COMMAND):

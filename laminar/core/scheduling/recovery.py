@@ -1,14 +1,14 @@
 """Recovery: lost work finds a new place; work that waited too long is moved or given up.
 
-Reads   state.lost, state.unscored, timers, replicas
+Reads   state.lost_trajectories, state.unscored, timers, replicas
 Writes  trajectory placements and attempts
 Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
 
 A lost sibling resumes from the store's tokens on a replica of the same version. If none is found
-within resume_wait_ms, it starts over, on any live replica with room at the same or a newer version,
-before any new group there. Restarts mostly hit long responses, and a fresh draw shortens the data,
-so this is the second choice and is counted. In flight it resumes at once on any replica that is at
-least as new.
+within resume_timeout_ms, it starts over, on any live replica with room at the same or a newer
+version, before any new group there. Restarts mostly hit long responses, and a fresh draw shortens
+the data, so this is the second choice and is counted. In flight it resumes at once on any replica
+that is at least as new.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
     trajectory = state.trajectories[trajectory_id]
     held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
     index = indexes_of(state).replicas
-    waits = (held_out or state.settings.environment) and index.filter_kinds(
+    waits = (held_out or state.settings.has_environment) and index.filter_kinds(
         lambda kind: kind.version == trajectory.version and kind.serving
     )
     if waits or _is_fetched(state, trajectory.version):
@@ -141,7 +141,7 @@ def plan_lost(ctx: Context) -> None:
 
 def _next_lost(state: State) -> Trajectory | None:
     """Return the most urgent lost trajectory that can be placed."""
-    if not state.lost:
+    if not state.lost_trajectories:
         return None  # called after every event: mostly nothing is lost
     index, lost = indexes_of(state).replicas, indexes_of(state).lost
     newest = index.newest_able()
@@ -149,7 +149,7 @@ def _next_lost(state: State) -> Trajectory | None:
     for version in lost.list_versions():
         here, newer = bool(index.find_able_kinds(version)), newest > version
         first += lost.anywhere.get(version, [])[:1] if here or newer else []
-        gone = version not in indexes_of(state).held and version not in state.saved
+        gone = version not in indexes_of(state).held and version not in state.checkpoint_paths
         waiting = lost.waiting.get(version, [])
         if here:
             first += waiting[:1]

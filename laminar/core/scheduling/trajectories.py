@@ -1,7 +1,7 @@
 """Trajectories: reports of replicas about their work.
 
 Reads   TrajectoryStarted, TokenProgress, TrajectoryFinished, TrajectoryFailed, TrajectoryRewarded
-Writes  trajectory.status, trajectory.score_bits, state.unscored, replica.tokens_total, the ledger
+Writes  trajectory.status, trajectory.reward_bits, state.unscored, replica.tokens_total, the ledger
 Emits   ScoreTrajectories, and through groups and recovery the consequences of an end
 """
 
@@ -44,7 +44,7 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not transition(trajectory, "started"):
         return ctx.ignore("old-placement")
-    if ctx.state.settings.environment:
+    if ctx.state.settings.has_environment:
         ctx.state.sessions.setdefault(trajectory.id, ctx.stamped.peer)
     progress = ctx.state.progress.get(trajectory.id)
     if progress is not None:
@@ -71,8 +71,8 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
     if event.tokens_total != replica.tokens_total:
         replica.tokens_total = event.tokens_total
         replica.progress_ns = ctx.stamped.time_ns
-    if replica.packing is not None:
-        _record_gauges(replica.packing, event)
+    if replica.repack is not None:
+        _record_gauges(replica.repack, event)
         for trajectory_id, tokens in event.lengths.items():
             if trajectory_id in replica.running:
                 ctx.state.progress[trajectory_id].sampled = tokens
@@ -84,7 +84,7 @@ def _record_gauges(packing: RepackState, event: ev.TokenProgress) -> None:
     packing.kv_capacity = event.kv_capacity_tokens or packing.kv_capacity
     packing.max_batch = event.max_batch or packing.max_batch
     packing.kv_used, packing.waiting = event.kv_used_tokens, event.waiting
-    packing.as_of = event.as_of
+    packing.known_command_id = event.as_of
 
 
 def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
@@ -133,7 +133,7 @@ def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
 
 def _has_finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
     """Return whether the score and all further figures are finite."""
-    finite = 0 <= event.score_bits < 1 << 64 and event.score_bits & _EXPONENT != _EXPONENT
+    finite = 0 <= event.reward_bits < 1 << 64 and event.reward_bits & _EXPONENT != _EXPONENT
     return finite and is_count(event.num_tokens) and all(map(isfinite, event.extras.values()))
 
 
@@ -146,7 +146,7 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not transition(trajectory, "rewarded"):
         return ctx.ignore("old-placement")
-    trajectory.score_bits, trajectory.correct = event.score_bits, event.correct
+    trajectory.reward_bits, trajectory.correct = event.reward_bits, event.correct
     state.unscored.pop(trajectory.id, None)
     groups.end_scoring(ctx, trajectory)
     groups.release_weights(ctx, trajectory)
@@ -158,13 +158,13 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     failure_rate.count_env_call(ctx)
 
 
-def _has_valid_turn(state: State, event: ev.TrajectoryContinues) -> bool:
+def _has_valid_turn(state: State, event: ev.TurnFinished) -> bool:
     """Return whether the turn is possible: only a run with an environment has turns."""
-    return state.settings.environment and is_count(event.turn)
+    return state.settings.has_environment and is_count(event.turn)
 
 
-@handles(ev.TrajectoryContinues, valid=_has_valid_turn)
-def on_trajectory_continues(ctx: Context, event: ev.TrajectoryContinues) -> None:
+@handles(ev.TurnFinished, valid=_has_valid_turn)
+def on_turn_finished(ctx: Context, event: ev.TurnFinished) -> None:
     """Continue with the next turn where its version is served.
 
     An evaluation sample begins again if its version is not served where its environment is."""

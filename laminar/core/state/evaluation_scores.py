@@ -34,8 +34,8 @@ class PromptScores(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The responses to one evaluation prompt so far."""
 
     answers: int = 0  #: scored responses
-    right: int = 0
-    score_bits: int = 0  #: sum of their scores
+    correct: int = 0
+    reward_bits: int = 0  #: sum of their scores
 
 
 class MetricSum(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -66,7 +66,7 @@ class EvaluationStatistics(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncated: int
     tokens: int  #: tokens of scored responses
     share_se_bits: int  #: standard error of the share of correct responses, over prompts
-    score_bits: int  #: mean over responses
+    reward_bits: int  #: mean over responses
     score_se_bits: int
     extras: dict[str, int] = {}  #: bits of the mean over the responses that have it, by name
 
@@ -85,11 +85,11 @@ class EvaluationResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def count_sample(held: EvaluationCounts, row: int, event: ev.TrajectoryRewarded) -> None:
     """Count one scored response."""
-    score = float_of(event.score_bits)
+    score = float_of(event.reward_bits)
     prompt = held.prompts.setdefault(row, PromptScores())
     prompt.answers += 1
-    prompt.right += event.correct
-    prompt.score_bits = add_to_bits(prompt.score_bits, score)
+    prompt.correct += event.correct
+    prompt.reward_bits = add_to_bits(prompt.reward_bits, score)
     held.truncated += event.truncated
     held.tokens += event.num_tokens
     for name, value in event.extras.items():
@@ -103,17 +103,17 @@ def compute_statistics(held: EvaluationCounts, answers_per_prompt: int) -> Evalu
     """Compute the statistics of a finished evaluation."""
     prompts = list(held.prompts.values())
     answered = sum(prompt.answers for prompt in prompts)
-    scores = [float_of(prompt.score_bits) for prompt in prompts]
+    scores = [float_of(prompt.reward_bits) for prompt in prompts]
     return EvaluationStatistics(
         answers_per_prompt=answers_per_prompt,
         answered=answered,
         prompts=len(prompts),
-        passed=sum(prompt.right > 0 for prompt in prompts),
+        passed=sum(prompt.correct > 0 for prompt in prompts),
         missing=held.missing,
         truncated=held.truncated,
         tokens=held.tokens,
-        share_se_bits=bits_of(_standard_error([p.right / p.answers for p in prompts])),
-        score_bits=bits_of(sum_in_order(scores) / answered if answered else 0.0),
+        share_se_bits=bits_of(_standard_error([p.correct / p.answers for p in prompts])),
+        reward_bits=bits_of(sum_in_order(scores) / answered if answered else 0.0),
         score_se_bits=bits_of(
             _standard_error([s / p.answers for s, p in zip(scores, prompts, strict=True)])
         ),
@@ -140,7 +140,7 @@ def describe_evaluation(result: EvaluationResult) -> dict[str, Any]:
     if answered:
         shown |= {
             "passed": found.passed / found.prompts,
-            "score": _to_finite_float(found.score_bits),
+            "score": _to_finite_float(found.reward_bits),
             "mean_length": found.tokens / answered,
             "truncated_share": found.truncated / answered,
             "extras": {name: _to_finite_float(bits) for name, bits in found.extras.items()},

@@ -32,7 +32,7 @@ class FailureKind(StrEnum):
     OVERDUE = "overdue"  #: command that missed its deadline; the process that it was for
     NOT_PUBLISHED = "not-published"  #: new weights that did not arrive in time; the trainer's relay
     EXPORT_DIFFERS = "export-differs"  #: export with other weights; the relay that has it
-    BATCH_DEADLY = "batch-deadly"  #: batch that has ended too many trainers; the last one's name
+    BATCH_FATAL = "batch-fatal"  #: batch that has ended too many trainers; the last one's name
     NO_CHECKPOINT = "no-checkpoint"  #: returning trainer without a checkpoint; its name
     REWARD_FAILS = "reward-fails"  #: more failed responses than reward.max_error_share; `reward`
     NO_SCORES = "no-scores"  #: reward function without any score; `reward`

@@ -1,7 +1,8 @@
 """Forks: a run that begins with a checkpoint of another one and continues with its data.
 
 Reads   the origin in the first CoordinatorStarted, DataLoaded
-Writes  state.origin, state.again, and the counts of steps, versions and prompts in the state
+Writes  state.origin, state.unfinished_prompts, and the state's counts of steps,
+        versions and prompts
 
 A fork counts steps and versions on from its checkpoint. To the trainer that is a checkpoint which
 the log confirms: it is loaded, and is the oldest that a returning trainer can continue from
@@ -21,12 +22,12 @@ from laminar.events import events as ev
 def apply_origin(state: State, origin: ev.ForkOrigin) -> None:
     """Apply the origin of a fork, before any decision."""
     state.origin = origin
-    state.completed = state.chosen = origin.step
+    state.steps_completed = state.batches_chosen = origin.step
     state.next_version = origin.version + 1
     if origin.version != origin.step:
-        state.numbered[origin.version] = origin.step
+        state.version_steps[origin.version] = origin.step
     trained = StepRecord(
-        step_index=origin.step - 1, version=origin.version, rows="", chain=origin.digest
+        step_index=origin.step - 1, version=origin.version, trajectory_ids="", chain=origin.digest
     )
     state.trained.append(trained)
 
@@ -39,7 +40,7 @@ def data_loaded(state: State, event: ev.DataLoaded) -> None:
     same = (event.digest, event.num_train) == (origin.data, origin.num_train)
     if same:
         state.cursor = origin.cursor
-        state.again = {prompt.group: prompt.row_index for prompt in origin.unfinished}
+        state.unfinished_prompts = {prompt.group: prompt.row_index for prompt in origin.unfinished}
     data = origin.data if same else ""
     state.origin = msgspec.structs.replace(origin, unfinished=(), data=data)
 

@@ -2,8 +2,8 @@
 
 Reads   State
 Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, state.timers,
-        state.ready, state.lost, trajectory.replica, trajectory.restart, each together with its
-        index; nothing else in the core changes them
+        state.ready, state.lost_trajectories, trajectory.replica, trajectory.restart, each
+        together with its index; nothing else in the core changes them
 Gives   Indexes (`indexes_of(state)`); `update_replica`, to be called after a change of a
         replica; `live_actor`, `find_trainer`, `working_trainer`, `master_relay`,
         `get_pull_order`, `is_streaming`
@@ -177,7 +177,7 @@ def find_trainer(state: State) -> Actor | None:
 def working_trainer(state: State) -> Actor | None:
     """Return the trainer if it can be given work: ready, and with all steps of the log done."""
     live = live_actor(state, Role.TRAINER)
-    return live if live is not None and live.ready and state.redone < 0 else None
+    return live if live is not None and live.ready and state.steps_repeated < 0 else None
 
 
 def take_left(state: State) -> list[str]:
@@ -220,7 +220,7 @@ def invalidate_gauges(state: State, replica: Replica) -> None:
     """Invalidate cached loads after new gauges of a replica."""
     standings = indexes_of(state).standings
     standings.pop(replica.name, None)
-    for trajectory_id in replica.given:
+    for trajectory_id in replica.outgoing:
         standings.pop(state.progress[trajectory_id].destination, None)
 
 
@@ -256,9 +256,9 @@ def master_relay(state: State) -> Relay | None:
 
     Versions that an absent trainer has published count, too."""
     source = find_trainer(state)
-    if source is None or not state.chain:
+    if source is None or not state.relay_chain:
         return None
-    head = state.relays[state.chain[0]]
+    head = state.relays[state.relay_chain[0]]
     return head if head.node == source.node else None
 
 
@@ -406,22 +406,22 @@ def remove_ready(state: State, group: Group) -> None:
 
 def add_lost(state: State, trajectory: Trajectory) -> None:
     indexes = indexes_of(state)
-    state.lost[trajectory.id] = None
+    state.lost_trajectories[trajectory.id] = None
     indexes.lost.add(state, trajectory)
 
 
 def remove_lost(state: State, trajectory: Trajectory) -> None:
     """Remove lost work that has a place again, or ends; do nothing if it was not lost."""
     lost = indexes_of(state).lost
-    if trajectory.id in state.lost:
-        del state.lost[trajectory.id]
+    if trajectory.id in state.lost_trajectories:
+        del state.lost_trajectories[trajectory.id]
         lost.remove(trajectory)
 
 
 def end_version_wait(state: State, trajectory_id: TrajectoryId) -> None:
     """End the wait of lost work for its version: any newer one will do."""
     lost = indexes_of(state).lost
-    if trajectory_id in state.lost:
+    if trajectory_id in state.lost_trajectories:
         lost.end_version_wait(state.trajectories[trajectory_id])
 
 

@@ -24,7 +24,7 @@ TRAIN = CommandKey("train")
 PROPOSE = CommandKey("propose")
 LOAD = CommandKey("load")
 SAVE = CommandKey("save")
-REDO = CommandKey("redo")
+REPEAT = CommandKey("repeat")
 
 # --- commands about one thing -------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class TimerKind(StrEnum):
 
     START = "start"  #: all actors and the first weights
     WEIGHTS = "weights"  #: publication of the trainer's latest weights
-    BATCH_WAIT = "batch-wait"  #: the group that the next batch needs most
+    BATCH_TIMEOUT = "batch-timeout"  #: the group that the next batch needs most
     REPACK = "repack"  #: the next search for replicas with only stragglers
     RESUME = "resume"  #: a replica with the version of lost work
     PROGRESS = "progress"  #: a replica's progress
@@ -94,7 +94,7 @@ def _make_timer_name(kind: TimerKind, subject: str) -> TimerName:
 
 START = TimerName(TimerKind.START)
 WEIGHTS = TimerName(TimerKind.WEIGHTS)
-BATCH_WAIT = TimerName(TimerKind.BATCH_WAIT)
+BATCH_TIMEOUT = TimerName(TimerKind.BATCH_TIMEOUT)
 REPACK = TimerName(TimerKind.REPACK)
 PAUSE = TimerName(TimerKind.PAUSE)
 

@@ -1,6 +1,6 @@
 """Lost work in the order in which it is placed again.
 
-Reads   state.lost, resume timers, trajectory.restart
+Reads   state.lost_trajectories, resume timers, trajectory.restart
 Gives   LostWork (`indexes_of(state).lost`): by version, the work to place next, and the work that
         still waits for its own version
 
@@ -39,7 +39,7 @@ class LostWork:
         self.resumable: dict[int, dict[TrajectoryId, None]] = {}
         self._entries: dict[TrajectoryId, LostEntry] = {}
         self._count = count()
-        for trajectory_id in state.lost:
+        for trajectory_id in state.lost_trajectories:
             self.add(state, state.trajectories[trajectory_id])
             if keys.resume_timer(trajectory_id) not in state.timers:
                 self.end_version_wait(state.trajectories[trajectory_id])

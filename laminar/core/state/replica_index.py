@@ -78,9 +78,9 @@ class ReplicaIndex:
             replica.step,
             replica.loading,
             relay is not None and relay.newest > replica.version,
-            0 < state.settings.groups_per_version <= replica.took,
+            0 < state.settings.groups_per_version <= replica.groups_taken,
             replica.failed_loads,
-            bool(replica.given),
+            bool(replica.outgoing),
         )
         self._refile_replica(replica.name, (kind, _get_load(replica)))
 

@@ -65,11 +65,11 @@ class RepackState(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_capacity: int = 0  #: tokens
     kv_used: int = 0  #: tokens
     waiting: int = 0  #: trajectories waiting for a slot in the engine
-    as_of: int = 0  #: highest id of a command to generate that these figures cover
-    asked: int = 0  #: id of the last command to generate that it was given
+    known_command_id: int = 0  #: highest id of a command to generate that these figures cover
+    last_command_id: int = 0  #: id of the last command to generate that it was given
     #: released trajectories that have not started elsewhere; until then it takes no work and loads
     #: nothing
-    given: dict[TrajectoryId, None] = {}
+    outgoing: dict[TrajectoryId, None] = {}
     #: trajectories of other replicas for which room is reserved
     incoming: dict[TrajectoryId, None] = {}
 
@@ -79,7 +79,7 @@ class MigrationProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     prompt_tokens: int = 0
     sampled: int = 0  #: tokens as last reported; the ledger counts Trajectory.num_tokens
-    moves: int = 0  #: times that it was released
+    migrations: int = 0  #: times that it was released
     source: str = ""  #: replica that releases it, until it has started elsewhere
     destination: str = ""  #: replica with reserved room; empty: none, or it is gone
 
@@ -93,22 +93,22 @@ class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
     version: int = -1  #: loaded; -1 before the first load
     step: int = -1  #: the step that made the loaded version
     digest: str = ""
-    took: int = 0  #: new groups since the load
+    groups_taken: int = 0  #: new groups since the load
     loading: bool = False
     #: generating here, each with its placement (also in state.trajectories)
     running: dict[TrajectoryId, int] = {}
     tokens_total: int = 0
     progress_ns: int = 0  #: time when it last sampled, loaded or took work
     failed_loads: int = 0
-    packing: RepackState | None = None  #: repack's view; None without repack
+    repack: RepackState | None = None  #: repack's view; None without repack
 
     @property
-    def given(self) -> dict[TrajectoryId, None]:
-        return self.packing.given if self.packing is not None else {}
+    def outgoing(self) -> dict[TrajectoryId, None]:
+        return self.repack.outgoing if self.repack is not None else {}
 
     @property
     def incoming(self) -> dict[TrajectoryId, None]:
-        return self.packing.incoming if self.packing is not None else {}
+        return self.repack.incoming if self.repack is not None else {}
 
     @property
     def load(self) -> int:
@@ -121,7 +121,7 @@ class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: str
     node: str
-    bulk: str  #: host:port for the relay before it
+    chain_address: str  #: host:port for the relay before it
     incarnation: int
     ready_seq: int  #: seq of its ready event
     successor: str = ""  #: relay that it is ordered to feed; empty: none
@@ -129,8 +129,8 @@ class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
     newest: int = -1  #: highest version that it has reported
     newest_digest: str = ""
     arrived: dict[int, int] = {}  #: time_ns of its report, by held version
-    lags: int = 0  #: transfers in a row that its hop held up
-    unlinked: int = 0  #: orders in a row that it missed the deadline of
+    slow_transfers: int = 0  #: transfers in a row that its hop held up
+    failed_links: int = 0  #: orders in a row that it missed the deadline of
 
 
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -146,10 +146,10 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     version: int = 0  #: version that samples it, or did last
     step: int = 0  #: step of the oldest weights which may have sampled parts of it
     num_tokens: int = 0  #: tokens issued in the ledger
-    score_bits: int = -1
+    reward_bits: int = -1
     correct: bool = False
     deaths: int = 0  #: replicas that died while they ran it
-    waits: int = 0  #: times that a batch gave up waiting for it
+    batch_timeouts: int = 0  #: times that a batch gave up waiting for it
     restart: bool = False  #: whether lost work must begin again from the prompt
 
 
@@ -185,7 +185,7 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     step_index: int = msgspec.field(name="step")
     version: int
-    rows: str  #: ids of its trajectories, in order, separated by blanks
+    trajectory_ids: str  #: ids of its trajectories, in order, separated by blanks
     chain: str  #: digest of the ids of all batches up to this one
     digest: str = ""  #: digest of the published version; empty: not published, or not yet
 
@@ -202,7 +202,7 @@ class Evaluation(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempts: dict[int, int] = {}  #: attempts at positions that were lost and run again
     done: int = 0
     correct: int = 0
-    held_out: EvaluationCounts = msgspec.field(default_factory=EvaluationCounts)
+    counts: EvaluationCounts = msgspec.field(default_factory=EvaluationCounts)
 
 
 class RewardErrors(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -240,21 +240,21 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     #: processes by name; role "rollout" has an entry in replicas once it is ready
     actors: dict[str, Actor] = {}
     #: last boot ids of earlier node processes, by node name
-    former: dict[str, tuple[str, ...]] = {}
+    former_boot_ids: dict[str, tuple[str, ...]] = {}
     #: start number of the last member, by name
-    starts: dict[str, int] = {}
+    start_numbers: dict[str, int] = {}
     replicas: dict[str, Replica] = {}
     #: relays that are ready, by name
     relays: dict[str, Relay] = {}
     #: names of relays in the order in which weights pass through them
-    chain: list[str] = []
+    relay_chain: list[str] = []
 
     num_train: int = -1  #: -1 until the store has loaded the data
     num_eval: int = 0
     cursor: int = 0  #: next (pass * num_train + position) to dispatch
     origin: ForkOrigin | None = None  #: origin of a fork (core/state/forks.py)
     #: prompts that the origin of a fork had not ended, row index by group: dispatched first
-    again: dict[GroupId, int] = {}
+    unfinished_prompts: dict[GroupId, int] = {}
 
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
@@ -264,23 +264,23 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     #: unchosen training groups by deadline, for the staleness bound
     deadlines: dict[int, int] = {}
     #: trajectories whose replica is gone, oldest first
-    lost: dict[TrajectoryId, None] = {}
+    lost_trajectories: dict[TrajectoryId, None] = {}
     #: replica that has the environment's session of a trajectory, if known
     sessions: dict[TrajectoryId, str] = {}
     #: generated trajectories that no live replica is scoring
     unscored: dict[TrajectoryId, None] = {}
 
-    chosen: int = 0  #: batches chosen so far = index of the next one
-    completed: int = 0  #: steps completed
+    batches_chosen: int = 0  #: batches chosen so far = index of the next one
+    steps_completed: int = 0  #: steps completed
     batch: Batch | None = None
     #: completed steps since the oldest checkpoint, and the one that made it; empty without
     #: checkpoints
     trained: list[StepRecord] = []
-    redone: int = -1  #: completed steps of a returning trainer so far; -1: all
+    steps_repeated: int = -1  #: completed steps of a returning trainer so far; -1: all
     proposal: list[GroupId] | None = None  #: valid answer of the user's strategy
     proposal_failed: bool = False  #: whether to fall back to the default for this batch
 
-    newest: int = -1  #: highest published version
+    newest_version: int = -1  #: highest published version
     newest_step: int = -1
     newest_digest: str = ""
     #: longest load of a whole version, if twice that exceeds the minimum timeout
@@ -288,23 +288,23 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     version_bytes: int = 0  #: bytes of one version, as of the last load; 0: unknown
     #: ps per byte, as measured last: of hops, by the receiving relay, and of loads
     #: (core/versions/load_sources.py)
-    paces: dict[str, int] = {}
+    ps_per_byte: dict[str, int] = {}
     #: relays that failed to give an older version and have not responded since
     failed_sources: dict[str, None] = {}
-    fastest: int = -1  #: minimum time of a hop for a full version, in ps per byte; -1: unknown
+    fastest_hop: int = -1  #: minimum time of a hop for a full version, in ps per byte; -1: unknown
     next_version: int = 0
     #: offsets between version numbers and steps: first version of each range, with its step
-    numbered: dict[int, int] = {}
-    owed: int = -1  #: version to publish again, skipped or lost with its relay; -1: none
+    version_steps: dict[int, int] = {}
+    owed_version: int = -1  #: version to publish again, skipped or lost with its relay; -1: none
     owed_step: int = -1
-    exported: int = -1  #: version number of the export
+    export_version: int = -1  #: version number of the export
     export_path: str = ""
     #: directories of checkpoints, by version: sources of versions evicted by relays
-    saved: dict[int, str] = {}
+    checkpoint_paths: dict[int, str] = {}
     #: digests of the user's loss and estimator, by setting, as of the first trainer
-    functions: dict[str, str] = {}
+    function_digests: dict[str, str] = {}
     #: versions with unfinished work, ascending, as last sent to relays
-    unfinished: list[int] = []
+    unfinished_versions: list[int] = []
 
     evaluation: Evaluation | None = None
     evaluation_due: int = -1  #: lowest version to be evaluated, -1: none
@@ -312,7 +312,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     next_evaluation: int = 0
 
     draining: bool = False
-    failing: Failure | None = None  #: reason for draining; None: the user asked
+    drain_failure: Failure | None = None  #: reason for draining; None: the user asked
     pausing: bool = False  #: whether it drains, and stops when the last step is saved
     #: stopped or paused: open work stays open until the run is resumed
     stopped: bool = False
@@ -326,9 +326,9 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
     rewards: RewardErrors | None = None  #: counts of scoring; None: nothing was scored yet
     #: last calls of environments, the newest one as the lowest bit: whether it failed
-    failed_calls: int = 0
-    flat_in_row: int = 0  #: groups dropped for no variance since one was kept
-    flat_right: int = 0  #: flat groups whose siblings are all correct
+    failed_tool_calls: int = 0
+    flat_groups_in_row: int = 0  #: groups dropped for no variance since one was kept
+    flat_correct_in_row: int = 0  #: flat groups whose siblings are all correct
     warnings: dict[str, str] = {}  #: warnings about training, text by kind, in order of arrival
     #: migration progress of open trajectories, with repack only
     progress: dict[TrajectoryId, MigrationProgress] = {}
@@ -350,7 +350,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     @property
     def drained_for(self) -> str:
         """Why the run drains, as a sentence; empty: it does not, or the user asked."""
-        return self.failing.sentence if self.failing is not None else ""
+        return self.drain_failure.sentence if self.drain_failure is not None else ""
 
     @property
     def first_version(self) -> int:
@@ -386,7 +386,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
 
     def is_in_reach(self, replica: Replica, version: int) -> bool:
         """Return whether this replica can load exactly this version, from its relay or the disk."""
-        return version in self.saved or version in self.list_held_versions(replica)
+        return version in self.checkpoint_paths or version in self.list_held_versions(replica)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -41,7 +41,7 @@ TRAJECTORY_TRANSITIONS = {
     (RUNNING, "release"): RELEASING,
     (RELEASING, "started"): RELEASING,  # reported before the replica had the release order
     (RELEASING, "finished"): GENERATED,
-    (RELEASING, "hand over"): DISPATCHED,
+    (RELEASING, "migrate"): DISPATCHED,
     (RELEASING, "lose"): LOST,
     (LOST, "dispatch"): DISPATCHED,
     (DISPATCHED, "end"): ENDING,
@@ -95,20 +95,20 @@ RUN = TransitionTable(
         (Phase.STARTING, "publish"): Phase.RUNNING,
         (Phase.RUNNING, "finish"): Phase.EXPORTING,
         (Phase.EXPORTING, "evaluate"): Phase.FINAL_EVALUATION,
-        (Phase.FINAL_EVALUATION, "export again"): Phase.EXPORTING,  # lost, and other bytes
-        (Phase.STARTING, "stop at once"): Phase.STOPPING,  # to be resumed; here only by a pause
-        (Phase.RUNNING, "stop at once"): Phase.STOPPING,
-        (Phase.EXPORTING, "stop at once"): Phase.STOPPING,
-        (Phase.FINAL_EVALUATION, "stop at once"): Phase.STOPPING,
-        (Phase.ENDING, "stop at once"): Phase.STOPPING,
+        (Phase.FINAL_EVALUATION, "repeat export"): Phase.EXPORTING,  # lost, and other bytes
+        (Phase.STARTING, "stop now"): Phase.STOPPING,  # to be resumed; here only by a pause
+        (Phase.RUNNING, "stop now"): Phase.STOPPING,
+        (Phase.EXPORTING, "stop now"): Phase.STOPPING,
+        (Phase.FINAL_EVALUATION, "stop now"): Phase.STOPPING,
+        (Phase.ENDING, "stop now"): Phase.STOPPING,
         # resumed: it was stopped, or has more steps now
-        (Phase.EXPORTING, "go on"): Phase.RUNNING,
-        (Phase.FINAL_EVALUATION, "go on"): Phase.RUNNING,
-        (Phase.ENDING, "go on"): Phase.RUNNING,
-        (Phase.STOPPING, "go on"): Phase.RUNNING,
-        (Phase.ENDED, "go on"): Phase.RUNNING,
-        (Phase.STOPPING, "start again"): Phase.STARTING,  # resumed before the first weights
-        (Phase.ENDED, "start again"): Phase.STARTING,
+        (Phase.EXPORTING, "resume"): Phase.RUNNING,
+        (Phase.FINAL_EVALUATION, "resume"): Phase.RUNNING,
+        (Phase.ENDING, "resume"): Phase.RUNNING,
+        (Phase.STOPPING, "resume"): Phase.RUNNING,
+        (Phase.ENDED, "resume"): Phase.RUNNING,
+        (Phase.STOPPING, "restart"): Phase.STARTING,  # resumed before the first weights
+        (Phase.ENDED, "restart"): Phase.STARTING,
         (Phase.STARTING, "end"): Phase.ENDING,
         (Phase.RUNNING, "end"): Phase.ENDING,
         (Phase.EXPORTING, "end"): Phase.ENDING,
@@ -131,7 +131,7 @@ ACTOR = TransitionTable(
         ("unknown", "join"): "joined",
         ("joined", "ready"): "ready",
         ("joined", "silence"): "silent",
-        ("silent", "hear"): "joined",
+        ("silent", "recover"): "joined",
         ("joined", "lose"): "lost",
         ("ready", "lose"): "lost",
         ("silent", "lose"): "lost",
@@ -152,7 +152,7 @@ VERSION = TransitionTable(
     {
         ("unused", "order"): "ordered",
         ("unused", "load"): "made",  # version 0: the model as it was loaded
-        ("unused", "redo"): "owed",  # a repeated step gave other weights
+        ("unused", "repeat"): "owed",  # a repeated step gave other weights
         ("ordered", "make"): "made",
         ("ordered", "skip"): "owed",
         ("ordered", "publish"): "newest",  # the relay's report comes before the trainer's

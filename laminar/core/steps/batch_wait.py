@@ -24,19 +24,19 @@ WAITS_MAX = 3
 
 
 def handle_batch_timeout(ctx: Context) -> None:
-    """Act on the group that the trainer has idled for during batch_wait_s."""
+    """Act on the group that the trainer has idled for during batch_timeout_s."""
     state = ctx.state
     group = batching.find_awaited_group(state)
     if group is None or not batching.is_trainer_idle(state):
         return ctx.ignore("nothing-awaited")
-    ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
+    ctx.set_timer(keys.BATCH_TIMEOUT, state.settings.batch_timeout_ms)
     if store_orders.is_store_awaited(state):
         return
     late = [t for t in groups.list_members(state, group.id) if t.status in UNFINISHED]
     for trajectory in late:
-        trajectory.waits += 1
-    if any(t.waits >= WAITS_MAX for t in late):
-        return groups.drop_group(ctx, group, DropReason.BATCH_WAIT)
+        trajectory.batch_timeouts += 1
+    if any(t.batch_timeouts >= WAITS_MAX for t in late):
+        return groups.drop_group(ctx, group, DropReason.BATCH_TIMEOUT)
     for trajectory in late:
         _unblock_trajectory(ctx, group, trajectory)
 
@@ -56,7 +56,7 @@ def _unblock_trajectory(ctx: Context, group: Group, trajectory: Trajectory) -> N
         lose_trajectory(ctx, trajectory.id)
         place_lost(ctx, trajectory, elsewhere)
     elif len(groups.scored_members(state, group)) >= state.settings.min_scored:
-        groups.drop_sibling(ctx, trajectory, DropReason.BATCH_WAIT)
+        groups.drop_sibling(ctx, trajectory, DropReason.BATCH_TIMEOUT)
     else:
         if trajectory.status in IN_ENGINE:
             lose_trajectory(ctx, trajectory.id)

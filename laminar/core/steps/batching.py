@@ -1,7 +1,7 @@
 """Batching: finished groups become batches.
 
 Reads   state.ready, state.deadlines, settings
-Writes  state.batch, state.chosen, state.proposal
+Writes  state.batch, state.batches_chosen, state.proposal
 Emits   TrainStep, ProposeBatch
 
 Batches are chosen by (deadline, dispatch order), never by order of completion: that would put short
@@ -42,7 +42,7 @@ def is_trainer_idle(state: State) -> bool:
     """Return whether no command to the trainer is outstanding."""
     if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
         return False
-    return working_trainer(state) is not None and state.newest >= 0
+    return working_trainer(state) is not None and state.newest_version >= 0
 
 
 def choose_batch(ctx: Context) -> bool:
@@ -66,7 +66,7 @@ def choose_batch(ctx: Context) -> bool:
 
 def are_steps_done(state: State) -> bool:
     total = state.settings.total_steps
-    return bool(total) and state.chosen >= total
+    return bool(total) and state.batches_chosen >= total
 
 
 def batch_size(state: State) -> int:
@@ -92,7 +92,7 @@ def by_priority(state: State) -> list[Group]:
     Each part is ordered by deadline."""
 
     def agrees(group: Group) -> bool:
-        bits = [state.trajectories[m].score_bits for m in scored_members(state, group)]
+        bits = [state.trajectories[m].reward_bits for m in scored_members(state, group)]
         return min(bits) == max(bits)
 
     return sorted(by_deadline(state), key=agrees)
@@ -124,7 +124,7 @@ def preserves_bound(state: State, batch: list[Group]) -> bool:
     rest = dict(state.deadlines)
     for group in batch:
         rest[group.deadline] -= 1
-    return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
+    return bound_holds(rest, state.batches_chosen + 1, state.settings.groups_per_step)
 
 
 def _earliest_preserve_bound(state: State, count: int) -> bool:
@@ -136,7 +136,7 @@ def _earliest_preserve_bound(state: State, count: int) -> bool:
         taken = min(count, indexes_of(state).count_ready(deadline))
         rest[deadline] -= taken
         count -= taken
-    return bound_holds(rest, state.chosen + 1, state.settings.groups_per_step)
+    return bound_holds(rest, state.batches_chosen + 1, state.settings.groups_per_step)
 
 
 def _ask_strategy(ctx: Context, count: int) -> None:
@@ -145,7 +145,7 @@ def _ask_strategy(ctx: Context, count: int) -> None:
     candidates = tuple(_make_candidate(ctx.state, group) for group in by_deadline(ctx.state))
     ctx.issue_command(
         cmd.ProposeBatch(
-            to=STRATEGY, step_index=ctx.state.chosen, count=count, candidates=candidates
+            to=STRATEGY, step_index=ctx.state.batches_chosen, count=count, candidates=candidates
         ),
         key=keys.PROPOSE,
         timeout_ms=PROPOSAL_TIMEOUT_MS,
@@ -161,7 +161,7 @@ def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
         step=group.step,
         order=group.order,
         num_tokens=sum(m.num_tokens for m in scored),
-        scores=tuple(float_of(m.score_bits) for m in scored),
+        scores=tuple(float_of(m.reward_bits) for m in scored),
     )
 
 
@@ -169,7 +169,7 @@ def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
 def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
     """Keep a usable answer; otherwise fall back to the default and count it."""
     state, groups = ctx.state, event.groups
-    if event.step_index != state.chosen or ctx.end_command(keys.PROPOSE) is None:
+    if event.step_index != state.batches_chosen or ctx.end_command(keys.PROPOSE) is None:
         return ctx.ignore("late")
     distinct = list(dict.fromkeys(groups))
     if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
@@ -181,7 +181,7 @@ def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
 
 def _train_groups(ctx: Context, groups: list[Group]) -> None:
     state = ctx.state
-    step = state.chosen
+    step = state.batches_chosen
     shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
     for group in shuffled:
         move_group(group, "choose")
@@ -189,9 +189,9 @@ def _train_groups(ctx: Context, groups: list[Group]) -> None:
         remove_unchosen(state, group)
     version = versions.new_version(state, step + 1)
     state.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
-    state.chosen += 1
+    state.batches_chosen += 1
     state.proposal, state.proposal_failed = None, False
-    ctx.clear_timer(keys.BATCH_WAIT)
+    ctx.clear_timer(keys.BATCH_TIMEOUT)
     order_batch(ctx, state.batch)
     ctx.touch_all()
 
@@ -257,7 +257,7 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]
         drop_scored(ctx, group, [m for m in scored if m in untrained], DropReason.MISMATCH)
         end_group(ctx, group, EndKind.TRAINED, DropReason.NONE, batch.step_index)
     state.batch = None
-    state.completed += 1
+    state.steps_completed += 1
 
 
 # --- waiting ----------------------------------------------------------------------------------
@@ -275,5 +275,5 @@ def _wait_for_batch(ctx: Context) -> None:
     state = ctx.state
     if publishing.is_republish_due(state):
         return publishing.order_republish(ctx)
-    if keys.BATCH_WAIT not in state.timers:
-        ctx.set_timer(keys.BATCH_WAIT, state.settings.batch_wait_ms)
+    if keys.BATCH_TIMEOUT not in state.timers:
+        ctx.set_timer(keys.BATCH_TIMEOUT, state.settings.batch_timeout_ms)

@@ -1,8 +1,9 @@
 """Step replay: a lost trainer returns, and repeats the steps that its checkpoint lacks.
 
-Reads   TrainerReady, CheckpointLoaded, StepRedone; losses of the trainer
-Writes  state.functions, state.redone, state.numbered, batch.deaths, batch.version, state.owed
-Emits   LoadCheckpoint, RedoStep, and TrainStep for the interrupted batch
+Reads   TrainerReady, CheckpointLoaded, StepRepeated; losses of the trainer
+Writes  state.function_digests, state.steps_repeated, state.version_steps, batch.deaths,
+        batch.version, state.owed_version
+Emits   LoadCheckpoint, RepeatStep, and TrainStep for the interrupted batch
 
 The log decides which steps were trained, and a checkpoint counts only if the log has its step,
 under its version, with the same trajectories: one that is ahead of the log is not loaded, and the
@@ -58,9 +59,9 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
     state = ctx.state
     if broadcast.is_run_ending(state):
         return  # the trainer is no longer needed
-    state.redone = -1
+    state.steps_repeated = -1
     ctx.clear_timer(keys.WEIGHTS)
-    ctx.clear_timer(keys.BATCH_WAIT)
+    ctx.clear_timer(keys.BATCH_TIMEOUT)
     if keys.EXPORT in state.commands:  # the export is repeated under another number
         publishing.repeat_export(ctx)
     batch = state.batch
@@ -68,7 +69,7 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
             deadly = _describe_fatal_batch(batch, name, reason)
-            fail_run(ctx, FailureKind.BATCH_DEADLY, name, deadly)
+            fail_run(ctx, FailureKind.BATCH_FATAL, name, deadly)
             return
     ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
@@ -97,25 +98,27 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         return ctx.ignore("repeat")
     actor.ready = True
     ctx.clear_timer(keys.rejoin_timer(name))
-    begins, functions = state.newest < 0, {f.setting: f.digest for f in event.functions}
+    begins, functions = state.newest_version < 0, {f.setting: f.digest for f in event.functions}
     if begins:
-        state.functions = functions
+        state.function_digests = functions
     told = state.origin is not None if begins else may_be_lost(state, name)
     if live_actor(state, Role.TRAINER) is not actor or not told:
         return
-    other = other_function(state.functions, functions)
+    other = other_function(state.function_digests, functions)
     if other and not broadcast.is_run_ending(state):
         fail_run(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
-    known, state.saved = state.saved, {c.version: c.path for c in confirmed}
-    if state.saved.keys() - known.keys():  # checkpoints whose lost work can be loaded for now
+    known, state.checkpoint_paths = state.checkpoint_paths, {c.version: c.path for c in confirmed}
+    if (
+        state.checkpoint_paths.keys() - known.keys()
+    ):  # checkpoints whose lost work can be loaded for now
         ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_start_over(state):
         fail_run(ctx, FailureKind.NO_CHECKPOINT, name)
         return
-    state.redone = newest.step if newest is not None else 0
+    state.steps_repeated = newest.step if newest is not None else 0
     versions.trim_trained_steps(state)
     if newest is not None:
         ctx.issue_command(
@@ -124,7 +127,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
                 version=newest.version,
                 step=newest.step,
                 path=newest.path,
-                kept=tuple(state.saved),
+                kept=tuple(state.checkpoint_paths),
             ),
             key=keys.LOAD,
             timeout_ms=LOAD_TIMEOUT_MS,
@@ -168,17 +171,17 @@ def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
     ctx.end_command(keys.LOAD)
 
 
-@handles(ev.StepRedone, valid=accept_any)
-def on_step_redone(ctx: Context, event: ev.StepRedone) -> None:
+@handles(ev.StepRepeated, valid=accept_any)
+def on_step_repeated(ctx: Context, event: ev.StepRepeated) -> None:
     """Record a repeated step; training continues from its weights, even if they differ.
 
     Rounding may have made other weights of it."""
     state = ctx.state
-    if keys.REDO not in state.commands or event.step_index != state.redone:
-        return ctx.ignore("not-redoing")
-    ctx.end_command(keys.REDO)
-    trained = _get_trained_step(state, state.redone)
-    state.redone += 1
+    if keys.REPEAT not in state.commands or event.step_index != state.steps_repeated:
+        return ctx.ignore("not-repeating")
+    ctx.end_command(keys.REPEAT)
+    trained = _get_trained_step(state, state.steps_repeated)
+    state.steps_repeated += 1
     if trained.digest:
         trained.digest = event.digest
 
@@ -193,23 +196,23 @@ def _get_trained_step(state: State, step_index: int) -> StepRecord:
 def plan_step_repeat(ctx: Context) -> bool:
     """Order a returning trainer to repeat steps of the log; return whether the state changed."""
     state = ctx.state
-    if state.redone < 0 or keys.LOAD in state.commands or keys.REDO in state.commands:
+    if state.steps_repeated < 0 or keys.LOAD in state.commands or keys.REPEAT in state.commands:
         return False
     if broadcast.is_run_ending(state):
         return False
     trainer = live_actor(state, Role.TRAINER)
     assert trainer is not None, "what a lost trainer has done again is forgotten with it"
-    if state.redone < state.completed:
-        trained = _get_trained_step(state, state.redone)
+    if state.steps_repeated < state.steps_completed:
+        trained = _get_trained_step(state, state.steps_repeated)
         ctx.issue_command(
-            cmd.RedoStep(
+            cmd.RepeatStep(
                 to=trainer.name,
                 step_index=trained.step_index,
                 version=trained.version,
-                trajectories=tuple(map(ids.TrajectoryId, trained.rows.split(" "))),
+                trajectories=tuple(map(ids.TrajectoryId, trained.trajectory_ids.split(" "))),
                 digest=trained.digest,
             ),
-            key=keys.REDO,
+            key=keys.REPEAT,
             timeout_ms=batching.TRAIN_TIMEOUT_MS,
         )
     else:
@@ -220,12 +223,15 @@ def plan_step_repeat(ctx: Context) -> bool:
 def _resume_training(ctx: Context) -> None:
     """Continue training: the trainer has all steps of the log."""
     state = ctx.state
-    state.redone = -1
+    state.steps_repeated = -1
     if state.batch is not None:
         state.batch.version = versions.new_version(state, state.batch.step_index + 1)
         batching.order_batch(ctx, state.batch)
-    elif state.exported < 0 and publishing.has_other_bytes(state):
-        state.owed, state.owed_step = versions.new_version(state, state.completed), state.completed
+    elif state.export_version < 0 and publishing.has_other_bytes(state):
+        state.owed_version, state.owed_step = (
+            versions.new_version(state, state.steps_completed),
+            state.steps_completed,
+        )
     else:
-        state.owed = state.owed_step = -1
+        state.owed_version = state.owed_step = -1
         publishing.owe_republish(ctx)

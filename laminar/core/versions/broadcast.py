@@ -1,7 +1,7 @@
 """Broadcast: the chain of relays in which weights pass from machine to machine.
 
-Reads   RelayReady, WeightsReceived, RelayLinked, TransferTrouble; losses of relays
-Writes  state.relays, state.chain, relay.held, relay.successor
+Reads   RelayReady, WeightsReceived, RelayLinked, TransferProblem; losses of relays
+Writes  state.relays, state.relay_chain, relay.held, relay.successor
 Emits   ForwardWeights, PinVersion, RestartActor
 
 The relay of the trainer's machine is the head, since every version begins there. The others follow
@@ -52,23 +52,23 @@ LAGS_MAX = 3
 # --- the chain --------------------------------------------------------------------------------
 
 
-def add_relay(ctx: Context, actor: Actor, bulk: str) -> Relay:
+def add_relay(ctx: Context, actor: Actor, chain_address: str) -> Relay:
     """Add a ready relay to the chain, where it is fed."""
     state = ctx.state
     relay = Relay(
         name=actor.name,
         node=actor.node,
-        bulk=bulk,
+        chain_address=chain_address,
         incarnation=actor.incarnation,
         ready_seq=ctx.stamped.seq,
     )
     state.relays[relay.name] = relay
     _heard_of(ctx, relay)
-    state.chain.append(relay.name)
+    state.relay_chain.append(relay.name)
     ctx.clear_timer(keys.rejoin_timer(relay.name))
     set_head(ctx)
     await_newest(ctx, relay)
-    if state.evaluation is not None or state.unfinished:
+    if state.evaluation is not None or state.unfinished_versions:
         pinning.send_pin(ctx, relay.name)
     return relay
 
@@ -82,7 +82,7 @@ def handle_relay_lost(ctx: Context, name: str) -> None:
             ctx.end_command(keys.PUBLISH)
             ctx.clear_timer(keys.WEIGHTS)
         indexes.remove_relay(state, relay)
-        state.chain.remove(name)
+        state.relay_chain.remove(name)
         ctx.clear_timer(keys.receive_timer(name))
         relink_chain(ctx)
         touch_replicas(ctx, relay)  # nothing newer waits now: they may admit again
@@ -100,7 +100,7 @@ def set_head(ctx: Context) -> None:
     state = ctx.state
     trainer = indexes.find_trainer(state)
     if trainer is not None:
-        state.chain.sort(key=lambda name: state.relays[name].node != trainer.node)
+        state.relay_chain.sort(key=lambda name: state.relays[name].node != trainer.node)
     relink_chain(ctx)
 
 
@@ -109,14 +109,14 @@ def relink_chain(ctx: Context) -> None:
     state = ctx.state
     if is_run_ending(state):
         return
-    for name, following in zip(state.chain, [*state.chain[1:], ""], strict=False):
+    for name, following in zip(state.relay_chain, [*state.relay_chain[1:], ""], strict=False):
         relay = state.relays[name]
         if relay.successor != following:
             relay.successor = following
             successor = state.relays.get(following)
             _order_forward(ctx, relay, successor)
             if successor is not None:
-                successor.lags = 0  # a new hop, perhaps a quick one
+                successor.slow_transfers = 0  # a new hop, perhaps a quick one
 
 
 def _order_forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
@@ -124,7 +124,7 @@ def _order_forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
         cmd.ForwardWeights(
             to=relay.name,
             successor=successor.name if successor else "",
-            address=successor.bulk if successor else "",
+            address=successor.chain_address if successor else "",
             incarnation=successor.incarnation if successor else 0,
         ),
         key=keys.forward_key(relay.name),
@@ -140,7 +140,7 @@ def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
     if outstanding is None or outstanding.command_id != event.command_id:
         return ctx.ignore("repeat")
     ctx.end_command(key)
-    ctx.state.relays[ctx.stamped.peer].unlinked = 0
+    ctx.state.relays[ctx.stamped.peer].failed_links = 0
 
 
 def link_expired(ctx: Context, name: str, successor: str) -> None:
@@ -149,8 +149,8 @@ def link_expired(ctx: Context, name: str, successor: str) -> None:
     A relay that fails with one successor after the other is restarted itself."""
     relay = ctx.state.relays[name]
     ctx.end_command(keys.forward_key(name))
-    relay.unlinked += 1
-    at_fault = successor if successor and relay.unlinked < UNLINKED_MAX else name
+    relay.failed_links += 1
+    at_fault = successor if successor and relay.failed_links < UNLINKED_MAX else name
     ctx.restart_actor(at_fault, f"{name} could not be connected to {successor or 'nobody'} in time")
 
 
@@ -193,7 +193,7 @@ def record_held_versions(
 
     A relay with other bytes under the number of the newest version is restarted."""
     state = ctx.state
-    if version == state.newest and digest != state.newest_digest:
+    if version == state.newest_version and digest != state.newest_digest:
         return restart_for_other_bytes(ctx, relay, digest)
     _heard_of(ctx, relay)
     changed = indexes.set_held(state, relay, list(held))
@@ -217,7 +217,7 @@ def _heard_of(ctx: Context, relay: Relay) -> None:
 
 def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:
     """Restart a relay with other bytes; return False if that was ordered already."""
-    newest, published = ctx.state.newest, ctx.state.newest_digest
+    newest, published = ctx.state.newest_version, ctx.state.newest_digest
     reason = f"its version {newest} has digest {digest}, but {published} was published"
     return ctx.restart_actor(relay.name, reason)
 
@@ -232,7 +232,7 @@ def await_newest(ctx: Context, relay: Relay) -> None:
     """Set a time in which a relay must have the newest published version."""
     state, timer = ctx.state, keys.receive_timer(relay.name)
     if (
-        relay.newest < state.newest
+        relay.newest < state.newest_version
         and relay is not master_relay(state)
         and timer not in state.timers
     ):
@@ -246,19 +246,21 @@ def receive_expired(ctx: Context, name: str) -> None:
     machine has to get its relay back first."""
     state = ctx.state
     relay = state.relays[name]
-    position = state.chain.index(name)
-    before = state.relays[state.chain[position - 1]] if position else None
-    if before is not None and before.newest >= state.newest:
-        ctx.restart_actor(name, f"version {state.newest} has not come from {before.name} in time")
+    position = state.relay_chain.index(name)
+    before = state.relays[state.relay_chain[position - 1]] if position else None
+    if before is not None and before.newest >= state.newest_version:
+        ctx.restart_actor(
+            name, f"version {state.newest_version} has not come from {before.name} in time"
+        )
     await_newest(ctx, relay)
 
 
-def _has_valid_measurements(state: State, event: ev.TransferTrouble) -> bool:
+def _has_valid_measurements(state: State, event: ev.TransferProblem) -> bool:
     return all(map(is_count, (event.num_bytes, event.duration_ms, event.left_bytes)))
 
 
-@handles(ev.TransferTrouble, valid=_has_valid_measurements)
-def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
+@handles(ev.TransferProblem, valid=_has_valid_measurements)
+def on_transfer_problem(ctx: Context, event: ev.TransferProblem) -> None:
     """Record trouble that the relays have handled, for those who inspect these machines.
 
     The timeout of a version restarts whenever bytes of it are reported."""
@@ -278,7 +280,7 @@ def on_transfer_trouble(ctx: Context, event: ev.TransferTrouble) -> None:
                 ctx.set_timer(keys.deadline_timer(keys.pull_key(replica)), RECEIVE_TIMEOUT_MS)
 
 
-def _older_comes(ctx: Context, event: ev.TransferTrouble) -> None:
+def _older_comes(ctx: Context, event: ev.TransferProblem) -> None:
     """Restart the timeout of fetched versions whenever bytes of them are reported."""
     for command in load_sources.list_fetches(ctx.state) if event.num_bytes else ():
         here = ctx.state.replicas[command.to].relay == ctx.stamped.peer
@@ -296,21 +298,21 @@ def _judge_speed(ctx: Context, relay: Relay, event: ev.WeightsReceived) -> None:
     predecessor may have received newer versions. The first hop follows only the trainer, which
     receives nothing: a full version is compared with the fastest hop of the run instead."""
     state = ctx.state
-    position = state.chain.index(relay.name)
-    before = state.relays[state.chain[position - 1]] if position else None
+    position = state.relay_chain.index(relay.name)
+    before = state.relays[state.relay_chain[position - 1]] if position else None
     if before is None or event.version not in before.arrived:
         return
     if before is not master_relay(state):
         lag_ms = (ctx.stamped.time_ns - before.arrived[event.version]) // 1_000_000
-    elif event.kind == "full" and state.fastest >= 0:
-        lag_ms = event.duration_ms - state.fastest * event.num_bytes // 1_000_000_000
+    elif event.kind == "full" and state.fastest_hop >= 0:
+        lag_ms = event.duration_ms - state.fastest_hop * event.num_bytes // 1_000_000_000
     else:
         lag_ms = 0
     if event.kind == "full" and event.num_bytes:
         pace = event.duration_ms * 1_000_000_000 // event.num_bytes
-        state.fastest = pace if state.fastest < 0 else min(pace, state.fastest)
+        state.fastest_hop = pace if state.fastest_hop < 0 else min(pace, state.fastest_hop)
     slow = lag_ms > LAG_MS and lag_ms * LAG_SHARE > event.duration_ms
-    relay.lags = relay.lags + 1 if slow else 0
+    relay.slow_transfers = relay.slow_transfers + 1 if slow else 0
 
 
 def _move_slow(ctx: Context) -> None:
@@ -320,11 +322,11 @@ def _move_slow(ctx: Context) -> None:
     up all behind it for the rest of the run, and one that gets another predecessor continues with
     the chunks it has."""
     state = ctx.state
-    chain = [state.relays[name] for name in state.chain]
-    slow = next((relay for relay in chain[:-1] if relay.lags >= LAGS_MAX), None)
+    chain = [state.relays[name] for name in state.relay_chain]
+    slow = next((relay for relay in chain[:-1] if relay.slow_transfers >= LAGS_MAX), None)
     if slow is not None:
-        state.chain.remove(slow.name)
-        state.chain.append(slow.name)
+        state.relay_chain.remove(slow.name)
+        state.relay_chain.append(slow.name)
         relink_chain(ctx)
 
 

@@ -1,7 +1,7 @@
 """Sources of an exact version: the replica loads the copy that arrives first.
 
-Reads   state.relays, state.saved, outstanding loads
-Writes  state.version_bytes, state.paces, state.failed_sources
+Reads   state.relays, state.checkpoint_paths, outstanding loads
+Writes  state.version_bytes, state.ps_per_byte, state.failed_sources
 Gives   SourceTier, LoadSource, SourceChoice; estimate_ms, choose_nearest; list_sources and
         choose_source, the copies that a replica can load; list_fetches
 
@@ -13,7 +13,7 @@ All times are whole ms, since a log replays to them.
 
 An engine that has these bytes already loads nothing, which it sees by their digest. Sampling again
 is not a source: the state does not know how many tokens a lost response had, and a fresh draw in
-place of a long response makes the data shorter. It happens when recovery.resume_wait_ms is over
+place of a long response makes the data shorter. It happens when recovery.resume_timeout_ms is over
 (core/scheduling/recovery.py).
 """
 
@@ -36,7 +36,7 @@ UNKNOWN = -1
 """A rate or a time that is not measured."""
 HOLDERS_MAX = 4
 LOAD, DISK = "load", "disk"
-"""Keys of state.paces: loads from the replica's own relay, and from a checkpoint."""
+"""Keys of state.ps_per_byte: loads from the replica's own relay, and from a checkpoint."""
 
 
 class SourceTier(IntEnum):
@@ -106,21 +106,25 @@ def list_sources(state: State, replica: Replica, version: int) -> list[LoadSourc
 
     Another machine's relay is listed only if the size of a version is known and the own relay has a
     newer one: else the chain is about to bring it."""
-    relay, load = state.relays.get(replica.relay), state.paces.get(LOAD, UNKNOWN)
+    relay, load = state.relays.get(replica.relay), state.ps_per_byte.get(LOAD, UNKNOWN)
     if relay is not None and version in relay.held:
         return [LoadSource(SourceTier.OWN, relay.name, load)]
     found = []
     if relay is not None and state.version_bytes and relay.newest > version:
         waiting = _count_waiting_bytes(state, replica)
-        hop = state.paces.get(relay.name, UNKNOWN)
+        hop = state.ps_per_byte.get(relay.name, UNKNOWN)
         pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN  # over a hop, then into the engine
         found = [
             LoadSource(SourceTier.PEER, name, pace, waiting.get(name, 0))
             for name in holders(state, version)
         ]
-    if version in state.saved:
+    if version in state.checkpoint_paths:
         found.append(
-            LoadSource(SourceTier.DISK, state.saved[version], state.paces.get(DISK, UNKNOWN))
+            LoadSource(
+                SourceTier.DISK,
+                state.checkpoint_paths[version],
+                state.ps_per_byte.get(DISK, UNKNOWN),
+            )
         )
     return found
 
@@ -157,10 +161,10 @@ def record_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms:
     if not is_plain_load(command) or num_bytes <= 0:
         return
     state.version_bytes = num_bytes
-    state.paces[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes
+    state.ps_per_byte[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes
 
 
 def record_hop(state: State, relay: str, num_bytes: int, took_ms: int) -> None:
     """Record the rate at which a relay has received a full version."""
     if state.version_bytes and num_bytes > 0:
-        state.paces[relay] = took_ms * PS_PER_MS // num_bytes
+        state.ps_per_byte[relay] = took_ms * PS_PER_MS // num_bytes

@@ -1,7 +1,7 @@
 """Pinning: versions that relays keep for an evaluation, or evict last.
 
 Reads   state.evaluation, replicas that run something, lost work
-Writes  state.unfinished
+Writes  state.unfinished_versions
 Emits   PinVersion
 
 A version with unfinished work is needed again when a replica that has it is lost. Relays are
@@ -22,9 +22,9 @@ def send_pins(ctx: Context) -> None:
 
     The newest version is kept anyway."""
     state = ctx.state
-    unfinished = sorted(v for v in _find_unfinished_versions(state) if v < state.newest)
-    if unfinished != state.unfinished:
-        state.unfinished = unfinished
+    unfinished = sorted(v for v in _find_unfinished_versions(state) if v < state.newest_version)
+    if unfinished != state.unfinished_versions:
+        state.unfinished_versions = unfinished
         for name in state.relays:
             send_pin(ctx, name)
 
@@ -33,7 +33,9 @@ def send_pin(ctx: Context, relay: str) -> None:
     """Send a relay the versions that it must keep."""
     state = ctx.state
     pinned = state.evaluation.version if state.evaluation is not None else -1
-    ctx.issue_command(cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished)))
+    ctx.issue_command(
+        cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished_versions))
+    )
 
 
 def _find_unfinished_versions(state: State) -> set[int]:

@@ -1,7 +1,7 @@
 """Publishing: the versions that the trainer has made, and those it must publish again.
 
-Reads   PublishSkipped, state.batch, state.exported, state.newest, state.trained
-Writes  state.owed, state.exported, the timer "weights"
+Reads   PublishSkipped, state.batch, state.export_version, state.newest_version, state.trained
+Writes  state.owed_version, state.export_version, the timer "weights"
 Emits   PublishWeights (again)
 
 A version must be published again ("is owed") when the trainer skipped it because no slot was free,
@@ -36,8 +36,10 @@ def last_made(state: State) -> int:
     if state.batch is not None:
         version = state.batch.version - 1
     else:
-        version = (state.exported if keys.EXPORT in state.commands else state.next_version) - 1
-    while state.settings.keeps_checkpoints and step_of(state, version) > state.completed:
+        version = (
+            state.export_version if keys.EXPORT in state.commands else state.next_version
+        ) - 1
+    while state.settings.keeps_checkpoints and step_of(state, version) > state.steps_completed:
         version -= 1
     return version
 
@@ -47,7 +49,7 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 
     They are owed if the relay's process that received them is gone."""
     state = ctx.state
-    if state.owed >= version or _is_at_relay(state, version):
+    if state.owed_version >= version or _is_at_relay(state, version):
         return
     master = master_relay(state)
     if master is None or master.ready_seq > ordered_seq:
@@ -59,12 +61,16 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 def owe_republish(ctx: Context) -> None:
     """Publish the trainer's weights again, which the relay of its machine lacks."""
     state, made = ctx.state, last_made(ctx.state)
-    if state.newest < 0 or _is_at_relay(state, made):
+    if state.newest_version < 0 or _is_at_relay(state, made):
         return
-    if made == state.exported and working_trainer(state) is not None and has_other_bytes(state):
+    if (
+        made == state.export_version
+        and working_trainer(state) is not None
+        and has_other_bytes(state)
+    ):
         repeat_export(ctx)
-        made = new_version(state, state.completed)
-    state.owed, state.owed_step = made, state.completed
+        made = new_version(state, state.steps_completed)
+    state.owed_version, state.owed_step = made, state.steps_completed
     ctx.end_command(keys.PUBLISH)
     ctx.clear_timer(keys.WEIGHTS)
 
@@ -74,19 +80,19 @@ def _is_at_relay(state: State, version: int) -> bool:
 
     A relay that reports a version which was never published does not end the wait for it."""
     master = master_relay(state)
-    return master is not None and min(master.newest, state.newest) >= version
+    return master is not None and min(master.newest, state.newest_version) >= version
 
 
 def has_other_bytes(state: State) -> bool:
     """Return whether the trainer has other weights than those published of the last step."""
-    if not state.trained or state.newest_step != state.completed:
+    if not state.trained or state.newest_step != state.steps_completed:
         return False
     return state.trained[-1].digest not in ("", state.newest_digest)
 
 
 def repeat_export(ctx: Context) -> None:
     """Re-export after the retrained weights are published; cancel the old export's evaluation."""
-    if ctx.state.evaluation_due == ctx.state.exported:
+    if ctx.state.evaluation_due == ctx.state.export_version:
         ctx.state.evaluation_due = -1
     forget_export(ctx)
 
@@ -94,10 +100,10 @@ def repeat_export(ctx: Context) -> None:
 def forget_export(ctx: Context) -> None:
     """Make the export, done or ordered, an ordinary version."""
     state = ctx.state
-    if state.exported >= 0:
+    if state.export_version >= 0:
         ctx.end_command(keys.EXPORT)
-        state.numbered[state.exported] = state.completed
-        state.exported = -1
+        state.version_steps[state.export_version] = state.steps_completed
+        state.export_version = -1
     if state.evaluation is not None:
         state.evaluation.final = False
 
@@ -106,26 +112,26 @@ def forget_export(ctx: Context) -> None:
 def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
     """Record a skipped version as owed, unless a later one is."""
     state = ctx.state
-    if event.version <= state.newest or event.version <= state.owed:
+    if event.version <= state.newest_version or event.version <= state.owed_version:
         return ctx.ignore("repeat")
-    state.owed, state.owed_step = event.version, event.step
+    state.owed_version, state.owed_step = event.version, event.step
     ctx.clear_timer(keys.WEIGHTS)
 
 
 def end_republish(ctx: Context, version: int) -> bool:
     """End the order to publish for a published version, unless a later version is owed."""
     state = ctx.state
-    settled = 0 <= state.owed <= version
+    settled = 0 <= state.owed_version <= version
     if settled:
-        state.owed = state.owed_step = -1
-    return (state.owed < 0 and ctx.end_command(keys.PUBLISH) is not None) or settled
+        state.owed_version = state.owed_step = -1
+    return (state.owed_version < 0 and ctx.end_command(keys.PUBLISH) is not None) or settled
 
 
 def is_republish_due(state: State) -> bool:
     """Return whether a version must be published now.
 
     No later version is on its way, and there is a relay and a trainer that has the version."""
-    if state.owed < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
+    if state.owed_version < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
         return False
     return master_relay(state) is not None
 
@@ -134,7 +140,9 @@ def order_republish(ctx: Context) -> None:
     trainer = working_trainer(ctx.state)
     assert trainer is not None
     ctx.issue_command(
-        cmd.PublishWeights(to=trainer.name, version=ctx.state.owed, step=ctx.state.owed_step),
+        cmd.PublishWeights(
+            to=trainer.name, version=ctx.state.owed_version, step=ctx.state.owed_step
+        ),
         key=keys.PUBLISH,
         timeout_ms=PUBLISH_TIMEOUT_MS,
     )

@@ -8,7 +8,7 @@ Raises  SessionLost if the effects of a call are unknown; EnvironmentFailed if t
 Errors that the policy can cause become text for it: a call that cannot be parsed, a tool that
 raises. A call that runs too long is killed, which ends its session and trajectory; the trajectory
 is scored. Errors that the policy cannot cause never become a score: a session whose process is gone
-is restarted if calls are retryable (env.effects = "pure") or none was made, and is lost otherwise.
+is restarted if calls are retryable (env.call_semantics) or none was made, and is lost otherwise.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Environments:
         if conversation.process is not None and conversation.process.ended.done():
             self._close_session(conversation)  # it ended before this turn
         if conversation.process is None:
-            if self._env.effects == "once" and (call.turn or call.stored):
+            if self._env.call_semantics == "at-most-once" and (call.turn or call.stored):
                 raise SessionLost("its session is gone, and what its calls have done with it")
             await self._begin_session(conversation)
         assert conversation.process is not None
@@ -250,7 +250,7 @@ class Environments:
 
         Raises _CallKilled, SessionLost.
         """
-        attempts = 1 if self._env.effects == "once" else 1 + self._reward.max_retries
+        attempts = 1 if self._env.call_semantics == "at-most-once" else 1 + self._reward.max_retries
         for _ in range(attempts):
             process = await self._ensure_process(conversation, call)
             began = asyncio.get_running_loop().time()
@@ -281,7 +281,7 @@ class Environments:
         if not calls or call.turn + 1 >= self._env.max_turns:
             reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
             return await self._finish_trajectory(conversation, call, text, reason, [])
-        if self._env.effects == "once":
+        if self._env.call_semantics == "at-most-once":
             if any(effect.status == "intended" for effect in call.stored):
                 raise SessionLost("nobody knows what its last call has done")
             await self._ensure_process(conversation, call)

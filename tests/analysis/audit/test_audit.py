@@ -279,7 +279,7 @@ def test_the_ledger_counts_what_losses_threw_away() -> None:
     faults = Faults(lose_every_s=4, skip_publish=0.2, fail_sibling=0.1, repeat_event=0.1)
     restarted = 0
     for seed in (0, 5, 10):
-        world = World(settings(total_steps=3, resume_wait_ms=10), faults=faults, seed=seed).run()
+        world = World(settings(total_steps=3, resume_timeout_ms=10), faults=faults, seed=seed).run()
         machine, account = StateMachine(), Account()
         for stamped, _ in world.log:
             account(stamped, machine.handle_event(stamped), machine.state)

@@ -148,7 +148,7 @@ def test_what_is_open_at_the_end_has_a_row_without_an_end(tmp_path: Path) -> Non
     still_open = [row for row in found if row["ended"] is None]
     assert still_open
     rewarded = {
-        s.event.trajectory_id: float_of(s.event.score_bits)
+        s.event.trajectory_id: float_of(s.event.reward_bits)
         for s, _ in half
         if isinstance(s.event, ev.TrajectoryRewarded)
     }

@@ -58,7 +58,7 @@ def test_a_score_is_a_number() -> None:
     rewarded = ev.TrajectoryRewarded(
         trajectory_id=NAME,
         placement=1,
-        score_bits=bits_of(0.25),
+        reward_bits=bits_of(0.25),
         correct=False,
         reason="ok",
         num_tokens=3,

@@ -74,7 +74,7 @@ def rewarded(trajectory: str) -> ev.TrajectoryRewarded:
     return ev.TrajectoryRewarded(
         trajectory_id=trajectory,
         placement=1,
-        score_bits=0,
+        reward_bits=0,
         correct=False,
         reason="ok",
         num_tokens=1,
@@ -102,7 +102,7 @@ def on_policy_run(capacity: int = 4, *, second: bool = False) -> Told:
         coordinator_started(config, clock_ns=CLOCK_NS),
     )
     told.join(1, "store-0", ev.DataLoaded(num_train=9, num_eval=0, overlap=0, digest=""))
-    told.join(2, "relay-0", ev.RelayReady(address="", bulk=""))
+    told.join(2, "relay-0", ev.RelayReady(address="", chain_address=""))
     told.join(3, "trainer-0", ev.TrainerReady(num_parameters=1, weights_bytes=4))
     told.join(4, "rollout-0", ev.ReplicaReady(max_num_seqs=capacity, kv_capacity_tokens=9))
     told.say(5, "relay-0", published(0))

@@ -132,7 +132,7 @@ def test_what_went_wrong_is_told(run: Path) -> None:
         "reward_error_first": "KeyError: 'x' (reward.py:4)",
         "trajectories_left_out": 3,
         "left_out": [{"replica": "rollout-1", "version": v} for v in (7, 7, 8)],
-        "groups_dropped": {"batch-wait": 1},
+        "groups_dropped": {"batch-timeout": 1},
         "tokens_restarted": 1200,
         "coordinator_incarnations": 2,
     }
@@ -142,7 +142,7 @@ def test_what_went_wrong_is_told(run: Path) -> None:
         "(reward.py:4)",
         "3 trajectories not trained: the weights that they name did not generate them "
         "(rollout-1 v7, rollout-1 v8)",
-        "1 group dropped: batch-wait",
+        "1 group dropped: batch-timeout",
         "1,200 sampled tokens thrown away by restarts",
         "the coordinator was started 2 times",
     ]

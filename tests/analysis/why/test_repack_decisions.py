@@ -64,5 +64,5 @@ def test_what_it_found_later() -> None:
     found = {name: [reason for reason, _ in looks] for name, looks in looked(bench).items()}
     assert found[OTHER][-1] == "others-first"  # the one that was emptied loads
     assert (
-        found[DESTINATION][-1] == "not-heard"
+        found[DESTINATION][-1] == "no-gauges"
     )  # its engine has not said that it knows of the move

@@ -66,7 +66,7 @@ def pair(**changes: object) -> ToldBench:
         "capacity": 2,
         "groups_per_step": 1,
         "max_staleness": 1,
-        "resume_wait_ms": 3000,
+        "resume_timeout_ms": 3000,
     }
     bench = ToldBench(**(values | changes))
     bench.wait(500)
@@ -138,7 +138,7 @@ def no_place_in_time() -> Asked:
 
 
 @story
-def version_gone() -> Asked:
+def version_missing() -> Asked:
     """It starts over because its version was gone."""
     bench = pair(capacity=4)
     bench.complete("0.1")
@@ -152,7 +152,7 @@ def version_gone() -> Asked:
 @story
 def batch_had_waited() -> Asked:
     """It starts over because a batch had waited for it."""
-    bench = pair(replicas=1, max_staleness=0, batch_wait_ms=60_000)
+    bench = pair(replicas=1, max_staleness=0, batch_timeout_ms=60_000)
     bench.wait(60_000)
     yield bench, "0.0.0", ""
 
@@ -160,7 +160,7 @@ def batch_had_waited() -> Asked:
 @story
 def batch_gives_up() -> Asked:
     """Its replica died and nobody was there; then the batch's wait ended; then it came back."""
-    bench = pair(replicas=1, max_staleness=0, batch_wait_ms=2000, resume_wait_ms=60_000)
+    bench = pair(replicas=1, max_staleness=0, batch_timeout_ms=2000, resume_timeout_ms=60_000)
     bench.kill("rollout-0")
     bench.wait(2000)
     bench.come_back()
@@ -171,7 +171,7 @@ def batch_gives_up() -> Asked:
 @story
 def batch_moves_what_is_slow() -> Asked:
     """A batch moves what is slow to a free replica."""
-    bench = pair(max_staleness=0, batch_wait_ms=60_000, total_steps=1)
+    bench = pair(max_staleness=0, batch_timeout_ms=60_000, total_steps=1)
     bench.wait(60_000)
     yield bench, "0.0.0", ""
 
@@ -186,7 +186,7 @@ def repacked() -> Asked:
         max_staleness=2,
         repack_policy="best-fit",
         repack_interval_ms=1_000,
-        repack_release_ms=2_000,
+        repack_release_timeout_ms=2_000,
     )
     stragglers = [sorted(replica.running)[-1] for replica in bench.state.replicas.values()]
     for name in list(bench.state.trajectories):
@@ -197,15 +197,15 @@ def repacked() -> Asked:
     bench.train(publish=False)
     for name in bench.names:
         there = bench.replica(name)
-        assert there.packing is not None
+        assert there.repack is not None
         gauge = ev.TokenProgress(
             tokens_total=9, kv_used_tokens=9, running=len(there.running), waiting=0,
-            kv_capacity_tokens=1_000, max_batch=8, as_of=there.packing.asked,
+            kv_capacity_tokens=1_000, max_batch=8, as_of=there.repack.last_command_id,
         )  # fmt: skip
         bench.say(name, gauge)
     bench.publish(1, 1)
-    source = next(r for r in bench.state.replicas.values() if r.given)
-    moved = next(iter(source.given))
+    source = next(r for r in bench.state.replicas.values() if r.outgoing)
+    moved = next(iter(source.outgoing))
     number = bench.state.commands[f"release:{source.name}"].command_id
     bench.say(source.name, ev.TrajectoriesReleased(command_id=number))
     opened(bench, moved, 9)

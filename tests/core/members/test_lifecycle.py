@@ -52,7 +52,7 @@ def test_an_older_version_of_the_same_step_does_not_stand_for_the_export() -> No
     owed = bench.say("trainer-0", ev.ModelExported(version=3, path="export"))
     assert [order.version for order in only(cmd.PublishWeights, owed)] == [3]
     bench.publish(2, 2)
-    assert keys.PUBLISH in bench.state.commands and bench.state.owed == 3
+    assert keys.PUBLISH in bench.state.commands and bench.state.owed_version == 3
     bench.publish(3, 2)
     assert keys.PUBLISH not in bench.state.commands and bench.state.phase == "final-evaluation"
 
@@ -320,7 +320,11 @@ def test_export_with_other_weights_ends_the_run() -> None:
     bench = small()
     to_the_export(bench)
     published = ev.WeightsPublished(
-        version=bench.state.exported, step=bench.state.completed, digest="x", num_bytes=4, held=()
+        version=bench.state.export_version,
+        step=bench.state.steps_completed,
+        digest="x",
+        num_bytes=4,
+        held=(),
     )
     bench.say("relay-0", published)
     assert "digest x" in bench.state.failure
@@ -333,7 +337,11 @@ def test_export_with_other_weights_is_no_second_failure() -> None:
     bench.kill("store-0", restarting=False)
     reason = bench.state.failure
     published = ev.WeightsPublished(
-        version=bench.state.exported, step=bench.state.completed, digest="x", num_bytes=4, held=()
+        version=bench.state.export_version,
+        step=bench.state.steps_completed,
+        digest="x",
+        num_bytes=4,
+        held=(),
     )
     bench.say("relay-0", published)
     assert bench.state.failure == reason != ""

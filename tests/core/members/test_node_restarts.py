@@ -39,10 +39,12 @@ def test_a_new_node_takes_the_machine_of_store_and_trainer_over() -> None:
     assert not any(bench.state.is_actor_alive(name) for name in MACHINE)
     come_back(bench)
     assert not awaited(bench) and not bench.state.failure
-    (redo,) = only(cmd.RedoStep, bench.commands)
-    digest = redo.digest
-    redone = ev.StepRedone(step_index=0, version=redo.version, digest=digest, published=digest)
-    bench.say("trainer-0", redone)
+    (repeat,) = only(cmd.RepeatStep, bench.commands)
+    digest = repeat.digest
+    repeated = ev.StepRepeated(
+        step_index=0, version=repeat.version, digest=digest, published=digest
+    )
+    bench.say("trainer-0", repeated)
     assert [order.step_index for order in only(cmd.TrainStep, bench.commands)] == [0, 1, 1]
     assert bench.state.batch is not None and bench.state.batch.deaths == 0
 

@@ -61,7 +61,7 @@ def test_the_step_in_training_is_completed_and_saved_and_nothing_is_done_again()
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, test_step_replay.checkpoint(bench, 3)))
     assert load.step == 3
     (publish,) = only(cmd.PublishWeights, test_step_replay.loaded(bench))
-    assert publish.version == 3 and not only(cmd.RedoStep, bench.commands)
+    assert publish.version == 3 and not only(cmd.RepeatStep, bench.commands)
     assert is_open == set(bench.state.trajectories) != set()
 
 
@@ -131,7 +131,7 @@ def test_a_trainer_that_is_away_is_not_waited_for(when: str) -> None:
     assert only(cmd.StopActor, bench.commands)
     left(bench)
     resumed(bench, asked=True)
-    assert only(cmd.RedoStep, come_back(bench))
+    assert only(cmd.RepeatStep, come_back(bench))
 
 
 def test_a_checkpoint_that_is_never_written_ends_the_trainer_and_the_pause() -> None:
@@ -191,18 +191,20 @@ def test_weights_that_came_of_doing_a_step_again_are_not_saved_as_those_of_the_f
     bench = test_step_replay.run(1, save_freq=10)
     bench.kill(TRAINER)
     come_back_alone = test_step_replay.come_back(bench)
-    assert only(cmd.RedoStep, come_back_alone)
-    test_step_replay.redone(bench, "other")
+    assert only(cmd.RepeatStep, come_back_alone)
+    test_step_replay.repeated(bench, "other")
     commands = bench.own(PAUSE)
     assert only(cmd.StopActor, commands) and not only(cmd.SaveCheckpoint, commands)
 
 
-def waiting(answers_ms: int) -> Bench:
+def waiting(response_timeout_ms: int) -> Bench:
     """The step is saved, and an answer has older weights."""
     bench = test_step_replay.run(2, in_training=True, save_freq=10)
     old = [t for t in bench.state.trajectories.values() if t.status == "dispatched"]
     assert old and {t.version for t in old} == {2}
-    bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, answers_ms=answers_ms))
+    bench.own(
+        ev.DrainRequested(reason="SIGUSR1", pause=True, response_timeout_ms=response_timeout_ms)
+    )
     bench.train(publish=False)
     saved(bench)
     return bench
@@ -216,12 +218,12 @@ def test_answers_that_could_only_start_over_are_finished_before() -> None:
     assert bench.state.phase == Phase.STOPPING and "pause" not in bench.state.timers
 
 
-@pytest.mark.parametrize("answers_ms", [0, 5_000])
-def test_they_have_the_time_that_the_request_gives_them(answers_ms: int) -> None:
-    bench = waiting(answers_ms)
-    if answers_ms:
+@pytest.mark.parametrize("response_timeout_ms", [0, 5_000])
+def test_they_have_the_time_that_the_request_gives_them(response_timeout_ms: int) -> None:
+    bench = waiting(response_timeout_ms)
+    if response_timeout_ms:
         assert bench.state.phase == Phase.RUNNING
-        bench.wait(answers_ms)
+        bench.wait(response_timeout_ms)
     assert bench.state.phase == Phase.STOPPING
     left(bench)
 
@@ -230,6 +232,6 @@ def test_answers_of_the_weights_that_the_run_began_with_are_not_waited_for() -> 
     """No step has made others, and the trainer has these again."""
     bench = Bench(save_freq=10)
     bench.start()
-    bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, answers_ms=60_000))
+    bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, response_timeout_ms=60_000))
     assert bench.open_groups() and bench.state.phase == Phase.STOPPING
     left(bench)

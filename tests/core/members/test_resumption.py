@@ -77,8 +77,8 @@ def test_work_whose_version_nobody_has_starts_over() -> None:
     bench = test_step_replay.run(1, max_staleness=3)
     old = [t for t in bench.state.trajectories.values() if t.version == 0]
     resumed(bench)
-    assert only(cmd.RedoStep, come_back(bench))
-    assert only(cmd.PublishWeights, test_step_replay.redone(bench))
+    assert only(cmd.RepeatStep, come_back(bench))
+    assert only(cmd.PublishWeights, test_step_replay.repeated(bench))
     bench.publish(1, 1, held=(1,))
     bench.load_all()
     assert old and {(t.version, t.attempt, t.status) for t in old} == {(1, 2, "dispatched")}
@@ -187,7 +187,11 @@ def test_a_run_whose_steps_are_done_goes_on_with_more(exported: bool) -> None:
     done = bench.trained()
     bench.train()
     bench.write_ends()
-    assert (done.version, done.step_index, bench.state.completed) == (export.version + 1, 2, 3)
+    assert (done.version, done.step_index, bench.state.steps_completed) == (
+        export.version + 1,
+        2,
+        3,
+    )
     (last,) = only(cmd.ExportModel, bench.commands)[-1:]
     assert last.version == export.version + 2
 

@@ -18,7 +18,7 @@ def fall_silent(bench: Bench, node: str = "node-0") -> list[Command]:
 
 def speak_again(bench: Bench, node: str = "node-0") -> list[Command]:
     incarnation = bench.state.actors[node].incarnation
-    return bench.own(ev.NodeHeard(node=node, node_incarnation=incarnation))
+    return bench.own(ev.NodeRecovered(node=node, node_incarnation=incarnation))
 
 
 def test_silent_node_takes_nothing_with_it() -> None:
@@ -30,7 +30,7 @@ def test_silent_node_takes_nothing_with_it() -> None:
     bench.complete("0.0", "0.1")
     bench.train()
     bench.load_all()
-    assert (bench.state.completed, bench.replica().version, bench.state.failure) == (1, 1, "")
+    assert (bench.state.steps_completed, bench.replica().version, bench.state.failure) == (1, 1, "")
 
 
 @pytest.mark.parametrize("way", [silent, complains, leaves])
@@ -102,11 +102,11 @@ def test_silence_of_another_incarnation_or_twice_changes_nothing() -> None:
     assert not bench.state.actors["node-0"].silent
     fall_silent(bench)
     fall_silent(bench)
-    bench.own(ev.NodeHeard(node="node-0", node_incarnation=77))
+    bench.own(ev.NodeRecovered(node="node-0", node_incarnation=77))
     assert bench.state.actors["node-0"].silent
     assert bench.state.ignored == {
-        "NodeHeard: repeat": 1, "NodeSilent: old-incarnation": 1, "NodeSilent: repeat": 1,
-        "NodeHeard: old-incarnation": 1,
+        "NodeRecovered: repeat": 1, "NodeSilent: old-incarnation": 1, "NodeSilent: repeat": 1,
+        "NodeRecovered: old-incarnation": 1,
     }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Tail(Bench):
             "groups_per_version": 2,
             "repack_policy": "gain",
             "repack_interval_ms": INTERVAL_MS,
-            "repack_release_ms": RELEASE_MS,
+            "repack_release_timeout_ms": RELEASE_MS,
             "repack_prefill_tokens": 500,
         }
         super().__init__(**(values | changes))
@@ -64,13 +64,13 @@ class Tail(Bench):
             "waiting": 0,
             "kv_capacity_tokens": 100,
             "max_batch": 4,
-            "as_of": self.packing(name).asked,
+            "as_of": self.packing(name).last_command_id,
             "lengths": {TrajectoryId(t): 10 + number for number, t in enumerate(running)},
         }
         return self.say(name, ev.TokenProgress(**(values | changes)))
 
     def packing(self, name: str) -> RepackState:
-        packing = self.replica(name).packing
+        packing = self.replica(name).repack
         return packing if packing is not None else RepackState()
 
     def released(self, name: str = SOURCE) -> ev.TrajectoriesReleased:
@@ -101,7 +101,7 @@ def test_what_is_released_goes_on_at_its_destination_and_the_source_pulls() -> N
     assert bench.pull_of(SOURCE) is None  # not before it has started elsewhere
     pulls = only(cmd.PullWeights, bench.say(DESTINATION, bench.begun(MOVED)))
     assert [(c.to, c.version) for c in pulls] == [(SOURCE, 1)]
-    assert bench.state.progress[TrajectoryId(MOVED)].moves == 1
+    assert bench.state.progress[TrajectoryId(MOVED)].migrations == 1
     bench.load(SOURCE)
     assert {t[:3] for t in bench.replica(SOURCE).running} == {"0.6", "0.7"}
 
@@ -112,7 +112,7 @@ def test_room_that_is_kept_is_taken() -> None:
     lost = only(cmd.GenerateTrajectory, bench.kill(OTHER))
     assert [c.to for c in lost] == [DESTINATION]
     assert bench.replica(DESTINATION).capacity == 4
-    assert not bench.state.lost
+    assert not bench.state.lost_trajectories
 
 
 def test_lost_work_does_not_go_to_a_replica_that_is_emptied() -> None:
@@ -139,7 +139,7 @@ def test_source_is_not_restarted_when_it_does_not_answer() -> None:
 def test_one_that_ends_at_the_source_stays_there() -> None:
     bench = moving()
     bench.finish(MOVED)
-    assert not bench.replica(DESTINATION).incoming and not bench.replica(SOURCE).given
+    assert not bench.replica(DESTINATION).incoming and not bench.replica(SOURCE).outgoing
     assert bench.pull_of(SOURCE) is not None
     assert f"release:{SOURCE}" not in bench.state.commands
 
@@ -159,7 +159,7 @@ def test_destination_that_is_gone_makes_lost_work() -> None:
     assert bench.trajectory(MOVED).status == TrajectoryStatus.RELEASING
     generated = only(cmd.GenerateTrajectory, bench.say(SOURCE, bench.released()))
     assert [(c.to, c.trajectory_id, c.placement) for c in generated] == [(SOURCE, MOVED, 2)]
-    assert not bench.replica(SOURCE).given
+    assert not bench.replica(SOURCE).outgoing
 
 
 def test_destination_that_dies_with_what_it_was_given() -> None:
@@ -167,7 +167,7 @@ def test_destination_that_dies_with_what_it_was_given() -> None:
     bench.say(SOURCE, bench.released())
     generated = only(cmd.GenerateTrajectory, bench.kill(DESTINATION))
     assert (MOVED, 3) in [(c.trajectory_id, c.placement) for c in generated]
-    assert not bench.replica(SOURCE).given
+    assert not bench.replica(SOURCE).outgoing
     assert bench.trajectory(MOVED).deaths == 1
 
 
@@ -183,7 +183,7 @@ def test_report_of_the_start_that_crosses_the_order_changes_nothing() -> None:
     bench = moving()
     bench.say(SOURCE, bench.begun(MOVED))
     assert bench.trajectory(MOVED).status == TrajectoryStatus.RELEASING
-    assert list(bench.replica(SOURCE).given) == [MOVED]
+    assert list(bench.replica(SOURCE).outgoing) == [MOVED]
 
 
 def test_nothing_moves_to_where_the_cache_is_too_small() -> None:
@@ -216,17 +216,17 @@ def test_nothing_moves_against_a_binding_bound() -> None:
 
 def test_policy_that_is_off_keeps_nothing() -> None:
     bench = Tail(
-        repack_policy="", repack_interval_ms=0, repack_release_ms=0, repack_prefill_tokens=0
+        repack_policy="", repack_interval_ms=0, repack_release_timeout_ms=0, repack_prefill_tokens=0
     )
     assert not releases(bench.publish(1, 1)) and "repack" not in bench.state.timers
-    assert bench.replica(SOURCE).packing is None
+    assert bench.replica(SOURCE).repack is None
     assert not bench.state.progress and not bench.state.finished
 
 
 def two_moving() -> Tail:
     """rollout-1 is to give 0.2.1 and 0.3.1 away to rollout-2; a batch has waited for the others."""
     bench = Tail(repack_policy="best-fit")
-    bench.trajectory("0.0.1").waits = bench.trajectory("0.4.1").waits = 1
+    bench.trajectory("0.0.1").batch_timeouts = bench.trajectory("0.4.1").batch_timeouts = 1
     assert releases(bench.publish(1, 1)) == [("rollout-1", ["0.2.1", "0.3.1"])]
     return bench
 

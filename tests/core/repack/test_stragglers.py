@@ -45,15 +45,15 @@ def test_what_keeps_a_replica_out_of_its_tail() -> None:
     bench.gauge(OTHER, max_batch=1)
     assert work(bench, OTHER) == "full"
     bench.gauge(OTHER)
-    assert replica.packing is not None
-    replica.packing.asked += 1
-    assert work(bench, OTHER) == "not-heard"
-    replica.packing.asked -= 1
+    assert replica.repack is not None
+    replica.repack.last_command_id += 1
+    assert work(bench, OTHER) == "no-gauges"
+    replica.repack.last_command_id -= 1
     running, replica.running = replica.running, {}
     assert work(bench, OTHER) == "empty"
     replica.running = running
-    replica.packing = None
-    assert work(bench, OTHER) == "not-heard"
+    replica.repack = None
+    assert work(bench, OTHER) == "no-gauges"
 
 
 def test_what_keeps_its_work_on_a_replica() -> None:
@@ -62,15 +62,15 @@ def test_what_keeps_its_work_on_a_replica() -> None:
     state, other = bench.state, bench.replica(OTHER)
     assert not stay(bench, OTHER)
     trajectory = state.trajectories[next(iter(other.running))]
-    trajectory.waits = 1
-    assert stay(bench, OTHER) == "waited-for"
-    trajectory.waits, trajectory.deaths = 0, 1
-    assert stay(bench, OTHER) == "seen-deaths"
-    trajectory.deaths, state.progress[trajectory.id].moves = 0, MIGRATIONS_MAX
-    assert stay(bench, OTHER) == "moved-often"
+    trajectory.batch_timeouts = 1
+    assert stay(bench, OTHER) == "batch-waits"
+    trajectory.batch_timeouts, trajectory.deaths = 0, 1
+    assert stay(bench, OTHER) == "caused-losses"
+    trajectory.deaths, state.progress[trajectory.id].migrations = 0, MIGRATIONS_MAX
+    assert stay(bench, OTHER) == "migrated-often"
     state.relays[other.relay].newest = 0
     assert stay(bench, OTHER) == "weights-not-here"
-    state.newest = 0
+    state.newest_version = 0
     assert stay(bench, OTHER) == "no-newer-weights"
 
 
@@ -91,7 +91,7 @@ def test_held_out_answers_stay_and_an_evaluation_goes_first() -> None:
     state = bench.state
     trajectory = state.trajectories[next(iter(bench.replica(OTHER).running))]
     state.groups[trajectory.group].purpose = Purpose.EVAL
-    assert stay(bench, OTHER) == "held-out"
+    assert stay(bench, OTHER) == "evaluation-sample"
     state.evaluation = Evaluation(index=0, version=0, step=0, final=False, queue=[0], total=1)
     assert stay(bench, OTHER) == "evaluation"
 
@@ -111,6 +111,6 @@ def test_the_reasons_are_those_of_the_plan() -> None:
     bench = Tail(repack_policy="best-fit")
     emptied = {name for name, _ in releases(bench.publish(1, 1))}
     assert emptied == {SOURCE, OTHER} or emptied == {SOURCE}
-    assert TrajectoryId(MOVED) in bench.replica(SOURCE).given
+    assert TrajectoryId(MOVED) in bench.replica(SOURCE).outgoing
     left = [s.name for found in find_stragglers(bench.state).values() for s in found if s.movable]
     assert not left

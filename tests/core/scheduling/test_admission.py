@@ -56,15 +56,15 @@ def test_replica_drains_after_its_share_only_if_something_newer_waits() -> None:
     bench = Bench(max_staleness=2, groups_per_version=1, capacity=2)
     bench.start()
     assert only(cmd.GenerateTrajectory, bench.complete("0.0"))
-    assert bench.replica().took == 2
+    assert bench.replica().groups_taken == 2
     bench.complete("0.1")  # the first batch is full
     bench.train()
     assert not only(cmd.GenerateTrajectory, bench.complete("0.2"))
-    assert bench.replica().took == 3
+    assert bench.replica().groups_taken == 3
     pull = bench.pull_of("rollout-0")
     assert pull is not None and pull.purpose == "newer" and pull.version == 1
     assert only(cmd.GenerateTrajectory, bench.load("rollout-0"))
-    assert bench.replica().took == 1
+    assert bench.replica().groups_taken == 1
 
 
 def test_dropped_group_gives_its_place_back() -> None:

@@ -106,7 +106,7 @@ def test_lost_answers_run_again_on_the_same_version() -> None:
     assert bench.state.ledger.groups.dropped == {"replica-lost": 2}
 
 
-def test_version_gone_before_it_was_pinned_moves_to_the_newest() -> None:
+def test_version_missing_before_it_was_pinned_moves_to_the_newest() -> None:
     """The only replica with the version dies, and the relay had evicted it before the pin came:
     the evaluation begins again, all of it, on the newest version."""
     bench = evaluated(val_before_train=True, num_eval=2, max_staleness=1)
@@ -168,7 +168,7 @@ def test_open_answers_are_given_up_with_their_version() -> None:
     assert {(c.version, c.row_index) for c in asked(bench.load_all())} == {(1, 0), (1, 1)}
     bench.write_ends()
     dropped = bench.state.ledger.groups.dropped
-    assert (dropped["version-gone"], dropped["replica-lost"]) == (1, 1)
+    assert (dropped["version-missing"], dropped["replica-lost"]) == (1, 1)
 
 
 def test_evaluation_moves_on_when_the_relay_comes_back_without_its_version() -> None:

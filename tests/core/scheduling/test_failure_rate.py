@@ -91,7 +91,7 @@ def test_the_run_ends_as_after_ctrl_c_and_has_failed() -> None:
     assert only(cmd.ExportModel, commands) and not only(cmd.GenerateTrajectory, commands)
     bench.write_ends()
     assert bench.state.ledger.groups.trained == 2
-    version = bench.state.exported
+    version = bench.state.export_version
     bench.say("trainer-0", ev.ModelExported(version=version, path="export"))
     bench.publish(version, 1)
     bench.stop()

@@ -107,12 +107,12 @@ def test_so_many_in_a_row_end_the_run_with_a_sentence() -> None:
     commands = bench.complete("0.3", scores=(0.0, 0.0))
     assert not begins(commands)
     assert bench.state.drained_for == (
-        "no two answers differ in any of the last 4 groups, 3 of them all right, by "
+        "no two responses differ in any of the last 4 groups, 3 of them all correct, by "
         "algorithm.filter_groups.metric = score "
         "(algorithm.filter_groups.max_num_gen_batches = 2 batches): give prompts that are neither "
         "too easy nor too hard, or set algorithm.filter_groups.enable = false"
     )
-    failing = bench.state.failing
+    failing = bench.state.drain_failure
     assert failing is not None
     assert (failing.kind, failing.subject) == (FailureKind.NO_VARIANCE, "data")
 
@@ -134,7 +134,7 @@ def test_without_a_limit_the_end_of_the_data_ends_it() -> None:
         assert not bench.state.draining
         bench.complete(f"0.{group}", scores=FLAT)
     assert "(the data has ended, and nothing was trained)" in bench.state.drained_for
-    assert "the last 5 groups, 5 of them all right" in bench.state.drained_for
+    assert "the last 5 groups, 5 of them all correct" in bench.state.drained_for
 
 
 def test_flat_groups_after_a_step_end_no_run() -> None:
@@ -142,4 +142,4 @@ def test_flat_groups_after_a_step_end_no_run() -> None:
     bench.complete("0.0", "0.1")
     bench.train()
     bench.complete("0.2", scores=FLAT)
-    assert (bench.state.phase, bench.state.failing) == ("exporting", None)
+    assert (bench.state.phase, bench.state.drain_failure) == ("exporting", None)

@@ -122,7 +122,7 @@ def test_a_group_that_is_left_out_whole_is_dropped_and_its_step_counts() -> None
     bench.train(left_out=["0.0.0", "0.0.1", "0.0.2", "of no batch"])
     bench.write_ends()
     state = bench.state
-    assert (state.completed, state.staleness_sum, state.ledger.groups.trained) == (1, 0, 0)
+    assert (state.steps_completed, state.staleness_sum, state.ledger.groups.trained) == (1, 0, 0)
     assert state.ledger.groups.dropped == {"mismatch": 1}
     assert state.ledger.trajectories.dropped == {"mismatch": 3}
 

@@ -54,7 +54,7 @@ def test_mean_score_and_length_of_a_shaped_reward() -> None:
     answer(bench, "e0.1", 0.75, num_tokens=30)
     found = figures(bench)
     assert (done(bench).correct, found.passed, found.tokens) == (0, 0, 40)
-    assert float_of(found.score_bits) == 0.5
+    assert float_of(found.reward_bits) == 0.5
     assert math.isclose(float_of(found.score_se_bits), 0.25)  # sample std 0.3536 / sqrt(2)
     assert float_of(found.share_se_bits) == 0.0
 
@@ -80,7 +80,7 @@ def test_truncated_answers_are_counted_and_wrong() -> None:
     answer(bench, "e0.0", 1.0, truncated=True)
     answer(bench, "e0.1", 1.0)
     assert (done(bench).correct, figures(bench).truncated) == (1, 1)
-    assert float_of(figures(bench).score_bits) == 1.0
+    assert float_of(figures(bench).reward_bits) == 1.0
 
 
 def test_several_answers_to_a_prompt_are_drawn_from_seeds_of_their_own() -> None:
@@ -137,7 +137,7 @@ def test_an_evaluation_of_which_every_answer_is_missing_ends() -> None:
         bench.fail(f"{group}.0", "reward-worker-lost")
     found = figures(bench)
     assert (found.answered, found.prompts, found.missing) == (0, 0, 1)
-    assert float_of(found.score_bits) == float_of(found.share_se_bits) == 0.0
+    assert float_of(found.reward_bits) == float_of(found.share_se_bits) == 0.0
 
 
 def test_what_the_reward_gives_besides_the_score_is_a_mean_over_those_that_have_it() -> None:

@@ -83,7 +83,7 @@ def test_it_loads_its_checkpoint_before_it_publishes_under_the_same_numbers() ->
     train(bench)
     (order,) = only(cmd.TrainStep, bench.commands)
     assert (order.step_index, order.version) == (STEP, VERSION + 1)
-    assert (bench.state.completed, bench.state.newest_step) == (STEP + 1, STEP + 1)
+    assert (bench.state.steps_completed, bench.state.newest_step) == (STEP + 1, STEP + 1)
 
 
 def test_prompts_without_an_end_go_first_and_those_with_one_are_not_sampled_again() -> None:
@@ -120,7 +120,7 @@ def test_other_data_are_begun_with_their_first_pass(other: dict[str, Any]) -> No
 def test_steps_count_on_up_to_the_total() -> None:
     bench = fork(total_steps=STEP + 2)
     train_all(bench)
-    assert bench.state.completed == STEP + 2 and bench.state.phase == "exporting"
+    assert bench.state.steps_completed == STEP + 2 and bench.state.phase == "exporting"
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_a_trainer_that_comes_back_begins_with_the_checkpoint_of_the_fork() -> N
     train(bench)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench))
     assert (load.version, load.step, load.path) == (VERSION, STEP, "origin")
-    (redo,) = bench.say("trainer-0", ev.CheckpointLoaded(version=VERSION, step=STEP))
-    assert isinstance(redo, cmd.RedoStep)
-    assert (redo.step_index, redo.version, redo.digest) == (STEP, VERSION + 1, f"d{STEP + 1}")
+    (repeat,) = bench.say("trainer-0", ev.CheckpointLoaded(version=VERSION, step=STEP))
+    assert isinstance(repeat, cmd.RepeatStep)
+    assert (repeat.step_index, repeat.version, repeat.digest) == (STEP, VERSION + 1, f"d{STEP + 1}")
 
 
 def test_its_own_checkpoints_are_confirmed_by_all_batches_of_both_runs() -> None:
@@ -205,7 +205,7 @@ def test_a_trainer_that_is_lost_while_it_loads_is_told_again() -> None:
 def test_versions_that_are_steps_need_no_table() -> None:
     bench = fork(of={"version": STEP})
     train(bench)
-    assert bench.state.numbered == {} and bench.state.newest == STEP + 1
+    assert bench.state.version_steps == {} and bench.state.newest_version == STEP + 1
 
 
 def test_the_state_of_a_fork_goes_through_a_snapshot() -> None:

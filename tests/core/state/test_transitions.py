@@ -45,17 +45,17 @@ def actor_status(actor: Actor | None) -> str:
 def version_status(state: State, version: int) -> str:
     if version >= state.next_version:
         return "unused"
-    if version == state.owed:
+    if version == state.owed_version:
         return "owed"
     in_batch = state.batch is not None and version == state.batch.version
-    if in_batch or ("export" in state.commands and version == state.exported):
+    if in_batch or ("export" in state.commands and version == state.export_version):
         return "ordered"
-    if version == state.newest:
+    if version == state.newest_version:
         return "newest"
-    if version > state.newest:  # passed over, if a later one is published in its place
-        return "gone" if version < state.owed else "made"
+    if version > state.newest_version:  # passed over, if a later one is published in its place
+        return "gone" if version < state.owed_version else "made"
     held = any(version in relay.held for relay in state.relays.values())
-    return "older" if held or version in state.saved else "gone"
+    return "older" if held or version in state.checkpoint_paths else "gone"
 
 
 class WatchedWorld(World):
@@ -122,7 +122,7 @@ def test_every_move_of_groups_and_runs_is_made(monkeypatch: pytest.MonkeyPatch) 
         failing_world(seed).run()
     missing = {(of, *move) for of, moves in made.items() for move in moves.keys() - moves.used}
     #: test_resumption.py, test_pausing.py, test_step_replay.py
-    rare = ("go on", "start again", "stop at once", "export again")
+    rare = ("resume", "restart", "stop now", "repeat export")
     assert {move for move in missing if move[2] not in rare} <= {("run", "ending", "end")}
 
 

@@ -15,7 +15,7 @@ def waiting(**changes: object) -> Bench:
         "groups_per_step": 1,
         "max_staleness": 0,
         "capacity": 2,
-        "batch_wait_ms": WAIT_MS,
+        "batch_timeout_ms": WAIT_MS,
         "total_steps": 2,
     }
     bench = Bench(**(values | changes))
@@ -44,7 +44,7 @@ def test_dropped_when_enough_siblings_are_rewarded() -> None:
     trained = only(cmd.TrainStep, bench.wait(WAIT_MS))
     assert trained[0].trajectories == ("0.0.0", "0.0.1")
     bench.write_ends()
-    assert bench.state.ledger.trajectories.dropped == {"batch-wait": 1}
+    assert bench.state.ledger.trajectories.dropped == {"batch-timeout": 1}
 
 
 def test_started_over_when_too_few_are_rewarded() -> None:
@@ -64,7 +64,7 @@ def test_third_expiry_drops_the_group() -> None:
     assert bench.open_groups() == ["0.1"]
     assert [c.attempt for c in only(cmd.GenerateTrajectory, commands)] == [2, 2, 3, 3, 1, 1]
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"batch-wait": 1}
+    assert bench.state.ledger.groups.dropped == {"batch-timeout": 1}
 
 
 def test_slow_reward_is_asked_for_again() -> None:
@@ -82,7 +82,7 @@ def test_nothing_expires_while_the_trainer_works() -> None:
     """The clock runs only while the trainer waits."""
     bench = waiting(max_staleness=1)
     bench.complete("0.0")
-    assert "batch-wait" not in bench.state.timers
+    assert "batch-timeout" not in bench.state.timers
     assert not only(cmd.GenerateTrajectory, bench.wait(10 * WAIT_MS))
 
 
@@ -96,7 +96,7 @@ def test_replica_that_samples_nothing_is_restarted() -> None:
 
 def test_replica_that_samples_is_left_alone() -> None:
     """Its token count rises: slow is not wedged."""
-    bench = waiting(stall_ms=30_000, batch_wait_ms=10**9)
+    bench = waiting(stall_ms=30_000, batch_timeout_ms=10**9)
     for total in range(1, 8):
         assert not only(cmd.RestartActor, bench.wait(20_000))
         gauge = ev.TokenProgress(tokens_total=total, kv_used_tokens=1, running=2, waiting=0)

@@ -61,7 +61,7 @@ def test_batch_that_would_break_the_bound_waits() -> None:
     bench.load("rollout-1")
     assert bench.group("0.2").deadline == 2
     assert trained(bench.complete("0.2")) == []
-    assert "batch-wait" in bench.state.timers
+    assert "batch-timeout" in bench.state.timers
     assert trained(bench.complete("0.0")) == ["0.0"]
 
 

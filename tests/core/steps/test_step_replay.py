@@ -67,10 +67,10 @@ def loaded(bench: Bench) -> list[Command]:
     return bench.say(NAME, ev.CheckpointLoaded(version=order.version, step=order.step))
 
 
-def redone(bench: Bench, digest: str = "") -> list[Command]:
+def repeated(bench: Bench, digest: str = "") -> list[Command]:
     """The step that it does again is done."""
-    (order,) = only(cmd.RedoStep, bench.commands)[-1:]
-    event = ev.StepRedone(
+    (order,) = only(cmd.RepeatStep, bench.commands)[-1:]
+    event = ev.StepRepeated(
         step_index=order.step_index,
         version=order.version,
         digest=digest or f"d{order.step_index + 1}",
@@ -87,7 +87,7 @@ def test_a_step_that_is_completed_before_it_is_ordered_again_is_not_believed() -
     come_back(bench, checkpoint(bench, 1))
     assert bench.say(NAME, completed) == []
     assert bench.state.ignored["StepCompleted: not-ordered"] == 1
-    assert bench.state.completed == 3 and bench.state.batch is not None
+    assert bench.state.steps_completed == 3 and bench.state.batch is not None
 
 
 def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_anew() -> None:
@@ -97,16 +97,20 @@ def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_ane
     assert not only(cmd.EndTrajectories, bench.kill(NAME))
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, checkpoint(bench, 1)))
     assert (load.version, load.step, load.path) == (1, 1, "checkpoints/step_1")
-    (redo,) = only(cmd.RedoStep, loaded(bench))
-    assert (redo.step_index, redo.version, redo.digest) == (1, 2, "d2")
-    assert redo.trajectories == first[1].trajectories
-    (redo,) = only(cmd.RedoStep, redone(bench))
-    assert (redo.step_index, redo.trajectories) == (2, first[2].trajectories)
-    (again,) = only(cmd.TrainStep, redone(bench))
+    (repeat,) = only(cmd.RepeatStep, loaded(bench))
+    assert (repeat.step_index, repeat.version, repeat.digest) == (1, 2, "d2")
+    assert repeat.trajectories == first[1].trajectories
+    (repeat,) = only(cmd.RepeatStep, repeated(bench))
+    assert (repeat.step_index, repeat.trajectories) == (2, first[2].trajectories)
+    (again,) = only(cmd.TrainStep, repeated(bench))
     assert (again.step_index, again.version) == (3, 5) and first[3].version == 4
     assert again.trajectories == first[3].trajectories
     bench.train()
-    assert (bench.state.completed, bench.state.newest, bench.state.newest_step) == (4, 5, 4)
+    assert (bench.state.steps_completed, bench.state.newest_version, bench.state.newest_step) == (
+        4,
+        5,
+        4,
+    )
     trained = bench.state.ledger.trajectories.trained
     bench.write_ends()
     assert bench.state.ledger.trajectories.trained == trained + 2 == 8
@@ -115,10 +119,10 @@ def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_ane
 def test_without_a_checkpoint_it_begins_with_the_first_step() -> None:
     bench = run(2, in_training=True)
     bench.kill(NAME)
-    (redo,) = only(cmd.RedoStep, come_back(bench))
-    assert redo.step_index == 0
-    redone(bench)
-    assert [o.version for o in only(cmd.TrainStep, redone(bench))] == [4]
+    (repeat,) = only(cmd.RepeatStep, come_back(bench))
+    assert repeat.step_index == 0
+    repeated(bench)
+    assert [o.version for o in only(cmd.TrainStep, repeated(bench))] == [4]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_what_the_log_does_not_confirm_is_not_loaded(ahead: dict[str, Any]) -> N
     wrong = checkpoint(bench, 2, ahead)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, checkpoint(bench, 1), wrong))
     assert (load.step, load.kept) == (1, (1,))
-    assert bench.state.saved == {1: "checkpoints/step_1"}
+    assert bench.state.checkpoint_paths == {1: "checkpoints/step_1"}
 
 
 def test_a_checkpoint_that_was_not_reported_counts_if_the_log_has_its_step() -> None:
@@ -140,8 +144,8 @@ def test_a_checkpoint_that_was_not_reported_counts_if_the_log_has_its_step() -> 
     bench.kill(NAME)
     found = checkpoint(bench, 2)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, found))
-    assert load.step == 2 and bench.state.saved == {2: found.path}
-    assert not only(cmd.RedoStep, loaded(bench))
+    assert load.step == 2 and bench.state.checkpoint_paths == {2: found.path}
+    assert not only(cmd.RepeatStep, loaded(bench))
 
 
 def test_what_the_oldest_checkpoint_has_is_forgotten() -> None:
@@ -152,7 +156,7 @@ def test_what_the_oldest_checkpoint_has_is_forgotten() -> None:
     save_again = bench.state.trained
     bench.kill(NAME)
     come_back(bench, checkpoint(bench, 2), checkpoint(bench, 3))
-    assert bench.state.trained == save_again and bench.state.redone == 3
+    assert bench.state.trained == save_again and bench.state.steps_repeated == 3
 
 
 @pytest.mark.parametrize("steps", [2, 3])
@@ -172,14 +176,14 @@ def test_other_weights_go_out_under_a_number_of_their_own() -> None:
     bench = run(2)
     bench.kill(NAME)
     come_back(bench)
-    redone(bench)
-    (publish,) = only(cmd.PublishWeights, redone(bench, "other bytes"))
+    repeated(bench)
+    (publish,) = only(cmd.PublishWeights, repeated(bench, "other bytes"))
     assert (publish.version, publish.step) == (3, 2)
     event = ev.WeightsPublished(version=3, step=2, digest="other bytes", num_bytes=4, held=(2, 3))
     bench.say("relay-0", event)
     bench.step_of[3] = 2
     bench.load_all()
-    assert (bench.state.newest, bench.state.newest_step, bench.state.newest_digest) == (
+    assert (bench.state.newest_version, bench.state.newest_step, bench.state.newest_digest) == (
         3, 2, "other bytes"
     )  # fmt: skip
     bench.complete(bench.open_groups()[0])
@@ -192,9 +196,9 @@ def test_a_skipped_version_has_nothing_to_compare_with() -> None:
     bench.train(publish=False)
     bench.kill(NAME)
     come_back(bench)
-    (redo,) = only(cmd.RedoStep, redone(bench))
-    assert redo.digest == ""
-    (publish,) = only(cmd.PublishWeights, redone(bench, "whatever"))
+    (repeat,) = only(cmd.RepeatStep, repeated(bench))
+    assert repeat.digest == ""
+    (publish,) = only(cmd.PublishWeights, repeated(bench, "whatever"))
     assert (publish.version, publish.step) == (2, 2)
 
 
@@ -203,13 +207,13 @@ def test_what_the_dead_one_had_handed_over_counts() -> None:
     bench = run(1, in_training=True)
     bench.kill(NAME)
     bench.publish(2, 2)
-    assert bench.state.newest == 2 and bench.pull_of("rollout-0") is not None
+    assert bench.state.newest_version == 2 and bench.pull_of("rollout-0") is not None
     bench.load_all()
     come_back(bench)
-    (again,) = only(cmd.TrainStep, redone(bench))
+    (again,) = only(cmd.TrainStep, repeated(bench))
     assert again.version == 3
     bench.train()
-    assert (bench.state.newest, bench.state.newest_step) == (3, 2)
+    assert (bench.state.newest_version, bench.state.newest_step) == (3, 2)
 
 
 def test_what_never_reached_the_relay_is_owed() -> None:
@@ -217,10 +221,10 @@ def test_what_never_reached_the_relay_is_owed() -> None:
     bench = run(1, in_training=True)
     bench.train(publish=False)
     bench.kill(NAME)
-    assert bench.state.newest == 1
+    assert bench.state.newest_version == 1
     come_back(bench)
-    redone(bench)
-    (publish,) = only(cmd.PublishWeights, redone(bench))
+    repeated(bench)
+    (publish,) = only(cmd.PublishWeights, repeated(bench))
     assert (publish.version, publish.step) == (2, 2)
 
 
@@ -273,7 +277,7 @@ def test_a_trainer_that_does_not_come_back_ends_the_run() -> None:
         assert NAME in bench.state.failure and bench.state.exit_code == 1
 
 
-@pytest.mark.parametrize("when", ["train", "load", "redo"])
+@pytest.mark.parametrize("when", ["train", "load", "repeat"])
 def test_one_that_hangs_is_restarted(when: str) -> None:
     bench = run(1, in_training=True)
     if when != "train":
@@ -296,7 +300,7 @@ def test_its_own_failure_is_a_loss_and_a_mistake_of_the_user_is_the_end() -> Non
 def test_with_another_loss_of_the_user_the_run_ends() -> None:
     """With the same one it goes on."""
     bench = run(1)
-    bench.state.functions = {"loss": "d1"}
+    bench.state.function_digests = {"loss": "d1"}
     for digest in ("d1", "d2"):
         bench.kill(NAME)
         bench.join(NAME, digest)
@@ -317,9 +321,9 @@ def test_lost_again_while_it_does_a_step_again() -> None:
     for boot in ("b", "c"):
         bench.kill(NAME)
         come_back(bench, checkpoint(bench, 1), boot=boot)
-        (redo,) = only(cmd.RedoStep, loaded(bench))
-        assert redo.step_index == 1
-    assert [o.version for o in only(cmd.TrainStep, redone(bench))] == [4]
+        (repeat,) = only(cmd.RepeatStep, loaded(bench))
+        assert repeat.step_index == 1
+    assert [o.version for o in only(cmd.TrainStep, repeated(bench))] == [4]
     assert bench.state.batch is not None and bench.state.batch.deaths == 1
 
 
@@ -338,9 +342,9 @@ def test_the_head_comes_back_while_it_is_away() -> None:
     bench.kill("relay-0")
     bench.join("relay-0", "b")
     bench.ready("relay-0")
-    assert bench.state.owed == 1 and not only(cmd.PublishWeights, bench.commands[-5:])
+    assert bench.state.owed_version == 1 and not only(cmd.PublishWeights, bench.commands[-5:])
     come_back(bench)
-    assert [p.version for p in only(cmd.PublishWeights, redone(bench))] == [1]
+    assert [p.version for p in only(cmd.PublishWeights, repeated(bench))] == [1]
 
 
 def test_a_strategy_is_asked_when_it_is_back() -> None:
@@ -352,7 +356,7 @@ def test_a_strategy_is_asked_when_it_is_back() -> None:
     bench.kill(NAME)
     assert not only(cmd.ProposeBatch, bench.complete(second))
     come_back(bench)
-    assert [p.step_index for p in only(cmd.ProposeBatch, redone(bench))] == [1]
+    assert [p.step_index for p in only(cmd.ProposeBatch, repeated(bench))] == [1]
 
 
 def test_a_run_that_ends_has_nothing_done_again() -> None:
@@ -361,7 +365,7 @@ def test_a_run_that_ends_has_nothing_done_again() -> None:
     bench.kill(NAME)
     come_back(bench)
     bench.kill("rollout-0", restarting=False)
-    assert bench.state.phase == "ending" and not only(cmd.RedoStep, redone(bench))
+    assert bench.state.phase == "ending" and not only(cmd.RepeatStep, repeated(bench))
     bench.say(NAME, ev.TrainerReady(num_parameters=1, weights_bytes=4))
     assert bench.state.ignored["TrainerReady: repeat"] == 1
     bench.kill(NAME)
@@ -373,7 +377,7 @@ def test_drained_while_it_is_away_the_batch_is_completed() -> None:
     bench.kill(NAME)
     bench.own(ev.DrainRequested(reason="SIGINT"))
     come_back(bench)
-    assert only(cmd.TrainStep, redone(bench))
+    assert only(cmd.TrainStep, repeated(bench))
     assert [e.version for e in only(cmd.ExportModel, bench.train())] == [4]
 
 
@@ -434,7 +438,7 @@ def test_what_is_redone_after_the_export_is_published_to_nobody() -> None:
     bench = exported_run()
     bench.kill(NAME)
     come_back(bench)
-    assert not only(cmd.PublishWeights, redone(bench, "other bytes"))
+    assert not only(cmd.PublishWeights, repeated(bench, "other bytes"))
     bench.load_all()
     evaluate(bench)
     assert finals(bench) == [(2, True)]
@@ -446,14 +450,14 @@ def test_an_export_that_is_lost_and_cannot_be_made_again_is_followed_by_another(
     bench = exported_run()
     bench.kill(NAME)
     come_back(bench)
-    redone(bench, "other bytes")
+    repeated(bench, "other bytes")
     bench.kill("relay-0")
     bench.join("relay-0", "b")
     (publish,) = only(cmd.PublishWeights, bench.ready("relay-0"))
     assert bench.state.phase == "exporting" and (publish.version, publish.step) == (3, 1)
     publish_owed(bench, 1, "other bytes")
     export_other(bench, "other bytes")
-    assert bench.state.phase == "final-evaluation" and bench.state.exported == 4
+    assert bench.state.phase == "final-evaluation" and bench.state.export_version == 4
     if bench.pull_of("rollout-0") is not None:
         bench.load_all()
     evaluate(bench)
@@ -467,8 +471,8 @@ def test_an_export_that_never_reached_its_relay_is_made_again_of_other_bytes() -
     bench.say(NAME, ev.ModelExported(version=2, path="export"))
     bench.kill(NAME)
     come_back(bench)
-    (publish,) = only(cmd.PublishWeights, redone(bench, "other bytes"))
-    assert (publish.version, bench.state.exported) == (3, -1)
+    (publish,) = only(cmd.PublishWeights, repeated(bench, "other bytes"))
+    assert (publish.version, bench.state.export_version) == (3, -1)
     publish_owed(bench, 1, "other bytes")
     export_other(bench, "other bytes")
     bench.load_all()
@@ -484,7 +488,7 @@ def test_the_evaluation_of_an_export_that_is_made_again_is_not_the_last_one() ->
     assert bench.state.evaluation is not None and bench.state.evaluation.final
     bench.kill(NAME)
     come_back(bench)
-    redone(bench)
+    repeated(bench)
     evaluate(bench)
     assert finals(bench) == [(2, False)]
     assert [order.version for order in only(cmd.ExportModel, bench.commands)] == [2, 3]

@@ -56,7 +56,7 @@ def test_chain_begins_at_the_trainers_machine_whoever_was_ready_first() -> None:
     (order,) = only(cmd.ForwardWeights, bench.ready("relay-2"))
     assert (order.to, order.successor, order.address) == ("relay-1", "relay-2", "relay-2:1")
     assert order.incarnation == bench.state.actors["relay-2"].incarnation
-    assert bench.state.chain == ["relay-0", "relay-1", "relay-2"]
+    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-2"]
 
 
 def test_run_starts_without_the_other_machines() -> None:
@@ -92,7 +92,7 @@ def test_version_that_arrives_before_the_word_of_its_publication_can_be_pulled()
     bench.train(publish=False)
     pulls = only(cmd.PullWeights, bench.receive("relay-1", 1))
     assert [p.to for p in pulls] == ["rollout-1.0"]
-    assert bench.state.newest == 0
+    assert bench.state.newest_version == 0
     assert not restarted(bench.publish(1, 1))
 
 
@@ -104,7 +104,7 @@ def test_evicted_version_is_not_asked_for_again_and_newer_ones_stay() -> None:
     bench.receive("relay-1", 1, held=(0, 1))
     bench.kill("rollout-1.0")
     bench.come_back("rollout-1.0")
-    gone = ev.VersionGone(version=0, held=())
+    gone = ev.VersionMissing(version=0, held=())
     bench.say("rollout-1.0", gone)
     assert relay.held == [1] and relay.newest == 1
 
@@ -145,7 +145,7 @@ def test_evaluation_of_the_newest_version_stays_when_that_was_evicted_on_its_arr
 def test_lost_relay_is_spliced_out_with_one_command() -> None:
     bench = started(nodes=4)
     assert forwarded(bench.kill("relay-1")) == [("relay-0", "relay-2")]
-    assert bench.state.chain == ["relay-0", "relay-2", "relay-3"]
+    assert bench.state.relay_chain == ["relay-0", "relay-2", "relay-3"]
 
 
 def test_relay_that_comes_back_is_fed_as_the_last_one() -> None:
@@ -181,7 +181,7 @@ def test_connection_that_does_not_come_about_restarts_the_successor_then_the_rel
 
 
 def test_version_that_does_not_come_restarts_the_first_that_lacks_it() -> None:
-    bench = started(batch_wait_ms=10**9)
+    bench = started(batch_timeout_ms=10**9)
     step(bench)
     bench.write_ends()
     bench.load_all()
@@ -193,11 +193,11 @@ def test_version_that_does_not_come_restarts_the_first_that_lacks_it() -> None:
 
 def test_version_that_comes_slowly_has_the_time_that_its_bytes_take() -> None:
     """As long as bytes come; 300 s after the last word of that its relay is told to begin again."""
-    bench = started(batch_wait_ms=10**9)
+    bench = started(batch_timeout_ms=10**9)
     step(bench)
     bench.write_ends()
     bench.load_all()
-    slow = ev.TransferTrouble(
+    slow = ev.TransferProblem(
         kind="slow", relay="relay-0", version=1, detail="", num_bytes=20, duration_ms=60_000,
         left_bytes=80,
     )  # fmt: skip
@@ -216,11 +216,11 @@ def test_other_bytes_under_the_published_number_restart_the_relay() -> None:
 
 def test_relay_that_is_never_restarted_is_spliced_out() -> None:
     """Its node does not do as it is told; whoever comes behind it gets the weights all the same."""
-    bench = started(batch_wait_ms=10**9)
+    bench = started(batch_timeout_ms=10**9)
     step(bench)
     assert restarted(bench.receive("relay-1", 1, digest="x"))
     assert forwarded(bench.wait(RESTART_TIMEOUT_MS)) == [("relay-0", "relay-2")]
-    assert bench.state.chain == ["relay-0", "relay-2"]
+    assert bench.state.relay_chain == ["relay-0", "relay-2"]
     assert "rejoin:relay-1" in bench.state.timers
 
 
@@ -235,32 +235,32 @@ def test_other_bytes_are_found_when_the_publication_comes_later() -> None:
 
 
 def test_head_that_comes_back_is_fed_by_the_trainer_and_is_head_again() -> None:
-    bench = started(groups_per_version=1, capacity=2, batch_wait_ms=10**9)
+    bench = started(groups_per_version=1, capacity=2, batch_timeout_ms=10**9)
     step(bench)
     bench.receive("relay-1", 1)
     assert forwarded(bench.kill("relay-0")) == []
     bench.join("relay-0", "b")
     commands = bench.ready("relay-0")
     assert forwarded(commands) == [("relay-0", "relay-1")]
-    assert bench.state.owed == 1
+    assert bench.state.owed_version == 1
     commands += bench.write_ends()
     if bench.state.batch is not None:
         commands += bench.train(publish=False)
-    assert only(cmd.PublishWeights, bench.commands)[-1].version == bench.state.owed
+    assert only(cmd.PublishWeights, bench.commands)[-1].version == bench.state.owed_version
 
 
 def test_publish_that_went_to_a_dead_head_is_owed() -> None:
     """The trainer handed its weights over, the relay died before it had the digest."""
-    bench = started(batch_wait_ms=10**9)
+    bench = started(batch_timeout_ms=10**9)
     bench.complete(*bench.open_groups()[:2])
     bench.kill("relay-0")
     bench.come_back("relay-0")
     bench.link_all()
-    assert bench.state.owed == 0
+    assert bench.state.owed_version == 0
     (order,) = only(cmd.PublishWeights, bench.train(publish=False))
     assert (order.version, order.step) == (1, 1)
     bench.publish(1, 1)
-    assert (bench.state.owed, bench.state.newest) == (-1, 1)
+    assert (bench.state.owed_version, bench.state.newest_version) == (-1, 1)
 
 
 def test_first_publish_is_asked_for_again_when_its_relay_died() -> None:
@@ -277,14 +277,14 @@ def test_first_publish_is_asked_for_again_when_its_relay_died() -> None:
 
 
 def test_publish_of_the_same_version_again_pays_the_debt_and_changes_nothing_else() -> None:
-    bench = started(batch_wait_ms=10**9, max_staleness=0, num_train=2, total_steps=0)
+    bench = started(batch_timeout_ms=10**9, max_staleness=0, num_train=2, total_steps=0)
     bench.complete(*bench.open_groups())
     bench.kill("relay-0")
     bench.come_back("relay-0")
-    newest = bench.state.newest, bench.state.newest_digest
+    newest = bench.state.newest_version, bench.state.newest_digest
     bench.publish(0, 0, held=(0,))
-    assert (bench.state.newest, bench.state.newest_digest) == newest
-    assert bench.state.owed == -1
+    assert (bench.state.newest_version, bench.state.newest_digest) == newest
+    assert bench.state.owed_version == -1
 
 
 def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
@@ -295,7 +295,7 @@ def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
     assert restarted(bench.say("relay-0", other)) == [("node-0", "relay-0")]
     assert bench.say("relay-0", other) == []
     assert bench.state.ignored == {"WeightsPublished: repeat": 1}
-    assert bench.state.owed == 0
+    assert bench.state.owed_version == 0
 
 
 def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
@@ -316,7 +316,7 @@ def test_head_lost_during_the_last_evaluation_gets_the_export_again() -> None:
     bench.complete("0.0")
     bench.train()
     bench.write_ends()
-    bench.say("trainer-0", ev.ModelExported(version=bench.state.exported, path="export"))
+    bench.say("trainer-0", ev.ModelExported(version=bench.state.export_version, path="export"))
     bench.step_of[2] = 1
     published = ev.WeightsPublished(version=2, step=1, digest="d1", num_bytes=4, held=(1, 2))
     bench.say("relay-0", published)
@@ -380,7 +380,7 @@ def test_lost_machine_takes_its_processes_with_it_and_the_run_goes_on() -> None:
 
 def training(nodes: int) -> Bench:
     """The trainer has the first of many batches, of one group each; no clock hurries anybody."""
-    bench = started(nodes=nodes, total_steps=0, groups_per_step=1, batch_wait_ms=10**9)
+    bench = started(nodes=nodes, total_steps=0, groups_per_step=1, batch_timeout_ms=10**9)
     bench.complete(*bench.open_groups()[:1])
     return bench
 
@@ -388,7 +388,7 @@ def training(nodes: int) -> Bench:
 def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
     bench = training(nodes=4)
     for version in range(1, LAGS_MAX + 1):
-        assert bench.state.chain[1:] == ["relay-1", "relay-2", "relay-3"]
+        assert bench.state.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
         bench.publish(version, version)
         commands: list[Command] = []
@@ -397,7 +397,7 @@ def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
             bench.now_ms += 2_000 if slow else 10
             commands += bench.receive(name, version, **(SLOW if slow else {}))
         bench.complete(*bench.open_groups()[:1])
-    assert bench.state.chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
+    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
     assert forwarded(commands) == [
         ("relay-1", "relay-3"), ("relay-3", "relay-2"), ("relay-2", ""),
     ]  # fmt: skip
@@ -407,14 +407,14 @@ def test_relay_that_is_slower_than_versions_are_made_goes_to_the_end() -> None:
     """The one before it always has a newer version, and some relay always lacks the newest."""
     bench = training(nodes=4)
     for version in range(1, LAGS_MAX + 2):
-        assert bench.state.chain[1:] == ["relay-1", "relay-2", "relay-3"]
+        assert bench.state.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
         bench.publish(version, version)
         bench.receive("relay-1", version)
         bench.now_ms += 2_000
         commands = bench.receive("relay-2", version - 1, **SLOW) if version > 1 else []
         bench.complete(*bench.open_groups()[:1])
-    assert bench.state.chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
+    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
     assert forwarded(commands) == [
         ("relay-1", "relay-3"), ("relay-3", "relay-2"), ("relay-2", ""),
     ]  # fmt: skip
@@ -427,10 +427,10 @@ def test_relay_with_another_predecessor_is_judged_afresh() -> None:
     bench.receive("relay-2", 1)
     bench.now_ms += 2_000
     bench.receive("relay-3", 1, **SLOW)
-    assert bench.state.relays["relay-3"].lags == 1
+    assert bench.state.relays["relay-3"].slow_transfers == 1
     bench.kill("relay-2")
-    assert bench.state.chain == ["relay-0", "relay-1", "relay-3"]
-    assert bench.state.relays["relay-3"].lags == 0
+    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-3"]
+    assert bench.state.relays["relay-3"].slow_transfers == 0
 
 
 def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
@@ -441,24 +441,24 @@ def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
         bench.receive("relay-1", version, **SLOW)
         bench.receive("relay-2", version, **SLOW)
         bench.complete(*bench.open_groups()[:1])
-    assert bench.state.chain == ["relay-0", "relay-2", "relay-1"]
+    assert bench.state.relay_chain == ["relay-0", "relay-2", "relay-1"]
 
 
 def test_delta_of_the_first_hop_says_nothing_about_its_speed() -> None:
-    bench = started(nodes=3, groups_per_step=1, batch_wait_ms=10**9)
+    bench = started(nodes=3, groups_per_step=1, batch_timeout_ms=10**9)
     bench.complete(*bench.open_groups()[:1])
     bench.train()
     bench.receive("relay-1", 1, kind="delta", **SLOW)
-    assert bench.state.relays["relay-1"].lags == 0
+    assert bench.state.relays["relay-1"].slow_transfers == 0
 
 
 def test_one_quick_transfer_clears_a_relays_name() -> None:
     bench = training(nodes=3)
     bench.train()
     bench.receive("relay-1", 1, **SLOW)
-    assert bench.state.relays["relay-1"].lags == 1
+    assert bench.state.relays["relay-1"].slow_transfers == 1
     bench.receive("relay-2", 1)
     bench.complete(*bench.open_groups()[:1])
     bench.train()
     bench.receive("relay-1", 2)
-    assert bench.state.relays["relay-1"].lags == 0
+    assert bench.state.relays["relay-1"].slow_transfers == 0

@@ -20,7 +20,7 @@ from laminar.events import events as ev
 from tools.kit.bench import Bench
 
 GIB = 1 << 30
-SLOW = ev.TransferTrouble(
+SLOW = ev.TransferProblem(
     kind="slow", relay="relay-0", version=0, detail="", num_bytes=9, duration_ms=9, left_bytes=9
 )
 
@@ -110,7 +110,7 @@ def test_lost_work_has_its_version_fetched_from_the_machine_that_has_it():
 
 
 def test_lost_work_waits_on_while_its_version_comes():
-    bench = _lost_elsewhere(resume_wait_ms=1_000)
+    bench = _lost_elsewhere(resume_timeout_ms=1_000)
     bench.wait(5_000)
     lost = [t.id for t in bench.state.trajectories.values() if t.group == "0.0"]
     assert lost and all(keys.resume_timer(t) in bench.state.timers for t in lost)
@@ -118,12 +118,12 @@ def test_lost_work_waits_on_while_its_version_comes():
 
 
 def test_relay_that_did_not_give_it_is_asked_again_once_it_is_heard_of():
-    bench = _lost_elsewhere(resume_wait_ms=10**6)
-    bench.say("rollout-1.0", ev.VersionGone(version=0, held=(1,)))
+    bench = _lost_elsewhere(resume_timeout_ms=10**6)
+    bench.say("rollout-1.0", ev.VersionMissing(version=0, held=(1,)))
     pull = bench.pull_of("rollout-1.0")
     assert (pull is None or not pull.holder) and bench.state.failed_sources == {"relay-0": None}
     bench.complete("0.2")
-    bench.state.paces.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
+    bench.state.ps_per_byte.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
     bench.publish(1, 1, held=(0, 1))
     pull = bench.pull_of("rollout-1.0")
     assert not bench.state.failed_sources and pull is not None and pull.holder == "relay-0"
@@ -188,7 +188,7 @@ def test_evaluation_goes_on_with_its_version_from_another_machine():
 
 def test_evaluation_moves_on_when_nobody_gives_its_version():
     bench = _evaluation_elsewhere()
-    again = bench.say("rollout-1.0", ev.VersionGone(version=0, held=(1,)))
+    again = bench.say("rollout-1.0", ev.VersionMissing(version=0, held=(1,)))
     held_out = [c for c in again if isinstance(c, cmd.GenerateTrajectory) and c.group[0] == "e"]
     assert {(c.group, c.version) for c in held_out} == {(f"e1.{row}", 1) for row in range(3)}
     assert bench.pull_of("rollout-1.0") is None

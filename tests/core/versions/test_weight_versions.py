@@ -29,7 +29,7 @@ def test_skipped_publish_is_paid_before_the_trainer_waits() -> None:
     owed = only(cmd.PublishWeights, bench.train(publish=False))
     assert [(c.version, c.step) for c in owed] == [(1, 1)]
     assert only(cmd.PullWeights, bench.publish(1, 1))
-    assert bench.state.owed == -1
+    assert bench.state.owed_version == -1
     assert only(cmd.GenerateTrajectory, bench.load("rollout-0"))
 
 
@@ -40,7 +40,7 @@ def test_owed_publish_has_its_time_while_bytes_come() -> None:
     bench.skip_publish()
     assert only(cmd.PublishWeights, bench.train(publish=False))
     bench.wait(200_000)
-    word = ev.TransferTrouble(
+    word = ev.TransferProblem(
         kind="slow", relay="relay-0", version=0, detail="half", num_bytes=9, duration_ms=9,
         left_bytes=9,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:
     commands = bench.train(publish=False)
     assert only(cmd.TrainStep, commands) and not only(cmd.PublishWeights, commands)
     bench.train()
-    assert (bench.state.newest, bench.state.owed) == (2, -1)
+    assert (bench.state.newest_version, bench.state.owed_version) == (2, -1)
 
 
 def test_skipped_publish_is_not_paid_while_a_later_one_is_on_its_way() -> None:
@@ -74,9 +74,9 @@ def test_skipped_publish_is_not_paid_while_a_later_one_is_on_its_way() -> None:
     bench.skip_publish()
     bench.train(publish=False)
     assert not only(cmd.PublishWeights, bench.train(publish=False))
-    assert bench.state.owed == 1
+    assert bench.state.owed_version == 1
     assert not only(cmd.PublishWeights, bench.publish(2, 2))
-    assert bench.state.owed == -1
+    assert bench.state.owed_version == -1
 
 
 def test_last_skipped_publish_is_paid_before_the_export() -> None:
@@ -98,7 +98,7 @@ def test_older_version_that_arrives_late_does_not_pay_for_a_newer() -> None:
     bench.skip_publish()
     bench.train(publish=False)
     again = bench.publish(1, 1)
-    assert bench.state.owed == 2
+    assert bench.state.owed_version == 2
     assert bench.state.commands["publish"].command == cmd.PublishWeights(
         to="trainer-0", version=2, step=2
     )

@@ -282,7 +282,7 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
         full = await bench.answer_turn(call("note", word="x"), session=bench.session("f"), room=3)
         assert full.reason == "context-full" and [e.status for e in full.effects] == ["done"]
 
-    in_bench(tmp_path, body, effects="once")
+    in_bench(tmp_path, body, call_semantics="at-most-once")
 
 
 def test_with_once_no_call_is_repeated_and_a_lost_session_is_no_score(tmp_path):
@@ -312,7 +312,7 @@ def test_with_pure_a_lost_session_is_made_again(tmp_path):
             await bench.answer_turn(call("do", what="die"), session=bench.session("d"))
         assert bench.noted() == ["x", "died", "died"] and bench.intended == []
 
-    in_bench(tmp_path, body, effects="pure")
+    in_bench(tmp_path, body, call_semantics="retryable")
 
 
 def test_siblings_begin_alike_and_a_reset_that_fails_is_tried_again(tmp_path):
@@ -375,7 +375,7 @@ def test_the_process_with_the_file_takes_its_sessions_with_it_and_is_replaced(tm
             await asyncio.sleep(0.01)
         assert "1" in bench.told(await bench.answer_turn(call("note", word="x"), 1))
 
-    in_bench(tmp_path, body, effects="pure")
+    in_bench(tmp_path, body, call_semantics="retryable")
 
 
 def test_when_that_process_is_killed_one_call_is_blamed_and_none_is_made_again(tmp_path):

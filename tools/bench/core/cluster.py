@@ -56,8 +56,8 @@ class Cluster(Bench):
             total_steps=1 << 20,
             shuffle=False,
             test_freq=1,
-            resume_wait_ms=60_000,
-            batch_wait_ms=600_000,
+            resume_timeout_ms=60_000,
+            batch_timeout_ms=600_000,
             start_timeout_ms=600_000,
             **changes,
         )

@@ -83,7 +83,7 @@ def newer_version(cluster: Cluster) -> int:
 
 def pulling(cluster: Cluster) -> Iterator[str]:
     """Replicas that are told to load, one after the other."""
-    version = cluster.state.newest
+    version = cluster.state.newest_version
     if version < 1:
         version = newer_version(cluster)
     names = some(cluster)
@@ -123,12 +123,12 @@ def timer_progress(cluster: Cluster) -> Story:
 
 
 def timer_resume(cluster: Cluster) -> Story:
-    for name in list(cluster.state.lost)[:TIMES]:
+    for name in list(cluster.state.lost_trajectories)[:TIMES]:
         yield "", ev.TimerFired(timer=f"resume:{name}")
 
 
 def timer_batch_wait(cluster: Cluster) -> Story:
-    yield "", ev.TimerFired(timer="batch-wait")
+    yield "", ev.TimerFired(timer="batch-timeout")
 
 
 def timer_rejoin(cluster: Cluster) -> Story:
@@ -144,7 +144,7 @@ def timer_score(cluster: Cluster) -> Story:
 
 
 def batch_proposed(cluster: Cluster) -> Story:
-    yield "", ev.BatchProposed(step_index=cluster.state.chosen, groups=())
+    yield "", ev.BatchProposed(step_index=cluster.state.batches_chosen, groups=())
 
 
 def drain_requested(cluster: Cluster) -> Story:
@@ -186,7 +186,7 @@ def replica_ready(cluster: Cluster) -> Story:
 def relay_ready(cluster: Cluster) -> Story:
     for relay in cluster.relays[1 : 1 + TIMES]:
         cluster.replaced(relay)
-        yield relay, ev.RelayReady(address="here", bulk="here")
+        yield relay, ev.RelayReady(address="here", chain_address="here")
 
 
 def trainer_ready(cluster: Cluster) -> Story:
@@ -243,14 +243,14 @@ def relay_linked(cluster: Cluster) -> Story:
         yield relay, ev.RelayLinked(command_id=1, successor="")
 
 
-def transfer_trouble(cluster: Cluster) -> Story:
+def transfer_problem(cluster: Cluster) -> Story:
     for relay in cluster.relays[1 : 1 + TIMES]:
-        yield relay, ev.TransferTrouble(kind="stalled", relay="", version=0, detail="")
+        yield relay, ev.TransferProblem(kind="stalled", relay="", version=0, detail="")
 
 
 def weights_loaded(cluster: Cluster) -> Story:
     for name in pulling(cluster):
-        yield name, cluster.loaded(cluster.state.newest)
+        yield name, cluster.loaded(cluster.state.newest_version)
 
 
 def weights_rejected(cluster: Cluster) -> Story:
@@ -258,9 +258,9 @@ def weights_rejected(cluster: Cluster) -> Story:
         yield name, ev.WeightsRejected(version=1, reason="digest")
 
 
-def version_gone(cluster: Cluster) -> Story:
+def version_missing(cluster: Cluster) -> Story:
     for name in pulling(cluster):
-        yield name, ev.VersionGone(version=1, held=(1,))
+        yield name, ev.VersionMissing(version=1, held=(1,))
 
 
 def checkpoint_refused(cluster: Cluster) -> Story:
@@ -327,8 +327,8 @@ STORIES: dict[str, Callable[[Cluster], Story]] = {
         actor_joined, actor_left, actor_failed, process_exited, replica_ready, relay_ready,
         trainer_ready, data_loaded,
         step_completed, trajectories_ended, publish_skipped, model_exported, checkpoint_saved,
-        weights_published, weights_received, relay_linked, transfer_trouble,
-        weights_loaded, weights_rejected, version_gone, checkpoint_refused,
+        weights_published, weights_received, relay_linked, transfer_problem,
+        weights_loaded, weights_rejected, version_missing, checkpoint_refused,
         trajectory_started, token_progress, trajectory_finished, trajectory_failed,
         trajectory_rewarded, group_rewarded, batch_rewarded,
     )

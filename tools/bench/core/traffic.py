@@ -48,8 +48,8 @@ def settings(replicas: int, capacity: int) -> Settings:
         groups_per_version=max(1, capacity // GROUP_SIZE),
         total_steps=1 << 30,
         val_before_train=False,
-        resume_wait_ms=10_000,
-        batch_wait_ms=600_000,
+        resume_timeout_ms=10_000,
+        batch_timeout_ms=600_000,
         start_timeout_ms=600_000,
         stall_ms=120_000,
     )
@@ -203,7 +203,7 @@ class Traffic:
     def _ready(self, peer: Peer) -> None:
         events: dict[str, Event] = {
             "store": ev.DataLoaded(num_train=20_000, num_eval=0, overlap=0, digest="d"),
-            "relay": ev.RelayReady(address="here", bulk="here"),
+            "relay": ev.RelayReady(address="here", chain_address="here"),
             "trainer": ev.TrainerReady(num_parameters=1, weights_bytes=4),
             "rollout": ev.ReplicaReady(max_num_seqs=self._capacity, kv_capacity_tokens=1),
         }
@@ -291,7 +291,7 @@ class Traffic:
         return ev.TrajectoryRewarded(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
-            score_bits=self._random.choice([0, 4607182418800017408]),
+            reward_bits=self._random.choice([0, 4607182418800017408]),
             correct=True,
             reason="ok",
             num_tokens=100,
@@ -311,7 +311,7 @@ class Traffic:
         self._later(self._peers["relay-0"], delay_ns, published)
 
     def _load(self, peer: Peer) -> None:
-        version = self.tick.machine.state.newest
+        version = self.tick.machine.state.newest_version
         loaded = ev.WeightsLoaded(
             version=version,
             step=self._steps[version],

@@ -128,7 +128,7 @@ def times(kill: Kill, events: Sequence[Told]) -> dict[str, float]:
             found.setdefault("joined_s", passed)
         elif isinstance(event, READY) and peer == kill.name:
             found.setdefault("ready_s", passed)
-        elif isinstance(event, ev.StepRedone) and peer == kill.name:
+        elif isinstance(event, ev.StepRepeated) and peer == kill.name:
             found["redone_s"] = passed
     return found
 

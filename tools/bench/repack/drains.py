@@ -28,7 +28,7 @@ _why_nothing_newer = stragglers._find_not_newer_reason
 
 
 def _drains(state: State, replica: Replica) -> str:
-    if replica.took >= state.settings.groups_per_version:
+    if replica.groups_taken >= state.settings.groups_per_version:
         return "draining"
     return _why_not_admitted(state, replica)
 
@@ -37,9 +37,9 @@ def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
     """An empty replica gets its next share, with the newest weights."""
     _plan_pull(ctx, replica)
     state = ctx.state
-    busy = replica.running or replica.incoming or replica.given or replica.loading
-    if not busy and replica.took >= state.settings.groups_per_version:
-        replica.took = 0
+    busy = replica.running or replica.incoming or replica.outgoing or replica.loading
+    if not busy and replica.groups_taken >= state.settings.groups_per_version:
+        replica.groups_taken = 0
         indexes.update_replica(state, replica)
         ctx.touch_replica(replica.name)
 

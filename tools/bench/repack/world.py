@@ -149,13 +149,13 @@ class RepackWorld:
             total_steps=1 << 20,
             shuffle=False,
             val_before_train=False,
-            resume_wait_ms=10_000,
-            batch_wait_ms=NEVER_MS,
+            resume_timeout_ms=10_000,
+            batch_timeout_ms=NEVER_MS,
             start_timeout_ms=NEVER_MS,
             stall_ms=NEVER_MS,
             repack_policy=setup.policy,
             repack_interval_ms=5_000 if setup.policy else 0,
-            repack_release_ms=2_000 if setup.policy else 0,
+            repack_release_timeout_ms=2_000 if setup.policy else 0,
             repack_prefill_tokens=self._prefilled_per_step() if setup.policy else 0,
         )
         self._hear(COORDINATOR, 0, coordinator_started(chosen))
@@ -163,7 +163,7 @@ class RepackWorld:
             self._join(name)
         data = ev.DataLoaded(num_train=1 << 20, num_eval=0, overlap=0, digest="d")
         self._say(STORE, data)
-        self._say(RELAY, ev.RelayReady(address="here", bulk="here"))
+        self._say(RELAY, ev.RelayReady(address="here", chain_address="here"))
         self._say(TRAINER, ev.TrainerReady(num_parameters=1, weights_bytes=4))
         self._publish(0, 0)
         for number in range(setup.replicas):
@@ -294,7 +294,7 @@ class RepackWorld:
         self._after(GAUGE_S, self._gauge, replica)
 
     def _load(self, name: str) -> None:
-        version = self.machine.state.newest
+        version = self.machine.state.newest_version
         loaded = ev.WeightsLoaded(
             version=version,
             step=self._step_of[version],
@@ -374,7 +374,7 @@ def _rewarded(item: cmd.PlacedTrajectory) -> ev.TrajectoryRewarded:
     return ev.TrajectoryRewarded(
         trajectory_id=item.trajectory_id,
         placement=item.placement,
-        score_bits=0,
+        reward_bits=0,
         correct=False,
         reason="ok",
         num_tokens=0,

@@ -152,7 +152,7 @@ def plain_client(place: Place) -> str:
             client.set(zmq.LINGER, 0)
             client.connect(place.address("coordinator"))
             client.send(b"hello")
-            return _within(AGAIN_S, lambda: _logged(log, "stranger-refused"))
+            return _within(AGAIN_S, lambda: _logged(log, "peer-rejected"))
 
     return _until(told_at_last)
 

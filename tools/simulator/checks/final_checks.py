@@ -143,8 +143,8 @@ def work_is_done(state: State) -> None:
     if state.draining:
         return
     total = state.settings.total_steps
-    if total and state.completed != total:
-        raise Violation("work_is_done", f"{state.completed} of {total} steps are completed")
+    if total and state.steps_completed != total:
+        raise Violation("work_is_done", f"{state.steps_completed} of {total} steps are completed")
     if state.num_eval and not (state.evaluations and state.evaluations[-1].final):
         raise Violation("work_is_done", "the last evaluation is missing")
 

@@ -46,11 +46,11 @@ def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
     if not isinstance(stamped.event, ev.TimerFired):
         return
     kind, name = keys.parse_timer(stamped.event.timer)
-    overdue = kind == keys.TimerKind.RECEIVE and name in state.chain
-    position = state.chain.index(name) if overdue else 0
+    overdue = kind == keys.TimerKind.RECEIVE and name in state.relay_chain
+    position = state.relay_chain.index(name) if overdue else 0
     if not position or keys.restart_key(name) in state.commands:
         return
-    relay, before = state.relays[name], state.relays[state.chain[position - 1]]
-    if relay.newest < state.newest <= before.newest:
-        what = f"version {state.newest} did not come from {before.name}, and nobody acts"
+    relay, before = state.relays[name], state.relays[state.relay_chain[position - 1]]
+    if relay.newest < state.newest_version <= before.newest:
+        what = f"version {state.newest_version} did not come from {before.name}, and nobody acts"
         raise Violation("late_transfer_has_an_end", what, name)

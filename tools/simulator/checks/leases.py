@@ -86,7 +86,7 @@ class Leases:
             self._lease_ran_out(state, event.node, event.node_incarnation)
             self._one_speaks(event.node)
             self.silent_nodes[event.node] = None
-        elif isinstance(event, ev.NodeHeard):
+        elif isinstance(event, ev.NodeRecovered):
             self.silent_nodes.pop(event.node, None)
         elif isinstance(event, ev.RunResumed):
             self.silent_nodes.clear()

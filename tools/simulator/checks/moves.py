@@ -87,8 +87,10 @@ class Moves:
         )
         if times > MOVES_MAX:
             return f"for the {times}th time"
-        if trajectory.waits or trajectory.deaths:
-            return f"waited for {trajectory.waits} times, {trajectory.deaths} replicas died"
+        if trajectory.batch_timeouts or trajectory.deaths:
+            return (
+                f"waited for {trajectory.batch_timeouts} times, {trajectory.deaths} replicas died"
+            )
         evaluated = state.groups[trajectory.group].purpose == Purpose.EVAL
         return "it is a held-out answer" if evaluated else ""
 
@@ -131,12 +133,14 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
         group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY)
         for group in state.groups.values()
     )
-    steps = state.newest_step + settings.max_staleness - state.chosen + 1
+    steps = state.newest_step + settings.max_staleness - state.batches_chosen + 1
     allowed = settings.groups_per_step * steps - unchosen
     if settings.total_steps:
-        left = settings.groups_per_step * (settings.total_steps - state.chosen) - unchosen
+        left = settings.groups_per_step * (settings.total_steps - state.batches_chosen) - unchosen
     else:
-        left = settings.total_epochs * state.num_train - state.cursor + len(state.again)
+        left = (
+            settings.total_epochs * state.num_train - state.cursor + len(state.unfinished_prompts)
+        )
     if emptied * min(settings.groups_per_version, _share(state)) > min(allowed, left):
         what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
         raise Violation("emptied_has_new_work", what)

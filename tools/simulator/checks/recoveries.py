@@ -39,8 +39,8 @@ _LOST = ("ActorFailed", "ActorJoined", "ActorLeft", "HeartbeatLost", "ProcessExi
 _CAUSES = {
     PROCESS: (*_LOST, "timer:command:restart", "timer:command:stop"),
     LOAD: ("WeightsRejected",),
-    WORK: (*_LOST, "timer:batch-wait", "timer:command:release", "timer:command:restart",
-           "TrajectoryContinues", "VersionGone", "WeightsRejected"),
+    WORK: (*_LOST, "timer:batch-timeout", "timer:command:release", "timer:command:restart",
+           "TurnFinished", "VersionMissing", "WeightsRejected"),
     RESTART: ("HeartbeatLost", "WeightsPublished", "WeightsReceived", "WeightsRejected",
               "timer:command:forward", "timer:command:pull", "timer:command:score",
               "timer:progress", "timer:receive"),
@@ -95,7 +95,7 @@ class Recoveries:
         for name in self._newly_dead(state):
             self._can_cause(PROCESS, name, cause)
         opened = Opened(stamped.seq, stamped.time_ns, cause)
-        self._keep(WORK, state.lost, opened)
+        self._keep(WORK, state.lost_trajectories, opened)
         self._await_process(stamped.event, commands, state, opened)
         self._await_load(stamped, state, opened)
         self._complete_in_time(stamped, state)
@@ -104,7 +104,7 @@ class Recoveries:
         """A coordinator that comes back replays this event; its predecessor may not have lived to
         handle it."""
         opened = Opened(stamped.seq, stamped.time_ns, "")
-        self._keep(WORK, state.lost, opened)
+        self._keep(WORK, state.lost_trajectories, opened)
         if _has_failed_to_load(state, stamped.peer):
             self._open[LOAD].setdefault(stamped.peer, opened)
 
@@ -224,4 +224,4 @@ def _longest_ms(kind: str, settings: Settings) -> int:
     if kind == PROCESS:
         return start_ms
     transfer_ms = max(PULL_TIMEOUT_MS, RECEIVE_TIMEOUT_MS)
-    return start_ms + transfer_ms + (settings.resume_wait_ms if kind == WORK else 0)
+    return start_ms + transfer_ms + (settings.resume_timeout_ms if kind == WORK else 0)

@@ -110,7 +110,7 @@ class Checks:
         self._note(stamped, commands)
         self.durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
-        reported_is_stored(stamped.event, self.world.rows, bool(self.world.scenario.effects))
+        reported_is_stored(stamped.event, self.world.rows, bool(self.world.scenario.call_semantics))
         self.released.observe(stamped.event, commands, self.world.rows)
         self.moves.observe(stamped, commands, state)
         self.joins_once(stamped, commands)
@@ -163,7 +163,7 @@ class Checks:
         """Something that the run needs has come to its end."""
         ledger = state.ledger
         ended = ledger.trajectories.issued - ledger.trajectories.live
-        now = (ended + state.completed + state.newest, state.phase)
+        now = (ended + state.steps_completed + state.newest_version, state.phase)
         if now != self._progress:
             self._progress, self.progress_ns = now, self.world.scheduler.now
 
@@ -244,7 +244,7 @@ class Checks:
         """Whenever the trainer has waited too long, somebody acts, or has one last chance."""
         if commands:
             self._idle_waits = 0
-        elif isinstance(stamped.event, ev.TimerFired) and stamped.event.timer == keys.BATCH_WAIT:
+        elif isinstance(stamped.event, ev.TimerFired) and stamped.event.timer == keys.BATCH_TIMEOUT:
             waits = [
                 g.id
                 for g in state.groups.values()

@@ -38,9 +38,9 @@ class TrainingChecks:
         self._steps_of: dict[str, int] = {}  #: by trajectory
         #: by step: event, version and ids of what the log has
         self._accepted: dict[int, tuple[int, int, tuple[str, ...]]] = {}
-        self._redone: dict[str, bool] = {}  #: by boot: it has said that it has done a step again
+        self._repeated: dict[str, bool] = {}  #: by boot: it has said that it has done a step again
         #: what each boot of the trainer was told last
-        self._told: dict[str, cmd.TrainStep | cmd.RedoStep] = {}
+        self._told: dict[str, cmd.TrainStep | cmd.RepeatStep] = {}
         self._orders: dict[int, cmd.TrainStep] = {}  #: by version
         self._steps: dict[int, int] = {}  #: by version: completed steps when it is made
         self._lineage: dict[int, str] = {}  #: digest by completed steps
@@ -64,10 +64,10 @@ class TrainingChecks:
             self._orders[command.version] = command
         elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
             self._steps[command.version] = command.step
-        elif isinstance(command, cmd.RedoStep):
+        elif isinstance(command, cmd.RepeatStep):
             self._is_needed(command)
 
-    def _is_needed(self, command: cmd.RedoStep) -> None:
+    def _is_needed(self, command: cmd.RepeatStep) -> None:
         """pause_keeps_steps: what was saved when the run paused is not done again."""
         steps, path = self._paused
         saved = self.world.models.get(path)
@@ -83,12 +83,12 @@ class TrainingChecks:
     def observe(self, stamped: Stamped, state: State) -> None:
         """The log has a step; what it has, no other trainer may train otherwise."""
         event = stamped.event
-        if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.saved:
-            self._kept[stamped.seq] = tuple(state.saved.values())
+        if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.checkpoint_paths:
+            self._kept[stamped.seq] = tuple(state.checkpoint_paths.values())
         if state.paused and not self._is_paused:
             self._pauses(state)
         self._is_paused = state.paused
-        if not isinstance(event, ev.StepCompleted) or state.completed != event.step_index + 1:
+        if not isinstance(event, ev.StepCompleted) or state.steps_completed != event.step_index + 1:
             return
         order = self._orders.get(event.version)
         if event.step_index not in self._accepted and order is not None:
@@ -97,14 +97,17 @@ class TrainingChecks:
 
     def _pauses(self, state: State) -> None:
         """pause_saves: the last step, if nothing has struck the trainer."""
-        newest = max(state.saved, default=-1)
+        newest = max(state.checkpoint_paths, default=-1)
         steps = step_of(state, newest) if newest >= 0 else 0
         trainer = self.world.processes["trainer-0"]
-        struck = self.world.faults.explains(trainer) or state.exported >= 0
-        if steps != state.completed and not struck:
-            what = f"{state.completed} steps are completed, and {steps} are saved"
+        struck = self.world.faults.explains(trainer) or state.export_version >= 0
+        if steps != state.steps_completed and not struck:
+            what = f"{state.steps_completed} steps are completed, and {steps} are saved"
             raise Violation("pause_saves", what)
-        self._paused = steps, str(RUN_DIR / state.saved[newest]) if newest >= 0 else "none"
+        self._paused = (
+            steps,
+            str(RUN_DIR / state.checkpoint_paths[newest]) if newest >= 0 else "none",
+        )
 
     def take_back(self, seq: int) -> None:
         """What came after this event was lost with its coordinator."""
@@ -128,7 +131,7 @@ class TrainingChecks:
         told = next(reversed(self._told.values()))
         if [s.sample_id for s in samples] != list(told.trajectories):
             raise Violation("trained_as_ordered", f"step {step} is of other rows than {told}")
-        if isinstance(told, cmd.RedoStep):
+        if isinstance(told, cmd.RepeatStep):
             return self._redone_as_logged(told)
         if self._has_failed():
             return
@@ -141,7 +144,7 @@ class TrainingChecks:
                 what = f"{row.id} of step {sample.version_step} is in batch {step}"
                 raise Violation("staleness_within_bound", what, row.id)
 
-    def _redone_as_logged(self, told: cmd.RedoStep) -> None:
+    def _redone_as_logged(self, told: cmd.RepeatStep) -> None:
         """What is done again was accepted, of these rows in this order, under this number."""
         _, version, rows = self._accepted.get(told.step_index, (0, -1, ()))
         if (told.version, told.trajectories) != (version, rows):
@@ -163,15 +166,15 @@ class TrainingChecks:
     def handed_over(self, boot_id: str) -> None:
         """redo_is_not_published: weights go into a slot."""
         told = self._told.get(boot_id)
-        if isinstance(told, cmd.RedoStep) and not self._redone.get(boot_id):
+        if isinstance(told, cmd.RepeatStep) and not self._repeated.get(boot_id):
             raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
 
     def told(self, process: Process, command: Command) -> None:
         """The trainer carries out this command."""
-        if isinstance(command, cmd.TrainStep | cmd.RedoStep):
+        if isinstance(command, cmd.TrainStep | cmd.RepeatStep):
             self._told.pop(process.boot_id, None)
             self._told[process.boot_id] = command
-            self._redone[process.boot_id] = False
+            self._repeated[process.boot_id] = False
         if isinstance(command, cmd.PullWeights):
             self._pulls.setdefault(process.boot_id, []).append(command)
 
@@ -180,8 +183,8 @@ class TrainingChecks:
         if isinstance(event, ev.TrainerReady):
             for found in event.checkpoints:
                 self._saved[found.version] = str(RUN_DIR / found.path)
-        if isinstance(event, ev.StepRedone):
-            self._redone[process.boot_id] = True
+        if isinstance(event, ev.StepRepeated):
+            self._repeated[process.boot_id] = True
             others = self._others.get(event.step_index + 1, ())
             if event.published not in ("", event.digest, *others):
                 raise Violation("redone_is_the_same", f"{event}", process.name)
@@ -222,7 +225,7 @@ class TrainingChecks:
         self._made.setdefault(steps, set()).add(digest)
 
     def made_other(self, steps: int, weights: Bytes) -> None:
-        """What it hands over in their place: what is published may differ from a redo by that."""
+        """What it hands over in their place: what is published may differ from a repeat by that."""
         digest = xxhash.xxh3_128_hexdigest(weights.data)
         self._made.setdefault(steps, set()).add(digest)
         self._others.setdefault(steps, set()).add(digest)

@@ -28,7 +28,7 @@ Blow = Callable[[Effects, random.Random, SimProcess], None]
 SHORT = 0.3
 """Part of the short lease for which a process may be cut off that must not be lost."""
 STORE_FULL_S = 10.0
-"""Shorter than its clients wait, and than coordinator.disk_wait_s."""
+"""Shorter than its clients wait, and than coordinator.disk_full_timeout_s."""
 BEYOND, LONGEST = 0.3, 1.5
 """Part of the silences of nodes that are longer than their lease; leases of the longest one."""
 
@@ -291,7 +291,7 @@ RECURRING: dict[str, Strike] = {
 
 def _disk_full_long(faults: Effects, chance: random.Random) -> None:
     """Several coordinators cannot write; the supervisor has not given up by then."""
-    _fill(faults, chance.uniform(5.0, 0.5 * faults.world.scenario.disk_wait_s))
+    _fill(faults, chance.uniform(5.0, 0.5 * faults.world.scenario.disk_full_timeout_s))
 
 
 def _disk_full_for_good(faults: Effects, chance: random.Random) -> None:
@@ -369,8 +369,10 @@ def _run_dies(faults: Effects, chance: random.Random) -> None:
 def _run_pauses(faults: Effects, chance: random.Random) -> None:
     """A batch system is about to end all processes, and starts the run again later."""
     if faults.can_begin_again:
-        answers_ms = chance.choice([0, 1_000, 30_000])
-        pause = ev.DrainRequested(reason="SIGUSR1", pause=True, answers_ms=answers_ms)
+        response_timeout_ms = chance.choice([0, 1_000, 30_000])
+        pause = ev.DrainRequested(
+            reason="SIGUSR1", pause=True, response_timeout_ms=response_timeout_ms
+        )
         faults.world.coordinator.report(pause)
 
 

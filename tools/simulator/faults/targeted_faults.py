@@ -173,7 +173,7 @@ class DrainInPhase(TargetedFault):
             return state.evaluation is not None
         if self.now < self.from_ns or state.batch is None:
             return False
-        return any(0 <= r.version < state.newest for r in state.replicas.values())
+        return any(0 <= r.version < state.newest_version for r in state.replicas.values())
 
     def _hold_up(self, state: State) -> None:
         """What evaluates while the last batches are made is still at it when the run exports."""

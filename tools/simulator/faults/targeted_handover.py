@@ -35,7 +35,7 @@ class HandoverFault(TargetedFault):
         if self.now < self.from_ns or not state.settings.repack_policy:
             return
         for replica in state.replicas.values():
-            if replica.given and self.is_due(state, replica):
+            if replica.outgoing and self.is_due(state, replica):
                 return self.strike(state, replica)
 
     @abstractmethod
@@ -112,7 +112,7 @@ class DestinationEnds(HandoverFault):
         if order != self._held:
             self._held = order
             self.faults.speed(process, HURRY)
-            release_s = state.settings.repack_release_ms / 1000
+            release_s = state.settings.repack_release_timeout_ms / 1000
             self.faults.pause(self.world.processes[source.name], HELD * release_s)
         elif not destination.running and process.slow == HURRY:
             self.struck()
@@ -150,7 +150,7 @@ class StoreCutInHandover(HandoverFault):
 
     def strike(self, state: State, source: Replica) -> None:
         self.struck()
-        release_s = state.settings.repack_release_ms / 1000
+        release_s = state.settings.repack_release_timeout_ms / 1000
         duration_s = release_s * self.chance.choice((0.5, 1.5, 5.0))
         self.faults.cut(source.name, STORE, duration_s)
         if self.chance.random() < 0.5:
@@ -183,7 +183,7 @@ class EvaluationInHandover(HandoverFault):
         self._held = 0  #: order to release that takes its time
 
     def look(self, state: State) -> None:
-        if state.evaluation is not None and not any(r.given for r in state.replicas.values()):
+        if state.evaluation is not None and not any(r.outgoing for r in state.replicas.values()):
             self._known = state.evaluation.index
             hold_up_evaluation(self.faults, state)
         super().look(state)
@@ -203,7 +203,7 @@ class EvaluationInHandover(HandoverFault):
         order = state.commands[keys.release_key(source.name)].command_id
         if order != self._held:
             self._held = order
-            release_s = state.settings.repack_release_ms / 1000
+            release_s = state.settings.repack_release_timeout_ms / 1000
             self.faults.pause(self.world.processes[source.name], HELD * release_s)
             for trajectory in evaluated(state):
                 self.faults.speed(self.world.processes[trajectory.replica], HURRY)
@@ -221,7 +221,7 @@ class PoisonInTail(HandoverFault):
 
     def strike(self, state: State, source: Replica) -> None:
         self.struck()
-        given = state.trajectories[next(iter(source.given))]
+        given = state.trajectories[next(iter(source.outgoing))]
         self.faults.poison = (state.groups[given.group].row_index,)
         self.done = True
 
@@ -233,5 +233,5 @@ def _has_released(state: State, source: Replica) -> bool:
 
 def _destination(state: State, source: Replica) -> str:
     """Where the first of what it gives away goes; empty: it is not known any more."""
-    given = next(iter(source.given))
+    given = next(iter(source.outgoing))
     return state.progress[given].destination or state.trajectories[given].replica

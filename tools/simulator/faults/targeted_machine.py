@@ -28,11 +28,11 @@ def _training(state: State) -> bool:
 
 
 def _publishing(state: State) -> bool:
-    return state.newest >= 0 and keys.WEIGHTS in state.timers
+    return state.newest_version >= 0 and keys.WEIGHTS in state.timers
 
 
-def _redoing(state: State) -> bool:
-    return keys.LOAD in state.commands or keys.REDO in state.commands
+def _repeating(state: State) -> bool:
+    return keys.LOAD in state.commands or keys.REPEAT in state.commands
 
 
 def _starting(state: State) -> bool:
@@ -54,7 +54,8 @@ def _ending(state: State) -> bool:
 
 
 PHASES: tuple[Callable[[State], bool], ...] = (
-    _training, _publishing, _redoing, _starting, _exporting, _evaluating, _ending, _ending, _ending,
+    _training, _publishing, _repeating, _starting, _exporting, _evaluating, _ending, _ending,
+    _ending,
 )  # fmt: skip
 """The last is a short one that few runs have."""
 

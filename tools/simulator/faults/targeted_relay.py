@@ -85,13 +85,13 @@ class RelayInTransfer(TargetedFault):
     kind = "relay-lost-in-transfer"
 
     def look(self, state: State) -> None:
-        if self.now < self.from_ns or len(state.chain) < 2 or state.phase != Phase.RUNNING:
+        if self.now < self.from_ns or len(state.relay_chain) < 2 or state.phase != Phase.RUNNING:
             return
-        behind = [r.name for r in state.relays.values() if r.newest < state.newest]
+        behind = [r.name for r in state.relays.values() if r.newest < state.newest_version]
         if behind:
             self.done = True
             self.struck()
-            self.lose(self.chance.choice([*state.chain, *behind]))
+            self.lose(self.chance.choice([*state.relay_chain, *behind]))
 
 
 class RelayHoldsUp(TargetedFault):
@@ -107,12 +107,12 @@ class RelayHoldsUp(TargetedFault):
 
     def look(self, state: State) -> None:
         if not self._relay:
-            between = state.chain[2:-1]  # those that others than the head feed
+            between = state.relay_chain[2:-1]  # those that others than the head feed
             if not between or state.phase != Phase.RUNNING:
                 return
             self._relay = self.chance.choice(between)
             self.struck()
-        self.done = self._relay not in state.relays or self._relay == state.chain[-1]
+        self.done = self._relay not in state.relays or self._relay == state.relay_chain[-1]
         process = self.world.processes[self._relay]
         self.faults.speed(process, 1.0 if self.done else SLOW_HOP)
 
@@ -130,7 +130,7 @@ class TransferNeverEnds(TargetedFault):
 
     def look(self, state: State) -> None:
         if not self._asked:
-            ripe = state.phase == Phase.RUNNING and len(state.chain) > 1
+            ripe = state.phase == Phase.RUNNING and len(state.relay_chain) > 1
             self._asked = self.faults.sticks_next = ripe and self.now >= self.from_ns
         elif not self.faults.sticks_next:
             self.done = True
@@ -145,12 +145,12 @@ class PublishDiffers(TargetedFault):
     kind = "publish-differs"
 
     def look(self, state: State) -> None:
-        if self.now >= self.from_ns and state.phase == Phase.RUNNING and state.newest > 0:
+        if self.now >= self.from_ns and state.phase == Phase.RUNNING and state.newest_version > 0:
             self.done = True
             self.struck()
             self.faults.differs_next = True
             self.lose("relay-0", "dies")
-            others = [name for name in state.chain if name != "relay-0"]
+            others = [name for name in state.relay_chain if name != "relay-0"]
             if others and self.chance.random() < 0.5:
                 self.lose(self.chance.choice(others), "dies")
 

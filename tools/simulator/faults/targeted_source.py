@@ -68,12 +68,12 @@ class VersionElsewhere(TargetedFault):
         self._tries -= 1
         self.done = self._tries < 0
         self.faults.speed(self.world.processes[found.name], SLOW)
-        for name in list(state.chain):
+        for name in list(state.relay_chain):
             if name != found.relay:
                 self.lose(name, "dies")
 
     def _suits(self, state: State, replica: Replica) -> bool:
-        older = 0 <= replica.version < state.newest
+        older = 0 <= replica.version < state.newest_version
         return (
             older and bool(replica.running) and replica.version in state.list_held_versions(replica)
         )
@@ -124,7 +124,7 @@ class CheckpointGone(VersionElsewhere):
     kind = "checkpoint-gone-in-fetch"
 
     def follow(self, state: State, order: cmd.PullWeights) -> bool:
-        if self.version not in state.saved:
+        if self.version not in state.checkpoint_paths:
             return False
         self.world.lose_checkpoints()
         self.lose(self.relay, "dies")

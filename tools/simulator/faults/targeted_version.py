@@ -54,10 +54,10 @@ class EvaluationOutOfReach(TargetedFault):
         evaluation = state.evaluation
         if evaluation is None or len(state.relays) < 2:
             self.done = self._struck
-        elif evaluation.version >= state.newest:
+        elif evaluation.version >= state.newest_version:
             hold_up_evaluation(self.faults, state)
         elif not self._relay:
-            self._relay = state.chain[-1]
+            self._relay = state.relay_chain[-1]
             self.faults.reward_slow = SLOW_REWARDS
             for process in self._machine(state):
                 self.lose(process.name, "dies")
@@ -162,20 +162,22 @@ class OldVersion(TargetedFault):
         candidates = self._candidates(state)
         if candidates and self.evaluates:
             hold_up_evaluation(self.faults, state)
-        victim = next((r for r in candidates if r.version < state.newest), None)
-        if victim is None or not state.chain:
+        victim = next((r for r in candidates if r.version < state.newest_version), None)
+        if victim is None or not state.relay_chain:
             return
         self.victim = victim.name, victim.version
         self._tries -= 1
         self.done = not self._tries
         self.faults.reward_slow = SLOW_REWARDS
         self.faults.speed(self.world.processes[victim.name], SLOW)
-        for relay in list(state.chain):
+        for relay in list(state.relay_chain):
             self.lose(relay, "dies")
 
     def _candidates(self, state: State) -> list[Replica]:
         """The replicas that work with such a version."""
-        working = [r for r in state.replicas.values() if r.running and r.version in state.saved]
+        working = [
+            r for r in state.replicas.values() if r.running and r.version in state.checkpoint_paths
+        ]
         if not self.evaluates or not state.num_eval:
             return working
         evaluated_version = state.evaluation.version if state.evaluation is not None else -1
@@ -212,10 +214,13 @@ class CheckpointOutdated(OldVersion):
     def ripe(self, state: State) -> bool:
         """Such a checkpoint is being written."""
         scenario = self.world.scenario
-        oldest, newest = min(state.saved, default=-1), max(state.saved, default=-1)
-        full = len(state.saved) == scenario.max_ckpt_to_keep
+        oldest, newest = (
+            min(state.checkpoint_paths, default=-1),
+            max(state.checkpoint_paths, default=-1),
+        )
+        full = len(state.checkpoint_paths) == scenario.max_ckpt_to_keep
         freq = scenario.save_freq  # a fork without has the checkpoint that it began with
-        written = state.newest > newest and freq and state.newest_step % freq == 0
+        written = state.newest_version > newest and freq and state.newest_step % freq == 0
         return bool(full and written and oldest == self.victim[1])
 
     def strike(self, state: State) -> None:
@@ -251,7 +256,10 @@ class NewestCheckpointDamaged(TargetedFault):
 
     def look(self, state: State) -> None:
         trainer = self.world.processes["trainer-0"]
-        paths = [str(RUN_DIR / state.saved[version]) for version in sorted(state.saved)]
+        paths = [
+            str(RUN_DIR / state.checkpoint_paths[version])
+            for version in sorted(state.checkpoint_paths)
+        ]
         whole = [path for path in paths if path in self.world.models]
         if self.now < self.from_ns or len(whole) < 2 or whole[-1] != paths[-1]:
             return

@@ -221,7 +221,7 @@ class Environments:
         self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
     ) -> NextTurn | TrajectoryDone:
         replica, session = self._replica, call.session
-        once = replica.scenario.effects == "once"
+        once = replica.scenario.call_semantics == "at-most-once"
         known, answered = self._sessions.get(session.trajectory_id, (0, 0))
         if known != session.attempt:
             if once and (call.turn or call.stored):
@@ -267,7 +267,7 @@ class Replica(Idle):
         super().__init__(process)
         self.rows, self.rewards = rows, Rewards(self)
         self.weights = ReachableWeights(process, self.chance, arenas, models)
-        self.environments = Environments(self) if process.world.scenario.effects else None
+        self.environments = Environments(self) if process.world.scenario.call_semantics else None
         self.engine: ReplicaEngine | None = None
 
     def make_actor(self, host: Host) -> Actor:

@@ -32,7 +32,7 @@ def _rows(change: Callable[[list[Any]], list[Any]]) -> Plant:
 
         async def planted(client: Any, command: Any) -> list[Any]:
             samples = await fetch(client, command)
-            return change(samples) if isinstance(command, cmd.RedoStep) else samples
+            return change(samples) if isinstance(command, cmd.RepeatStep) else samples
 
         patch.setattr(trainer, "fetch_batch", planted)
 
@@ -99,16 +99,16 @@ async def test_what_was_done_again_wrongly_is_named(
         host = processes.hosts[-1]
         again.handle_orders(order(10, load(host.all(ev.TrainerReady)[0].checkpoints[0])))
         done = steps[1]
-        redo = cmd.RedoStep(
+        repeat = cmd.RepeatStep(
             to="trainer-0",
             step_index=1,
             version=2,
             trajectories=done.trajectories,
             digest=done.digest,
         )
-        again.handle_orders(order(11, redo))
-        redone = await host.wait(ev.StepRedone)
-        assert (redone.digest == redone.published) == (plant is nothing)
+        again.handle_orders(order(11, repeat))
+        repeated = await host.wait(ev.StepRepeated)
+        assert (repeated.digest == repeated.published) == (plant is nothing)
         steps.append(await train(processes, again, 2))
     with open_tables(processes.run_dir / STORE_FILE) as tables:
         retrained = _Retraining(host.config, Handlers(tables), processes.run_dir, {})
