@@ -65,7 +65,7 @@ class FilterConfig(Section, frozen=True, kw_only=True):
     """Filter that drops groups without variance; drawn separately, in every world."""
 
     metric: Words = ("", "", "", "", "", "", "", "score", "acc")  #: empty: off
-    gen_batches: Ints = (0, 1, 10)  #: at least 1 in a run with a number of steps
+    gen_batches: Ints = (0, 1, 10)  #: at least 1 in a run with total_steps
     scores: Ints = (2, 2, 2, 2, 2, 1)  #: distinct scores in a world with a filter; 1: all are equal
 
 
@@ -103,24 +103,24 @@ class TimeConfig(Section, frozen=True, kw_only=True):
     quantum_ms: Ints = 2  #: messages within it share one turn of the coordinator
     delay_ms: Floats = (0.2, 2.0)  #: mean one-way delay of a message
     heartbeat_ms: Ints = 1_000
-    lease_ms: Ints = 8_000  #: of replicas and relays
-    node_lease_ms: Ints = 16_000  #: of nodes, store and trainer
+    lease_ms: Ints = 8_000  #: lease of replicas and relays
+    node_lease_ms: Ints = 16_000  #: lease of nodes, store and trainer
     disk_wait_s: Floats = 120.0  #: longest time that no coordinator has room on the disk
-    progress_ms: Ints = 500  #: between two reports of a replica
+    progress_ms: Ints = 500  #: interval between reports of a replica
     start_s: Floats = (0.5, 3.0)  #: longest from a process start to readiness
     transfer_s: Floats = (0.05, 0.5, 3.0)  #: transfer of weights from one machine to the next
     load_s: Floats = (0.05, 0.5)  #: loading weights into an engine
     train_s: Floats = (0.2, 1.0, 3.0)  #: one step of the trainer
     score_s: Floats = (0.01, 0.2)  #: one reward
     step_us: Floats = 8_000.0  #: one decode step of an engine, whatever the batch
-    sequence_us: Floats = 60.0  #: added to it by each sequence
-    token_us: Floats = 0.0  #: added to it by each token in the cache
+    sequence_us: Floats = 60.0  #: added to a decode step by each sequence
+    token_us: Floats = 0.0  #: added to a decode step by each token in the cache
     prefill_tokens_per_s: Floats = 20_000.0
     #: tokens in an engine's cache; 0: unlimited
     cache_tokens: Ints = 0
     median_tokens: Ints = (50, 200)  #: response length; p99 is p99_to_median times as much
     max_tokens: Ints = 2_000
-    p99_to_median: Floats = 10.0  #: of response lengths
+    p99_to_median: Floats = 10.0  #: ratio for response lengths
 
 
 class LogConfig(Section, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class CheckConfig(Section, frozen=True, kw_only=True):
     """Extent of the checks, and limits past which a run is considered endless."""
 
     invariants_every: int = 0  #: events between two checks of the whole state; 0: by its size
-    events_max: int = 200_000  #: limit without gauges
+    events_max: int = 200_000  #: most events, gauges excluded
     quiet_s: float = 900.0  #: virtual time without progress that is a standstill
 
 

@@ -224,8 +224,8 @@ class Context(ABC):
     faults: Faults
     checks: Checks
     coordinator: Coordinator
-    processes: Mapping[str, Process]  #: by name
-    servers: dict[str, Server]  #: by address
+    processes: Mapping[str, Process]  #: processes by name
+    servers: dict[str, Server]  #: servers by name
 
     @property
     @abstractmethod

@@ -252,7 +252,7 @@ class SimDisk:
         return heir
 
     def after_crash(self, mode: CrashMode, chance: random.Random) -> SimDisk:
-        """Return a disk with what a power cut leaves; this one is unchanged and can be drawn from."""
+        """Return a disk as a power cut leaves it; this one is unchanged, so others can be drawn."""
         changes = [change for change in self._volatile if not change.durable]
         names = dict(self._durable_names)
         namings, images = _survivors(changes, mode, chance)

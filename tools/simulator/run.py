@@ -39,7 +39,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     events: int  #: events logged by all coordinators
     happenings: int  #: calls of the scheduler
     virtual_s: float
-    trajectories: int  #: issued
+    trajectories: int  #: trajectories issued
     coordinators: int
     replays: int  #: replays at the end, of the whole log and of what follows a snapshot
     faults: tuple[str, ...]  #: kinds that were active
@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     details: str
     subjects: tuple[str, ...]  #: ids of what the broken promise concerns
     coverage: dict[str, int]
-    digest: str  #: of the last state
+    digest: str  #: digest of the last state
 
 
 def make_world(config: SimConfig, seed: int, observer: Observer | None = None) -> World:

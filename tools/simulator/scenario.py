@@ -114,7 +114,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     origin: ForkOrigin | None = None  #: other run of a fork
     effects: str = ""  #: once | pure, of the environment; empty: no environment
     answer_s: float = 0.0  #: time that the environment takes to answer
-    answer_p99_to_median: float = 0.0  #: of a log-normal; 0: uniform, 0.5 to 1.5 times
+    answer_p99_to_median: float = 0.0  #: ratio of a log-normal; 0: uniform, 0.5 to 1.5 times
 
     @property
     def lease_ns(self) -> int:

@@ -28,7 +28,7 @@ class Made(NamedTuple):
     """Undisturbed result of one attempt."""
 
     counts: tuple[int, ...]  #: sampled tokens of each turn
-    tokens: bytes  #: int32, of all turns
+    tokens: bytes  #: int32 tokens of all turns
     logprobs: bytes  #: float32
     contexts: tuple[tuple[int, ...], ...]  #: tokens read after each turn but the last
     cut_off: bool  #: whether the engine stopped at the limit

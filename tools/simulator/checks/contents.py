@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
     """Consecutive tokens of a response that one engine sampled with the same weights."""
 
     replica: str
-    digest: str  #: of the weights
+    digest: str  #: digest of the weights
     start: int
     end: int
 

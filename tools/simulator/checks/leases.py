@@ -40,7 +40,7 @@ class Leases:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._heard_ns: dict[str, int] = {}  #: by boot id
+        self._heard_ns: dict[str, int] = {}  #: times last heard, by boot id
         self._unread: list[str] = []  #: boot ids heard while the coordinator was paused
         self._late_ns: dict[str, int] = {}  #: when the coordinator read that, by boot id
         self._most_until_ns = -1  #: when one was last heard while most were silent

@@ -85,7 +85,7 @@ class Recoveries:
         self._world = world
         self._open: dict[str, dict[str, Opened]] = {PROCESS: {}, LOAD: {}, WORK: {}}
         self._attempts: dict[str, int] = {}  #: latest attempts, by trajectory
-        self._dead: dict[str, None] = {}  #: processes
+        self._dead: dict[str, None] = {}  #: dead processes
         self._membership = (-1, -1)
         self._healed_ns = -1  #: log time
 

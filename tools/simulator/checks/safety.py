@@ -300,7 +300,7 @@ class Checks:
     # --- what is durable --------------------------------------------------------------------------
 
     def turned(self, disk: SimDisk, sends: bool) -> None:
-        """Check that what leaves the coordinator is durable; no crash takes back durable events."""
+        """Check durability when messages are sent; no crash takes durable events back."""
         if sends and self.durability.sent(disk):
             self._recent.clear()
 
@@ -345,7 +345,7 @@ class Checks:
                 self._boot(key, boot_id, since)
 
     def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """Note an event that a successor replays, with decisions its predecessor did not send."""
+        """Note an event that a successor replays, and decisions its predecessor did not make."""
         self._note(stamped, commands)
         self.node_reports.ordered(commands, state)
         self.recoveries.replayed(stamped, state)

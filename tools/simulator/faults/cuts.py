@@ -116,7 +116,7 @@ class Cut:
         faults, network = self._faults, self._faults.world.network
         if faults.healed:
             return
-        goes_on_s: dict[str, float] = {}  #: by process
+        goes_on_s: dict[str, float] = {}  #: seconds by process
         for source, target in [line for way in ways for line in way]:
             if not self.holds:
                 faults.cut_line(source, target, duration_s)

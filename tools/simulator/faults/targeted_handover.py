@@ -25,7 +25,7 @@ HURRY = 0.02
 class HandoverFault(TargetedFault):
     """Fault that looks for a replica that migrates trajectories away; strikes a few times."""
 
-    share = 1.0  # many runs hand nothing over
+    share = 1.0  # many runs migrate nothing
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
@@ -99,7 +99,7 @@ class DestinationEnds(HandoverFault):
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self._held = 0  #: order to release that takes its time
+        self._held = 0  #: order to release that is slowed down
 
     def is_due(self, state: State, source: Replica) -> bool:
         return not _has_released(state, source)
@@ -180,7 +180,7 @@ class EvaluationInHandover(HandoverFault):
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
         self._known = -1  #: index of the evaluation that is slowed down
-        self._held = 0  #: order to release that takes its time
+        self._held = 0  #: order to release that is slowed down
 
     def look(self, state: State) -> None:
         if state.evaluation is not None and not any(r.given for r in state.replicas.values()):
