@@ -1,8 +1,8 @@
-"""The world as its parts see it: interfaces that world.py, faults/ and checks/ implement.
+"""Interfaces through which parts of the world see it; world.py, faults/ and checks/ implement them.
 
 Reads   nothing
 Gives   Context, with the clock, random numbers and the scenario; Process, Coordinator, Server;
-        Faults, which say what goes wrong; Checks, which are told what happens
+        Faults, which say what goes wrong; Checks, which observe what happens
 
 Runtime, machine and models import this file, never world.py, so imports have one direction. Faults
 and checks see each other only through these interfaces.
@@ -42,7 +42,7 @@ class Process(ABC):
     boot_id: str
     alive: bool
     paused: bool
-    welcomed: bool  #: its actor has begun to start
+    welcomed: bool  #: whether its actor has begun to start
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class Process(ABC):
 
 
 class Coordinator(Protocol):
-    """The socket of the coordinator."""
+    """Socket of the coordinator."""
 
     def accept(self, process: Process) -> bytes: ...
     def hang_up(self, route: bytes, *, outlived: str = "") -> None: ...
@@ -84,13 +84,13 @@ class Coordinator(Protocol):
 
 
 class Server(Protocol):
-    """A process that answers requests of others."""
+    """Process that answers requests of others."""
 
     def receive(self, client: Any, message: Any) -> None: ...
 
 
 class Faults(Protocol):
-    """Answers to parts of the world that ask whether something of theirs goes wrong."""
+    """Answers to parts of the world that ask whether a fault strikes them."""
 
     healed: bool
     full_for_good: bool
@@ -130,7 +130,7 @@ class Faults(Protocol):
 
 
 class ContentChecks(Protocol):
-    """Told what is sampled, stored and trained."""
+    """Observer of what is sampled, stored and trained."""
 
     def begun(self, command: cmd.GenerateTrajectory) -> None: ...
     def called(self, trajectory_id: str, attempt: int, turn: int) -> None: ...
@@ -142,14 +142,14 @@ class ContentChecks(Protocol):
 
 
 class LeaseChecks(Protocol):
-    """Told what the coordinator reads late."""
+    """Observer of what the coordinator reads late."""
 
     def not_read_yet(self, boot_id: str) -> None: ...
     def read_late(self) -> None: ...
 
 
 class NodeChecks(Protocol):
-    """Told what nodes do with their processes."""
+    """Observer of what nodes do with their processes."""
 
     def node_started(self, node: Process) -> None: ...
     def killed(self, node: Process, boot_id: str) -> None: ...
@@ -158,15 +158,15 @@ class NodeChecks(Protocol):
 
 
 class ReleaseChecks(Protocol):
-    """Told what engines stop."""
+    """Observer of what engines stop."""
 
     def stopped(self, request_id: str, tokens: int) -> None: ...
 
 
 class TrainingChecks(Protocol):
-    """Told what the trainer does."""
+    """Observer of what the trainer does."""
 
-    lost: set[str]  #: directories of checkpoints that somebody else removed
+    lost: set[str]  #: directories of checkpoints removed by others
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None: ...
     def booked(self, line: dict[str, Any]) -> None: ...
@@ -176,7 +176,7 @@ class TrainingChecks(Protocol):
 
 
 class Checks(Protocol):
-    """All checks of one run: they are told what happens, and raise Violation."""
+    """All checks of one run: they observe what happens, and raise Violation."""
 
     events: int
     replays: int
@@ -214,18 +214,18 @@ class Checks(Protocol):
 
 
 class Context(ABC):
-    """What runtime, machine and models have of the world; `World` is the only one."""
+    """View of the world for runtime, machine and models; `World` is the only implementation."""
 
     scenario: Scenario
     scheduler: Scheduler
     network: Network
     coverage: Coverage
-    config: Config  #: what actors read from their run directory
+    config: Config  #: configuration that actors read from their run directory
     faults: Faults
     checks: Checks
     coordinator: Coordinator
-    processes: Mapping[str, Process]  #: by name
-    servers: dict[str, Server]  #: by the name under which they can be found
+    processes: Mapping[str, Process]  #: processes by name
+    servers: dict[str, Server]  #: servers by name
 
     @property
     @abstractmethod
@@ -241,5 +241,5 @@ class Context(ABC):
     def process_ended(self, process: Process, code: int, boot_id: str) -> None: ...
 
     def chance_of(self, process: Process) -> random.Random:
-        """The random stream of one boot."""
+        """Return the random stream of one boot."""
         return stream(self.scenario.seed, process.boot_id)

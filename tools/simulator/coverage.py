@@ -1,11 +1,11 @@
-"""Coverage marks: rare paths that a swarm of runs has to have gone through.
+"""Coverage marks: rare paths that a swarm of runs must pass through.
 
 Reads   what an observer sees: events, commands, the state, faults, answers of the store
-Gives   counts by name; EXPECTED, the names that there are, made from the product's own tables
+Gives   counts by name; EXPECTED, the names of all marks, made from the product's own tables
 
-Nothing in the product knows of marks, so they cost it nothing and cannot be forgotten there: a new
-event, move or command makes a new mark by itself, and a mark that no run hits is a path that no
-simulation tests.
+The product knows nothing of marks, so they cost it nothing and cannot be forgotten there: a new
+event, transition or command makes a new mark by itself, and a mark that no run hits is a path that
+no simulation tests.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TIMERS = (
     "command:restart", "command:score", "command:stop", "progress", "receive", "rejoin", "repack",
     "resume", "start",
 )  # fmt: skip
-"""What ends every wait. Those that only a process can miss that a run cannot do without are left
-out: then the run ends."""
+"""Timers that end a wait. Those that only a process can miss that the run needs are left out, since
+the run then ends."""
 OUTSIDE = (
     "coordinator:diskerror-in-a-turn",
     "coordinator:died-at-its-start",
@@ -86,7 +86,7 @@ EXPECTED: tuple[str, ...] = (
 
 
 def kind_of(event: Event) -> str:
-    """The kind of an event: of a timer's that of the timer, without the name that it is about."""
+    """Return the kind of an event; for a timer its own kind, without the name that it concerns."""
     if not isinstance(event, ev.TimerFired):
         return type(event).__name__
     kind, subject = keys.parse_timer(event.timer)
@@ -95,7 +95,7 @@ def kind_of(event: Event) -> str:
 
 
 class Coverage:
-    """How often each path was gone through."""
+    """Number of times that each path was taken."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -109,11 +109,11 @@ class Coverage:
             self.counts[name] = self.counts.get(name, 0) + count
 
     def missing(self) -> list[str]:
-        """Expected marks that were never hit."""
+        """Return the expected marks that were never hit."""
         return [name for name in EXPECTED if name not in self.counts]
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """One event was handled."""
+        """Count the marks of an event that was handled."""
         kind = type(stamped.event).__name__
         self.hit(f"event:{kind}")
         for command in commands:
@@ -134,7 +134,7 @@ class Coverage:
             self._look_at(trajectory, state)
 
     def _look_at(self, trajectory_id: str, state: State) -> None:
-        """Count the move that a trajectory has made since it was looked at last."""
+        """Count the transition that a trajectory has made since the last look."""
         found = state.trajectories.get(trajectory_id)  # type: ignore[call-overload]
         if found is None:
             return
@@ -145,7 +145,7 @@ class Coverage:
             self.hit(name)
 
     def finish(self, state: State) -> None:
-        """What the state itself has counted over the run."""
+        """Count the marks that the state itself has gathered over the run."""
         for reason in state.ledger.trajectories.dropped:
             self.hit(f"dropped:{reason}")
         for reason in state.ledger.tokens.dropped:

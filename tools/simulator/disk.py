@@ -1,14 +1,14 @@
-"""A disk in memory that forgets what was not synced: calls can be cut short, fail or find no room.
+"""Disk in memory that loses what was not synced: calls can be cut short, fail or find it full.
 
-Reads   a plan: the number of a call and what goes wrong there
+Reads   a plan: the number of a call and how it fails
 Gives   ports.Disk; after a crash or a kill, the disk that the next process finds
 Raises  PowerCut (the machine is off), DiskError (the call failed), as planned
 
 The model is what POSIX promises and no more. Bytes are volatile until their file is synced, names
-until their directory is: `replace` and `remove` are two calls each, the change and the directory's
-sync; `create` syncs it before as well, for the names that a killed process left. A crash keeps any
-selection of volatile sectors and names; what was synced stays. Every call that writes is counted,
-so a test can cut each one in turn.
+until their directory is: `replace_file` and `remove` are two calls each, the change and the
+directory's sync; `create_file` syncs it before as well, for the names that a killed process left. A
+crash keeps any selection of volatile sectors and names; what was synced stays. Every call that
+writes is counted, so a test can cut each one in turn.
 
 A cut call has its whole effect, but only in the volatile part; the crash mode then says how much
 of it happened. So a cut before call n is a cut in call n - 1 that keeps all.
@@ -28,25 +28,24 @@ from laminar.names.ports import DiskError
 
 Fault = Literal["crash", "eio", "enospc"]
 CrashMode = Literal["none", "all", "prefix", "torn", "reordered"]
-"""What a crash keeps of the volatile part:
+"""Part of the volatile data that a crash keeps:
 
 none, all   literally
 prefix      everything up to some byte or name, in the order in which it was written
 torn        everything but one sector, which is zeros, or where its file ends
-reordered   any sectors and names; a lost sector is zeros, or beyond the end of its file
-"""
+reordered   any sectors and names; a lost sector is zeros, or beyond the end of its file"""
 CRASH_MODES: tuple[CrashMode, ...] = get_args(CrashMode)
 
 SECTOR_BYTES = 512
-"""A disk writes a sector as a whole or not at all."""
+"""Unit that a disk writes as a whole or not at all."""
 
 
 class PowerCut(Exception):
-    """The machine lost power in this call or an earlier one: this disk does nothing any more."""
+    """Loss of the machine's power in this call or an earlier one: the disk refuses all calls."""
 
 
 class _Content:
-    """What a name stands for: bytes, of which the first `synced` survive every crash."""
+    """Content of a file: bytes, of which the first `synced` survive every crash."""
 
     __slots__ = ("data", "synced")
 
@@ -55,7 +54,7 @@ class _Content:
         self.synced = len(data)
 
     def sectors(self) -> list[tuple[int, int]]:
-        """[start, end) of the volatile part of each sector."""
+        """Return [start, end) of the volatile part of each sector."""
         size = len(self.data)
         aligned = range(self.synced // SECTOR_BYTES * SECTOR_BYTES, size, SECTOR_BYTES)
         return [(max(at, self.synced), min(at + SECTOR_BYTES, size)) for at in aligned]
@@ -63,7 +62,7 @@ class _Content:
 
 @dataclass(slots=True)
 class _Write:
-    """The content was appended to, up to byte `end`, and not synced at that time."""
+    """Append to a content, up to byte `end`, not synced at that time."""
 
     content: _Content
     start: int
@@ -76,7 +75,7 @@ class _Write:
 
 @dataclass(slots=True)
 class _Naming:
-    """A change of the directory: `old` is gone, `new` stands for the content."""
+    """Change of the directory: `old` is gone, `new` names the content."""
 
     old: str | None
     new: str | None
@@ -94,7 +93,7 @@ _Change: TypeAlias = _Write | _Naming
 
 
 class SimFile:
-    """An open file; like a descriptor it belongs to the content, whatever its name is by now."""
+    """Open file; like a descriptor it belongs to the content, whatever its name is by now."""
 
     def __init__(self, disk: SimDisk, content: _Content) -> None:
         self._disk = disk
@@ -107,22 +106,22 @@ class SimFile:
         self._disk.sync_content(self._content)
 
     def close(self) -> None:
-        """Makes nothing durable."""
+        """Close without making anything durable."""
 
 
 class SimDisk:
-    """ports.Disk in memory; `files` are there from the start, durable."""
+    """ports.Disk in memory; `files` exist from the start, durable."""
 
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
-        self.calls = 0  #: that write, so far; those that failed included
+        self.calls = 0  #: writing calls so far, including those that failed
         self._names = {name: _Content(data) for name, data in (files or {}).items()}
         self._durable_names = dict(self._names)
-        self._volatile: deque[_Change] = deque()  #: oldest first, which is never durable
+        self._volatile: deque[_Change] = deque()  #: oldest first; the oldest is never durable
         self._plan: dict[int, Fault] = {}
         self._off = False
 
     def plan(self, call: int, what: Fault) -> None:
-        """Let one call go wrong: the `call`-th from 1 on, as `calls` counts.
+        """Plan the failure of one call: the `call`-th from 1 on, as `calls` counts.
 
         crash: PowerCut, and so in every later call. eio: DiskError, and nothing was done. enospc:
         the same, except that an append leaves half of its bytes.
@@ -143,7 +142,7 @@ class SimDisk:
         return len(self._open(name).data)
 
     def create_file(self, name: str) -> SimFile:
-        """Three calls; FileExistsError if it exists."""
+        """Create a file in three calls; raise FileExistsError if it exists."""
         self._sync_names()
         fault = self._count()
         if name in self._names:
@@ -156,19 +155,19 @@ class SimDisk:
         self.sync_content(self._open(name))
 
     def replace_file(self, old: str, new: str) -> None:
-        """Two calls."""
+        """Rename a file in two calls."""
         fault = self._count()
         self._name(_Naming(old, new, self._to_rename(old)), fault)
 
     def remove(self, name: str) -> None:
-        """Two calls."""
+        """Remove a file in two calls."""
         fault = self._count()
         self._name(_Naming(name, None, self._to_rename(name)), fault)
 
     # --- effects ------------------------------------------------------------------------------
 
     def append_to(self, content: _Content, data: bytes) -> None:
-        """What SimFile.append does."""
+        """Append as SimFile.append does."""
         fault = self._count()
         if fault == "eio":
             self._fail(fault)
@@ -182,7 +181,7 @@ class SimDisk:
         self._fail(fault)
 
     def sync_content(self, content: _Content) -> None:
-        """What SimFile.sync does."""
+        """Sync as SimFile.sync does."""
         self._fail(self._count())
         content.synced = len(content.data)
         self._forget_durable()
@@ -208,7 +207,7 @@ class SimDisk:
             self._volatile.popleft()
 
     def _count(self) -> Fault | None:
-        """One more call; what is to go wrong in it."""
+        """Count one more call, and return how it is to fail."""
         self._refuse_if_off()
         self.calls += 1
         return self._plan.get(self.calls)
@@ -238,14 +237,14 @@ class SimDisk:
     # --- what is left -------------------------------------------------------------------------
 
     def durable_size(self, name: str) -> int:
-        """Bytes of a file that survive every crash; 0 for a name that may not."""
+        """Return the bytes of a file that survive every crash; 0 if its name may not."""
         content = self._names[name]
         return content.synced if self._durable_names.get(name) is content else 0
 
     def after_kill(self) -> SimDisk:
-        """The disk after the process died and the machine did not: volatile bytes stay, volatile.
+        """Return the disk after its process alone died: volatile bytes stay, and stay volatile.
 
-        What the ended process had open can do nothing any more.
+        The files that the dead process had open refuse all calls.
         """
         heir = SimDisk()
         heir._names, heir._durable_names = self._names, self._durable_names
@@ -253,7 +252,7 @@ class SimDisk:
         return heir
 
     def after_crash(self, mode: CrashMode, chance: random.Random) -> SimDisk:
-        """A disk with what a power cut leaves; this one is not changed, so others can be drawn."""
+        """Return a disk as a power cut leaves it; this one is unchanged, so others can be drawn."""
         changes = [change for change in self._volatile if not change.durable]
         names = dict(self._durable_names)
         namings, images = _survivors(changes, mode, chance)
@@ -273,7 +272,7 @@ _Images: TypeAlias = dict[_Content, bytearray]
 def _survivors(
     changes: list[_Change], mode: CrashMode, chance: random.Random
 ) -> tuple[list[_Naming], _Images]:
-    """The volatile names that a crash keeps, and what it leaves of each volatile content."""
+    """Return the volatile names that a crash keeps, and what it leaves of each volatile content."""
     if mode == "none":
         return [], {}
     if mode == "prefix":

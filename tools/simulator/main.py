@@ -45,7 +45,7 @@ def parser() -> CommandParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when every promise was kept, else 1."""
+    """Run the seeds, and return 0 if every promise was kept, else 1."""
     config = load(arguments.config, KINDS)
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: give 1 or more processes")
@@ -91,7 +91,7 @@ def _run_many(config: SimConfig, arguments: argparse.Namespace) -> int:
 
 
 def summary(outcome: Outcome) -> str:
-    """One line."""
+    """Return a one-line summary of a run."""
     ended = outcome.failure or "complete"
     faults = ", ".join(outcome.faults) or "none"
     return (
@@ -102,7 +102,7 @@ def summary(outcome: Outcome) -> str:
 
 
 def _report(config: SimConfig, path: Path, outcome: Outcome) -> int:
-    """Tell what was broken and how to see it again; 1 if something was."""
+    """Print the broken promise and how to reproduce it; return 1 if there is one, else 0."""
     if not outcome.invariant:
         return 0
     print(f"seed {outcome.seed} broke {outcome.invariant}: {outcome.details}")

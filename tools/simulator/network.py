@@ -3,7 +3,7 @@
 Reads   what one process sends to another, and the weather that faults make
 Gives   deliveries, later, in virtual time
 
-A link is one direction between two processes. In good weather it keeps the order and loses nothing.
+A link is one direction between two processes. In fair weather it keeps the order and loses nothing.
 A flipped bit is delivered only if it makes the frame unreadable: what a transport's checksum
 (TCP, CURVE) would catch is lost instead, since no protocol above could tell.
 """
@@ -23,18 +23,18 @@ Deliver = Callable[[Any], None]
 
 
 class Garbage(bytes):
-    """A frame that cannot be read."""
+    """Frame that cannot be read."""
 
 
 @dataclass(slots=True, frozen=True)
 class Weather:
-    """What goes wrong on links, as probabilities per message."""
+    """Disturbances of links, as probabilities per message."""
 
     loss: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
     flip: float = 0.0
-    extra_delay_ns: int = 0  #: longest additional delay of a message that is overtaken
+    extra_delay_ns: int = 0  #: longest added delay of an overtaken message
 
     @property
     def fair(self) -> bool:
@@ -43,14 +43,14 @@ class Weather:
 
 @dataclass(slots=True)
 class Link:
-    """One direction between two processes."""
+    """Direction between two processes."""
 
     source: str
     target: str
     last_ns: int = 0  #: when the last message in order arrives
-    blocked: int = 0  #: partitions that cut it
+    blocked: int = 0  #: partitions that cut the link
     clogged: bool = False
-    held: list[tuple[Deliver, Any]] = field(default_factory=list)  #: while it is clogged
+    held: list[tuple[Deliver, Any]] = field(default_factory=list)  #: messages while clogged
 
 
 class Network:
@@ -81,7 +81,7 @@ class Network:
         return found
 
     def send(self, link: Link, deliver: Deliver, message: Any) -> None:
-        """Have `deliver(message)` called when it arrives, if it does."""
+        """Deliver the message later by a call of `deliver(message)`, unless it is lost."""
         if link.blocked:
             self.lost += 1
         elif link.clogged:
@@ -120,11 +120,11 @@ class Network:
     # --- partitions and clogs -----------------------------------------------------------------
 
     def cut(self, source: str, target: str, by: int) -> None:
-        """Count a partition of one direction in (1) or out (-1)."""
+        """Add (1) or remove (-1) a partition of one direction."""
         self.link(source, target).blocked += by
 
     def clog(self, source: str, target: str) -> None:
-        """Hold what is sent until `unclog`: a connection that stands still but does not break."""
+        """Hold what is sent until `unclog`: the connection stalls but does not break."""
         self.link(source, target).clogged = True
 
     def unclog(self, source: str, target: str) -> None:
@@ -135,7 +135,7 @@ class Network:
             self.send(link, deliver, message)
 
     def heal(self) -> None:
-        """Fair weather, no partition, no clog, on every link there is."""
+        """Restore fair weather on every link, without partitions and clogs."""
         self.weather = Weather()
         for link in list(self._links.values()):
             link.blocked = 0
@@ -144,7 +144,7 @@ class Network:
 
 
 def _flipped(link: Link, message: Any, chance: random.Random) -> Garbage | None:
-    """The frame with one bit turned over, if it cannot be read; else None: lost to a checksum."""
+    """Return the frame with one bit flipped if it is unreadable, else None: lost to a checksum."""
     if not isinstance(message, bytes):
         return None
     garbled = bytearray(message)

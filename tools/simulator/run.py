@@ -1,9 +1,9 @@
-"""Run seeds: one, with its outcome and, if a promise was broken, its story; or many.
+"""Runs of seeds: one, with its outcome and, if a promise was broken, its story; or many.
 
 Reads   SimConfig, seeds
 Gives   Outcome; lines of text for people
 
-A story comes from running the seed again and listening, since the same seed is the same run: an
+A story comes from running the seed again with an observer, since the same seed is the same run: an
 ordinary run need not remember anything for it.
 """
 
@@ -29,35 +29,35 @@ from tools.simulator.scheduler import SECOND
 from tools.simulator.world import Observer, World
 
 STORY_LINES = 40
-"""The last lines of a story are the ones that matter."""
+"""Number of lines that are kept of a story: its last ones."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one seed."""
+    """Outcome of one seed."""
 
     seed: int
-    events: int  #: logged, of all coordinators
+    events: int  #: events logged by all coordinators
     happenings: int  #: calls of the scheduler
     virtual_s: float
-    trajectories: int  #: issued
+    trajectories: int  #: trajectories issued
     coordinators: int
-    replays: int  #: of the whole log and of what follows a snapshot, at the end of the run
+    replays: int  #: replays at the end, of the whole log and of what follows a snapshot
     faults: tuple[str, ...]  #: kinds that were active
-    failure: str  #: why the run failed, as it must without a process that it needs; else empty
+    failure: str  #: reason, for a run that lost a process that it needs; else empty
     invariant: str  #: name of the broken promise; empty: none
     details: str
-    subjects: tuple[str, ...]  #: ids of what was hurt
+    subjects: tuple[str, ...]  #: ids of what the broken promise concerns
     coverage: dict[str, int]
-    digest: str  #: of the last state
+    digest: str  #: digest of the last state
 
 
 def make_world(config: SimConfig, seed: int, observer: Observer | None = None) -> World:
-    """A world with the faults of its seed, and all checks."""
+    """Return a world with the faults of its seed, and all checks."""
     return World(config, seed, AllChecks, lambda world: Faults(world, config.faults), observer)
 
 
 def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
-    """One run to its end, or to its first broken promise."""
+    """Run one seed to its end, or to its first broken promise."""
     world = make_world(config, seed, observer)
     violation: Violation | None = None
     digest = ""
@@ -65,7 +65,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         digest = world.run()
     except Violation as found:
         violation = found
-    except Exception as error:  # whatever the product raises where it must not is a finding
+    except Exception as error:  # any exception of the product is a finding
         violation = Violation("nothing_raises", f"{type(error).__name__}: {error}")
         violation.__cause__ = error
     state, over = world.coordinator.state, world.coordinator.over
@@ -88,10 +88,10 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
 
 
 def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
-    """Many runs, in so many processes; outcomes as they come."""
+    """Run seeds in `jobs` processes, and yield outcomes as they come."""
     run = partial(run_seed, config)
     if jobs <= 1:
-        gc.freeze()  # the garbage collector need not look at the program in every run
+        gc.freeze()  # exclude the program from every run's garbage collections
         yield from map(run, seeds)
         return
     with get_context("spawn").Pool(jobs, gc.freeze) as pool:
@@ -102,7 +102,7 @@ def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Ou
 
 
 def event_line(stamped: Stamped, commands: list[Command]) -> str:
-    """seq, virtual seconds, sender, incarnation, number, event, what it led to; fixed columns."""
+    """Format seq, virtual seconds, sender, incarnation, number, event and commands in columns."""
     leads_to = ", ".join(f"{type(command).__name__}>{command.to}" for command in commands)
     arrow = f"  => {leads_to}" if leads_to else ""
     return (
@@ -112,7 +112,7 @@ def event_line(stamped: Stamped, commands: list[Command]) -> str:
 
 
 def story(config: SimConfig, outcome: Outcome) -> list[str]:
-    """What happened to what was hurt, or, when that has no name, what happened last."""
+    """Return the events about the outcome's subjects, or the last events if it has none."""
     lines: deque[str] = deque(maxlen=STORY_LINES)
     subjects = [subject for name in outcome.subjects if (subject := _subject(name)) is not None]
 
@@ -134,7 +134,7 @@ def _subject(name: str) -> Subject | None:
 
 
 def _chapter(subjects: list[Subject], stamped: Stamped, commands: list[Command]) -> Iterator[str]:
-    """The event, if it concerns a subject, and what was decided about it."""
+    """Yield the event, if it concerns a subject, and what was decided about it."""
     told = any(_concerns(subject, stamped.event, stamped.peer) for subject in subjects)
     decided = [c for c in commands if any(_concerns(subject, c, c.to) for subject in subjects)]
     if told or decided:
@@ -145,6 +145,6 @@ def _chapter(subjects: list[Subject], stamped: Stamped, commands: list[Command])
 
 
 def _concerns(subject: Subject, message: Event | Command, process: str) -> bool:
-    """The message names the subject, or goes to or comes from it."""
+    """Return whether the message names the subject, or goes to or comes from it."""
     here = subject.kind == "actor" and subject.name == process
     return here or bool(describe_message(message, subject))

@@ -1,4 +1,4 @@
-"""One seed's world: every choice of a SimConfig drawn, every concern with its own random stream.
+"""Scenario of one seed: every choice of a SimConfig drawn, each concern from a separate stream.
 
 Reads   SimConfig, the seed
 Gives   Scenario; `stream(seed, concern)`
@@ -49,34 +49,34 @@ START_TIMEOUT_MS = 120_000
 ENGINE_START_MS = 30_000
 MAX_ERROR_PERMILLE = 500
 DATA_DIGEST = "data"
-"""What the store says of the prompts."""
+"""Digest of the prompts, as the store reports it."""
 FORK_UNFINISHED, FORK_SAME_DATA = 0.2, 0.8
-"""Shares: of the prompts that the other run had not ended, and of forks that have its data."""
+"""Share of the prompts that the other run left unfinished; share of forks that have its data."""
 BOUNDARIES: dict[str, tuple[int, ...]] = {
     "replicas": (1,), "nodes": (1,), "slots": (1,), "group_size": (2, 11), "groups_per_step": (1,),
     "groups_per_version": (1,), "max_staleness": (0,), "total_steps": (1, 11), "num_train": (1, 11),
     "num_eval": (1, 11), "test_freq": (1,), "save_freq": (0, 1), "max_ckpt_to_keep": (1, 0),
     "resume_timeout_ms": (0,), "fork_step": (1, 10),
 }  # fmt: skip
-"""The least that a run may have, none, and numbers with two digits: ids and names in text have no
-other order than that of numbers. Engines take a whole group at least."""
+"""Smallest values that a run may have, none, and numbers with two digits: ids in text must sort as
+their numbers do. Engines take at least a whole group."""
 MANY_SIBLINGS = 10
-"""In so large a group one response is long: where the batch's wait is a choice it is the longest,
-or nearly every group would be given up for it, and the run would not end."""
+"""Group size from which one response is nearly always long. Where batch_wait_ms is a choice it is
+then the longest, or nearly every group would be given up for it, and the run would not end."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
 ANSWERS_IN_A_WAIT = 8
-"""Answers of an environment that a batch waits for at least: deadlines nest."""
+"""Answers of an environment that fit in a batch wait at least: timeouts nest."""
 
 
 def stream(seed: int, concern: str) -> random.Random:
-    """The generator of one concern: the same on every machine, whatever the hash seed."""
+    """Return the generator of one concern: the same on every machine, whatever the hash seed."""
     return random.Random(f"{seed}/{concern}")
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is, apart from its faults."""
+    """Parameters of a run, apart from its faults."""
 
     seed: int
     settings: Settings
@@ -110,28 +110,28 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     kv_capacity: int
     checks: CheckConfig
-    scores: int = 2  #: different ones that answers get
-    origin: ForkOrigin | None = None  #: of a fork
-    call_semantics: str = ""  #: at-most-once | retryable: tool calls; empty: none
-    answer_s: float = 0.0  #: how long it takes to answer
-    answer_p99_to_median: float = 0.0  #: of a log-normal; 0: from half to one and a half times
+    scores: int = 2  #: distinct scores of responses
+    origin: ForkOrigin | None = None  #: other run of a fork
+    call_semantics: str = ""  #: at-most-once | retryable; empty: no environment
+    answer_s: float = 0.0  #: time that the environment takes to answer
+    answer_p99_to_median: float = 0.0  #: ratio of a log-normal; 0: uniform, 0.5 to 1.5 times
 
     @property
     def lease_ns(self) -> int:
         return self.lease_ms * MS
 
     def lease_of_ms(self, role: str) -> int:
-        """The lease of a process of this role."""
+        """Return the lease of a process of this role."""
         return self.node_lease_ms if role in LONG_LEASE_ROLES else self.lease_ms
 
     def seed_of(self, row: Row) -> int:
-        """What the trajectory of a stored row is sampled with: its tokens and its length."""
+        """Return the seed of a stored row's trajectory, which gives its tokens and length."""
         group = GroupId(row.group_id)
         return trajectory_seed(self.settings.seed, group, row.sibling, row.attempt)
 
 
 class Pick(Protocol):
-    """One of the values that a key has; what is no choice draws nothing."""
+    """Function that draws a value of a key from its choices; a single value consumes no draw."""
 
     def __call__(self, value: T | tuple[T, ...]) -> T: ...
 
@@ -144,8 +144,10 @@ def _pick_from(chance: random.Random) -> Pick:
 
 
 def _with_boundaries(work: WorkConfig, seed: int) -> WorkConfig:
-    """The same, with some of its choices made: a boundary. And data that ends with the last step,
-    in as many of the worlds whose data is a choice."""
+    """Return the same work, with some choices replaced by a boundary value.
+
+    In as many of the worlds whose data is a choice, the data ends with the last step.
+    """
     chance, made = stream(seed, "boundaries"), dict[str, int]()
     for key, values in BOUNDARIES.items():
         struck, value = chance.random() < work.boundary_share, chance.choice(values)
@@ -162,7 +164,7 @@ def _with_boundaries(work: WorkConfig, seed: int) -> WorkConfig:
 
 
 def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
-    """What the core decides by; repack apart."""
+    """Return the settings of the core, without those of repack."""
     group_size = pick(work.group_size)
     settings = Settings(
         seed=seed,
@@ -194,7 +196,7 @@ def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
 
 
 def draw(config: SimConfig, seed: int) -> Scenario:
-    """The world of this seed."""
+    """Return the scenario of this seed."""
     pick = _pick_from(stream(seed, "scenario"))
     work, time, repack = _with_boundaries(config.work, seed), config.time, config.repack
     packing, caching = _pick_from(stream(seed, "repack")), _pick_from(stream(seed, "cache"))
@@ -265,7 +267,7 @@ def draw(config: SimConfig, seed: int) -> Scenario:
 
 
 def _filtered(scenario: Scenario, filter: FilterConfig) -> Scenario:
-    """The same world with a filter, if it has one; a search without limit needs an end of data."""
+    """Add the drawn filter, if any; an unlimited search for batches needs an end of data."""
     pick = _pick_from(stream(scenario.seed, "filter"))
     metric, batches, scores = pick(filter.metric), pick(filter.gen_batches), pick(filter.scores)
     if not metric:
@@ -279,13 +281,13 @@ def _filtered(scenario: Scenario, filter: FilterConfig) -> Scenario:
 
 
 def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Scenario:
-    """The same world with an environment, if it has one: that answers each trajectory by itself."""
+    """Add the environment, if drawn; rewards are then per trajectory."""
     chance = stream(scenario.seed, "environment")
     pick = _pick_from(chance)
     if chance.random() >= environment.environment_share:
         return scenario
     call_semantics, answer_s = pick(environment.call_semantics), pick(environment.answer_s)
-    wait_ms = int(ANSWERS_IN_A_WAIT * answer_s * 1_000)  # or no wait of a batch would ever suffice
+    wait_ms = int(ANSWERS_IN_A_WAIT * answer_s * 1_000)  # else no batch wait would ever suffice
     settings = msgspec.structs.replace(
         scenario.settings,
         max_sessions=2 * (scenario.slots + scenario.settings.group_size),
@@ -302,7 +304,7 @@ def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Sce
 
 
 def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
-    """The same world, begun after so many steps of another run, with the rest of its prompts."""
+    """Start the same world after so many steps of another run, with the rest of its prompts."""
     chance = stream(scenario.seed, "begin")
     step, settings, count = _pick_from(chance)(steps), scenario.settings, scenario.num_train
     if not step:
@@ -330,7 +332,7 @@ def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
 
 
 def _with_tails(scenario: Scenario, repack: RepackDraw, packing: Pick) -> Scenario:
-    """The same world with what [repack] has in place of [work] and [time], so that it has tails."""
+    """Apply the values of [repack] over those of [work] and [time], so that stragglers occur."""
     settings, lengths = scenario.settings, scenario.lengths
     if repack.max_staleness is not None:
         staleness = packing(repack.max_staleness)
@@ -346,12 +348,12 @@ def _with_tails(scenario: Scenario, repack: RepackDraw, packing: Pick) -> Scenar
 
 
 def seconds(value: float) -> int:
-    """Nanoseconds."""
+    """Return seconds as nanoseconds."""
     return int(value * SECOND)
 
 
 def actor_config(scenario: Scenario) -> Config:
-    """What the actors of this world read from their run directory."""
+    """Return the configuration that the actors of this world read from their run directory."""
     settings = scenario.settings
     return Config(
         seed=settings.seed,

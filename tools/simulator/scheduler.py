@@ -1,9 +1,9 @@
-"""Virtual time: what is to happen, in order; nothing waits and nothing is slow.
+"""Scheduler of virtual time: calls in order of their time, with no real waiting.
 
 Reads   functions and when they are to be called, in virtual nanoseconds
 Gives   the present time; calls in the order of (time, order of scheduling)
 
-Two things at the same instant happen in the order in which they were scheduled, so a run depends on
+Two calls at the same instant run in the order in which they were scheduled, so a run depends on
 nothing but its seed.
 """
 
@@ -20,7 +20,7 @@ Action = Callable[..., Any]
 
 
 class Scheduler:
-    """A heap of calls. What has become pointless is left in it and must know so itself."""
+    """Heap of calls. Calls that have become pointless stay in it and must check that themselves."""
 
     def __init__(self) -> None:
         self.now = 0  #: nanoseconds since the world began
@@ -38,7 +38,7 @@ class Scheduler:
         heappush(self._heap, (self.now + delay_ns, self._order, action, args))
 
     def step(self) -> bool:
-        """Make the next call; False when there is none."""
+        """Run the next call; return False if there is none."""
         if not self._heap:
             return False
         when, _, action, args = heappop(self._heap)

@@ -1,11 +1,11 @@
-"""What engines and an environment make of a trajectory's seed: its turns, and what is read between.
+"""Turns and contexts of a trajectory, as engines and an environment derive them from its seed.
 
 Reads   a Scenario
 Gives   Made, made_of; prompt_with
 
-An environment of the simulator says the same wherever and whenever it is asked, so a trajectory
-that several replicas and sessions made in turn can be compared with one that was never disturbed.
-Engines, the environment's model and the checks of contents share it; it is no business of either.
+An environment of the simulator answers the same wherever and whenever it is asked, so a trajectory
+that several replicas and sessions made in turn can be compared with an undisturbed one. Engines,
+the environment's model and the checks of contents share this file.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from laminar.names.ids import hash64
 from tools.simulator.scenario import Scenario
 
 TURNS_MAX = 4
-CONTEXT_MAX = 20  #: tokens of one answer
-SPEAKS_FIRST = 3  #: the environment of every so manieth prompt
+CONTEXT_MAX = 20  #: tokens of one answer of the environment
+SPEAKS_FIRST = 3  #: the environment speaks first for one prompt in so many
 GREETING = (60_001, 60_002)  #: no engine samples these
 
 
 class Made(NamedTuple):
-    """One attempt, undisturbed."""
+    """Undisturbed result of one attempt."""
 
     counts: tuple[int, ...]  #: sampled tokens of each turn
-    tokens: bytes  #: int32, of all turns
+    tokens: bytes  #: int32 tokens of all turns
     logprobs: bytes  #: float32
-    contexts: tuple[tuple[int, ...], ...]  #: what is read behind each turn but the last
-    cut_off: bool  #: the engine stopped at the limit
+    contexts: tuple[tuple[int, ...], ...]  #: tokens read after each turn but the last
+    cut_off: bool  #: whether the engine stopped at the limit
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """Sampled tokens before each turn."""
+        """Numbers of sampled tokens before each turn."""
         return tuple(accumulate(self.counts, initial=0))[:-1]
 
 
 def made_of(scenario: Scenario, seed: int) -> Made:
-    """All of an attempt; `seed`: of the trajectory."""
+    """Return all of an attempt; `seed`: that of the trajectory."""
     counts, tokens, logprobs, contexts = list[int](), b"", b"", list[tuple[int, ...]]()
     turns = 1 + hash64(seed, "turns") % TURNS_MAX if scenario.call_semantics else 1
     for turn in range(turns):
@@ -56,25 +56,25 @@ def made_of(scenario: Scenario, seed: int) -> Made:
 
 
 def begin_of(scenario: Scenario, seed: int, own: int) -> int:
-    """Sampled tokens before the turn of an attempt that is sampled with the seed `own`."""
+    """Return the sampled tokens before the turn of an attempt that has the seed `own`."""
     begins = made_of(scenario, seed).begins
     return next(begin for turn, begin in enumerate(begins) if turn_seed(seed, turn) == own)
 
 
 def context_of(seed: int, turn: int) -> tuple[int, ...]:
-    """What the environment says to this turn."""
+    """Return the environment's answer to this turn."""
     length = 1 + hash64(seed, "context", turn) % CONTEXT_MAX
     return tuple(70_000 + hash64(seed, "context", turn, at) % 1_000 for at in range(length))
 
 
 def prompt_with(scenario: Scenario, purpose: str, row_index: int) -> tuple[int, ...]:
-    """The prompt of a row, and what the environment says first."""
+    """Return the prompt of a row, and what the environment says first."""
     speaks = scenario.call_semantics and row_index % SPEAKS_FIRST == 0
     return (*make_prompt(purpose, row_index), *(GREETING if speaks else ()))
 
 
 def read_before(scenario: Scenario, seed: int, turn: int) -> tuple[int, ...]:
-    """What the engine is to read behind the prompt and before a turn."""
+    """Return the tokens that the engine reads after the prompt and before a turn."""
     made, found = made_of(scenario, seed), list[int]()
     for at, context in enumerate(made.contexts[:turn]):
         start, count = made.begins[at], made.counts[at]

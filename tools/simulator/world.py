@@ -4,8 +4,8 @@ Reads   SimConfig, the seed
 Gives   the run, event by event, until it has ended; raises Violation
 
 The coordinator's tick, log, codec, session and recovery, the actors' host, the node, the store, the
-trainer and the relay's slots are the real ones. What is modelled: engines, the learner, network,
-disk, time and the operating system's processes.
+trainer and the relay's slots are the real ones. Models replace engines, the learner, the network,
+the disk, time and the operating system's processes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tools.simulator.scheduler import SECOND, Scheduler
 
 FIRST_NODE = "node-0"
 CALLS_PER_EVENT = 2_000
-"""A hundred times what is usual: something wakes up again and again and does nothing."""
+"""Limit at a hundred times the usual: beyond it something wakes up repeatedly and does nothing."""
 CALLS_PER_LOOK = 16
-"""So often a run is asked whether it has made too many calls or events."""
+"""Calls between two looks whether a run has made too many calls or events."""
 Observer = Callable[[Stamped, list[Command], State], None]
 
 
 class World(Context):
-    """Everything of one seed."""
+    """Simulated world of one seed."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class World(Context):
         self.coverage = Coverage()
         bytes_per_s = VERSION_BYTES / self.scenario.transfer_s
         self.bulk = BulkNetwork(self, self.scenario.delay_ms, bytes_per_s)
-        self.arenas: dict[str, SimArena] = {}  #: by path, of all machines
+        self.arenas: dict[str, SimArena] = {}  #: arenas of all machines by path
         self.checks = make_checks(self)
         self.faults = make_faults(self)
         self.coordinator: SimCoordinator = SimCoordinator(self)
         self.config = actor_config(self.scenario)
         self.machines = Machines(self)
         self.database = StoreDatabase(self)
-        self.models: dict[str, ModelDirectory] = {}  #: on the shared disk, by path
+        self.models: dict[str, ModelDirectory] = {}  #: models on the shared disk by path
         self._lineage = Lineage()
         lay_origin(self, self.models, self._lineage.names)
         self.processes: dict[str, SimProcess] = {}
@@ -100,7 +100,7 @@ class World(Context):
 
     @property
     def rows(self) -> dict[str, Row]:
-        """The rows of the store."""
+        """Rows of the store."""
         return self.database.tables.saved
 
     # --- running ------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class World(Context):
         return self.coordinator.ended
 
     def run(self) -> str:
-        """Run the world to the end of the run; the digest of its last state. Raises Violation."""
+        """Run the world to the end of the run, and return the digest of its last state."""
         with self:
             return self._run()
 
@@ -132,7 +132,7 @@ class World(Context):
         return digest
 
     def begin(self) -> None:
-        """The coordinator and the machines start."""
+        """Start the coordinator and the machines."""
         self.coordinator.start()
         for process in self.processes.values():
             if process.role == "node":
@@ -140,11 +140,11 @@ class World(Context):
         self.faults.begin()
 
     def begin_again(self) -> None:
-        """All processes end at once, and a while later the user starts the run again."""
+        """End all processes at once; a while later the user restarts the run."""
         nodes = [process for process in self.processes.values() if process.role == "node"]
-        for process in (*nodes, *self.processes.values()):  # nobody is there to see it
+        for process in (*nodes, *self.processes.values()):  # nodes first: none sees the others die
             process.die(exit_codes.KILLED)
-        self.machines.die()  # who has started them has died as well
+        self.machines.die()  # the starter of the nodes dies, too
         self.machines = Machines(self)
         self.faults.begun_again()
         self.coordinator.kill()
@@ -163,7 +163,7 @@ class World(Context):
         self.close()
 
     def close(self) -> None:
-        """Let go of what actors were doing when the world ended; nothing of it runs any more."""
+        """Discard what actors were doing when the world ended, so that none of it runs any more."""
         boots = [boot for process in self.processes.values() for boot in process.boots]
         for boot in boots:
             boot.end()
@@ -172,7 +172,7 @@ class World(Context):
 
     def _must_not_be_endless(self) -> None:
         calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.checks
-        gauges = self.coverage.counts.get("event:TokenProgress", 0)  # they come as time goes by
+        gauges = self.coverage.counts.get("event:TokenProgress", 0)  # they come with time
         if events - gauges > limit.events_max:
             what = f"the run does not end within {limit.events_max} events besides gauges"
             raise Violation("progress", what)
@@ -207,9 +207,11 @@ class World(Context):
                 return Replica(process, self.arenas, self.models, self.rows)
 
     def lose_checkpoints(self) -> None:
-        """Somebody has removed them from the disk; not the one that is being written, nor while a
-        trainer needs them to come back: there may be no other way if the store has removed
-        tokens."""
+        """Remove all checkpoints from the disk, except one that is being written.
+
+        Do nothing while a trainer needs them to come back: there may be no other way if the store
+        has removed tokens.
+        """
         if self.database.tables.without_payload and not self._trains():
             return
         self.faults.harm("trainer")
@@ -218,7 +220,7 @@ class World(Context):
             self.checks.training.lost.add(path)
 
     def _trains(self) -> bool:
-        """The trainer has loaded what it goes on from."""
+        """Return whether the trainer has loaded what it continues from."""
         state, trainer = self.coordinator.state, self.processes["trainer-0"]
         actor = state.actors.get(trainer.name) if state is not None else None
         if state is None or actor is None or not trainer.alive or trainer.paused:
@@ -226,7 +228,7 @@ class World(Context):
         return actor.ready and not {keys.LOAD, keys.REPEAT} & state.commands.keys()
 
     def machine_of(self, relay: str) -> SimMachine:
-        """What this relay has of its machine now."""
+        """Return this relay's current view of its machine."""
         model = self.processes[relay].model
         assert isinstance(model, Relay)
         return model.machine
@@ -235,8 +237,7 @@ class World(Context):
         return self._children.get(node, [])
 
     def process_ended(self, process: Process, code: int, boot_id: str) -> None:
-        """A process ended: its kernel closes its connections, and its node sees it, or who started
-        a node."""
+        """Close the connections of an ended process, as its kernel does, and tell its starter."""
         self.bulk.process_ended(boot_id)
         if process.role == "node":
             self.machines.ended(self.processes[process.name], code)
@@ -250,7 +251,7 @@ class World(Context):
     # --- connections --------------------------------------------------------------------------
 
     def connect_all(self) -> None:
-        """A coordinator listens: every process finds it a little later."""
+        """Let every process connect, a little later, to a coordinator that listens."""
         chance = stream(self.scenario.seed, f"connect {self.coordinator.incarnations}")
         for process in self.processes.values():
             self.scheduler.after(seconds(chance.uniform(0, 0.3)), self.reconnect, process)

@@ -1,12 +1,12 @@
-"""A check of what the store takes and the learner is handed: what the engines have made.
+"""Check that the store and the learner receive exactly what the engines sampled.
 
 Reads   orders to generate as engines begin them, what engines sample with which weights; chunks of
         the store; the samples of a batch
-Raises  Violation handed_as_made, sampled_as_said
+Raises  Violation called_once, handed_as_made, sampled_as_said
 
 The tokens, log-probs and length of a simulated response follow from its seed, its reward from its
-tokens, and its versions from the weights that the engine had. So nothing of it is taken from what
-the store, the replica or the trainer has made of it on the way.
+tokens, and its versions from the weights that the engine had. So the expected content never
+depends on what the store, the replica or the trainer made of it on the way.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Sampled(NamedTuple):
     """Consecutive tokens of a response that one engine sampled with the same weights."""
 
     replica: str
-    digest: str  #: of the weights
+    digest: str  #: digest of the weights
     start: int
     end: int
 
 
 class Contents:
-    """What the engines of one run were ordered to make."""
+    """Record of what the engines of one run were ordered to generate and what they sampled."""
 
     def __init__(self, scenario: Scenario, made_as: Callable[[int, str], bool]) -> None:
         """`made_as(version, digest)`: whether these are weights of this version."""
         self._scenario, self._made_as = scenario, made_as
-        #: the last attempt at each trajectory
+        #: latest order, by trajectory
         self._begun: dict[str, cmd.GenerateTrajectory] = {}
-        #: by trajectory and attempt
+        #: parts sampled, by trajectory and attempt
         self._sampled: dict[tuple[str, int], list[Sampled]] = {}
         self._called: set[tuple[str, int, int]] = set()  #: trajectory, attempt, turn
 
     def called(self, trajectory_id: str, attempt: int, turn: int) -> None:
-        """called_once: no tool is called twice for one turn, whoever is lost."""
+        """Check called_once: no tool is called twice for one turn, whatever process is lost."""
         call = (trajectory_id, attempt, turn)
         if call in self._called:
             what = f"the call of turn {turn} of attempt {attempt} at {trajectory_id} is made twice"
@@ -54,13 +54,13 @@ class Contents:
         self._called.add(call)
 
     def begun(self, command: cmd.GenerateTrajectory) -> None:
-        """An engine takes it; one that is fenced may still begin an older attempt."""
+        """Note that an engine begins an order; a fenced engine may still begin an older attempt."""
         known = self._begun.get(command.trajectory_id)
         if known is None or known.attempt < command.attempt:
             self._begun[command.trajectory_id] = command
 
     def sampled(self, command: cmd.GenerateTrajectory, start: int, end: int, digest: str) -> None:
-        """An engine with these weights gives tokens `start` to `end` of its response."""
+        """Note that an engine sampled tokens `start` to `end` of a response with these weights."""
         known = self._sampled.setdefault((command.trajectory_id, command.attempt), [])
         last = known[-1] if known else None
         if last is not None and last[:2] == (command.to, digest) and last.end == start:
@@ -68,7 +68,7 @@ class Contents:
         known.append(Sampled(command.to, digest, start, end))
 
     def stored(self, row: Row, chunk: Chunk) -> None:
-        """sampled_as_said: the replica of a chunk sampled all of it with weights of its version."""
+        """Check sampled_as_said: a chunk's replica sampled it with weights of its version."""
         assert chunk.source is not None
         made = made_of(self._scenario, self._scenario.seed_of(row))
         start = made.begins[chunk.segment] + chunk.offset
@@ -78,7 +78,7 @@ class Contents:
             raise Violation("sampled_as_said", what, row.id)
 
     def _is_true(self, attempt: tuple[str, int], source: Source, start: int, end: int) -> bool:
-        """Whether this replica sampled these tokens of it with weights of this version."""
+        """Return whether this replica sampled all these tokens with weights of this version."""
         for part in sorted(self._sampled.get(attempt, ()), key=lambda part: part.start):
             fits = part.replica == source.replica and part.start <= start < part.end
             if fits and self._made_as(source.weight_version, part.digest):
@@ -86,7 +86,7 @@ class Contents:
         return start >= end
 
     def handed(self, samples: Sequence[TrainSample], failed: Container[str]) -> None:
-        """`failed`: samples whose reward function failed: they have 0."""
+        """Check handed_as_made; the reward of samples in `failed` (reward function failed) is 0."""
         for sample in samples:
             order = self._begun[sample.sample_id]
             wrong = self._differences(sample, order, sample.sample_id in failed)
@@ -100,7 +100,7 @@ class Contents:
         order: cmd.GenerateTrajectory,
         failed: bool,
     ) -> list[str]:
-        """The parts of it that are not what was made."""
+        """Return the names of the parts of a sample that differ from what was generated."""
         seed = trajectory_seed(
             self._scenario.settings.seed, GroupId(order.group), order.sibling, order.attempt
         )
@@ -122,8 +122,10 @@ class Contents:
         return [part for part, is_same in same.items() if not is_same]
 
     def _versions_are_right(self, sample: TrainSample, attempt: int) -> bool:
-        """Each part is of the weights that its engine had; of one version, or in flight of later
-        ones, too."""
+        """Return whether each span has its engine's weights, of one version unless in flight.
+
+        In flight the versions of later spans may only be higher.
+        """
         end = 0
         for span in sample.spans:
             start, end = end, end + span.num_tokens

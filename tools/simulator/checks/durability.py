@@ -1,9 +1,11 @@
-"""What leaves the coordinator, and what it follows from, survives every crash; what is reported to
-it is in the store by then, and stays there.
+"""Checks of durability: no crash loses what the coordinator sent or what was reported to it.
 
 Reads   the disk of the coordinator; how much was logged; events as they are handled, the store's
         rows
 Gives   Durability; raises Violation
+
+Records that others act on are on disk before anything is sent. A reported response, reward or end
+is in the store by then, and stays there.
 """
 
 from __future__ import annotations
@@ -24,29 +26,29 @@ _EVENT, _DECISION = KIND_KEY + b"\xa5event", KIND_KEY + b"\xa8decision"
 
 
 class Durability:
-    """Counts records: those that a coordinator has written, and those that the disk will keep."""
+    """Counts of log records: those that a coordinator has written, and those that are durable."""
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
         self._must: tuple[int, int] = (0, 0)  #: events and decisions that must be on disk
         self._logged: tuple[int, int] = (0, 0)
         self._durable = [0, 0]
-        self._offsets: dict[str, int] = {}  #: up to which each file was counted
+        self._offsets: dict[str, int] = {}  #: bytes already counted, by file
 
     def begin(self, disk: SimDisk) -> None:
-        """Another coordinator writes from now on."""
+        """Start counting for a new coordinator."""
         self._offsets = {name: disk.durable_size(name) for name in disk.list_names()}
         self._durable, self._logged, self._must = [0, 0], (0, 0), (0, 0)
 
     def logged(self, decisions: int, told: bool) -> None:
-        """An event with so many decisions; `told`: somebody learns of it."""
+        """Count an event and its decisions; `told`: another process learns of it."""
         events, before = self._logged
         self._logged = (events + 1, before + decisions)
         if told:
             self._must = self._logged
 
     def sent(self, disk: SimDisk) -> bool:
-        """durable_before_sent; True if all that was logged is known to be durable."""
+        """Check durable_before_sent; return True if all that was logged is known to be durable."""
         if self.is_whole():
             return False
         self._count_new(disk)
@@ -56,11 +58,11 @@ class Durability:
         return self._durable[0] >= self._logged[0]
 
     def is_whole(self) -> bool:
-        """No crash takes back what somebody has learnt of."""
+        """Return whether everything that another process learned of is durable."""
         return self._durable[0] >= self._must[0] and self._durable[1] >= self._must[1]
 
     def _count_new(self, disk: SimDisk) -> None:
-        """The records of this incarnation that have become durable."""
+        """Count the records of this incarnation that have become durable."""
         for name in disk.list_names():
             size, offset = disk.durable_size(name), self._offsets.get(name, 0)
             if name.endswith(".log") and size > offset:
@@ -84,7 +86,7 @@ class Durability:
 
 
 def reported_is_stored(event: Event, rows: Mapping[str, Row], environment: bool) -> None:
-    """A response that is reported is whole there, a reward is that one, an end is final.
+    """Check reported_is_stored: a reported response is whole, its reward equal, its end final.
 
     `environment`: the run has one, and responses have turns.
     """
@@ -106,10 +108,10 @@ def reported_is_stored(event: Event, rows: Mapping[str, Row], environment: bool)
 
 
 def _has_turn(event: ev.TrajectoryFinished, row: Row, environment: bool) -> bool:
-    """Whether the store has what has ended: a turn, behind which others may be, or all of it.
+    """Return whether the store has the reported turn (others may follow it), or the whole response.
 
-    What is placed again behind a turn may begin again: a late report is then of tokens that are
-    lost. A whole response never is.
+    A trajectory placed again after a turn may repeat tokens: a late report then refers to tokens
+    that are lost. A complete response is never lost.
     """
     if environment and row.placement > event.placement:
         return row.num_tokens + row.tokens_lost >= event.num_tokens

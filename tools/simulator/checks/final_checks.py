@@ -1,4 +1,4 @@
-"""What must be true of a simulated run that has ended, one function and one name each.
+"""Checks of a simulated run that has ended, one function and one name each.
 
 Reads   the coordinator's last state and disk, the store's rows, the books of checks/safety.py
 Gives   the digest of the last state; raises Violation
@@ -24,14 +24,14 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
 SNAPSHOTS_SAMPLE = 8
-"""In one run of so many the replay from every snapshot is made, not only from the newest."""
+"""Runs per run that replays from every snapshot; the others replay from the newest only."""
 
 
 class AllChecks(Checks):
-    """All checks of one run, also those of its end."""
+    """All checks of one run, including those of its end."""
 
     def judge(self) -> str:
-        """Check a run that has ended; the digest of its last state."""
+        """Check a run that has ended, and return the digest of its last state."""
         world = self.world
         state, disk, rows = world.coordinator.state, world.coordinator.disk, world.rows
         if world.coordinator.over is not None:
@@ -54,7 +54,7 @@ class AllChecks(Checks):
 
 
 def given_up_run_can_go_on(checks: Checks, disk: SimDisk) -> str:
-    """A run whose disk stayed full has no end; its log is whole and leads to a state."""
+    """Check that the log of a run whose disk stayed full is whole and replays to a state."""
     events_once(checks, disk)
     found = replay_records(disk)
     if found.difference is not None:
@@ -63,8 +63,7 @@ def given_up_run_can_go_on(checks: Checks, disk: SimDisk) -> str:
 
 
 def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
-    """With a filter, scored siblings differ where they are trained, and do not where they ended for
-    no variance; without one, none ended so."""
+    """Check that exactly the groups without variance are dropped, and none without a filter."""
     flat, kept = dict[str, list[float]](), dict[str, list[float]]()
     for row in rows.values():
         if row.end_reason == "no-variance":
@@ -89,8 +88,7 @@ def _measured(settings: Settings, row: Row) -> float:
 
 
 def _may_stay_open(world: World, state: State) -> bool:
-    """No process could write the ends: a fault has ended the store, or its node, and the run has
-    failed."""
+    """Return whether the run failed and a fault ended the store (writer of ends) or its node."""
     store = next(process for process in world.processes.values() if process.role == "store")
     subject = state.failed.subject if state.failed is not None else ""
     lost = world.faults.has_lost(store) or subject in (store.name, store.node)
@@ -98,7 +96,7 @@ def _may_stay_open(world: World, state: State) -> bool:
 
 
 def books_are_closed(state: State, rows: dict[str, Row]) -> None:
-    """Nothing is live, and everything that the store has, has an end."""
+    """Check that nothing is live and that every row of the store has an end."""
     ledger = state.ledger
     for name, book in (("groups", ledger.groups), ("trajectories", ledger.trajectories)):
         if book.live:
@@ -109,7 +107,7 @@ def books_are_closed(state: State, rows: dict[str, Row]) -> None:
 
 
 def store_agrees_with_itself(world: World) -> None:
-    """The store passes an audit of its file, and has each row as it was saved last."""
+    """Check that the store passes an audit of its file and has each row as it was last saved."""
     tables = world.database.tables
     for problem in books.find_contradictions(tables):
         raise Violation("nothing_is_damaged", problem)
@@ -118,7 +116,7 @@ def store_agrees_with_itself(world: World) -> None:
 
 
 def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> None:
-    """The ledger, the store's rows and the trainer's book know nothing of each other."""
+    """Check that the ledger, the store's rows and the trainer's book, kept separately, agree."""
     ledger, ends = state.ledger, [row.end for row in rows.values()]
     tokens = sum(row.num_tokens + row.tokens_lost for row in rows.values())
     claims = (
@@ -139,7 +137,7 @@ def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> N
 
 
 def work_is_done(state: State) -> None:
-    """A run that was not asked to stop has made its steps and its last evaluation."""
+    """Check that a run that was not asked to stop has made its steps and its last evaluation."""
     if state.draining:
         return
     total = state.settings.total_steps
@@ -150,7 +148,7 @@ def work_is_done(state: State) -> None:
 
 
 def events_once(checks: Checks, disk: SimDisk) -> None:
-    """Every numbered event of a process is in the log once, in order, as it was sent."""
+    """Check that every numbered event of a process is in the log once, in order, as it was sent."""
     logged: dict[tuple[str, int], int] = {}
     for _, record in read_log(disk):
         if not isinstance(record, EventRecord) or not record.peer_seq:
@@ -165,10 +163,10 @@ def events_once(checks: Checks, disk: SimDisk) -> None:
 
 
 def replay_equal(checks: Checks, disk: SimDisk, state: State) -> str:
-    """The log alone, and each snapshot with what follows it, lead to the same state.
+    """Check that the log alone, and each snapshot with the events after it, lead to the same state.
 
-    The log alone meets every snapshot on its way. What follows the newest is replayed in each
-    run, what follows the older ones in a sample of the runs.
+    The log alone passes every snapshot on its way. Every run replays from the newest snapshot, a
+    sample of the runs from the older ones, too.
     """
     live, kept = hash_state(state), read_snapshots(disk).usable
     known = {snapshot.seq: snapshot for snapshot in kept}

@@ -1,5 +1,4 @@
-"""Checks of relays: what one says it holds is in a slot, as the trainer made it; and a transfer
-along their chain that does not come has an end.
+"""Checks of relays: a reported version is in a slot, intact, and a late transfer ends.
 
 Reads   reports of relays and orders to them; their version tables and slots; the coordinator's
         state when a timer has fired
@@ -19,7 +18,7 @@ from tools.simulator.world import World
 
 
 def reported(world: World, relay: str, event: Event) -> None:
-    """held_is_published: whoever is told of a version finds its bytes where it is held."""
+    """Check held_is_published: the relay holds the version it reports, as the trainer made it."""
     if not isinstance(event, ev.WeightsReceived | ev.WeightsPublished):
         return
     what = f"{relay} reports version {event.version}"
@@ -34,7 +33,7 @@ def reported(world: World, relay: str, event: Event) -> None:
 
 
 def obeyed(world: World, relay: str, command: Command) -> None:
-    """A version to be kept may not be here yet."""
+    """Count in the coverage an order to pin a version that the relay does not have yet."""
     if not isinstance(command, cmd.PinVersion) or command.version < 0:
         return
     if command.version not in world.machine_of(relay).versions.get_complete_digests():
@@ -42,7 +41,7 @@ def obeyed(world: World, relay: str, command: Command) -> None:
 
 
 def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
-    """A relay that did not get in time what its predecessor has is to be started again."""
+    """Check that a relay that misses its predecessor's version past the timeout is restarted."""
     if not isinstance(stamped.event, ev.TimerFired):
         return
     kind, name = keys.parse_timer(stamped.event.timer)

@@ -1,10 +1,12 @@
-"""Checks of who is given up: after a whole lease of silence, the long one while most machines are
-silent, another one after that, and a machine not while it speaks; and of whom a node is ordered to
-start again: a store only if it cannot write, and lost if that is late.
+"""Checks of leases: when a process may be declared lost, a node silent, or a restart ordered.
 
-Reads   when a process was heard; what the coordinator says of silence; its orders to start one
-        again, and the timers of those
+Reads   when a process was heard; what the coordinator says of silence; its orders to restart a
+        process, and the timers of those
 Raises  Violation
+
+A process is lost after a whole lease of silence; while most machines are silent it is the long
+lease, followed by another one. A machine is not lost while one of its processes is heard. A store
+is restarted only if it cannot write, and is lost if the restart is late.
 """
 
 from __future__ import annotations
@@ -23,33 +25,33 @@ from tools.simulator.scheduler import MS
 from tools.simulator.world import World
 
 MACHINES_MIN = 3
-"""Of two machines, one that is not heard is no more likely to be at fault than the other."""
+"""Fewest machines with a majority: of two, either may be the one that is cut off."""
 _LOSSES = (
     FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
     FailureKind.REPLICAS_LOST,
 )  # fmt: skip
-"""Of a process that its node might start again."""
+"""Losses of a process that its node might restart."""
 SILENT = 0.75
-"""Part of the short lease after which a machine is not heard, by a margin."""
+"""Part of the short lease after which a machine counts as silent, with a margin."""
 
 
 class Leases:
-    """When each process was heard last, and which were members after the last event."""
+    """Times at which each process was last heard, and the members after the last event."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._heard_ns: dict[str, int] = {}  #: by boot id
-        self._unread: list[str] = []  #: boot ids that were heard while the coordinator stood still
-        self._late_ns: dict[str, int] = {}  #: when it read that, by boot id
-        self._most_until_ns = -1  #: when a process was heard again while most machines were silent
-        #: by machine: (boot id, role) of each member
+        self._heard_ns: dict[str, int] = {}  #: times last heard, by boot id
+        self._unread: list[str] = []  #: boot ids heard while the coordinator was paused
+        self._late_ns: dict[str, int] = {}  #: when the coordinator read that, by boot id
+        self._most_until_ns = -1  #: when one was last heard while most were silent
+        #: (boot id, role) of each member, by machine
         self._members: dict[str, list[tuple[str, str]]] = {}
         self._membership = (-1, -1)
-        self._ordered: dict[str, int] = {}  #: incarnation of whom a node is to start again, by name
+        self._ordered: dict[str, int] = {}  #: incarnations to be restarted, by name
         self.silent_nodes: dict[str, None] = {}
 
     def coordinator_started(self, machine: StateMachine) -> None:
-        """A successor has recovered."""
+        """Take over the silent nodes and members of a coordinator that has recovered."""
         self._membership = (-1, -1)
         if machine.started:
             silent = [a.name for a in machine.state.actors.values() if a.alive and a.silent]
@@ -71,7 +73,7 @@ class Leases:
         self._unread.clear()
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """The coordinator has handled an event."""
+        """Check an event that the coordinator has handled."""
         event = stamped.event
         for command in commands:
             if isinstance(command, cmd.RestartActor):
@@ -98,13 +100,13 @@ class Leases:
         self._note_members(state)
 
     def _note_joined(self, state: State, event: ev.ActorJoined) -> None:
-        """Perhaps a node in the place of a silent one."""
+        """Clear the silence of a node when its replacement has joined."""
         actor = state.actors.get(event.name)
         if actor is not None and actor.boot_id == event.boot_id:  # it was not refused
             self.silent_nodes.pop(event.name, None)
 
     def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
-        """lease_ran_out: only who was silent for a lease is given up, or said to be silent."""
+        """Check lease_ran_out: only a process silent for a lease is declared lost or silent."""
         actor = state.actors.get(name)
         if actor is None or actor.incarnation != incarnation:
             return  # replaced since
@@ -114,14 +116,16 @@ class Leases:
             raise Violation("lease_ran_out", what, name)
 
     def _most_are_heard(self, name: str, silent_ms: int) -> None:
-        """silent_majority_is_waited_for: when more than half of the machines are not heard, it is
-        the coordinator that is cut off, and nobody is given up before the long lease; then all have
-        another lease."""
+        """Check silent_majority_is_waited_for: no loss before the long lease if most are silent.
+
+        When more than half of the machines are silent, the coordinator is the one that is cut off.
+        Once they are heard again, all have another lease.
+        """
         scenario = self._world.scenario
-        if silent_ms >= scenario.node_lease_ms:  # whole milliseconds: of silence beyond it
+        if silent_ms >= scenario.node_lease_ms:  # at least, since milliseconds are whole
             return
         ago_ns = self._world.scheduler.now - self._most_until_ns
-        # as long before as its present lease had begun, for leases may have begun anew already
+        # measured from the start of its present lease, since leases may have restarted already
         noticed = silent_ms * MS - ago_ns > SILENT * scenario.lease_ns
         just = noticed and self._most_until_ns >= 0 and ago_ns < SILENT * scenario.lease_ns
         if just or self._most_are_silent():
@@ -138,7 +142,7 @@ class Leases:
         return len(quiet) >= MACHINES_MIN and 2 * sum(quiet) > len(quiet)
 
     def _none_speaks(self, name: str) -> None:
-        """machine_is_silent: a node is given up with its machine, when none of it is heard."""
+        """Check machine_is_silent: a node is lost only if no process of its machine is heard."""
         for boot_id, role in self._members.get(name, ()):
             if role == Role.NODE:
                 continue
@@ -148,7 +152,7 @@ class Leases:
                 raise Violation("machine_is_silent", what, name)
 
     def _one_speaks(self, node: str) -> None:
-        """machine_is_silent: a node is silent alone only if a process of its machine is heard."""
+        """Check machine_is_silent: a node alone is silent only if its machine is heard."""
         since = self._world.scheduler.now - self._world.scenario.lease_ns
         heard = (
             max(ns.get(boot_id, 0) for ns in (self._heard_ns, self._late_ns))
@@ -159,8 +163,11 @@ class Leases:
             raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
 
     def _silent_node_is_waited_for(self, stamped: Stamped, state: State) -> None:
-        """No run ends at once for a process whose node is silent: that may go on and start it. What
-        the node says itself may be known before a look at the leases finds that it speaks."""
+        """Check silent_node_is_waited_for: no loss ends the run while its node is silent.
+
+        The node may resume and restart the process. Its own messages may arrive before the next
+        look at the leases finds that it is heard.
+        """
         failed = state.failed
         if failed is None or failed.cause != stamped.seq or failed.kind not in _LOSSES:
             return
@@ -170,13 +177,13 @@ class Leases:
             raise Violation("silent_node_is_waited_for", failed.sentence, node)
 
     def _writes_in_time(self, order: cmd.RestartActor) -> None:
-        """store_writes_in_time: nothing keeps a store that speaks from it but a full disk."""
+        """Check store_writes_in_time: a store with heartbeats writes, unless its disk is full."""
         overdue = order.reason.startswith(cmd.EndTrajectories.__name__)
         if overdue and not self._world.database.full:
             raise Violation("store_writes_in_time", order.reason, order.actor)
 
     def _is_started_again_or_lost(self, state: State, timer: str) -> None:
-        """overdue_restart: whom its node has not started again in time is lost."""
+        """Check overdue_restart: a process that its node did not restart in time is lost."""
         kind, subject = keys.parse_timer(timer)
         order, _, name = subject.partition(":")
         if (kind, order) != (keys.TimerKind.COMMAND, "restart"):

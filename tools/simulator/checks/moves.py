@@ -1,9 +1,11 @@
-"""Checks of repack's decisions: what is moved may be moved, what is emptied has new work, what is
-handed over is in the store first, and what is answered too late changes nothing.
+"""Checks of repack's migrations: eligible, durable before they continue, void when late.
 
 Reads   decisions, the coordinator's state after them; what engines had sampled when they were told
         to stop, the store's rows
 Raises  Violation
+
+Only eligible trajectories migrate, an emptied replica has new work, and an answer to a release that
+comes too late changes nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ MOVES_MAX = 3
 
 
 class Moves:
-    """The checks of one run."""
+    """Checks of the migrations of one run."""
 
     def __init__(self) -> None:
-        self._orders: dict[int, cmd.ReleaseTrajectories] = {}  #: by id
-        self._expired: dict[int, int] = {}  #: event at which its time was over, by id of the order
+        self._orders: dict[int, cmd.ReleaseTrajectories] = {}  #: orders by id
+        self._expired: dict[int, int] = {}  #: event of the timeout, by order id
 
     def note(self, stamped: Stamped, commands: list[Command]) -> None:
-        """What was decided at an event; a replay tells it again."""
+        """Note what was decided at an event; a replay repeats it."""
         first = stamped.seq << 20
         for index, command in enumerate(commands):
             if isinstance(command, cmd.ReleaseTrajectories):
@@ -43,12 +45,12 @@ class Moves:
                 self._expired.setdefault(max(orders), stamped.seq)
 
     def take_back(self, seq: int) -> None:
-        """What was decided after this event never was."""
+        """Forget what was decided after this event: a crash lost it."""
         self._orders = {n: order for n, order in self._orders.items() if n >> 20 <= seq}
         self._expired = {n: since for n, since in self._expired.items() if since <= seq}
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """The coordinator has handled an event."""
+        """Check an event that the coordinator has handled."""
         event = stamped.event
         if isinstance(event, ev.TrajectoriesReleased):
             self._late_release_has_no_effect(event, commands, stamped.peer)
@@ -63,15 +65,17 @@ class Moves:
     def _late_release_has_no_effect(
         self, event: ev.TrajectoriesReleased, commands: list[Command], source: str
     ) -> None:
-        """What is answered when its time was over goes on elsewhere already."""
+        """Check late_release_has_no_effect: after the timeout its trajectories run elsewhere."""
         late = event.command_id in self._expired or event.command_id not in self._orders
         if late and commands:
             what = f"{source} answers release {event.command_id} too late, and is believed"
             raise Violation("late_release_has_no_effect", what, source)
 
     def _moved_may_be_moved(self, order: cmd.ReleaseTrajectories, state: State) -> None:
-        """What is moved is nothing that a batch has waited for, that may kill replicas, is held
-        out, or has moved three times."""
+        """Check moved_may_be_moved: no batch waited for it, no replica died of it.
+
+        Evaluation samples never migrate, other trajectories at most `MOVES_MAX` times.
+        """
         for item in order.items:
             trajectory = state.trajectories[item.trajectory_id]
             found = self._why_not(trajectory, state)
@@ -100,18 +104,18 @@ def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:
 
 
 def _share(state: State) -> int:
-    """New groups that a replica may run at a time; each has the same part of what is admitted."""
+    """Return the number of new groups that a replica may run at a time: an equal part for each."""
     settings = state.settings
     admitted = settings.groups_per_step * (settings.max_staleness + 1)
     return math.ceil(admitted / len(state.live_replicas()))
 
 
 def share_is_kept(commands: list[Command], state: State) -> None:
-    """share_is_kept: a replica that was given new groups has no more than its part of them.
+    """Check share_is_kept: a replica that was given new groups has at most its part of them.
 
-    It may be given held-out prompts after them, and those take what room it has.
+    Evaluation prompts may follow; they take whatever room the replica has.
     """
-    placed: dict[str, list[bool]] = {}  #: by replica, in order: whether it is of a new group
+    placed: dict[str, list[bool]] = {}  #: whether each is of a new group, by replica
     for command in commands:
         if isinstance(command, cmd.GenerateTrajectory):
             new = command.placement == 1 and command.purpose == Purpose.TRAIN
@@ -126,8 +130,7 @@ def share_is_kept(commands: list[Command], state: State) -> None:
 
 
 def _emptied_has_new_work(emptied: int, state: State) -> None:
-    """emptied_has_new_work: data is left, and the staleness bound leaves room, for the share of new
-    groups of each replica that is emptied."""
+    """Check emptied_has_new_work: data and the staleness bound allow new groups for each."""
     settings = state.settings
     unchosen = sum(
         group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY)
@@ -147,20 +150,21 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
 
 
 class Released:
-    """Check of what is handed over: the store has all of it before it goes on elsewhere."""
+    """Check that the store has all of a migrated trajectory before it continues elsewhere."""
 
     def __init__(self) -> None:
-        self._ordered: set[tuple[str, int]] = set()  #: trajectory and placement to be handed over
-        self._sampled: dict[str, int] = {}  #: tokens by the engine's name for it, when it stopped
+        self._ordered: set[tuple[str, int]] = set()  #: trajectories and placements to migrate
+        self._sampled: dict[str, int] = {}  #: tokens at the stop, by request id
 
     def stopped(self, request_id: str, tokens: int) -> None:
-        """An engine forgets it, with so many tokens of the response sampled."""
+        """Note that an engine stopped a request with so many tokens of the response sampled."""
         self._sampled[request_id] = tokens
 
     def observe(self, event: Event, commands: list[Command], rows: Mapping[str, Row]) -> None:
-        """released_is_stored: what its replica has let go of goes on with all that was sampled.
+        """Check released_is_stored: a migrated trajectory continues with all its sampled tokens.
 
-        Without an answer in time it goes on with less, and is taken back from its replica."""
+        Without an answer in time it continues with fewer, and the replica's copy is aborted.
+        """
         answered = isinstance(event, ev.TrajectoriesReleased)
         for command in commands:
             if isinstance(command, cmd.ReleaseTrajectories):

@@ -1,8 +1,8 @@
-"""What nodes say of their processes: each end once, as it was, and who is started again.
+"""Checks of what nodes report of their processes: each exit once, with its code, and restarts.
 
-Reads   the ends of processes as their nodes learn them, what nodes report, the starts of processes
-        whom the coordinator tells a node to start again, whom the node kills
-Raises  Violation; for what a node owes, once it had time for it: not while it stands still or ends
+Reads   the exits of processes as their nodes learn them, what nodes report, the starts of processes
+        that the coordinator orders restarted, the processes that a node kills
+Raises  Violation; for what a node owes, only once it had time for it, neither paused nor ending
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from tools.simulator.scheduler import SECOND
 from tools.simulator.world import World
 
 LOOKS, LOOK_NS = 6, 5 * SECOND
-"""So often and after so long: a node that stands still between two of them has had the others."""
+"""Number of looks and the time between them: a node that is paused between two has the others."""
 
 
 class NodeReports:
-    """The ends of one run's processes that their nodes know."""
+    """Process exits of one run that their nodes know of."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._ended: dict[str, int] = {}  #: exit codes by boot id
-        self._reported: dict[str, bool] = {}  #: by boot id: it is started again
-        self._told: set[str] = set()  #: boot ids of whom a node is to start again
+        self._reported: dict[str, bool] = {}  #: whether it is restarted, by boot id
+        self._told: set[str] = set()  #: boot ids that a node is to restart
 
     def node_started(self, node: Process) -> None:
-        """The coordinator has taken a node, perhaps in the place of one that died."""
+        """Note that the coordinator has accepted a node, perhaps in place of one that died."""
         before = {child.name: child.boot for child in self._world.children_of(node.name)}
         self._later(node, self._has_started_all, node, before)
 
     def _has_started_all(self, node: Process, before: dict[str, int]) -> None:
-        """node_starts_its_processes: each, whatever the node before it had started."""
+        """Check node_starts_its_processes: a new node starts each, whatever the old one started."""
         for child in self._world.children_of(node.name):
             if child.boot == before[child.name] and not child.alive:
                 what = f"{node.boot_id} has not started {child.name}"
                 raise Violation("node_starts_its_processes", what, node.name)
 
     def refusals(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """own_processes_are_taken: who names the living process of its node belongs to it."""
+        """Check own_processes_are_taken: the living process of a living node is not refused."""
         event = stamped.event
         for command in commands:
             if not isinstance(event, ev.ActorJoined) or not isinstance(command, cmd.RefuseActor):
@@ -57,19 +57,19 @@ class NodeReports:
                 raise Violation("own_processes_are_taken", what, event.name)
 
     def ordered(self, commands: list[Command], state: State) -> None:
-        """The coordinator means the process that it knows by that name."""
+        """Note the boot ids of the processes that the coordinator orders restarted."""
         for command in commands:
             if isinstance(command, cmd.RestartActor):
                 self._told.add(state.actors[command.actor].boot_id)
 
     def killed(self, node: Process, boot_id: str) -> None:
-        """order_ends_whom_it_means: a node kills no process that has come after that one."""
+        """Check order_ends_whom_it_means: a node kills only the boot that the order means."""
         if not node.stopping and boot_id not in self._told:
             what = f"{node.boot_id} kills {boot_id}, and was not told to"
             raise Violation("order_ends_whom_it_means", what, node.name)
 
     def failed(self, stamped: Stamped, state: State) -> None:
-        """machine_comes_back: no run fails for want of a node that could be started again."""
+        """Check machine_comes_back: no run fails for lack of a node that could be restarted."""
         event, failed = stamped.event, state.failed
         if failed is None or not isinstance(event, ev.TimerFired):
             return
@@ -81,12 +81,12 @@ class NodeReports:
             raise Violation("machine_comes_back", failed.sentence, process.node)
 
     def ended(self, node: Process, boot_id: str, code: int) -> None:
-        """A node learns that one of its processes has ended."""
+        """Note that a node has learned of the exit of one of its processes."""
         self._ended[boot_id] = code
         self._later(node, self._is_reported, boot_id)
 
     def sent(self, node: Process, event: ev.ProcessExited) -> None:
-        """exit_is_reported_once: with the code that it had."""
+        """Check exit_is_reported_once, with the code of the exit."""
         code, boot_id = self._ended.get(event.boot_id), event.boot_id
         if boot_id in self._reported or code != event.code:
             what = f"{node.name} reports {event!r}; it ended with {code}"
@@ -98,14 +98,14 @@ class NodeReports:
             self._later(node, self._is_started, process, boot_id)
 
     def _is_given_up_for_a_reason(self, event: ev.ProcessExited) -> None:
-        """cuts_are_not_counted: no process is given up that nothing but cuts has struck."""
+        """Check cuts_are_not_counted: a process struck by cuts alone is not given up."""
         process, faults = self._world.processes[event.actor], self._world.faults
         if event.reason and faults.only_cut_off(process):
             what = f"{event.boot_id} was only cut off; {event.reason}"
             raise Violation("cuts_are_not_counted", what, event.actor)
 
     def left(self, node: Process, alive: list[str]) -> None:
-        """machine_is_left_empty: a node that ends gracefully has ended its processes."""
+        """Check machine_is_left_empty: a node that ends gracefully has ended its processes."""
         if alive:
             what = f"{node.name} ends, and {', '.join(alive)} go on"
             raise Violation("machine_is_left_empty", what, node.name)
@@ -115,8 +115,7 @@ class NodeReports:
             raise Violation("exit_is_reported_once", f"the end of {boot_id} is not reported")
 
     def _is_started(self, process: Process, ended: str) -> None:
-        """who_is_started_again: the processes of which a node has said that it starts them
-        again."""
+        """Check who_is_started_again: a node restarts each process that it says it restarts."""
         if process.boot_id == ended:
             raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
 

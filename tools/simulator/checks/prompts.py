@@ -1,11 +1,11 @@
-"""Checks of what becomes of the training prompts: handed out in order, and each ends once.
+"""Checks of the training prompts: handed out in order, and each ends once.
 
 Reads   commands as they are decided; the last state
 Raises  Violation
 
-A book of its own: the first GenerateTrajectory of a group hands its prompt out, EndTrajectories end
-its siblings. What a crash of the coordinator takes back was never decided. A fork hands out first
-what the other run had not ended, then the rest of its pass; what that had ended it never does.
+An independent book: the first GenerateTrajectory of a group hands its prompt out, EndTrajectories
+end its siblings. Decisions that a crash of the coordinator loses never count. A fork first hands
+out what the other run had left unfinished, then the rest of its pass, and never what it had ended.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ RUN_ENDED = "run-ended"
 def answers_its_prompt(
     scenario: Scenario, command: cmd.GenerateTrajectory, prompt_ids: tuple[int, ...]
 ) -> None:
-    """An engine begins with the prompt of the trajectory, and with all that stands before the
-    present turn."""
+    """Check answers_its_prompt: an engine begins with the prompt and all that precedes the turn."""
     prompt = prompt_with(scenario, command.purpose, command.row_index)
     turns = len(made_of(scenario, command.seed).counts)
     if prompt_ids not in [(*prompt, *read_before(scenario, command.seed, t)) for t in range(turns)]:
@@ -39,7 +38,7 @@ def answers_its_prompt(
 
 
 def _before(origin: ForkOrigin) -> dict[str, int]:
-    """What the other run has handed out: row by group."""
+    """Return the row of each group that the other run has handed out."""
     rows = permute_rows(origin.seed, 0, origin.num_train)
     return {ids.train_group(0, at): rows[at] for at in range(origin.cursor)}
 
@@ -49,7 +48,7 @@ def _pass_of(group: str) -> str:
 
 
 class Prompts:
-    """The data, as it was handed out, and how each answer ended."""
+    """Record of the prompts handed out, and of how each trajectory ended."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, origin = scenario, scenario.origin
@@ -57,17 +56,17 @@ class Prompts:
             origin = None
         self._again = [prompt.group for prompt in origin.unfinished] if origin is not None else []
         self._begin = origin.cursor if origin is not None else 0
-        #: rows by group, of the pass that the other run was in
+        #: rows by group that the other run has handed out
         self._before = _before(origin) if origin is not None else {}
-        #: event at which it was handed out, and its row, by group in that order
+        #: event and row by group, in the order in which they were handed out
         self._given: dict[str, tuple[int, int]] = {}
-        self._rows = self._rows_of({})  #: group by pass and row
-        #: by trajectory: (event at which its end was decided, end, reason)
+        self._rows = self._rows_of({})  #: groups by pass and row
+        #: (event of the decision, end, reason) by trajectory
         self._ended: dict[str, tuple[int, str, str]] = {}
-        self._resumed: list[int] = []  #: events at which the run was taken up again
+        self._resumed: list[int] = []  #: events at which the run resumed
 
     def note(self, stamped: Stamped, commands: list[Command]) -> None:
-        """What was decided at an event; a replay tells it again."""
+        """Note what was decided at an event; a replay repeats it."""
         if isinstance(stamped.event, ev.RunResumed):
             self._resumed.append(stamped.seq)
         for command in commands:
@@ -79,7 +78,7 @@ class Prompts:
                         self._end(stamped.seq, ending)
 
     def take_back(self, seq: int) -> None:
-        """What was decided after this event never was."""
+        """Forget what was decided after this event: a crash lost it."""
         self._given = {g: found for g, found in self._given.items() if found[0] <= seq}
         self._rows = self._rows_of({group: row for group, (_, row) in self._given.items()})
         for trajectory in [t for t, (since, _, _) in self._ended.items() if since > seq]:
@@ -87,10 +86,10 @@ class Prompts:
         self._resumed = [at for at in self._resumed if at <= seq]
 
     def _hand_out(self, seq: int, command: cmd.GenerateTrajectory) -> None:
-        """prompts_in_order: the next one of the data, with a row that its pass has not had."""
+        """Check prompts_in_order: the next prompt of the data, with a row new to its pass."""
         group, row = command.group, command.row_index
         if group in self._given:
-            return  # a sibling of it, or another placement
+            return  # a sibling, or another placement
         if group != (following := self._group(len(self._given))):
             what = f"{group} was handed out, {following} was not"
             raise Violation("prompts_in_order", what, command.trajectory_id)
@@ -101,18 +100,18 @@ class Prompts:
         self._given[group] = seq, row
 
     def _rows_of(self, given: dict[str, int]) -> dict[tuple[str, int], str]:
-        """The rows of the other run and of this one."""
+        """Return the groups of the other run and of this one, by pass and row."""
         return {(_pass_of(g), row): g for g, row in (self._before | given).items()}
 
     def _group(self, index: int) -> str:
-        """The one that is handed out after so many."""
+        """Return the group that is handed out after `index` others."""
         if index < len(self._again):
             return self._again[index]
         number = self._begin + index - len(self._again)
         return ids.train_group(*divmod(number, self._scenario.num_train))
 
     def _end(self, seq: int, ending: cmd.TrajectoryEnding) -> None:
-        """prompt_ends_once: every sibling, as trained, or as dropped with a reason."""
+        """Check prompt_ends_once: every sibling is trained, or dropped with a reason."""
         known = self._ended.get(ending.trajectory_id)
         if known is not None and known[0] != seq:
             what = f"{ending.trajectory_id} ends as {ending.end}, and ended before as {known[1]}"
@@ -125,8 +124,7 @@ class Prompts:
     # --- at the end -------------------------------------------------------------------------------
 
     def every_prompt_ends(self, state: State) -> None:
-        """Every sibling of what was handed out has its end; a run over all data hands out all of
-        it, and leaves nothing over."""
+        """Check that every sibling handed out has an end, and a complete run hands out all data."""
         settings, num_train = self._scenario.settings, self._scenario.num_train
         for group in self._given:
             for sibling in range(settings.group_size):
@@ -138,7 +136,7 @@ class Prompts:
             return
         given = len(self._given)
         there = settings.total_epochs * num_train - self._begin + len(self._again)
-        # What a Ctrl-C had dropped before the run was taken up again stays dropped.
+        # What a Ctrl-C dropped before the run resumed stays dropped.
         since = max(self._resumed, default=0)
         left = [t for t, (at, _, why) in self._ended.items() if why == RUN_ENDED and at > since]
         if given != there or left:

@@ -1,12 +1,12 @@
-"""failures_recover: each failure names a logged event whose kind can cause it, and after the faults
-each recovery completes within the longest deadline that applies.
+"""Check failures_recover: each failure has a possible cause, and recoveries meet their deadline.
 
 Reads   what is decided, the state that it leads to; the failure of the run, and the log
 Raises  Violation
 
-A failure is one of a process, of a load, of a trajectory that starts over, or of the run. The check
-does not ask which fault struck whom: what can cause a failure is a matter of its kind alone.
-Deadlines are in the log's time, which stands still while no coordinator runs.
+A failure is that of a process, of a load, of a trajectory that starts over, or of the run. Each
+names a logged event whose kind can cause it; the check does not ask which fault struck what. After
+the faults each recovery completes within the longest deadline that applies. Deadlines are in log
+time, which stands still while no coordinator runs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CAUSES = {
               "timer:command:forward", "timer:command:pull", "timer:command:score",
               "timer:progress", "timer:receive"),
 }  # fmt: skip
-"""Events that can end a process, fail a load, take a trajectory that starts over from its replica
-(the end of a turn does), and have a process started again."""
+"""Event kinds that can end a process, fail a load, make a trajectory start over (the end of a turn
+takes it from its replica), and restart a process."""
 _LOSS = (*_LOST, "NodeSilent", "timer:command:restart", "timer:rejoin")
 _REWARDED = ("TrajectoryFailed", "TrajectoryRewarded")
 _CAUSES_OF_RUN = {
@@ -63,33 +63,34 @@ _CAUSES_OF_RUN = {
     FailureKind.NO_SCORES: _REWARDED,
     FailureKind.ENV_FAILS: ("TrajectoryFailed",),
 }
-"""Of OVERDUE any timer, of NO_VARIANCE whatever ended the last sibling, of the others a loss."""
+"""Causes of a run's failure; other kinds have a loss, OVERDUE any timer, and NO_VARIANCE whatever
+ended the last sibling."""
 _OVER = (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 LATE_NS = 5 * SECOND
-"""The longest from a deadline to the turn in which it has an effect."""
+"""Longest time from a deadline to the turn in which it takes effect."""
 
 
 class Opened(NamedTuple):
-    """A recovery that has not completed."""
+    """Recovery that has not completed."""
 
-    seq: int  #: of the event that made it necessary
+    seq: int  #: event that made it necessary
     since_ns: int  #: log time
-    cause: str  #: kind of that event; empty: unknown since a coordinator came back
+    cause: str  #: kind of that event; empty: unknown since a coordinator restarted
 
 
 class Recoveries:
-    """The recoveries of one run, by what has failed."""
+    """Open recoveries of one run, by what has failed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._open: dict[str, dict[str, Opened]] = {PROCESS: {}, LOAD: {}, WORK: {}}
-        self._attempts: dict[str, int] = {}  #: of trajectories that were placed
-        self._dead: dict[str, None] = {}  #: processes
+        self._attempts: dict[str, int] = {}  #: latest attempts, by trajectory
+        self._dead: dict[str, None] = {}  #: dead processes
         self._membership = (-1, -1)
         self._healed_ns = -1  #: log time
 
     def observe(self, stamped: Stamped, commands: Iterable[Command], state: State) -> None:
-        """The coordinator has handled an event."""
+        """Check an event that the coordinator has handled."""
         cause = kind_of(stamped.event)
         self._attribute(cause, commands)
         for name in self._newly_dead(state):
@@ -101,15 +102,14 @@ class Recoveries:
         self._complete_in_time(stamped, state)
 
     def replayed(self, stamped: Stamped, state: State) -> None:
-        """A coordinator that comes back replays this event; its predecessor may not have lived to
-        handle it."""
+        """Note an event that a new coordinator replays; the old one may not have handled it."""
         opened = Opened(stamped.seq, stamped.time_ns, "")
         self._keep(WORK, state.lost_trajectories, opened)
         if _has_failed_to_load(state, stamped.peer):
             self._open[LOAD].setdefault(stamped.peer, opened)
 
     def take_back(self, seq: int) -> None:
-        """What came after this event was lost with its coordinator."""
+        """Forget what came after this event: it was lost with its coordinator."""
         self._membership = (-1, -1)
         for kind, found in self._open.items():
             self._open[kind] = {n: opened for n, opened in found.items() if opened.seq <= seq}
@@ -143,7 +143,7 @@ class Recoveries:
     # --- recoveries ---------------------------------------------------------------------------
 
     def _keep(self, kind: str, failed: Iterable[str], opened: Opened) -> None:
-        """Exactly these have failed and not recovered."""
+        """Keep exactly these open: they have failed and not recovered."""
         known = self._open[kind]
         if known or failed:
             self._open[kind] = {name: known.get(name, opened) for name in failed}
@@ -151,8 +151,10 @@ class Recoveries:
     def _await_process(
         self, event: Event, commands: Iterable[Command], state: State, opened: Opened
     ) -> None:
-        """A process that its node starts again, or is ordered to, until it has joined, its node is
-        lost, or what waits for it has given up."""
+        """Track the processes that are being restarted.
+
+        One leaves when it has joined, its node is lost, or the timer that waits for it fires.
+        """
         awaited = self._open[PROCESS]
         for command in commands:
             if isinstance(command, cmd.RestartActor):
@@ -171,7 +173,7 @@ class Recoveries:
             del awaited[name]
 
     def _await_load(self, stamped: Stamped, state: State, opened: Opened) -> None:
-        """A replica whose load has failed, until it has loaded or is started again."""
+        """Track replicas whose load has failed, until they have loaded or are restarted."""
         failed, name = self._open[LOAD], stamped.peer
         if name not in failed and _has_failed_to_load(state, name):
             self._can_cause(LOAD, name, opened.cause)
@@ -197,7 +199,7 @@ class Recoveries:
     # --- the run ------------------------------------------------------------------------------
 
     def run_failed_for_a_cause(self, state: State) -> None:
-        """The failure of the run names an event of the log, of a kind that leads to it."""
+        """Check that the failure of the run names a logged event of a kind that leads to it."""
         failed = state.failed
         if failed is None or failed.kind == FailureKind.NO_VARIANCE:
             return
@@ -219,7 +221,7 @@ def _has_failed_to_load(state: State, name: str) -> bool:
 
 
 def _longest_ms(kind: str, settings: Settings) -> int:
-    """The longest deadline on the way of this recovery."""
+    """Return the longest deadline on the way of this recovery."""
     start_ms = RESTART_TIMEOUT_MS + settings.start_timeout_ms + settings.engine_start_ms
     if kind == PROCESS:
         return start_ms

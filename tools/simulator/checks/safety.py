@@ -1,14 +1,14 @@
-"""Independent checks of a simulated run while it goes on, one function and one name each.
+"""Independent checks of a simulated run while it runs, one function and one name each.
 
 Reads   what goes over the wire, what the store writes, what the disk holds, what was decided
 Raises  Violation: the name of the promise, what contradicts it, whose story to tell
 
-What must be true at the end is in final_checks.py, which reads the books that are kept here. Those
-of what is durable, silence, prompts, the store, the trainer and nodes are in files of their own
-beside this one.
+Checks of the end are in final_checks.py, which reads the books that are kept here. Checks of
+durability, leases, prompts, contents, training, migrations, recoveries, relays and nodes have
+files in this folder.
 
-Written from the promises (docs/simulator.md), not from the code that keeps them: they count
-again, with books of their own, what the coordinator's state only claims. The invariants of the
+They are written from the promises (docs/simulator.md), not from the code that keeps them: they
+count again, in separate books, what the coordinator's state only claims. The invariants of the
 state itself (core/invariants.py) are called from here as well.
 """
 
@@ -44,18 +44,18 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
 SMALL = 16
-"""Up to so many trajectories and replicas the whole state is checked after every event."""
+"""Trajectories and replicas up to which the whole state is checked after every event."""
 DEATHS_MAX = 3
 WAITS_MAX = 3
 UNBLAMED = CUT_OFF, LEFT = "cut off", "left"
-"""Why a process was given up that was silent with its whole machine; that left by itself."""
-Key = tuple[str, int]  #: a process as the log knows it: name and incarnation
+"""Reasons of a loss that no prompt is blamed for: silent with its whole machine; left by itself."""
+Key = tuple[str, int]  #: process in the log: name and incarnation
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(State).decode
 
 
 class Checks:
-    """All books of one run that are not the coordinator's."""
+    """All books of one run that the coordinator does not keep."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -71,26 +71,26 @@ class Checks:
         self.moves = Moves()
         self.recoveries = Recoveries(world)
         self.bodies: dict[str, list[bytes]] = {}  #: numbered bodies by boot id
-        #: by name and incarnation: boot id, and the event that it joined with
+        #: boot id and event of the join, by name and incarnation
         self.boots: dict[Key, tuple[str, int]] = {}
-        self._keys: dict[str, Key] = {}  #: the same by boot id
-        self._newest: dict[str, Key] = {}  #: the last one by name
-        self._fenced: dict[Key, tuple[str, int]] = {}  #: why, and since which event
-        self._placements: dict[str, int] = {}  #: highest that the store has accepted
-        self._owners: dict[tuple[str, int], str | None] = {}  #: who opened it, by placement
-        #: by trajectory: (event at which it was decided, placement), ascending
+        self._keys: dict[str, Key] = {}  #: keys by boot id
+        self._newest: dict[str, Key] = {}  #: latest keys by name
+        self._fenced: dict[Key, tuple[str, int]] = {}  #: reasons and events of the fences
+        self._placements: dict[str, int] = {}  #: highest accepted by the store
+        self._owners: dict[tuple[str, int], str | None] = {}  #: replicas that opened them
+        #: (event of the decision, placement) by trajectory, ascending
         self._placed: dict[str, list[tuple[int, int]]] = {}
         self._acted = Acted()
-        self._decided: dict[int, str] = {}  #: kind of command by id
-        #: by boot id: places in the log of its numbered events, the first being number 1
+        self._decided: dict[int, str] = {}  #: kinds of commands by id
+        #: log positions of the numbered events, by boot id; the first is number 1
         self._numbers: dict[str, list[int]] = {}
         self._idle_waits = 0
-        self._refused = Counter[str]()  #: words of fenced processes, as the coordinator counts them
+        self._refused = Counter[str]()  #: refused messages of fenced processes
         self.failed_at = 0  #: event of the failure; 0: none
-        self._kills: dict[str, list[tuple[int, str, str]]] = {}  #: by trajectory: placement, boots
-        self._taken: set[tuple[str, int]] = set()  #: work that was taken from a living replica
+        self._kills: dict[str, list[tuple[int, str, str]]] = {}  #: placements and boots
+        self._taken: set[tuple[str, int]] = set()  #: work taken from a living replica
         self._last_seq = 0
-        self._recent: list[Stamped] = []  #: that a crash may take back
+        self._recent: list[Stamped] = []  #: events that a crash may lose
         self.durability = Durability(world.coverage)
         self._machine: StateMachine | None = None
         self._until_full = 0
@@ -100,7 +100,7 @@ class Checks:
     # --- what is decided ------------------------------------------------------------------------
 
     def observe(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """The coordinator has handled an event."""
+        """Check an event that the coordinator has handled."""
         self.events += 1
         self._recent.append(stamped)
         self.log_time.observe(stamped, self.world.scheduler.now)
@@ -160,7 +160,7 @@ class Checks:
         state_is_sound(state, stamped.seq)
 
     def _note_progress(self, state: State) -> None:
-        """Something that the run needs has come to its end."""
+        """Note the time if something that the run needs has completed."""
         ledger = state.ledger
         ended = ledger.trajectories.issued - ledger.trajectories.live
         now = (ended + state.steps_completed + state.newest_version, state.phase)
@@ -168,7 +168,7 @@ class Checks:
             self._progress, self.progress_ns = now, self.world.scheduler.now
 
     def no_command_to_fenced(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """What a fenced process says is refused by name, and has no effect."""
+        """Check that a message of a fenced process is refused by name and has no effect."""
         name = f"{type(stamped.event).__name__}: fenced"
         refused, before = state.ignored.get(name, 0), self._refused.get(name, 0)
         if refused != before:
@@ -183,7 +183,7 @@ class Checks:
             raise Violation("no_command_to_fenced", what, stamped.peer)
 
     def old_placement_has_no_effect(self, stamped: Stamped, commands: list[Command]) -> None:
-        """Words about a placement that was replaced since lead to nothing."""
+        """Check that an event of a placement replaced since leads to no command."""
         if not commands:
             return
         trajectory = getattr(stamped.event, "trajectory_id", "")
@@ -194,7 +194,7 @@ class Checks:
             raise Violation("old_placement_has_no_effect", what, trajectory)
 
     def placement_is_raised(self, stamped: Stamped, commands: list[Command]) -> None:
-        """Work that goes to an engine again has a number that it never had."""
+        """Check that work sent to an engine again has a placement higher than any before."""
         for command in commands:
             if not isinstance(command, cmd.GenerateTrajectory):
                 continue
@@ -204,7 +204,7 @@ class Checks:
                 raise Violation("placement_is_raised", what, command.trajectory_id)
 
     def joins_once(self, stamped: Stamped, commands: list[Command]) -> None:
-        """A process that was a member once does not become one again: it would push out another."""
+        """Check that a former member does not join again: it would displace its successor."""
         event = stamped.event
         accepted = any(isinstance(command, cmd.AcceptActor) for command in commands)
         if isinstance(event, ev.ActorJoined) and accepted and event.boot_id in self._keys:
@@ -241,7 +241,7 @@ class Checks:
     def waiting_leads_to_something(
         self, stamped: Stamped, commands: list[Command], state: State
     ) -> None:
-        """Whenever the trainer has waited too long, somebody acts, or has one last chance."""
+        """Check that a batch wait leads to an action after at most `WAITS_MAX` idle ones."""
         if commands:
             self._idle_waits = 0
         elif isinstance(stamped.event, ev.TimerFired) and stamped.event.timer == keys.BATCH_TIMEOUT:
@@ -274,7 +274,7 @@ class Checks:
         self.leases.heard(boot_id)
 
     def acknowledged(self, process: Process) -> None:
-        """Nothing is acknowledged that the log does not have."""
+        """Check that only events in the log are acknowledged."""
         acknowledged = process.link.outbox.first - 1
         logged = len(self._numbers.get(process.boot_id, ()))
         if acknowledged > logged:
@@ -282,7 +282,7 @@ class Checks:
             raise Violation("acknowledged_is_logged", what, process.name)
 
     def ordered(self, process: Process, order: cmd.Envelope, command: Command) -> None:
-        """cause_exists: a command names the event that caused it, and was decided there."""
+        """Check cause_exists: a command names the event that caused it, and was decided there."""
         kind = self._decided.get(order.command_id)
         right = order.cause == order.command_id >> 20 and kind == type(command).__name__
         if not right or command.to != process.name:
@@ -300,14 +300,14 @@ class Checks:
     # --- what is durable --------------------------------------------------------------------------
 
     def turned(self, disk: SimDisk, sends: bool) -> None:
-        """What leaves the coordinator must be durable; all that is, no crash takes back."""
+        """Check durability when messages are sent; no crash takes durable events back."""
         if sends and self.durability.sent(disk):
             self._recent.clear()
 
     # --- the coordinator's deaths -----------------------------------------------------------------
 
     def coordinator_started(self, disk: SimDisk, machine: StateMachine) -> None:
-        """A successor has recovered: it must be where its predecessor was."""
+        """Check that a successor has recovered the state of its predecessor."""
         if machine.started and self._machine is not None:
             self.same_state_as_before(machine.state)
         self.log_time.coordinator_started(machine, self.world.scheduler.now)
@@ -321,7 +321,7 @@ class Checks:
         self.world.coverage.hit("log:taken-over" if machine.started else "log:begun")
 
     def _take_back(self, seq: int) -> None:
-        """What was handled after this event was lost with the coordinator: it never was."""
+        """Forget what was handled after this event: it was lost with the coordinator."""
         for command_id in [c for c in reversed(self._decided) if c >> 20 > seq]:
             del self._decided[command_id]
         self.prompts.take_back(seq)
@@ -345,7 +345,7 @@ class Checks:
                 self._boot(key, boot_id, since)
 
     def replayed(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        """A successor replays the log; what its predecessor did not live to tell it decides."""
+        """Note an event that a successor replays, and decisions its predecessor did not make."""
         self._note(stamped, commands)
         self.node_reports.ordered(commands, state)
         self.recoveries.replayed(stamped, state)
@@ -353,7 +353,7 @@ class Checks:
         self.training.observe(stamped, state)
 
     def same_state_as_before(self, state: State) -> None:
-        """The log leads to the state that the dead coordinator had, as far as it goes."""
+        """Check that the log leads to the dead coordinator's state, as far as the log reaches."""
         live = self._machine.state if self._machine is not None else None
         if live is None or live.seq < state.seq:
             raise Violation("same_state_as_before", f"the log goes on to event {state.seq}")
@@ -368,7 +368,7 @@ class Checks:
     # --- the store and the trainer ----------------------------------------------------------------
 
     def stored(self, row: Row, placement: int) -> None:
-        """The store takes words of a trajectory's newest placement only."""
+        """Check that the store accepts a trajectory's newest placement only, from one replica."""
         highest = self._placements.get(row.id, 0)
         if placement < highest:
             what = f"{row.id} was changed under placement {placement}, {highest} has it"
@@ -382,8 +382,10 @@ class Checks:
     def generates(
         self, command: cmd.GenerateTrajectory, digest: str, prompt_ids: tuple[int, ...]
     ) -> None:
-        """generated_by_its_version: an engine has the weights that its work is stamped with; in
-        flight it may have gone on to newer ones, or be about to (then it has none)."""
+        """Check generated_by_its_version: an engine has the weights of the order's version.
+
+        In flight it may have newer weights already, or be about to load them (then it has none).
+        """
         answers_its_prompt(self.world.scenario, command, prompt_ids)
         in_flight = self.world.scenario.settings.in_flight and command.purpose == Purpose.TRAIN
         if in_flight and (not digest or self.training.made_since(command.version, digest)):
@@ -393,10 +395,11 @@ class Checks:
             raise Violation("generated_by_its_version", what, command.trajectory_id)
 
     def poisoned(self, command: cmd.GenerateTrajectory, node: str) -> None:
-        """A prompt that kills replicas is quarantined after the third.
+        """Check that a prompt that kills replicas is quarantined after the third.
 
-        Nobody can know of a replica on a machine that was lost, too, also if that is back by now,
-        nor of one that died of what was taken from it, while its machine was silent, or that left.
+        The coordinator cannot blame the prompt for a replica whose machine was lost as well, even
+        if that is back by now, nor for one that left, that died while its machine was silent, or
+        that died of work taken from it.
         """
         found, processes = self._kills.setdefault(command.trajectory_id, []), self.world.processes
         found.append((command.placement, processes[command.to].boot_id, processes[node].boot_id))
@@ -419,10 +422,10 @@ def _given_up(stamped: Stamped, event: ev.HeartbeatLost | ev.ActorLeft) -> tuple
 
 
 class Acted:
-    """Check of commands that are carried out: each once.
+    """Check that each command is carried out at most once.
 
-    The ends of trajectories are the exception: when the store has died before it said that it had
-    written them, its next process writes them again.
+    The ends of trajectories are the exception: if the store died before it confirmed that it wrote
+    them, its next process writes them again.
     """
 
     def __init__(self) -> None:
@@ -438,10 +441,9 @@ class Acted:
 
 
 class LogTime:
-    """Check of the log's time: it never goes back, and goes on as the coordinator's clock does.
+    """Check of the log's time: it never goes back, and advances as the coordinator's clock does.
 
-    Timers are in the log's time. If it stood still, every deadline would come late, though in
-    order.
+    Timers are in log time. If it stood still, every deadline would come late, though in order.
     """
 
     def __init__(self) -> None:
@@ -449,12 +451,12 @@ class LogTime:
         self._world_ns = 0
 
     def coordinator_started(self, machine: StateMachine, now_ns: int) -> None:
-        """A successor goes on where its predecessor's log ends: no time passes in between."""
+        """Continue where the predecessor's log ends: no time passes in between."""
         self._log_ns = machine.state.time_ns if machine.started else 0
         self._world_ns = now_ns
 
     def observe(self, stamped: Stamped, now_ns: int) -> None:
-        """log_time_goes_on"""
+        """Check log_time_goes_on: an event's log time agrees with the coordinator's clock."""
         expected_ns = self._log_ns + now_ns - self._world_ns
         if stamped.time_ns != expected_ns:
             what = f"event {stamped.seq} is of {stamped.time_ns} ns, the clock says {expected_ns}"
@@ -462,7 +464,7 @@ class LogTime:
 
 
 def state_is_sound(state: State, seq: int) -> None:
-    """The state after this event keeps every invariant."""
+    """Check that the state after this event keeps every invariant."""
     try:
         invariants.check_invariants(state)
     except AssertionError as error:
@@ -471,7 +473,7 @@ def state_is_sound(state: State, seq: int) -> None:
 
 
 def _failed_invariant(error: AssertionError) -> str:
-    """The name of the function that found it."""
+    """Return the name of the invariant function that raised the error."""
     traceback = error.__traceback__
     names = []
     while traceback is not None:
@@ -482,6 +484,6 @@ def _failed_invariant(error: AssertionError) -> str:
 
 
 def _named(error: AssertionError) -> tuple[str, ...]:
-    """Ids of what an invariant complains about."""
+    """Return the ids of what an invariant complains about."""
     found = [getattr(part, "id", None) or getattr(part, "name", None) for part in error.args]
     return tuple(name for name in found if isinstance(name, str))

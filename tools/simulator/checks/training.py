@@ -1,4 +1,4 @@
-"""Checks of what is trained, and of the weights that come of it, with books of their own.
+"""Checks of training and of the resulting weights, with independent books.
 
 Reads   batches and weights of the simulated learner, lines of the trainer's book, directories of
         models, what is decided and what the trainer reports
@@ -29,36 +29,36 @@ from tools.simulator.world import World
 
 
 class TrainingChecks:
-    """The books of one run."""
+    """Books of the training of one run."""
 
     def __init__(self, world: World, has_failed: Callable[[], bool]) -> None:
         self.world, self._has_failed = world, has_failed
-        #: what each line of the book has trained, by step and version
+        #: trajectories of each line of the trainer's book, by step and version
         self._lines: dict[tuple[int, int], list[str]] = {}
-        self._steps_of: dict[str, int] = {}  #: by trajectory
-        #: by step: event, version and ids of what the log has
+        self._steps_of: dict[str, int] = {}  #: steps by trajectory
+        #: (event, version, ids) of each step in the log
         self._accepted: dict[int, tuple[int, int, tuple[str, ...]]] = {}
-        self._repeated: dict[str, bool] = {}  #: by boot: it has said that it has done a step again
-        #: what each boot of the trainer was told last
+        self._repeated: dict[str, bool] = {}  #: whether a step was repeated, by boot
+        #: latest order to each boot of the trainer
         self._told: dict[str, cmd.TrainStep | cmd.RepeatStep] = {}
-        self._orders: dict[int, cmd.TrainStep] = {}  #: by version
-        self._steps: dict[int, int] = {}  #: by version: completed steps when it is made
-        self._lineage: dict[int, str] = {}  #: digest by completed steps
-        self._made: dict[int, set[str]] = {}  #: digests by completed steps, likewise
-        #: those of them that a fault handed over in place of the trainer's
+        self._orders: dict[int, cmd.TrainStep] = {}  #: orders by version
+        self._steps: dict[int, int] = {}  #: completed steps by version
+        self._lineage: dict[int, str] = {}  #: digests by completed steps, of the trainer
+        self._made: dict[int, set[str]] = {}  #: all digests by completed steps
+        #: digests by completed steps that a fault published in place of the trainer's
         self._others: dict[int, set[str]] = {}
-        #: that each boot was told to carry out
+        #: pulls ordered, by boot
         self._pulls: dict[str, list[cmd.PullWeights]] = {}
         self._saved: dict[int, str] = {}  #: directories of checkpoints by version
-        self.lost: set[str] = set()  #: directories that somebody else removed, likewise
-        #: paths of the checkpoints that the log has, by the event since which it has them
+        self.lost: set[str] = set()  #: directories of checkpoints removed by others
+        #: paths of the checkpoints in the log, by the event that changed them
         self._kept: dict[int, tuple[str, ...]] = {}
-        #: when the run paused last: completed steps of its newest checkpoint, and where that is
+        #: completed steps and path of the newest checkpoint at the last pause
         self._paused: tuple[int, str] = (0, "")
         self._is_paused = False
 
     def decided(self, command: Command) -> None:
-        """The coordinator gives a version its number."""
+        """Note the number that the coordinator gives a version."""
         if isinstance(command, cmd.TrainStep):
             self._steps[command.version] = command.step_index + 1
             self._orders[command.version] = command
@@ -68,7 +68,7 @@ class TrainingChecks:
             self._is_needed(command)
 
     def _is_needed(self, command: cmd.RepeatStep) -> None:
-        """pause_keeps_steps: what was saved when the run paused is not done again."""
+        """Check pause_keeps_steps: a step saved at the pause of the run is not repeated."""
         steps, path = self._paused
         saved = self.world.models.get(path)
         if command.step_index < steps and saved is not None and not saved.damaged:
@@ -76,12 +76,12 @@ class TrainingChecks:
 
     @property
     def book(self) -> set[str]:
-        """What is trained, by the lines that the log has accepted."""
+        """Trajectories trained, by the lines of the book that the log has accepted."""
         lines = (self._lines[step, version] for step, (_, version, _) in self._accepted.items())
         return {trajectory for line in lines for trajectory in line}
 
     def observe(self, stamped: Stamped, state: State) -> None:
-        """The log has a step; what it has, no other trainer may train otherwise."""
+        """Note the steps that the log has; no other trainer may train them differently."""
         event = stamped.event
         if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.checkpoint_paths:
             self._kept[stamped.seq] = tuple(state.checkpoint_paths.values())
@@ -96,7 +96,7 @@ class TrainingChecks:
             self._accepted[event.step_index] = accepted
 
     def _pauses(self, state: State) -> None:
-        """pause_saves: the last step, if nothing has struck the trainer."""
+        """Check pause_saves: the last step is saved, if no fault has struck the trainer."""
         newest = max(state.checkpoint_paths, default=-1)
         steps = step_of(state, newest) if newest >= 0 else 0
         trainer = self.world.processes["trainer-0"]
@@ -110,12 +110,12 @@ class TrainingChecks:
         )
 
     def take_back(self, seq: int) -> None:
-        """What came after this event was lost with its coordinator."""
+        """Forget what came after this event: it was lost with its coordinator."""
         self._accepted = {k: found for k, found in self._accepted.items() if found[0] <= seq}
         self._kept = {k: paths for k, paths in self._kept.items() if k <= seq}
 
     def none_to_go_on_from(self, state: State) -> None:
-        """there_is_a_checkpoint: a run that failed for want of one had none."""
+        """Check there_is_a_checkpoint: a run that failed for lack of a checkpoint had none."""
         if state.failed is None or state.failed.kind != FailureKind.NO_CHECKPOINT:
             return
         for path in next(reversed(self._kept.values()), ()):
@@ -124,7 +124,7 @@ class TrainingChecks:
                 raise Violation("there_is_a_checkpoint", what)
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
-        """What is trained is rewarded, not ended, and young enough.
+        """Check that a batch is as ordered, rewarded, not ended, and within the staleness bound.
 
         A run that has failed drops its last batch, which its trainer may still have to fetch.
         """
@@ -145,14 +145,16 @@ class TrainingChecks:
                 raise Violation("staleness_within_bound", what, row.id)
 
     def _redone_as_logged(self, told: cmd.RepeatStep) -> None:
-        """What is done again was accepted, of these rows in this order, under this number."""
+        """Check that a repeated step was accepted, with these rows in this order and version."""
         _, version, rows = self._accepted.get(told.step_index, (0, -1, ()))
         if (told.version, told.trajectories) != (version, rows):
             raise Violation("redone_as_logged", f"{told}, and the log has {version}: {rows}")
 
     def booked(self, line: dict[str, Any]) -> None:
-        """at_most_one_trained: a line of the trainer's book is on the disk. A batch that was
-        interrupted may have a line of each trainer, under a number of its own."""
+        """Check at_most_one_trained, for a line of the trainer's book that is on disk.
+
+        A batch that was interrupted may have a line of each trainer, each under a separate version.
+        """
         key = line["step"], line["version"]
         if key in self._lines:
             raise Violation("at_most_one_trained", f"step and version {key} have two lines")
@@ -164,13 +166,13 @@ class TrainingChecks:
                 raise Violation("at_most_one_trained", what, trajectory)
 
     def handed_over(self, boot_id: str) -> None:
-        """redo_is_not_published: weights go into a slot."""
+        """Check redo_is_not_published: no weights go into a slot while a step is repeated."""
         told = self._told.get(boot_id)
         if isinstance(told, cmd.RepeatStep) and not self._repeated.get(boot_id):
             raise Violation("redo_is_not_published", f"{boot_id} was told {told}")
 
     def told(self, process: Process, command: Command) -> None:
-        """The trainer carries out this command."""
+        """Note the command that the trainer carries out."""
         if isinstance(command, cmd.TrainStep | cmd.RepeatStep):
             self._told.pop(process.boot_id, None)
             self._told[process.boot_id] = command
@@ -179,7 +181,7 @@ class TrainingChecks:
             self._pulls.setdefault(process.boot_id, []).append(command)
 
     def reported(self, process: Process, event: Event) -> None:
-        """What the trainer says must be on the disk by now."""
+        """Check that what the trainer reports is on disk by now."""
         if isinstance(event, ev.TrainerReady):
             for found in event.checkpoints:
                 self._saved[found.version] = str(RUN_DIR / found.path)
@@ -197,8 +199,7 @@ class TrainingChecks:
             self.loaded(process, event)
 
     def _checkpoint(self, process: Process, event: ev.CheckpointSaved) -> None:
-        """saved_is_whole: what is under its name gives the weights of the version back, and what
-        is kept is there."""
+        """Check saved_is_whole: a checkpoint restores its version, and every kept one exists."""
         path = self._saved[event.version] = str(RUN_DIR / event.path)
         for version in event.kept:
             kept = self._saved.get(version, "")
@@ -217,7 +218,7 @@ class TrainingChecks:
             raise Violation("saved_is_whole", what)
 
     def made(self, steps: int, weights: Bytes) -> None:
-        """one_lineage: the trainer's weights after so many steps, whichever trainer's."""
+        """Check one_lineage: every trainer has the same weights after the same number of steps."""
         digest = xxhash.xxh3_128_hexdigest(weights.data)
         if self._lineage.setdefault(steps, digest) != digest:
             what = f"step {steps} has come to {digest}, and to {self._lineage[steps]} before"
@@ -225,13 +226,13 @@ class TrainingChecks:
         self._made.setdefault(steps, set()).add(digest)
 
     def made_other(self, steps: int, weights: Bytes) -> None:
-        """What it hands over in their place: what is published may differ from a repeat by that."""
+        """Note weights that a fault publishes instead: a repeated step may differ from them."""
         digest = xxhash.xxh3_128_hexdigest(weights.data)
         self._made.setdefault(steps, set()).add(digest)
         self._others.setdefault(steps, set()).add(digest)
 
     def loaded(self, process: Process, event: ev.WeightsLoaded) -> None:
-        """loaded_is_trained: what was asked for, as the trainer made it, whatever way it came."""
+        """Check loaded_is_trained: the version asked for, as trained, whatever way it came."""
         asked = any(
             event.version == pull.version if pull.exact else event.version >= pull.version
             for pull in self._pulls.get(process.boot_id, ())
@@ -241,9 +242,9 @@ class TrainingChecks:
             raise Violation("loaded_is_trained", what, process.name)
 
     def made_as(self, version: int, digest: str) -> bool:
-        """Whether these are weights that the trainer made under this number."""
+        """Return whether these are weights that the trainer made under this version."""
         return digest in self._made.get(self._steps.get(version, -1), ())
 
     def made_since(self, version: int, digest: str) -> bool:
-        """Or under a higher one."""
+        """Return whether the trainer made these weights under this version or a later one."""
         return any(self.made_as(later, digest) for later in self._steps if later >= version)

@@ -1,12 +1,12 @@
-"""Cuts: a machine and all others do not hear each other, or one side does not hear the other.
+"""Cuts: one machine is partitioned from all others, in both directions or in one.
 
-Reads   the world: who is on which machine, and whom they talk to
+Reads   the world: which process is on which machine, and which processes it talks to
 Writes  the world, through Effects: lines are cut, or hold what is sent until the cut is over
 Gives   CUTS, kind -> strike
 
-The coordinator is on the first machine, or, for some cuts, on one of its own. Half of the cuts lose
-what is sent; the others hold it, as TCP does, and then the lines of each process go on in their own
-time, so that words may arrive when the process that has said them has ended.
+The coordinator is on the first machine, or, for some cuts, on a separate one. Half of the cuts lose
+what is sent; the others hold it, as TCP does, and then the lines of each process resume at separate
+times, so that messages may arrive when their sender has already ended.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from tools.simulator.faults.targeted import HELD
 
 FIRST = "node-0"
 SERVERS = ("store", "relay")
-"""Roles that others send requests to, besides the coordinator."""
+"""Roles that receive requests of others, in addition to the coordinator."""
 APART = 0.3
-"""Part of the cuts for which the coordinator is on a machine of its own."""
+"""Part of the cuts for which the coordinator is on a separate machine."""
 BEYOND = 0.2
-"""Part of the cuts of one machine that take longer than the long lease, but one of those."""
+"""Part of the cuts that exceed the long lease, unless the coordinator is on a separate machine."""
 HOLDS = 0.5
 """Part of the cuts that hold what is sent."""
 FLAPS = 5
 FLAP = 0.25
-"""Part of the short lease for which a line that flaps is cut, then whole, so often."""
+"""Number of cuts of a line that flaps; length of each, and of the gap after it, in short leases."""
 BACKOFF_S = 3.0
-"""By how much a line that held what was sent may go on later than others, and no more than by the
-length of the cut: TCP waits about as long again as it has waited."""
+"""Longest additional delay after a cut until a line that held what was sent resumes; at most the
+length of the cut, since TCP waits about as long again as it has waited."""
 
 Line = tuple[str, str]  #: source and target
 
 
 def _machine_cut_off(faults: Effects, chance: random.Random) -> None:
-    """A machine is cut off for half a short lease to two, now and then for more than the long
-    one."""
+    """Cut a machine off for half a short lease to two, sometimes beyond the long lease."""
     cut = Cut(faults, chance)
     duration_s = faults.lease_s * chance.uniform(0.5, 2.0)
     if cut.apart:
@@ -51,7 +50,7 @@ def _machine_cut_off(faults: Effects, chance: random.Random) -> None:
 
 
 def _machine_cut_one_way(faults: Effects, chance: random.Random) -> None:
-    """What it says arrives nowhere, or it hears nobody."""
+    """Cut all lines out of a machine, or all lines into it."""
     cut = Cut(faults, chance)
     duration_s = faults.lease_s * chance.uniform(0.5, 2.0 * HELD)
     cut.note(duration_s)
@@ -59,10 +58,10 @@ def _machine_cut_one_way(faults: Effects, chance: random.Random) -> None:
 
 
 def _machine_flaps(faults: Effects, chance: random.Random) -> None:
-    """It is cut off again and again, each time for less than a lease.
+    """Cut a machine off repeatedly, each time for less than a lease.
 
-    It is never silent as a whole for long. Where lines hold what is sent, one of them may be silent
-    from cut to cut while others speak in between: its process may be lost alone.
+    The machine is never silent as a whole for long. Where lines hold what is sent, one of them may
+    be silent from cut to cut while others deliver in between: its process may be lost alone.
     """
     cut, duration_s = Cut(faults, chance), FLAP * faults.lease_s
     cut.note(duration_s)
@@ -73,7 +72,7 @@ def _machine_flaps(faults: Effects, chance: random.Random) -> None:
 
 
 class Cut:
-    """One machine, and the lines between it and all others."""
+    """Partition of one machine: the lines between it and all others."""
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         self._faults, self._chance = faults, chance
@@ -98,14 +97,13 @@ class Cut:
         )
 
     def note(self, duration_s: float) -> None:
-        """Who does not hear the coordinator, or is not heard by it, may be lost for it once; after
-        the long lease its machine is."""
+        """Record that a cut may lose processes once, and beyond the long lease their machine."""
         self.harm(CUT_OFF)
         if duration_s > self._faults.lease_of_s("node"):
             self.harm(LOST)
 
     def harm(self, how: str = HELD_UP) -> None:
-        """It strikes everybody on the other side of the coordinator's."""
+        """Record harm to every process that the cut separates from the coordinator."""
         for name in self._apart():
             self._faults.harm(name, how)
 
@@ -118,7 +116,7 @@ class Cut:
         faults, network = self._faults, self._faults.world.network
         if faults.healed:
             return
-        goes_on_s: dict[str, float] = {}  #: by process
+        goes_on_s: dict[str, float] = {}  #: seconds by process
         for source, target in [line for way in ways for line in way]:
             if not self.holds:
                 faults.cut_line(source, target, duration_s)

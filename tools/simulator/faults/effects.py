@@ -1,4 +1,4 @@
-"""What faults are made of: how processes and links are disturbed, and what is to go wrong next.
+"""Effects that faults are made of: disturbing processes and links, and planning the next failure.
 
 Reads   the world
 Writes  the world: processes pause, slow down and die, links are cut
@@ -21,65 +21,65 @@ from tools.simulator.world import World
 STALLED = 1e9
 EVERYBODY = "everybody"
 LOST, HELD_UP, CUT_OFF = "lost", "held-up", "cut-off"
-"""How a fault strikes: the process ends or is silent for its lease, or it is late or misled, or it
-and the coordinator are on two sides of a cut."""
+"""Ways in which a fault strikes: the process ends or is silent for its lease, is late or misled, or
+is cut off from the coordinator."""
 AWAITED: dict[str, tuple[str, ...]] = {
     "node": (), "store": (), "trainer": ("store", "relay"), "relay": ("relay", "trainer"),
     "rollout": ("store", "relay"),
 }  # fmt: skip
-"""Roles for which a process of a role waits while it works."""
+"""Roles that a process of a role waits for while it works."""
 TRAINER_LOSSES = 4
-"""Losses of the trainer in one run, at most."""
+"""Most losses of the trainer in one run."""
 UNHEARD_S = 1.5
-"""Longer than it takes to write a checkpoint, and much less than a lease."""
+"""Time longer than it takes to write a checkpoint, and much shorter than a lease."""
 KILLED = 0.5
-"""Part of the nodes that are lost by being killed."""
+"""Part of the lost nodes that are killed."""
 
 
 class Effects:
-    """What faults do to one world."""
+    """State of all faults of one world, and the primitives that they use."""
 
     def __init__(self, world: World, until_ns: int, *, healed: bool) -> None:
         """`until_ns`: until when faults happen; `healed`: nothing goes wrong in this world."""
         self.world, self.until_ns, self.healed = world, until_ns, healed
         self._streams: dict[str, random.Random] = {}
         self.disk_full = self.full_for_good = False
-        self.disk_fault = ""  #: kind of what goes wrong at the disk's next use
-        self.dead: set[str] = set()  #: asked for membership only, never walked
-        self.gone: set[str] = set()  #: nodes of machines that are lost for good, likewise
+        self.disk_fault = ""  #: kind of fault at the disk's next use
+        self.dead: set[str] = set()  #: processes lost for good; never iterated over
+        self.gone: set[str] = set()  #: nodes of machines lost for good; never iterated over
         self.unscorable: set[str] = set()  #: trajectories whose reward fails
         self.poison: tuple[int, ...] = ()  #: rows of prompts that kill every replica
         #: A pass over the data has a batch of other prompts; else each step would cost the deaths
-        #: of several passes, and what runs beside the poison is blamed for them, too.
+        #: of several passes, and what runs next to the poison is blamed for them, too.
         self.may_poison = world.scenario.num_train > world.scenario.settings.groups_per_step
         self.reward_slow = 1.0  #: factor on the time that a reward takes
-        #: boots that sample nothing more; whether their node has yet to ignore that they hang
+        #: stalled boots, and whether their node has yet to ignore the order to restart them
         self.stalled: dict[str, bool] = {}
         self.differs_next = False
-        """The trainer's next publish that it is ordered to make has other bytes."""
-        self.dies_next = ""  #: place in its code where the trainer dies when it comes there
-        self.unheard_next = False  #: what it says of its steps until then does not arrive
-        self.wrong: dict[str, int] = {}  #: how many of its next loads prove wrong, by replica
-        self.sticks_next = False  #: the next transfer along the chain does
-        self.step_longer_s = 0.0  #: by how much the trainer's next step takes longer
-        #: how faults have struck, by process, by role where any of it may be meant, or EVERYBODY
+        """Whether the trainer's next ordered publish has other bytes."""
+        self.dies_next = ""  #: failpoint at which the trainer dies
+        self.unheard_next = False  #: whether its reports of steps until then are lost
+        self.wrong: dict[str, int] = {}  #: number of next loads that prove wrong, by replica
+        self.sticks_next = False  #: whether the next transfer along the chain hangs
+        self.step_longer_s = 0.0  #: added to the trainer's next step
+        #: ways in which faults struck, by process, by role (any process of it), or EVERYBODY
         self.harmed: dict[str, set[str]] = {}
 
     def harm(self, who: str, how: str = HELD_UP) -> None:
-        """A fault strikes: what checks hold a loss against."""
+        """Record that a fault strikes; checks excuse a loss only by such a record."""
         self.harmed.setdefault(who, set()).add(how)
 
     def has_lost(self, process: Process) -> bool:
-        """A fault has ended or silenced this process, or its node, which would start it again."""
+        """Return whether a fault ended or silenced this process, or the node that restarts it."""
         names = (EVERYBODY, process.name, process.node)
         return any(LOST in self.harmed.get(name, ()) for name in names)
 
     def explains(self, process: Process) -> bool:
-        """A fault has struck this process, what it waits for, or everybody."""
+        """Return whether a fault struck this process, one that it waits for, or everybody."""
         return bool(self._struck(process))
 
     def only_cut_off(self, process: Process) -> bool:
-        """No fault has struck any of those but cuts of machines."""
+        """Return whether cuts of machines are the only faults that struck any of those."""
         return self._struck(process) == {CUT_OFF}
 
     def _struck(self, process: Process) -> set[str]:
@@ -90,8 +90,11 @@ class Effects:
         return {how for name in names for how in self.harmed.get(name, ())}
 
     def may_lose_trainer(self, process: Process) -> bool:
-        """Whether the trainer comes back: there is a checkpoint, or the first step is known, and
-        its node starts it again. A batch that is interrupted too often ends the run."""
+        """Return whether the trainer can come back if it is lost now.
+
+        That takes a checkpoint, or that the first step is known, and a restart by its node. A batch
+        that is interrupted too often ends the run.
+        """
         world, state = self.world, self.world.coordinator.state
         starts_left = process.boot < min(world.scenario.max_restarts, TRAINER_LOSSES)
         lives = process.alive and not process.stopping and not process.paused
@@ -100,12 +103,12 @@ class Effects:
 
     @property
     def can_begin_again(self) -> bool:
-        """The run is one that can be resumed: what that takes is on the disk."""
+        """Whether the run can be resumed: all that a resume needs is on disk."""
         kept = bool(self.world.scenario.save_freq) and not self.world.checks.training.lost
         return kept and not self.dead and self.world.coordinator.up
 
     def dies_at(self, process: Process, point: str) -> bool:
-        """A process comes to this place in its code; some are come to only when all has healed."""
+        """Return whether a process dies at this failpoint, which may be after all has healed."""
         if self.unheard_next and point == "trainer-book":
             self._cut(process.name, COORDINATOR, UNHEARD_S)
         if self.dies_next == point and self.may_lose_trainer(process):
@@ -123,11 +126,11 @@ class Effects:
         return self.world.scenario.lease_of_ms(role) / 1000
 
     def is_gone(self, node: Process) -> bool:
-        """Nobody starts this node again."""
+        """Return whether this node is never restarted."""
         return node.name in self.dead or node.name in self.gone
 
     def restart_machine(self, node: SimProcess) -> bool:
-        """A machine dies with its processes, and is started again. False where that may not be."""
+        """Kill a machine's processes, then restart it; return False where that is not allowed."""
         if not node.alive or node.stopping or self.is_gone(node):
             return False
         children = self.world.children_of(node.name)
@@ -140,17 +143,17 @@ class Effects:
         return True
 
     def _is_ending(self) -> bool:
-        """Nobody waits for a trainer any more, and no crash of the coordinator takes that back."""
+        """Return whether the run ends without the trainer, and no crash can take that back."""
         coordinator = self.world.coordinator
         if not coordinator.up or coordinator.state is None:
             return False
         return broadcast.is_run_ending(coordinator.state) and self.world.checks.log_is_whole()
 
     def lose_node(self, node: SimProcess) -> None:
-        """Lose one node for good, and alone, once it has started its processes. One of a run.
+        """Lose one node for good, without its processes, once it has started them; once in a run.
 
-        They go on, as those of a node that hangs do, or end by themselves, as those of one that
-        was killed; store and trainer, whose end is that of the run, only in a run that is to fail.
+        The processes continue, as those of a hanging node do, or end, as those of a killed node do.
+        The store and trainer, whose end is that of the run, end only in a run that is to fail.
         """
         children = self.world.children_of(node.name)
         complete = all(child.started_by == node.boot_id for child in children)
@@ -166,7 +169,7 @@ class Effects:
                 child.starter_gone()
 
     def begun_again(self) -> None:
-        """The user has started the whole run: also a node that was lost alone."""
+        """Record that the user restarted the whole run, including a node that was lost alone."""
         self.harm(EVERYBODY, LOST)
         for name in [p.name for p in self.world.processes.values() if p.role == "node"]:
             if not any(child.name in self.dead for child in self.world.children_of(name)):
@@ -176,8 +179,10 @@ class Effects:
         self.world.scheduler.after(seconds(delay_s), action, *args)
 
     def stall(self, process: SimProcess) -> None:
-        """A replica lives and samples nothing more; its node does not do as ordered when that is
-        noticed, also if everything else has healed by then."""
+        """Stop a live replica from sampling; its node ignores the first order to restart it.
+
+        That holds even if everything else has healed by then.
+        """
         self.speed(process, STALLED)
         self.stalled[process.boot_id] = True
 
@@ -211,16 +216,16 @@ class Effects:
         self.cut_line(source, target, duration_s)
 
     def cut_line(self, source: str, target: str, duration_s: float) -> None:
-        """Have what is sent from one to the other be lost for a while."""
+        """Lose what is sent from one to the other for a while."""
         self.world.network.cut(source, target, +1)
         self.later(duration_s, self._mend, source, target, self.healed)
 
     def _mend(self, source: str, target: str, healed: bool) -> None:
-        if self.healed == healed:  # what was cut before is mended when all heals
+        if self.healed == healed:  # heal() has mended earlier cuts
             self.world.network.cut(source, target, -1)
 
     def chance(self, concern: str) -> random.Random:
-        """The random stream of one concern."""
+        """Return the random stream of one concern."""
         found = self._streams.get(concern)
         if found is None:
             seed = self.world.scenario.seed

@@ -1,13 +1,13 @@
-"""Faults: a menu, and for each seed a random part of it, with random rates.
+"""Faults of one seed: a random part of a menu, with random rates.
 
 Reads   FaultConfig, the seed
 Writes  the world, when faults are due at random (random_faults.py) or find their moment
         (targeted_faults.py), and when all heals
-Gives   answers to models that ask whether something of theirs goes wrong; KINDS
+Gives   answers to models that ask whether a fault strikes them; KINDS
 
 Faults happen until `heal`; from then on nothing new goes wrong, and what was broken is mended. Each
-kind draws from its own random stream. A process without which a run cannot go on (node, store,
-trainer, relay) is only disturbed for less than its lease, unless the run is one that is to fail.
+kind draws from a separate random stream. A process that a run needs in order to continue (node,
+store, trainer, relay) is only disturbed for less than its lease, unless the run is to fail.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ RATES = (
     "hangs",
 )  # fmt: skip
 WEDGES = ("command-ignored", "transfer-sticks")
-"""What is never done; noticed when a deadline is over, if no other process does the work."""
+"""Actions that are silently omitted; a timeout reveals it, if no other process does the work."""
 IGNORABLE = (cmd.ForwardWeights, cmd.PullWeights, cmd.ScoreTrajectories, cmd.StopActor)
-"""What replicas or relays leave undone, one of these in a run; nodes then leave restarts undone."""
+"""Commands that replicas or relays ignore, one of these in a run; nodes then ignore restarts."""
 HARMED: dict[str, tuple[str, ...]] = {
     "weights-corrupt": ("rollout",), "chunk-damaged": ("relay",),
     "publish-skipped": ("trainer", "relay"), "reward-fails": ("rollout",),
@@ -50,12 +50,12 @@ HARMED: dict[str, tuple[str, ...]] = {
     "command-ignored": ("rollout", "relay"), "transfer-sticks": ("relay",),
     "trainers-disk-full": ("trainer",),
 }  # fmt: skip
-"""Roles of whom is late or misled when one of these strikes."""
+"""Roles whose processes are late or misled when one of these strikes."""
 OF_COORDINATOR = (
     "coordinator-killed", "coordinator-cut", "coordinator-paused", "disk-error", "disk-full",
     "clock-step", "disk-full-long", "disk-full-for-good",
 )  # fmt: skip
-"""While it is away, anybody may be late."""
+"""Faults of the coordinator; meanwhile every process may be late."""
 ONCE = ("poison-prompt", "node-storm", "drain", "machine-lost")
 REWARD_ERRORS = "reward-errors"
 ENGINE_DIFFERS = "engine-differs"
@@ -65,26 +65,25 @@ OWN_RATES = {
     REWARD_ERRORS: (0.1, 0.3, 1.0), ENGINE_DIFFERS: (0.02, 0.1, 1.0),
     TRAINERS_DISK_FULL: (0.1, 0.3), START_HANGS: (0.1, 0.3),
 }  # fmt: skip
-"""Drawn from streams of their own."""
+"""Rates drawn from separate streams."""
 RARE = {
     "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
     "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5, "machine-stands-still": 0.3,
     "machine-cut-off": 0.3, "machine-cut-one-way": 0.3, "machine-flaps": 0.3,
 }  # fmt: skip
-"""Part of `share` for kinds that cut a run short or hold it up as a whole, unless a menu asks for
-them."""
+"""Factors on `share` for kinds that cut a run short or delay all of it, unless a menu names one."""
 FATAL_ROLES = ("node", "store", "trainer", "relay")
-"""Of the first machine, which is lost with its node. Its relay may die and come back, but somebody
-must start it again."""
+"""Roles of the first machine, which is lost with its node. Its relay may die and come back, but
+only if its node restarts it."""
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
-"""Part of such losses that come before all processes have joined, and until when that is."""
+"""Part of such losses that come before all processes have joined; the time by which they come."""
 LATER = SILENCES | EXITS | STORE | TRAINER | RUN | CUTS
 
 
 class Faults(Effects):
-    """What goes wrong in one world, and when."""
+    """All faults of one world, and when they strike."""
 
     def __init__(self, world: World, config: FaultConfig) -> None:
         seed = world.scenario.seed
@@ -98,11 +97,11 @@ class Faults(Effects):
         self.every_s = {kind: _pick(chance, config.every_s) for kind in UNTARGETED}
         self.rates = {kind: chance.choice([0.02, 0.1, 0.3]) for kind in RATES}
         self.rates |= {kind: self.chance(kind).choice([0.1, 0.3, 1.0]) for kind in WEDGES}
-        #: type of command
+        #: type of command that is ignored
         self.ignored = stream(seed, "ignored command").choice(IGNORABLE)
         self.fatal_role = ""
         if not calm and chance.random() < config.fatal_share:
-            self.fatal_role = chance.choice((*FATAL_ROLES, "store"))  # its loss has most ways
+            self.fatal_role = chance.choice((*FATAL_ROLES, "store"))  # most ways to be lost
         fatal = stream(seed, "fatal way")
         self.fatal_way, self._fatal_early = fatal.choice(WAYS), fatal.random() < EARLY
         if self.fatal_way == "replaced" and self.fatal_role in ("node", "relay"):
@@ -118,7 +117,7 @@ class Faults(Effects):
             self._draw_own_rates(config)
 
     def _drawn_targeted(self, config: FaultConfig) -> list[TargetedFault]:
-        """Each draws from a stream of its own, so that a new one does not change the others."""
+        """Draw the targeted faults, each from a separate stream: a new one changes no others."""
         found = []
         for kind in config.menu or TARGETED:
             if kind in TARGETED:
@@ -130,7 +129,7 @@ class Faults(Effects):
         return found
 
     def _draw_later(self, config: FaultConfig) -> None:
-        """Draw the later faults, from streams of their own as well."""
+        """Draw the faults of LATER, each from a separate stream."""
         rare = {} if config.menu else RARE
         for kind in config.menu or LATER:
             if kind in LATER:
@@ -140,7 +139,7 @@ class Faults(Effects):
                     self.every_s[kind] = _pick(chance, config.every_s)
 
     def _draw_own_rates(self, config: FaultConfig) -> None:
-        """Each from a stream of its own, too."""
+        """Draw the faults of OWN_RATES and their rates, each from a separate stream."""
         for kind, rates in OWN_RATES.items():
             chance = self.chance(kind)
             share = config.share * (1.0 if config.menu else RARE.get(kind, 1.0))
@@ -149,7 +148,7 @@ class Faults(Effects):
                 self.rates[kind] = chance.choice(rates)
 
     def begin(self) -> None:
-        """Make the weather, and plan the first fault of each kind."""
+        """Set the weather, and plan the first fault of each kind."""
         if self.healed:
             return
         self.world.network.weather = self._weather()
@@ -177,7 +176,7 @@ class Faults(Effects):
         return max(self.until_ns / 1e9 - silence_s, EARLY_S)  # it must not heal before it is lost
 
     def heal(self) -> None:
-        """Nothing goes wrong any more, and everything that can be mended is."""
+        """Stop all faults, and mend everything that can be mended."""
         if self.healed:
             return
         self.healed = True
@@ -193,7 +192,7 @@ class Faults(Effects):
             process.resume()
 
     def turned(self, state: State) -> None:
-        """The coordinator has made a turn: targeted faults look whether their moment has come."""
+        """Let targeted faults look at the state after a turn of the coordinator."""
         for fault in self._targeted:
             fault.look(state)
         if any(fault.done for fault in self._targeted):
@@ -214,7 +213,7 @@ class Faults(Effects):
         return differs
 
     def start_hangs(self) -> bool:
-        """An engine never comes up."""
+        """Return whether an engine never comes up."""
         return self._strikes(START_HANGS)
 
     def hangs(self, command: cmd.GenerateTrajectory) -> bool:
@@ -227,7 +226,7 @@ class Faults(Effects):
         return self._strikes("chunk-damaged")
 
     def ignores(self, process: Process, command: Command) -> bool:
-        """The process lives and says so, but never carries out this command."""
+        """Return whether a process sends heartbeats, but never carries out this command."""
         if process.role == "node" and isinstance(command, cmd.RestartActor):
             return self._keeps_stalled(command) or self._strikes("command-ignored")
         if type(command) is not self.ignored or process.role not in ("rollout", "relay"):
@@ -235,7 +234,7 @@ class Faults(Effects):
         return self._strikes("command-ignored")
 
     def sticks(self) -> bool:
-        """A relay that is connected to its successor sends nothing more."""
+        """Return whether a relay connected to its successor sends nothing more."""
         if self.sticks_next and not self.healed:
             self.sticks_next = False
             self.harm("relay")
@@ -243,16 +242,16 @@ class Faults(Effects):
         return self._strikes("transfer-sticks")
 
     def long_step_s(self) -> float:
-        """How much longer the trainer's next step takes."""
+        """Return by how much longer the trainer's next step takes."""
         long_s, self.step_longer_s = self.step_longer_s, 0.0
         return long_s
 
     def dead_for_good(self, process: Process) -> bool:
-        """Whether a process's node gives up on it."""
+        """Return whether the node of this process has given up on it."""
         return process.name in self.dead
 
     def corrupts_weights(self, process: Process) -> bool:
-        """What this replica has loaded is not what was published."""
+        """Return whether the weights that this replica loaded differ from those published."""
         if self.wrong.get(process.name) and not self.healed:
             self.wrong[process.name] -= 1
             self.harm(process.name)
@@ -263,22 +262,22 @@ class Faults(Effects):
         return self._strikes("reward-fails")
 
     def reward_reason(self) -> str:
-        """What the user's function makes of one answer."""
+        """Return the outcome of the user's reward function for one response."""
         return "error" if self._strikes(REWARD_ERRORS) else "ok"
 
     def engine_differs(self) -> bool:
-        """The trainer finds that this row did not come from the weights that it names."""
+        """Return whether the trainer finds that a row did not come from the weights it names."""
         return self._strikes(ENGINE_DIFFERS)
 
     def poisonous(self, command: cmd.GenerateTrajectory) -> bool:
-        """A bad prompt stays bad."""
+        """Return whether a prompt kills replicas; it does so every time."""
         poisonous = command.purpose == Purpose.TRAIN and command.row_index in self.poison
         if poisonous:
             self.harm(command.to, LOST)
         return poisonous
 
     def before_disk_use(self, disk: SimDisk) -> None:
-        """Plan what goes wrong with the coordinator's next calls."""
+        """Plan the failure of the coordinator's next disk calls."""
         if self.disk_full:
             disk.plan(disk.calls + 1, "enospc")
         elif self.disk_fault == "coordinator-cut":
@@ -291,7 +290,7 @@ class Faults(Effects):
         return self.chance("crash-mode").choice(CRASH_MODES)
 
     def restart_delay_ns(self) -> int:
-        """How long the supervisor of the coordinator takes."""
+        """Return how long the coordinator's supervisor takes to restart it."""
         return seconds(self.chance("restart").choice([0.1, 0.5, 2.0, 6.0]))
 
     # --- planning -----------------------------------------------------------------------------
@@ -307,7 +306,7 @@ class Faults(Effects):
         return struck
 
     def _keeps_stalled(self, command: cmd.RestartActor) -> bool:
-        """True for the first order to restart a process that was stalled."""
+        """Return whether this is the first order to restart a stalled process."""
         boot = self.world.processes[command.actor].boot_id
         ignored = self.stalled.get(boot, False)
         if ignored:
@@ -346,7 +345,7 @@ class Faults(Effects):
             self.world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=at_once))
 
     def _machine_lost(self) -> None:
-        """All processes of a machine, at once and finally; never those of the first."""
+        """Kill all processes of a machine at once and for good; never those of the first."""
         machines = [p for p in self.world.processes.values() if p.role == "node"][1:]
         if self.healed or self.world.finished or not machines:
             return
@@ -358,13 +357,12 @@ class Faults(Effects):
             process.die(exit_codes.KILLED)
 
     def doomed(self) -> list[SimProcess]:
-        """The processes that are lost in a run that is to fail; a node goes with its machine."""
+        """Return the processes lost in a run that is to fail; a node is lost with its machine."""
         process = self.world.processes[f"{self.fatal_role}-0"]
         return [process, *self.world.children_of(process.name)]
 
     def _lose_for_good(self) -> None:
-        """Lose a process for good: its node starts nothing again; with a node its whole machine is
-        lost."""
+        """Lose a process for good, a node with its machine; nothing restarts them."""
         if self.healed or self.world.finished:
             return
         process, *_ = doomed = self.doomed()

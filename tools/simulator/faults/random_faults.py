@@ -1,12 +1,12 @@
-"""Random faults: those that come back at random times, one function each.
+"""Random faults: those that recur at random times, one function each.
 
-Reads   the world: which processes live, and the stream of its kind for which to hit and how hard
+Reads   the world: which processes live; per kind a stream that draws the target and the severity
 Writes  the world, through Effects: processes die, pause and slow down, links are cut and clogged
 Gives   RECURRING, SILENCES, EXITS, TRAINER, STORE and RUN, kind -> strike
 
-When each one strikes is planned by Faults. A process without which a run cannot go on is only
-disturbed for less than its lease, except for a relay: its node starts another, and for a node: its
-processes go on without it.
+Faults plans when each one strikes. A process that a run needs in order to continue is only
+disturbed for less than its lease, except for a relay, which its node restarts, and for a node,
+whose processes continue without it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tools.simulator.scheduler import MS
 Strike = Callable[[Effects, random.Random], None]
 Blow = Callable[[Effects, random.Random, SimProcess], None]
 SHORT = 0.3
-"""Part of the short lease for which a process may be cut off that must not be lost."""
+"""Part of the short lease for which a process that must not be lost may be cut off."""
 STORE_FULL_S = 10.0
-"""Shorter than its clients wait, and than coordinator.disk_full_timeout_s."""
+"""Longest fill of the store's disk; its clients and coordinator.disk_full_timeout_s allow for more."""
 BEYOND, LONGEST = 0.3, 1.5
-"""Part of the silences of nodes that are longer than their lease; leases of the longest one."""
+"""Part of the silences of nodes that exceed their lease; length of the longest one in leases."""
 
 
 # --- a replica or a relay -------------------------------------------------------------------------
 
 
 def _one(role: str, blow: Blow) -> Strike:
-    """The process of this role that is drawn is hit."""
+    """Return a fault that strikes a random process of this role."""
 
     def strike(faults: Effects, chance: random.Random) -> None:
         processes = [p for p in faults.world.processes.values() if p.role == role]
@@ -54,18 +54,18 @@ def _dies(faults: Effects, chance: random.Random, process: SimProcess) -> None:
 
 
 def _replaced(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """A new process joins before anybody has heard that the old one died."""
+    """Replace a process before any other has noticed that the old one died."""
     faults.harm(process.name, LOST)
     process.replace()
 
 
 def _paused(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
+    """Pause a process for up to three leases: it wakes as a zombie, unless its node ended it."""
     faults.pause(process, faults.lease_s * chance.uniform(0.5, 3.0))
 
 
 def _slow(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """A process is slow for a while."""
+    """Slow a process down for a while."""
     faults.speed(process, chance.choice([2.0, 5.0, 10.0, 50.0]))
     faults.later(chance.uniform(1, 20), faults.speed, process, 1.0)
 
@@ -87,7 +87,7 @@ def _complains(faults: Effects, chance: random.Random, process: SimProcess) -> N
 
 
 def _rack_lost(faults: Effects, chance: random.Random) -> None:
-    """A quarter of the replicas, in the same instant."""
+    """Kill a quarter of the replicas at the same instant."""
     alive = [p for p in faults.world.rollouts if p.alive]
     for process in chance.sample(alive, len(alive) // 4):
         faults.harm(process.name, LOST)
@@ -95,7 +95,7 @@ def _rack_lost(faults: Effects, chance: random.Random) -> None:
 
 
 def _single_paused(faults: Effects, chance: random.Random) -> None:
-    """A process stands still, not long enough to be lost."""
+    """Pause a process other than a replica, but not long enough for it to be lost."""
     process = chance.choice([p for p in faults.world.processes.values() if p.role != "rollout"])
     faults.pause(process, faults.lease_s * SHORT * chance.random())
 
@@ -113,7 +113,7 @@ def _coordinator_paused(faults: Effects, chance: random.Random) -> None:
 
 
 def _coordinator_cut(faults: Effects, chance: random.Random) -> None:
-    """The machine loses power in one of the next calls of the disk."""
+    """Cut the machine's power in one of the next disk calls."""
     faults.disk_fault = "coordinator-cut"
 
 
@@ -134,7 +134,7 @@ def _fill(faults: Effects, duration_s: float) -> None:
 
 
 def _clock_step(faults: Effects, chance: random.Random) -> None:
-    """The clock of the day jumps by up to an hour; the monotonic one does not."""
+    """Step the wall clock by up to an hour; the monotonic clock is unaffected."""
     faults.world.coordinator.wall_offset_ns += seconds(chance.uniform(-3600, 3600))
 
 
@@ -142,7 +142,7 @@ def _clock_step(faults: Effects, chance: random.Random) -> None:
 
 
 def _link(faults: Effects, chance: random.Random) -> tuple[str, str, float]:
-    """Two ends of a link, and for how long it may be cut."""
+    """Draw the two ends of a link, and for how long it may be cut."""
     process = chance.choice(list(faults.world.processes.values()))
     replica = process.role == "rollout"
     if replica and chance.random() < 0.3:
@@ -176,7 +176,7 @@ def _flapping(faults: Effects, chance: random.Random) -> None:
 
 
 def _swizzle_clog(faults: Effects, chance: random.Random) -> None:
-    """Connections stop one after the other, and go on in another order."""
+    """Clog connections one after the other, and unclog them in another order."""
     names = list(faults.world.processes)
     chosen = chance.sample(names, max(1, len(names) // 3))
     step_s = faults.lease_s * SHORT / (2 * len(chosen))
@@ -200,7 +200,7 @@ def _unclog(faults: Effects, name: str) -> None:
 
 
 def _connection_breaks(faults: Effects, chance: random.Random) -> None:
-    """What is in flight is lost; the process finds the coordinator again."""
+    """Break a connection: what is in flight is lost; the process reconnects to the coordinator."""
     process = chance.choice(list(faults.world.processes.values()))
     if process.alive:
         faults.harm(process.name)
@@ -208,7 +208,7 @@ def _connection_breaks(faults: Effects, chance: random.Random) -> None:
         faults.later(chance.uniform(0, 0.5), faults.world.reconnect, process)
 
 
-# --- who has a long lease -------------------------------------------------------------------------
+# --- processes with a long lease ------------------------------------------------------------------
 
 
 def _nodes(faults: Effects) -> list[SimProcess]:
@@ -216,7 +216,7 @@ def _nodes(faults: Effects) -> list[SimProcess]:
 
 
 def _node_silent(faults: Effects, chance: random.Random) -> None:
-    """Longer than a short lease, now and then also than its own; its processes go on."""
+    """Pause a node beyond a short lease, sometimes also beyond its own; its processes continue."""
     node = chance.choice(_nodes(faults))
     shortest_s, lease_s = faults.lease_s, faults.lease_of_s("node")
     beyond = chance.random() < BEYOND
@@ -224,8 +224,10 @@ def _node_silent(faults: Effects, chance: random.Random) -> None:
 
 
 def _machine_stands_still(faults: Effects, chance: random.Random) -> None:
-    """A node and others of its machine for longer than the long lease; then they go on. Never the
-    trainer that could not come back."""
+    """Pause a node and others of its machine for longer than the long lease.
+
+    The trainer is exempt if it could not come back.
+    """
     node = chance.choice(_nodes(faults))
     found = [child for child in faults.world.children_of(node.name) if child.alive]
     able = [c for c in found if c.role != "trainer" or faults.may_lose_trainer(c)]
@@ -236,24 +238,26 @@ def _machine_stands_still(faults: Effects, chance: random.Random) -> None:
 
 
 def _node_dies(faults: Effects, chance: random.Random) -> None:
-    """A node dies: its processes go on, and are not started again."""
+    """Kill a node: its processes continue, and are not restarted."""
     faults.lose_node(chance.choice(_nodes(faults)))
 
 
 def _machine_restarts(faults: Effects, chance: random.Random) -> None:
-    """A machine loses power for a moment, say: all of it dies, and comes back with a new node."""
+    """Restart a machine, as after a brief power loss: all of it dies, then a new node starts."""
     faults.restart_machine(chance.choice(_nodes(faults)))
 
 
 def _single_silent(faults: Effects, chance: random.Random) -> None:
-    """Store or trainer, longer than a short lease, and shorter than their own."""
+    """Pause the store or the trainer for longer than a short lease and shorter than its own."""
     process = faults.world.processes[chance.choice(["store-0", "trainer-0"])]
     faults.pause(process, chance.uniform(faults.lease_s, HELD * faults.lease_of_s(process.role)))
 
 
 def _relay_cut_off(faults: Effects, chance: random.Random) -> None:
-    """A relay and the coordinator do not hear each other for longer than its lease; those before
-    and behind it do, and one of them is ordered to do without it. Never that of the trainer."""
+    """Cut a relay from the coordinator for longer than its lease, never that of the trainer.
+
+    Its neighbors in the chain still reach it, and one of them is ordered to do without it.
+    """
     relays = [p for p in faults.world.processes.values() if p.role == "relay"][1:]
     if relays:
         relay, duration_s = chance.choice(relays), faults.lease_s * chance.uniform(1.2, 2.0)
@@ -290,7 +294,7 @@ RECURRING: dict[str, Strike] = {
 
 
 def _disk_full_long(faults: Effects, chance: random.Random) -> None:
-    """Several coordinators cannot write; the supervisor has not given up by then."""
+    """Fill the disk for several coordinators, but not until the supervisor gives up."""
     _fill(faults, chance.uniform(5.0, 0.5 * faults.world.scenario.disk_full_timeout_s))
 
 
@@ -302,7 +306,7 @@ def _disk_full_for_good(faults: Effects, chance: random.Random) -> None:
 
 
 def _store_full(faults: Effects, chance: random.Random) -> None:
-    """The store's disk has no room for a while: what writes waits."""
+    """Fill the store's disk for a while: writers wait."""
     database = faults.world.database
 
     def has_room() -> None:
@@ -314,7 +318,7 @@ def _store_full(faults: Effects, chance: random.Random) -> None:
 
 
 def _store_silent(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """The store is silent for longer than its lease: its node is told to start another."""
+    """Pause the store for longer than its lease: its node is ordered to restart it."""
     faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, LONGEST))
 
 
@@ -322,8 +326,7 @@ def _store_silent(faults: Effects, chance: random.Random, process: SimProcess) -
 
 
 def _trainer(blow: Blow) -> Strike:
-    """The trainer is hit, if it can come back: it writes checkpoints, and nobody has removed
-    them."""
+    """Return a fault that strikes the trainer if it can come back from a checkpoint."""
 
     def strike(faults: Effects, chance: random.Random) -> None:
         process = faults.world.processes["trainer-0"]
@@ -334,17 +337,17 @@ def _trainer(blow: Blow) -> Strike:
 
 
 def _silent(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """Longer than its lease: it wakes up as a zombie, unless its node was faster."""
+    """Pause a process beyond its lease: it wakes as a zombie, unless its node ended it."""
     faults.pause(process, faults.lease_of_s(process.role) * chance.uniform(1.0, 2.0))
 
 
 def _dies_there(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """A process dies at a named place in its code, when it comes there."""
+    """Let a process die at a random failpoint."""
     faults.dies_next, faults.unheard_next = chance.choice(failpoint_names.TRAINER), False
 
 
 def _dies_unheard(faults: Effects, chance: random.Random, process: SimProcess) -> None:
-    """When a checkpoint has its name whose step the coordinator has not heard of."""
+    """Let it die after it named a checkpoint whose step the coordinator has not heard of."""
     faults.dies_next, faults.unheard_next = "trainer-checkpoint-named", True
 
 
@@ -361,13 +364,13 @@ TRAINER: dict[str, Strike] = {
 
 
 def _run_dies(faults: Effects, chance: random.Random) -> None:
-    """A power cut: all processes at once, also the coordinator's; the user starts the run again."""
+    """Cut the power: all processes die at once, the coordinator too; the user restarts the run."""
     if faults.can_begin_again:
         faults.world.begin_again()
 
 
 def _run_pauses(faults: Effects, chance: random.Random) -> None:
-    """A batch system is about to end all processes, and starts the run again later."""
+    """Pause the run as a batch system does that preempts all processes and restarts it later."""
     if faults.can_begin_again:
         response_timeout_ms = chance.choice([0, 1_000, 30_000])
         pause = ev.DrainRequested(

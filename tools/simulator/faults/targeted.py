@@ -1,5 +1,4 @@
-"""What a targeted fault is: it waits for its moment, and loses or holds up the process that it
-concerns.
+"""Base of targeted faults: each waits for its moment, then loses or delays the process concerned.
 
 Reads   the coordinator's state after each of its turns
 Writes  the world, through Effects: a process is lost in one of five ways, or is slow
@@ -26,21 +25,21 @@ from tools.simulator.scenario import seconds
 from tools.simulator.scheduler import MS
 
 WAYS = ("dies", "leaves", "complains", "replaced", "silent")
-"""The ways to lose a process; `silent`: it stands still for longer than its lease."""
+"""Ways to lose a process; `silent`: it is paused for longer than its lease."""
 LAST_WORDS: dict[str, Event] = {
     "leaves": ev.ActorLeft(),
     "complains": ev.ActorFailed(reason="out of memory", user_error=False),
 }
 SILENCE = 1.5
-"""Leases for which it does."""
+"""Length of that pause in leases."""
 HELD = 0.8
-"""Part of its lease for which a process may stand still without being lost."""
+"""Part of its lease for which a process may be paused without being lost."""
 SLOW = 20.0
 SLOW_REWARDS = 5.0
 
 
 def lose(faults: Effects, process: SimProcess, way: str) -> None:
-    """The process is lost in this way, also if it stands still."""
+    """Lose the process in this way, even if it is paused."""
     if not process.alive or process.stopping:
         return
     faults.harm(process.name, LOST)
@@ -61,21 +60,21 @@ def _die(process: SimProcess, boot: int) -> None:
 
 
 def slow_down(faults: Effects, state: State, version: int) -> None:
-    """All replicas that have this version."""
+    """Slow down all replicas that have this version."""
     for replica in state.replicas.values():
         if replica.version == version:
             faults.speed(faults.world.processes[replica.name], SLOW)
 
 
 def evaluated(state: State) -> Iterator[Trajectory]:
-    """All answers of the evaluation whose groups have no end yet."""
+    """Yield all samples of the evaluation whose groups have no end yet."""
     for group in state.groups.values():
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
             yield from list_members(state, group.id)
 
 
 def hold_up_evaluation(faults: Effects, state: State) -> None:
-    """One replica is slow with it, so that newer versions come out meanwhile."""
+    """Slow down one replica of the evaluation, so that newer versions appear meanwhile."""
     running = (t for t in evaluated(state) if t.status in IN_ENGINE)
     found = next(running, None)
     if found is not None:
@@ -83,11 +82,11 @@ def hold_up_evaluation(faults: Effects, state: State) -> None:
 
 
 class TargetedFault(ABC):
-    """Waits for its moment."""
+    """Fault that strikes when the coordinator's state shows its moment."""
 
     kind: str
     share = 0.6  #: part of `faults.share` of the runs, unless a menu asks for it
-    after_healing = False  #: its moment may come when nothing goes wrong any more
+    after_healing = False  #: whether it may strike after all has healed
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         self.faults, self.world, self.chance = faults, faults.world, chance
@@ -97,7 +96,7 @@ class TargetedFault(ABC):
 
     @abstractmethod
     def look(self, state: State) -> None:
-        """The coordinator has made a turn."""
+        """Look at the state after a turn of the coordinator, and strike if the moment has come."""
 
     @property
     def now(self) -> int:

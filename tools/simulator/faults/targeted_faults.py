@@ -2,12 +2,12 @@
 
 Reads   the coordinator's state after each of its turns, the seed
 Writes  the world, through Effects: a process is lost or slow, a user asks
-Gives   TARGETED, by kind of fault; those of relays, versions, hand-overs and loads are in files of
-        their own
+Gives   TARGETED, by kind of fault; those of relays, versions, migrations, loads, fetches and
+        machines are in separate files
 
-What strikes at random times seldom meets a short phase: a third death just when the trainer waits
-for that answer, a relay that is lost while it is being published to. Each waits for its moment
-and strikes then, a few times in a run at most. Way and target are drawn from the seed.
+Random faults seldom hit a short phase: a third death just when the trainer waits for that response,
+a relay that is lost while it is being published to. Each targeted fault waits for its moment and
+strikes then, a few times in a run at most. Way and target are drawn from the seed.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from tools.simulator.faults.targeted_version import (
 
 
 class LastAnswer(TargetedFault):
-    """The replica that generates the one answer that is waited for is lost, until that is given up;
-    or it cannot be rewarded.
+    """Loss of the replica that generates the last awaited response, until that is given up.
 
-    The trainer, the end of the data or an evaluation may be what waits. None waits for so long
-    that a replica falls silent three times: only the third loss is in the drawn way.
+    Alternatively its reward fails. The trainer, the end of the data or an evaluation may be what
+    waits, but never so long that a replica falls silent three times: only the third loss is in the
+    drawn way.
     """
 
     kind = "last-answer-lost"
@@ -106,7 +106,7 @@ class LastAnswer(TargetedFault):
 
 
 def _last_of_batch(state: State) -> Iterator[Trajectory]:
-    """The only sibling that is missing in the group that completes a batch."""
+    """Yield the only missing sibling in the group that completes a batch."""
     due = len(state.ready) + 1 >= state.settings.groups_per_step or groups_wanted(state) <= 0
     if due and state.phase == Phase.RUNNING and is_trainer_idle(state):
         group = find_awaited_group(state)
@@ -116,7 +116,7 @@ def _last_of_batch(state: State) -> Iterator[Trajectory]:
 
 
 def _last_of_data(state: State) -> Iterator[Trajectory]:
-    """A sibling of the only prompt that is unfinished when there are no others."""
+    """Yield the unfinished siblings of the last prompt of the data."""
     if state.phase != Phase.RUNNING or state.batch is not None or state.settings.total_steps:
         return
     if groups_wanted(state) <= 0 and sum(state.deadlines.values()) == len(state.ready) + 1:
@@ -136,13 +136,16 @@ def _unfinished(state: State, group: ids.GroupId) -> list[Trajectory]:
 
 
 class DrainInPhase(TargetedFault):
-    """The user asks a run to end that trains and has several versions in use, or that is about to
-    end anyway: that exports during an evaluation, or evaluates for the last time. Half of the time
-    the user asks again, while the last ends are written: now for an end at once."""
+    """Request of the user to end the run, in a phase in which that is rarely tested.
+
+    The run trains with several versions in use, exports during an evaluation, or makes its final
+    evaluation. Half of the time the user asks again, while the last ends are written, to end at
+    once.
+    """
 
     kind = "drain-in-phase"
     share = 1.0  # few runs evaluate while they export
-    after_healing = True  # a request is no fault
+    after_healing = True  # a request is not a fault
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
@@ -176,7 +179,7 @@ class DrainInPhase(TargetedFault):
         return any(0 <= r.version < state.newest_version for r in state.replicas.values())
 
     def _hold_up(self, state: State) -> None:
-        """What evaluates while the last batches are made is still at it when the run exports."""
+        """Slow the evaluation of the last batches down, so that it still runs during the export."""
         near = groups_wanted(state) <= 2 * state.settings.groups_per_step
         if near and state.evaluation is not None and not self.faults.healed:
             slow_down(self.faults, state, state.evaluation.version)

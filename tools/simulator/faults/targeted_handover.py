@@ -1,6 +1,6 @@
-"""Targeted faults of hand-overs: who takes part is lost, late or cut off; what comes in between.
+"""Targeted faults of migrations: a participant is lost, late or cut off, or an event comes between.
 
-Reads   which replicas hand trajectories over
+Reads   which replicas migrate trajectories away
 Gives   the faults of that kind, for TARGETED (targeted_faults.py)
 """
 
@@ -17,15 +17,15 @@ from tools.simulator.faults.targeted import HELD, TargetedFault, evaluated, hold
 STRIKES_MAX = 3
 STORE = "store-0"
 WAY_TO_THE_STORE = 4.0
-"""Delays of a message from an order to release until the store has answered."""
+"""Message delays from an order to release until the store has answered."""
 HURRY = 0.02
-"""The speed of a replica that is to be empty soon."""
+"""Slowness of a replica that is to be empty soon."""
 
 
 class HandoverFault(TargetedFault):
-    """Looks for a replica that hands trajectories over; strikes a few times."""
+    """Fault that looks for a replica that migrates trajectories away; strikes a few times."""
 
-    share = 1.0  # many runs hand nothing over
+    share = 1.0  # many runs migrate nothing
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
@@ -40,11 +40,11 @@ class HandoverFault(TargetedFault):
 
     @abstractmethod
     def is_due(self, state: State, source: Replica) -> bool:
-        """Whether it is time to strike."""
+        """Return whether it is time to strike."""
 
     @abstractmethod
     def strike(self, state: State, source: Replica) -> None:
-        """Once."""
+        """Strike once."""
 
     def struck(self) -> None:
         super().struck()
@@ -52,14 +52,16 @@ class HandoverFault(TargetedFault):
         self.done = self._strikes >= STRIKES_MAX
 
     def soon(self) -> float:
-        """Seconds, at most until the store has what is handed over."""
+        """Return random seconds, at most until the store has what is migrated."""
         return self.chance.uniform(0, WAY_TO_THE_STORE) * self.world.scenario.delay_ms / 1000
 
 
 class LostInHandover(HandoverFault):
-    """The source or the destination is lost, or the source answers too late: before the source has
-    said that the store has all of it, or after that, while it goes on at its destination and
-    nothing of it has been heard from there."""
+    """Loss of the source or destination of a migration, or a late answer of the source.
+
+    It comes before the source has reported that the store has everything, or later, before the
+    destination has reported anything.
+    """
 
     kind = "lost-in-hand-over"
 
@@ -67,7 +69,7 @@ class LostInHandover(HandoverFault):
         super().__init__(faults, chance)
         self._released = chance.random() < 0.4
         self._whom = chance.choice(("source", "destination", "late"))
-        self._in_flush = chance.random() < 0.5  # else before the source has heard of it
+        self._in_flush = chance.random() < 0.5  # else before the source gets the order
 
     def is_due(self, state: State, source: Replica) -> bool:
         return self._released == _has_released(state, source)
@@ -91,14 +93,13 @@ class LostInHandover(HandoverFault):
 
 
 class DestinationEnds(HandoverFault):
-    """What the destination runs itself has ended before the others come: it must not take that for
-    being empty."""
+    """Migration to a replica whose other work ends first: it must not count as empty."""
 
     kind = "destination-ends-first"
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self._held = 0  #: order to release that takes its time
+        self._held = 0  #: order to release that is slowed down
 
     def is_due(self, state: State, source: Replica) -> bool:
         return not _has_released(state, source)
@@ -120,8 +121,7 @@ class DestinationEnds(HandoverFault):
 
 
 class CoordinatorInHandover(HandoverFault):
-    """The coordinator is killed when it has placed what a source let go of, before it is opened at
-    its destination."""
+    """Kill of the coordinator between the placement of released work and its start elsewhere."""
 
     kind = "coordinator-killed-in-hand-over"
 
@@ -139,8 +139,7 @@ class CoordinatorInHandover(HandoverFault):
 
 
 class StoreCutInHandover(HandoverFault):
-    """The source and the store do not hear each other when it flushes, for about as long as it is
-    given, or for longer."""
+    """Cut between source and store during the flush, for around its time limit or for longer."""
 
     kind = "store-cut-in-hand-over"
 
@@ -158,8 +157,7 @@ class StoreCutInHandover(HandoverFault):
 
 
 class RelayInHandover(HandoverFault):
-    """The relay of the source's machine is lost while the source is emptied, so that it cannot load
-    what it was emptied for."""
+    """Loss of the source's relay while the source is emptied: it cannot load its new weights."""
 
     kind = "relay-lost-in-hand-over"
 
@@ -172,15 +170,17 @@ class RelayInHandover(HandoverFault):
 
 
 class EvaluationInHandover(HandoverFault):
-    """An evaluation begins on the version of what is handed over: the one before it takes until
-    then, and the source takes its time."""
+    """Evaluation that begins on the version of what is migrated.
+
+    The evaluation before it lasts until then, and the source is slow to release.
+    """
 
     kind = "evaluation-in-hand-over"
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self._known = -1  #: index of the evaluation that is held up
-        self._held = 0  #: order to release that takes its time
+        self._known = -1  #: index of the evaluation that is slowed down
+        self._held = 0  #: order to release that is slowed down
 
     def look(self, state: State) -> None:
         if state.evaluation is not None and not any(r.outgoing for r in state.replicas.values()):
@@ -210,8 +210,10 @@ class EvaluationInHandover(HandoverFault):
 
 
 class PoisonInTail(HandoverFault):
-    """What is handed over kills its destination, and every replica that runs it after that: it is
-    quarantined, and what ran beside it is not packed with it again."""
+    """Migrated straggler that kills its destination and every later replica.
+
+    It must be quarantined; what ran next to it is not packed with it again.
+    """
 
     kind = "poison-in-tail"
 
@@ -227,11 +229,11 @@ class PoisonInTail(HandoverFault):
 
 
 def _has_released(state: State, source: Replica) -> bool:
-    """The source has said so, or was not waited for any longer."""
+    """Return whether the source has released its trajectories, or its time to do so is over."""
     return keys.release_key(source.name) not in state.commands
 
 
 def _destination(state: State, source: Replica) -> str:
-    """Where the first of what it gives away goes; empty: it is not known any more."""
+    """Return the destination of the first trajectory that migrates; empty if unknown by now."""
     given = next(iter(source.outgoing))
     return state.progress[given].destination or state.trajectories[given].replica

@@ -1,5 +1,4 @@
-"""Targeted faults of loads in flight: who takes part is lost, late or cut off, weights prove wrong,
-an evaluation begins in between.
+"""Targeted faults of loads in flight: lost or late participants, cuts, wrong weights, evaluations.
 
 Reads   which replicas load weights while they run
 Writes  the world, through Effects: processes are lost or held up, a proof fails, lines are cut
@@ -21,19 +20,19 @@ from tools.simulator.faults.targeted import HELD, TargetedFault
 STRIKES_MAX = 3
 STORE = "store-0"
 LOAD = 2.0
-"""Times of a load from its order until it is proved, the flush before it aside."""
+"""Load times from an order until the weights are verified, without the flush before it."""
 LOADS_MAX = 3
-"""Loads in a row that prove wrong at most; the second in a row restarts the replica."""
+"""Most loads in a row that prove wrong; the second in a row restarts the replica."""
 
 
 class LoadFault(TargetedFault):
-    """Looks for a replica that has just been told to load while it runs; strikes a few times."""
+    """Fault that looks for a replica just told to load while it runs; strikes a few times."""
 
     share = 1.0  # few runs have weights in flight
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self._known: set[int] = set()  #: orders that were looked at
+        self._known: set[int] = set()  #: orders already looked at
         self._strikes = 0
 
     def look(self, state: State) -> None:
@@ -48,7 +47,7 @@ class LoadFault(TargetedFault):
 
     @abstractmethod
     def strike(self, state: State, replica: Replica) -> None:
-        """Once; the replica has not heard of the order yet."""
+        """Strike once; the replica has not received the order yet."""
 
     def struck(self) -> None:
         super().struck()
@@ -56,14 +55,13 @@ class LoadFault(TargetedFault):
         self.done = self._strikes >= STRIKES_MAX
 
     def soon(self) -> float:
-        """Seconds, at most until the weights are proved."""
+        """Return random seconds, at most until the weights are verified."""
         scenario = self.world.scenario
         return self.chance.uniform(0, LOAD) * (scenario.load_s + 4 * scenario.delay_ms / 1000)
 
 
 class LostInLoad(LoadFault):
-    """The replica is lost before it hears of the order, until it has proved the weights, or when it
-    has said so and goes on with them."""
+    """Loss of a replica before it gets the order, during the load, or once it has resumed."""
 
     kind = "lost-in-load"
 
@@ -96,8 +94,10 @@ class LostInLoad(LoadFault):
 
 
 class ProofFails(LoadFault):
-    """The weights prove wrong, and what ran with them goes on elsewhere; mostly they do so once or
-    twice more, when the replica, which runs nothing then, loads them anew."""
+    """Weights that prove wrong; what ran with them continues elsewhere.
+
+    Mostly they prove wrong once or twice more when the replica, empty by then, reloads them.
+    """
 
     kind = "load-proves-wrong"
 
@@ -106,7 +106,7 @@ class ProofFails(LoadFault):
 
 
 class StoreCutInLoad(LoadFault):
-    """The replica and the store do not hear each other when it hands over what it has sampled."""
+    """Cut between the replica and the store while the replica flushes what it has sampled."""
 
     kind = "store-cut-in-load"
 
@@ -118,7 +118,7 @@ class StoreCutInLoad(LoadFault):
 
 
 class CoordinatorInLoad(LoadFault):
-    """The coordinator is killed between the order and what is said of the load."""
+    """Kill of the coordinator between the order and the report of the load."""
 
     kind = "coordinator-killed-in-load"
 
@@ -132,13 +132,13 @@ class CoordinatorInLoad(LoadFault):
 
 
 class EvaluationInLoad(LoadFault):
-    """An evaluation that is due begins while replicas load in flight: all but one are held up."""
+    """Evaluation that begins while replicas load in flight: all but one are paused."""
 
     kind = "evaluation-in-load"
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self._index = -1  #: of the evaluation that was seen last
+        self._index = -1  #: index of the latest evaluation seen
 
     def look(self, state: State) -> None:
         if self.now < self.from_ns or not state.settings.in_flight:
@@ -161,7 +161,7 @@ class EvaluationInLoad(LoadFault):
 
 
 def loads_in_flight(state: State, replica: Replica) -> int:
-    """The order to load that it has not answered yet, if it is to go on with that; else 0."""
+    """Return the id of the unanswered order to load in flight; 0 if there is none."""
     ordered = state.commands.get(keys.pull_key(replica.name))
     command = ordered.command if ordered is not None else None
     in_flight = isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT

@@ -20,7 +20,7 @@ from tools.simulator.faults.targeted import TargetedFault
 
 FIRST = "node-0"
 TIMES = 2
-"""It dies so often in one phase at most."""
+"""Most deaths of the machine in one phase."""
 
 
 def _training(state: State) -> bool:
@@ -36,7 +36,7 @@ def _repeating(state: State) -> bool:
 
 
 def _starting(state: State) -> bool:
-    """Some of its processes have joined, and not all are ready."""
+    """Return whether some processes have joined, the trainer among them, and not all are ready."""
     return state.phase == Phase.STARTING and bool(indexes_of(state).roles.get(Role.TRAINER))
 
 
@@ -49,7 +49,7 @@ def _evaluating(state: State) -> bool:
 
 
 def _ending(state: State) -> bool:
-    """The store is writing the last ends."""
+    """Return whether the store is writing the last ends."""
     return state.phase == Phase.ENDING and bool(state.groups)
 
 
@@ -57,16 +57,15 @@ PHASES: tuple[Callable[[State], bool], ...] = (
     _training, _publishing, _repeating, _starting, _exporting, _evaluating, _ending, _ending,
     _ending,
 )  # fmt: skip
-"""The last is a short one that few runs have."""
+"""Phases to strike in; the last is short and rare, hence three times as likely."""
 
 
 class MachineInPhase(TargetedFault):
-    """The machine of store and trainer dies when the run is in one of these phases, and perhaps
-    once more."""
+    """Death of the machine of store and trainer in a given phase, once or twice."""
 
     kind = "machine-dies-in-phase"
     share = 1.0
-    after_healing = True  # the last phases mostly come when nothing else goes wrong any more
+    after_healing = True  # the last phases mostly come after healing
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)

@@ -22,13 +22,14 @@ from tools.simulator.faults.targeted import HELD, SILENCE, SLOW_REWARDS, Targete
 from tools.simulator.scenario import seconds
 
 SLOW_HOP = 50.0
-"""Enough that it holds up a transfer by more than what passes for noise
-(core/versions/broadcast.py)."""
+"""Slowness that delays a transfer by more than passes for noise (core/versions/broadcast.py)."""
 
 
 class RelayWhilePublishing(TargetedFault):
-    """The relay of the trainer's machine is lost, comes back, and is lost once more with the
-    publish that it is owed, when a batch is due meanwhile or the run is at its end."""
+    """Two losses of the trainer's relay, the second together with the publish that it is due.
+
+    The second loss comes when a batch is due meanwhile or the run is at its end.
+    """
 
     kind = "relay-lost-publishing"
     share = 1.0  # three moments, five ways
@@ -45,13 +46,13 @@ class RelayWhilePublishing(TargetedFault):
         if keys.PUBLISH in state.commands:
             self._hold(state)
         elif self._held_ns:
-            self.done = True  # it was lost by another fault
+            self.done = True  # another fault has lost it
         elif not self._lost_before and self._ripe(state):
             self._lost_before = True
             self.lose("relay-0", "dies")
 
     def _ripe(self, state: State) -> bool:
-        """There will be another batch before the relay is back, and one after it."""
+        """Return whether another batch comes before the relay is back, and one after it."""
         under_way = sum(state.deadlines.values()) >= 2 * state.settings.groups_per_step
         return (
             is_trainer_idle(state)
@@ -60,7 +61,7 @@ class RelayWhilePublishing(TargetedFault):
         )
 
     def _hold(self, state: State) -> None:
-        """The trainer stands still until something waits for it."""
+        """Hold the publish up until something waits for it, then lose the relay."""
         lease_ns = seconds(self.faults.lease_s)
         if not self._held_ns:
             self._held_ns = self.now
@@ -80,7 +81,7 @@ class RelayWhilePublishing(TargetedFault):
 
 
 class RelayInTransfer(TargetedFault):
-    """A relay is lost while a version passes along the chain."""
+    """Loss of a relay while a version passes along the chain."""
 
     kind = "relay-lost-in-transfer"
 
@@ -95,8 +96,7 @@ class RelayInTransfer(TargetedFault):
 
 
 class RelayHoldsUp(TargetedFault):
-    """A relay in the middle of the chain is slow until it is the last one, whatever else may end
-    its slowness."""
+    """Slow relay in the middle of the chain, until it is the last one or lost."""
 
     kind = "relay-holds-up-transfers"
     share = 1.0  # few runs have so many machines
@@ -107,7 +107,7 @@ class RelayHoldsUp(TargetedFault):
 
     def look(self, state: State) -> None:
         if not self._relay:
-            between = state.relay_chain[2:-1]  # those that others than the head feed
+            between = state.relay_chain[2:-1]  # relays not fed by the head
             if not between or state.phase != Phase.RUNNING:
                 return
             self._relay = self.chance.choice(between)
@@ -118,8 +118,10 @@ class RelayHoldsUp(TargetedFault):
 
 
 class TransferNeverEnds(TargetedFault):
-    """A relay sends its successor nothing more, and the trainer's next step takes longer than
-    anybody waits for that version: else the run would end without it."""
+    """Relay that sends its successor nothing more, while the trainer's next step is long.
+
+    The step outlasts the timeout of the transfer: else the run would end before that.
+    """
 
     kind = "transfer-never-ends"
     share = 0.3
@@ -139,8 +141,10 @@ class TransferNeverEnds(TargetedFault):
 
 
 class PublishDiffers(TargetedFault):
-    """The relay of the trainer's machine is lost, with another one half of the time, and what the
-    trainer hands over again has other bytes under the same number."""
+    """Loss of the trainer's relay, after which the trainer publishes other bytes as that version.
+
+    Half of the time another relay is lost as well.
+    """
 
     kind = "publish-differs"
 
@@ -156,9 +160,11 @@ class PublishDiffers(TargetedFault):
 
 
 class PinLate(TargetedFault):
-    """No relay hears that the version of an evaluation is to be kept, and the replica that runs it
-    is slow, as rewards are. All of them are lost when the version is gone and the coordinator does
-    not know it."""
+    """Order to pin an evaluation's version that reaches no relay.
+
+    The replica that runs the evaluation is slow, as rewards are. All such replicas are lost when
+    the version is gone and the coordinator does not know it.
+    """
 
     kind = "pin-late"
     share = 1.0  # few evaluations last so long

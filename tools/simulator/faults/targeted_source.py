@@ -4,9 +4,9 @@ Reads   the coordinator's state after each of its turns, the seed
 Writes  the world, through Effects: processes are lost or slow, checkpoints are gone
 Gives   the faults of that kind, for TARGETED (targeted_faults.py)
 
-At random times a version is seldom fetched: its last copy must be on a machine without a free
-replica, while another one has a free replica and newer versions only. These are drawn only where a
-menu asks for them, since they take runs of several machines.
+Random faults seldom cause a fetch: the last copy must be on a machine without a free replica, while
+another one has a free replica and newer versions only. These faults are drawn only where a menu
+asks for them, since they take runs of several machines.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ TRIES = 3
 
 
 class VersionElsewhere(TargetedFault):
-    """A replica is slow with an older version when all relays but that of its machine die, which
-    come back with newer ones alone; then it is lost, as is every replica of that machine and of
-    that version."""
+    """Loss of all replicas with an older version that only one other machine still has.
+
+    A replica is slow with that version while all other machines' relays die and come back with
+    newer versions only; then all replicas of its machine or version are lost.
+    """
 
     kind = "version-elsewhere"
-    share = 0.0  # where a menu asks for it
+    share = 0.0  # only where a menu asks for it
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
         self.victim, self.relay, self.version = "", "", -1
         self._tries = TRIES
-        self._until_ns = 0  #: for how long a fetch is waited for; 0: nothing is lost yet
+        self._until_ns = 0  #: timeout of the fetch; 0: nothing is lost yet
 
     def follow(self, state: State, order: cmd.PullWeights) -> bool:
-        """The version is about to be loaded for the lost work; whether that was the moment."""
+        """Return whether this load of the version for the lost work was the moment to strike."""
         return True
 
     def look(self, state: State) -> None:
@@ -97,7 +99,7 @@ class VersionElsewhere(TargetedFault):
 
 
 class SourceLost(VersionElsewhere):
-    """The relay that gives the version is lost, too."""
+    """Loss of the relay that the version is fetched from."""
 
     kind = "source-lost-in-fetch"
 
@@ -108,7 +110,7 @@ class SourceLost(VersionElsewhere):
 
 
 class FetchedTwice(VersionElsewhere):
-    """The replica that waits for the version is lost, too, so that another one asks for it."""
+    """Loss of the replica that waits for the version, so that another one asks for it."""
 
     kind = "fetched-twice"
 
@@ -119,7 +121,7 @@ class FetchedTwice(VersionElsewhere):
 
 
 class CheckpointGone(VersionElsewhere):
-    """The version is on disk, too, and about to be loaded from one of the two: both are gone."""
+    """Loss of relay and checkpoints when the version is about to be loaded from either."""
 
     kind = "checkpoint-gone-in-fetch"
 
@@ -132,7 +134,7 @@ class CheckpointGone(VersionElsewhere):
 
 
 class EvaluationElsewhere(VersionElsewhere):
-    """What is lost are held-out answers alone, to a version that others have newer ones of."""
+    """Loss of evaluation samples only, of a version that is not the newest."""
 
     kind = "evaluation-elsewhere"
 

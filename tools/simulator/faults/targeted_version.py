@@ -32,14 +32,16 @@ from tools.simulator.scenario import seconds
 from tools.simulator.scheduler import MS
 
 LOSS_HEARD_NS = 50 * MS
-"""By then the coordinator mostly knows that a process died."""
+"""Time by which the coordinator mostly knows that a process died."""
 
 
 class EvaluationOutOfReach(TargetedFault):
-    """A machine's relay and replicas start afresh during an evaluation of an older version, while
-    rewards take long; when they are back, and until they have weights, all replicas elsewhere are
-    lost, or when the relay has them and its replicas are late; half of the time the checkpoints
-    are gone, too."""
+    """Loss of all replicas that can reach the version of an evaluation, while rewards are slow.
+
+    One machine's relay and replicas restart during the evaluation of an older version. All replicas
+    elsewhere are lost before that machine has weights again, or when its relay has them and its
+    replicas are late. Half of the time the checkpoints are gone, too.
+    """
 
     kind = "evaluation-out-of-reach"
     share = 1.0  # few runs have several machines and such an evaluation
@@ -76,7 +78,7 @@ class EvaluationOutOfReach(TargetedFault):
         return self.world.children_of(state.relays[self._relay].node)
 
     def _hold_replicas(self, state: State, has_weights: bool) -> None:
-        """Replicas stand still until the relay has weights and an answer waits for a reward."""
+        """Pause replicas until the relay has weights and a response waits for its reward."""
         held = [process for process in self._machine(state) if process.role == "rollout"]
         for process in held:
             if process.alive and not process.paused:
@@ -98,7 +100,7 @@ class EvaluationOutOfReach(TargetedFault):
 
 
 class OnlyOneOfItsVersion(TargetedFault):
-    """The only replica of a version is lost with its work while another one is empty."""
+    """Loss of the only replica of a version with its work, while another one is empty."""
 
     kind = "only-one-of-its-version-lost"
 
@@ -125,23 +127,25 @@ class OnlyOneOfItsVersion(TargetedFault):
 
 
 class OldVersion(TargetedFault):
-    """A replica is slow with an older version that has a checkpoint when all relays die, which come
-    back with the newest alone. What is lost then is up to each fault."""
+    """Loss of all relays while a replica is slow with an older version that has a checkpoint.
+
+    The relays come back with the newest version only. Each subclass decides what is lost then.
+    """
 
     evaluates = False
-    """The version is that of an evaluation."""
+    """Whether the version is that of an evaluation."""
 
     def __init__(self, faults: Effects, chance: random.Random) -> None:
         super().__init__(faults, chance)
-        self.victim: tuple[str, int] = ("", -1)  #: a replica and its version
+        self.victim: tuple[str, int] = ("", -1)  #: replica and its version
         self._tries = 3
 
     @abstractmethod
     def strike(self, state: State) -> None:
-        """No relay has the version, and what the fault waits for holds."""
+        """Strike: no relay has the version, and `ripe` holds."""
 
     def ripe(self, state: State) -> bool:
-        """What the fault waits for holds."""
+        """Return whether the moment of the fault has come."""
         return _evaluation_ripe(state, self.victim[1])
 
     def look(self, state: State) -> None:
@@ -174,7 +178,7 @@ class OldVersion(TargetedFault):
             self.lose(relay, "dies")
 
     def _candidates(self, state: State) -> list[Replica]:
-        """The replicas that work with such a version."""
+        """Return the replicas that work with such a version."""
         working = [
             r for r in state.replicas.values() if r.running and r.version in state.checkpoint_paths
         ]
@@ -185,8 +189,10 @@ class OldVersion(TargetedFault):
 
 
 class EvictedVersion(OldVersion):
-    """The replica is lost with its work, or all are; half of the time the checkpoints are gone,
-    too; mostly the version is an evaluation's, whose open answers then have nowhere to go."""
+    """Loss of the replica of an evicted version, or of all; half of the time of checkpoints, too.
+
+    Mostly the version is an evaluation's, whose open samples then cannot be placed.
+    """
 
     kind = "evicted-version-lost"
     share = 1.0  # two kinds of work, and few runs keep checkpoints
@@ -206,13 +212,15 @@ class EvictedVersion(OldVersion):
 
 
 class CheckpointOutdated(OldVersion):
-    """All replicas that have the version die, and who loads its checkpoint instead is slow, while a
-    newer checkpoint is written for which that one is removed."""
+    """Death of all replicas with a version whose checkpoint is removed for a newer one.
+
+    The replicas that load the checkpoint instead are slow.
+    """
 
     kind = "checkpoint-outdated"
 
     def ripe(self, state: State) -> bool:
-        """Such a checkpoint is being written."""
+        """Return whether a newer checkpoint that replaces this one is being written."""
         scenario = self.world.scenario
         oldest, newest = (
             min(state.checkpoint_paths, default=-1),
@@ -232,8 +240,10 @@ class CheckpointOutdated(OldVersion):
 
 
 class EvaluationStalls(OldVersion):
-    """The replica, with answers of an evaluation, samples nothing more and is not restarted when
-    that is noticed; all others are lost, and the checkpoints are gone."""
+    """Stall of the replica with evaluation samples, whose restart is not carried out at first.
+
+    All others are lost, and the checkpoints are gone.
+    """
 
     kind = "evaluation-stalls"
     evaluates = True
@@ -248,8 +258,7 @@ class EvaluationStalls(OldVersion):
 
 
 class NewestCheckpointDamaged(TargetedFault):
-    """What the trainer needs of the newest checkpoint is damaged, and there is an older one; then
-    the trainer dies."""
+    """Death of the trainer with a damaged newest checkpoint and an older one that is whole."""
 
     kind = "newest-checkpoint-damaged"
     share = 1.0  # few runs keep several
@@ -271,8 +280,7 @@ class NewestCheckpointDamaged(TargetedFault):
 
 
 def _evaluation_ripe(state: State, version: int) -> bool:
-    """An evaluation of this version, if there is one, has an answer that waits for its reward and
-    one that is generated."""
+    """Return whether an evaluation of this version, if any, waits for a reward and a generation."""
     if state.evaluation is None or state.evaluation.version != version:
         return True
     generated = any(trajectory.status in IN_ENGINE for trajectory in evaluated(state))
@@ -280,5 +288,5 @@ def _evaluation_ripe(state: State, version: int) -> bool:
 
 
 def _waits_for_reward(state: State) -> bool:
-    """An answer of the evaluation does."""
+    """Return whether a response of the evaluation waits for its reward."""
     return any(trajectory.status == TrajectoryStatus.GENERATED for trajectory in evaluated(state))
