@@ -1,9 +1,9 @@
-"""A machine driven by hand: a test says what happened and looks at what was decided.
+"""A state machine driven by hand: a test states events and inspects the decisions.
 
 Reads   events that a test states, in virtual milliseconds
 Gives   the commands of each; all invariants are checked after every event
 
-Unlike the random world it answers nothing by itself: a test tells one story, step by step.
+Unlike the random world, it never answers by itself: a test tells one story, step by step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MS = 1_000_000  #: nanoseconds
 
 
 def only(kind: type[C], commands: Iterable[Command]) -> list[C]:
-    """The commands of one kind, in order."""
+    """Return the commands of one kind, in order."""
     return [c for c in commands if isinstance(c, kind)]
 
 
@@ -38,20 +38,19 @@ def bits_of(score: float) -> int:
 
 
 def machine_of(name: str) -> str:
-    """The machine of a process: "rollout-3.0" and "relay-3" are those of node-3."""
+    """Return the machine of a process: "rollout-3.0" and "relay-3" run on node-3."""
     role, _, number = name.rpartition("-")
     machine, dot, _ = number.partition(".")
     return f"node-{machine}" if dot or role in ("node", "relay") else "node-0"
 
 
 class Bench:
-    """One run; `start` brings it to where every replica serves version 0.
+    """A run under test; `start` brings it to where every replica serves version 0.
 
-    `replicas` is their number on each of the machines.
-    """
+    `replicas` is their number on each of the machines."""
 
-    checked = True  #: every invariant after every event; a large cluster cannot afford that
-    numbered = True  #: its events have numbers of a link's; not where real links send as well
+    checked = True  #: check all invariants after every event; too slow for a large cluster
+    numbered = True  #: number the events as a link does; off where real links send as well
 
     def __init__(
         self,
@@ -72,8 +71,8 @@ class Bench:
             str(ids.actor_name("rollout", n, i)) for n in self.nodes for i in range(replicas)
         ]
         self.relays = [str(ids.actor_name("relay", node, 0)) for node in self.nodes]
-        self.commands: list[Command] = []  #: all so far
-        self.step_of: dict[int, int] = {}  #: published versions
+        self.commands: list[Command] = []  #: all commands so far
+        self.step_of: dict[int, int] = {}  #: step by published version
         defaults: dict[str, Any] = {
             "groups_per_step": 2,
             "group_size": 2,
@@ -88,7 +87,7 @@ class Bench:
 
     @property
     def seq(self) -> int:
-        """Of the last event."""
+        """Sequence number of the last event."""
         return self.state.seq if self.machine.started else 0
 
     # --- saying things ------------------------------------------------------------------------
@@ -110,15 +109,15 @@ class Bench:
         return commands
 
     def own(self, event: Event) -> list[Command]:
-        """The coordinator reports it."""
+        """Report an event of the coordinator."""
         return self.hear(COORDINATOR, 0, event)
 
     def say(self, name: str, event: Event) -> list[Command]:
-        """The present process of that name reports it."""
+        """Report an event of the current process of that name."""
         return self.hear(name, self.state.actors[name].incarnation, event)
 
     def wait(self, ms: int) -> list[Command]:
-        """Time passes; every timer that falls due fires at its time."""
+        """Let time pass; every timer that falls due fires at its time."""
         end = self.now_ms + ms
         commands: list[Command] = []
         while True:
@@ -161,15 +160,14 @@ class Bench:
         return self.say(name, events[name.rpartition("-")[0]])
 
     def trainer_ready(self, *checkpoints: ev.Checkpoint) -> ev.TrainerReady:
-        """With what a fork began with beside those that it has made."""
+        """Return the ready event with these checkpoints, and before them the origin of a fork."""
         if (o := self.origin) is not None:
             first = ev.Checkpoint(version=o.version, step=o.step, path="origin", digest=o.digest)
             checkpoints = (first, *checkpoints)
         return ev.TrainerReady(num_parameters=1, weights_bytes=4, checkpoints=checkpoints)
 
     def start(self) -> list[Command]:
-        """All processes join, the first version is published and loaded; returns the last
-        commands."""
+        """Start all processes, publish and load the first version, and return the last commands."""
         for name in (*self.nodes, "store-0", *self.relays, "trainer-0", *self.names):
             self.join(name)
         for name in ("store-0", *self.relays, "trainer-0", *self.names):
@@ -186,7 +184,7 @@ class Bench:
     # --- weights ------------------------------------------------------------------------------
 
     def publish(self, version: int, step: int, held: tuple[int, ...] = ()) -> list[Command]:
-        """The relay has a version (and keeps the one before it, unless `held` says otherwise)."""
+        """Publish a version; the relay keeps the one before it unless `held` says otherwise."""
         return self.say("relay-0", self.published(version, step, held))
 
     def published(self, version: int, step: int, held: tuple[int, ...] = ()) -> Event:
@@ -197,7 +195,7 @@ class Bench:
         )
 
     def receive(self, name: str, version: int, **changes: Any) -> list[Command]:
-        """A relay has a version from the one before it."""
+        """Report that a relay has received a version from its predecessor."""
         return self.say(name, msgspec.structs.replace(self.received(version), **changes))
 
     def received(self, version: int) -> ev.WeightsReceived:
@@ -212,7 +210,7 @@ class Bench:
         )
 
     def link(self, name: str) -> list[Command]:
-        """The relay feeds its successor."""
+        """Report that the relay feeds its successor."""
         outstanding = self.state.commands[f"forward:{name}"]
         assert isinstance(outstanding.command, cmd.ForwardWeights)
         successor = outstanding.command.successor
@@ -225,7 +223,7 @@ class Bench:
                 self.link(name)
 
     def load(self, name: str) -> list[Command]:
-        """The replica finishes the pull that it was ordered to make."""
+        """Finish the pull that the replica was ordered to make."""
         pull = self.pull_of(name)
         assert pull is not None, f"{name} pulls nothing"
         version = pull.version if pull.exact else self.state.newest_for(self.replica(name))
@@ -270,7 +268,7 @@ class Bench:
         return [g.id for g in groups if g.status == "open" and g.purpose == "train"]
 
     def finish(self, trajectory: str, num_tokens: int = 10) -> list[Command]:
-        """Its last token is durable."""
+        """Report that the trajectory's last token is durable."""
         return self.say(self.trajectory(trajectory).replica, self.finished(trajectory, num_tokens))
 
     def finished(self, trajectory: str, num_tokens: int = 10) -> ev.TrajectoryFinished:
@@ -284,7 +282,7 @@ class Bench:
         return ev.TrajectoryStarted(trajectory_id=t.id, placement=t.placement, tokens_resumed=0)
 
     def reward(self, trajectory: str, *score: Any, **changes: Any) -> list[Command]:
-        """It is scored; the arguments are those of `rewarded`."""
+        """Report a reward; the arguments are those of `rewarded`."""
         rewarded = self.rewarded(trajectory, *score, **changes)
         return self.say(self.trajectory(trajectory).replica, rewarded)
 
@@ -318,7 +316,7 @@ class Bench:
         return self.say(t.replica, failed)
 
     def complete(self, *groups: str, scores: tuple[float, ...] = (0.0, 1.0)) -> list[Command]:
-        """Every sibling of these groups is generated and rewarded."""
+        """Generate and reward every sibling of these groups."""
         commands: list[Command] = []
         for group in groups:
             members = list(self.group(group).members)
@@ -331,8 +329,7 @@ class Bench:
     # --- steps and ends -----------------------------------------------------------------------
 
     def train(self, *, publish: bool = True, left_out: Sequence[str] = ()) -> list[Command]:
-        """The trainer completes its batch, some rows of it untrained; its weights are published,
-        or not yet."""
+        """Train the current batch except the rows `left_out`, and publish unless told otherwise."""
         done = self.trained(left_out)
         commands = self.say("trainer-0", done)
         return commands + (self.publish(done.version, done.step_index + 1) if publish else [])
@@ -343,7 +340,7 @@ class Bench:
         return step_completed(batch.step_index, batch.version, left_out)
 
     def skip_publish(self) -> list[Command]:
-        """No slot was free for the weights of the batch that is trained now."""
+        """Report that no slot was free for the weights of the current batch."""
         batch = self.state.batch
         assert batch is not None
         skipped = ev.PublishSkipped(
@@ -352,7 +349,7 @@ class Bench:
         return self.say("trainer-0", skipped)
 
     def write_ends(self) -> list[Command]:
-        """The store answers every outstanding end."""
+        """Let the store answer every outstanding end."""
         commands: list[Command] = []
         for outstanding in list(self.state.commands.values()):
             if isinstance(outstanding.command, cmd.EndTrajectories):
@@ -372,14 +369,14 @@ class Bench:
         return ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows)
 
     def kill(self, name: str = "rollout-0", *, restarting: bool = True) -> list[Command]:
-        """The process of an actor dies and its node says so."""
+        """Kill the process of an actor; its node reports that."""
         exited = ev.ProcessExited(
             actor=name, boot_id=self.state.actors[name].boot_id, code=-9, restarting=restarting
         )
         return self.say(machine_of(name), exited)
 
     def silent(self, name: str) -> list[Command]:
-        """The lease of an actor ran out."""
+        """Let the lease of an actor run out."""
         return self.own(self.silence(name))
 
     def silence(self, name: str) -> ev.HeartbeatLost:
@@ -387,12 +384,12 @@ class Bench:
         return ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=3_000)
 
     def come_back(self, name: str = "rollout-0", boot: str = "b") -> list[Command]:
-        """A restarted replica joins again and its engine is ready."""
+        """Join a restarted replica again, with its engine ready."""
         self.join(name, boot)
         return self.ready(name)
 
     def stop(self) -> None:
-        """The store writes what ends, every actor leaves."""
+        """Let the store write all ends, then let every actor leave."""
         self.write_ends()
         for command in only(cmd.StopActor, self.commands):
             if self.state.is_actor_alive(command.to):

@@ -1,7 +1,7 @@
-"""The cells of the table of events: which phases, senders and statuses must be tried.
+"""The cells of the table of events: phases, senders and statuses that must be tried.
 
 Reads   the declarations of events
-Gives   Cell, StatusCell, CELLS, STATUS_CELLS; what becomes of each: tests/core/event_table.py
+Gives   Cell, StatusCell, CELLS, STATUS_CELLS; the outcome of each: tests/core/event_table.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATUSES = ("dispatched", "running", "generated", "rewarded", "releasing", "lost
 
 
 class Cell(NamedTuple):
-    """One entry of the table."""
+    """An entry of the table of events."""
 
     phase: str
     event: type[Event]
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
 
 class StatusCell(NamedTuple):
-    """One entry of the table of trajectories."""
+    """An entry of the table of trajectories."""
 
     status: str
     event: type[Event]

@@ -1,4 +1,4 @@
-"""Tests of what an extra of Laminar is needed for: `make test` installs those of dev."""
+"""Skip markers for tests that need an extra of Laminar; `make test` installs those of dev."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Golden pages: what a command prints of a known run, as one text that people can read.
+"""Golden pages: the output of a command for a known run, as one readable text.
 
-Reads   tests/golden_pages/NAME.txt; GOLDEN_PAGES=write in the environment writes them again
+Reads   tests/golden_pages/NAME.txt; GOLDEN_PAGES=write in the environment rewrites them
 Gives   check
 
-A page is compared as a whole, so a changed sentence is one line of a diff and no change of a test.
-Tests of their own stay for facts that a page does not show.
+A page is compared as a whole, so a changed sentence is one line of a diff and needs no change of a
+test. Facts that a page does not show keep separate tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "tests" / "golden_pages"
 
 
 def check(name: str, text: str) -> None:
-    """The page is the text; spaces at the end of lines do not count."""
+    """Assert that the page is this text, ignoring spaces at the end of lines."""
     text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
     path = FOLDER / f"{name}.txt"
     if os.environ.get("GOLDEN_PAGES") == "write":

@@ -1,6 +1,6 @@
-"""The predecessor of a relay, played by hand: what it says, and what it is answered.
+"""The predecessor of a relay, played by hand: its handshake and the relay's replies.
 
-Reads   what a relay sends to whoever connects to its bulk address
+Reads   messages of a relay to a connection at its bulk address
 Gives   hello, greet: as relay-9; introduction, received, ended
 """
 
@@ -22,7 +22,7 @@ def hello(**changes: Any) -> bytes:
 
 
 def introduction(challenge: wire.Challenge, run: str = "run") -> HandshakeTranscript:
-    """What relay-9, which said `hello()`, and the relay that answered have to agree on."""
+    """Return the transcript on which relay-9, which sent `hello()`, and the relay must agree."""
     return HandshakeTranscript(
         run=run,
         predecessor="relay-9",
@@ -36,7 +36,7 @@ def introduction(challenge: wire.Challenge, run: str = "run") -> HandshakeTransc
 
 
 def greet(sock: socket.socket, run: str = "run", key: bytes = KEY) -> bytes:
-    """Be the predecessor of the relay at the other end; all that was said to it."""
+    """Complete the handshake as predecessor of the relay, and return the bytes sent to it."""
     said = hello(run=run)
     sock.sendall(said)
     told = introduction(received(sock, wire.successor_decoder), run)
@@ -46,7 +46,7 @@ def greet(sock: socket.socket, run: str = "run", key: bytes = KEY) -> bytes:
 
 
 def received(sock: socket.socket, decoder: Any) -> Any:
-    """The next message of the other side."""
+    """Receive the next message of the other side."""
     head = sock.recv(wire.HEADER_BYTES, socket.MSG_WAITALL)
     header = wire.unpack_header(head, wire.MESSAGE_BYTES_MAX)
     body = bytearray(sock.recv(header.length, socket.MSG_WAITALL))
@@ -54,7 +54,7 @@ def received(sock: socket.socket, decoder: Any) -> Any:
 
 
 def ended(sock: socket.socket) -> bytes:
-    """What the other side said before it closed."""
+    """Return the bytes that the other side sent before it closed."""
     said = b""
     sock.settimeout(WAIT_S)
     try:

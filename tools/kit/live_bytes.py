@@ -1,10 +1,10 @@
-"""Bytes of tensors, counted: those that are there at a time, and those kept for a backward pass.
+"""Byte counts of live tensors, and of tensors kept for a backward pass.
 
-Reads   what torch's operations give while a part of a test runs
+Reads   results of torch's operations while a part of a test runs
 Gives   LiveBytes, saved_bytes
 
-A CPU has no counter such as CUDA's max_memory_allocated, and the memory of the process moves with
-much else. What kernels take inside of one operation is not seen.
+A CPU has no counter such as CUDA's max_memory_allocated, and the memory of the process varies with
+much else. Memory that kernels use inside an operation is not counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still there, and the most of them."""
+    """Current and peak bytes of the live tensors that operations made."""
 
     def __init__(self, own: Iterable[Tensor] = ()) -> None:
-        """`own`: tensors that were there before, which are not counted."""
+        """Count from zero; `own` are existing tensors, which are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: int = 0
         self.peak: int = 0
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def saved_bytes(parameters: Iterable[Tensor], forward: Callable[[], Any]) -> int:
-    """Bytes that a forward pass keeps for its backward pass, without parameters."""
+    """Return the bytes that a forward pass keeps for its backward pass, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real Slurm of a few virtual nodes on this machine, to be thrown away: for tests and for trying
+# A real but disposable Slurm of a few virtual nodes on this machine, for tests and for trying
 # `laminar submit`.
 #
 #   local_slurm.sh start DIR [--nodes 4] [--cpus 4] [--mem 4096] [--gpus 0] [--conf FILE]
@@ -33,7 +33,7 @@ node_names() { seq -f 'n%g' "$nodes"; }
 
 # --- processes -------------------------------------------------------------------------------------
 
-lives() { # PID: it is there and no zombie
+lives() { # PID: alive and not a zombie
   [[ -n "${1-}" ]] && grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$1/status"
 }
 
@@ -52,7 +52,7 @@ slurmd_of() { # NODE
   first=$(first_process "$1") && pgrep -P "$first" -x slurmd | head -n 1 | grep .
 }
 
-until_gone() { # PID...; by force after WAIT_S
+until_gone() { # PID...: waits, and kills them after WAIT_S
   local pid end=$((SECONDS + WAIT_S))
   for pid in "$@"; do
     while lives "$pid"; do
@@ -70,19 +70,19 @@ kill_node() { # NODE
   rm -f "$dir/run/$1.node"
 }
 
-daemon() { # COMMAND...: it inherits neither our lock nor our output
+daemon() { # COMMAND...: without our lock and our output
   SLURM_CONF=$dir/slurm.conf "$@" </dev/null >>"$dir/log/start.log" 2>&1 9>&- ||
     { tail -n 5 "$dir/log/start.log" >&2; die "$1 does not start; its log is in $dir/log"; }
 }
 
-boot() { # NODE: its power if it is off, and its slurmd
+boot() { # NODE: turns its power on if it is off, and starts its slurmd
   local first
   mkdir -p "$dir/spool/$1"
   if first=$(first_process "$1"); then
     daemon nsenter -t "$first" -p -m -u slurmd -N "$1"
     return
   fi
-  # bash takes up what is orphaned on the node; the kernel ends all of it when bash is killed
+  # bash adopts the orphans of the node; the kernel ends them all when bash is killed
   SLURM_CONF=$dir/slurm.conf setsid unshare --uts --mount --pid --fork --kill-child=KILL bash -c '
     mount --make-rprivate / && mount -t proc proc /proc && mount --bind "$1/hosts" /etc/hosts
     hostname "$2" && slurmd -N "$2" || exit
@@ -92,7 +92,7 @@ boot() { # NODE: its power if it is off, and its slurmd
   disown
 }
 
-until_idle() { # NODE...: all of them take jobs
+until_idle() { # NODE...: waits until all of them take jobs
   local node end=$((SECONDS + WAIT_S)) states
   for node in "$@"; do
     until states=$(slurm sinfo -h -N -n "$node" -o %T 2>&1) && grep -qE '^(idle|mixed|allocated)$' <<<"$states"; do
@@ -104,7 +104,7 @@ until_idle() { # NODE...: all of them take jobs
 
 # --- configuration ---------------------------------------------------------------------------------
 
-free_ports() { # N: the first of so many in a row on which nobody listens
+free_ports() { # N: prints the first of N consecutive free ports
   local from taken
   taken=$(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null | awk '$4 == "0A" { print $2 }' |
     sed 's/.*://' | while read -r port; do echo $((16#$port)); done)
@@ -206,7 +206,7 @@ start() {
     command -v "$program" >/dev/null ||
       die "$program is not here: apt-get install slurmctld slurmd slurm-client munge procps"
   done
-  # the name of a socket has at most 107 characters: DIR/spool/n64/n64_1000000.4294967295
+  # a socket name has at most 107 characters: DIR/spool/n64/n64_1000000.4294967295
   [[ ${#dir} -le 64 && $dir =~ ^[A-Za-z0-9_./+-]+$ ]] || die "choose a shorter, plainer DIR than $dir"
   [[ -f $dir/lab ]] && die "$dir has a Slurm already: stop it first, or choose another DIR"
   mkdir -p "$dir"/{munge,state,spool,log,run}
@@ -224,7 +224,7 @@ start() {
   daemon slurmctld
   for name in $(node_names); do boot "$name"; done
   until_idle $(node_names)
-  # slurmd calls slurmctld: that a node is idle does not say yet that it can be reached
+  # slurmd calls slurmctld: an idle node is not necessarily reachable yet
   slurm srun -N "$nodes" -D / --mem=1 true || die "no task runs on all nodes; the logs are in $dir/log"
   until_idle $(node_names)
   echo "$nodes nodes; eval \"\$($0 env $dir)\""

@@ -1,6 +1,6 @@
-"""Event logs for tests: what a coordinator writes of events, begun and written with short calls.
+"""Event logs for tests, written with short calls as a coordinator writes them.
 
-Reads   events with their decisions, as testing.world.World keeps them
+Reads   events with their decisions, as tools.kit.world.World keeps them
 Gives   Log, begin_log, records_of, log_event, write_log, rewritten; real_run and its digests
 """
 
@@ -40,7 +40,7 @@ Log: TypeAlias = list[tuple[Stamped, list[Command]]]
 
 
 def begin_log(disk: Disk, tail: LogTail | None = None, **changes: Any) -> LogWriter:
-    """The log's next writer, after `tail` (by default what is there); `changes`: its arguments."""
+    """Return the next writer of a log after `tail` (default: all of it) with these arguments."""
     tail = scan_log(disk) if tail is None else tail
     values: dict[str, Any] = {
         "logic": LOGIC_VERSION,
@@ -53,7 +53,7 @@ def begin_log(disk: Disk, tail: LogTail | None = None, **changes: Any) -> LogWri
 
 
 def records_of(stamped: Stamped, commands: list[Command]) -> list[Record]:
-    """What a coordinator logs of one event."""
+    """Return the records that a coordinator logs for one event."""
     decisions = [
         DecisionRecord(cause=stamped.seq, index=index, command=msgspec.Raw(encode(command)))
         for index, command in enumerate(commands)
@@ -67,7 +67,7 @@ def log_event(writer: LogWriter, stamped: Stamped, commands: list[Command]) -> N
 
 
 def write_log(run_dir: Path, log: Log, hash_every: int = 50) -> None:
-    """The whole log of a run, with a hash of the state after every so many events."""
+    """Write the whole log of a run, with a state hash after every `hash_every` events."""
     machine, writer = StateMachine(), begin_log(RealDisk.make_directory(run_dir / "events"))
     for stamped, commands in log:
         machine.handle_event(stamped)
@@ -79,10 +79,9 @@ def write_log(run_dir: Path, log: Log, hash_every: int = 50) -> None:
 
 
 def rewritten(records: Iterable[Record]) -> dict[str, bytes]:
-    """The segment files of a history with other records: every length, CRC and takeover is right.
+    """Return the segment files of an altered history, with valid lengths, CRCs and takeovers.
 
-    For logs that no coordinator writes. A segment that is not in the history is an empty file.
-    """
+    For logs that a coordinator never writes. A segment without records is an empty file."""
     files: dict[str, bytearray] = {}
     crc, number = 0, 0
     for record in records:
@@ -99,14 +98,14 @@ def rewritten(records: Iterable[Record]) -> dict[str, bytes]:
 
 @functools.cache
 def real_run() -> Log:
-    """Each event with its decisions; replicas are lost, events repeated, publishes skipped."""
+    """Return a log in which replicas are lost, events repeated and publishes skipped."""
     faults = Faults(lose_every_s=6, repeat_event=0.2, skip_publish=0.2, fail_sibling=0.05)
     return World(settings(total_steps=12), num_train=80, num_eval=5, faults=faults).run().log
 
 
 @functools.cache
 def digests() -> list[str]:
-    """Of the state after each event (index: its seq) of a machine that is never stopped."""
+    """Return the state hash after each event (index: its seq) of an uninterrupted machine."""
     machine, found = StateMachine(), [""]
     for stamped, _ in real_run():
         machine.handle_event(stamped)

@@ -1,4 +1,4 @@
-"""A small manifest, whole and right, for tests of what reads one.
+"""A small valid manifest, for tests of manifest readers.
 
 Gives   SHAPES, TENSORS, PROBE, build
 """

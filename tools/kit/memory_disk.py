@@ -1,7 +1,7 @@
-"""A Disk in memory that counts its calls, can fail one of them, and can lose what was not synced.
+"""A Disk in memory that counts its calls, can fail one of them, and can lose unsynced data.
 
-Used by the event log's tests. `files` is the content a reader sees, `durable` the length of each
-file that has been synced.
+Used by the event log's tests. `files` is the content that a reader sees, `durable` the synced
+length of each file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MemoryDisk:
         del self.files[name], self.durable[name]
 
     def crash(self, keep_unsynced: bool) -> MemoryDisk:
-        """The disk after a crash that kept all, or nothing, of what was not synced."""
+        """Return the disk after a crash that kept all, or none, of the unsynced data."""
         return MemoryDisk(
             {
                 name: bytes(data if keep_unsynced else data[: self.durable[name]])

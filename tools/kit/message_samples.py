@@ -1,7 +1,7 @@
-"""One message of any type, made from the types of its fields.
+"""A sample message of any type, made from the types of its fields.
 
 Reads   a struct type
-Gives   `sample`: an instance with every field, also those that have a default; `field_types`
+Gives   `sample`: an instance with every field, including optional ones; `field_types`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN: dict[Any, Any] = {bool: True, int: 1, float: 0.5, str: "x"}
 
 
 def sample(kind: type[Struct], **known: Any) -> Struct:
-    """With these fields, and of the others something of their type."""
+    """Return a message with these fields, and sample values in the others."""
     return kind(
         **{
             name: known[name] if name in known else sample_value(hint)
@@ -35,7 +35,7 @@ def field_types(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def sample_value(hint: Any) -> Any:
-    """Something of this type: of an enumeration the last word, of a sequence one element."""
+    """Return a value of this type: the last word of an enumeration, one element of a sequence."""
     hint = getattr(hint, "__supertype__", hint)
     if hint in _PLAIN:
         return _PLAIN[hint]

@@ -1,4 +1,4 @@
-"""What an engine records for tokens that were sampled while its weights changed, by transformers.
+"""Log-probs of tokens sampled while the weights changed, computed by transformers.
 
 Gives   sampled_logprobs
 """
@@ -25,11 +25,10 @@ def sampled_logprobs(
     temperature: float = 1.0,
     limit: int | None = None,
 ) -> list[float]:
-    """The log-prob of each token; `loads[i]` is the key in `models` of what sampled token i.
+    """Return the log-prob of each token; `loads[i]` is the key of the model that sampled token i.
 
-    recompute: each model has read all tokens before. keep: it has read only those that no model had
-    read before its first step, the first one the prompt.
-    """
+    recompute: each model has read all tokens before. keep: a model has read only the tokens that
+    were unread at its first step, so the first model has read the prompt."""
     ids, rows = [*prompt, *tokens], []
     first, cache = 0, None
     for load, span in groupby(range(len(tokens)), lambda index: loads[index]):

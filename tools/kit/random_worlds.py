@@ -1,4 +1,4 @@
-"""Random configurations of the test world, and what must be true when a run has ended.
+"""Random configurations of the test world, and checks of a run that has ended.
 
 Reads   a seed
 Gives   a World; `check_end` compares the three books (trainer, store, ledger)
@@ -23,7 +23,7 @@ BOUNDARY_SHARE = 0.06
 
 
 def random_world(seed: int, kind: type[World] = World) -> World:
-    """The same seed gives the same world, with its settings, faults and timing."""
+    """Return the world of a seed, always with the same settings, faults and timing."""
     chance = random.Random(seed)
     choose = chance.choice
     config, faults = _settings(chance, seed), _faults(chance, seed)
@@ -60,8 +60,9 @@ def random_world(seed: int, kind: type[World] = World) -> World:
 
 
 def _draw_boundaries(world: World, seed: int) -> None:
-    """Now and then the least that a run may have, or numbers with two digits; of data: one prompt,
-    or as many as the steps take."""
+    """Occasionally give settings their minimum or two digits.
+
+    Data have one prompt, or as many as the steps take."""
     chance, made = random.Random(f"boundaries {seed}"), dict[str, int]()
     for key, values in BOUNDARIES.items():
         struck, value = chance.random() < BOUNDARY_SHARE, chance.choice(values)
@@ -110,7 +111,7 @@ def _faults(chance: random.Random, seed: int) -> Faults:
 
 
 def _add_machine_faults(faults: Faults, chance: random.Random, seed: int) -> None:
-    """Of a run on several machines."""
+    """Add the faults of a run on several machines."""
     choose = chance.choice
     faults.damaged_chunk = choose([0, 0.3])
     faults.wrong_bytes = choose([0, 0, 0.05])
@@ -142,7 +143,7 @@ def _add_repack(world: World, policy: str, repack: random.Random) -> None:
 
 
 def _add_lost_trainers(world: World, seed: int) -> None:
-    """And the machine of the trainer replaced: only with checkpoints can the run go on."""
+    """Add losses of the trainer and its machine, which a run survives only with checkpoints."""
     faults, trainer = world.faults, random.Random(f"trainer {seed}")
     faults.lose_trainer_every_s = trainer.choice([0, 0, 6, 20])
     faults.redo_differs = trainer.choice([0, 0, 0.3])
@@ -153,7 +154,7 @@ def _add_lost_trainers(world: World, seed: int) -> None:
 
 
 def in_flight_world(seed: int, kind: type[World] = World) -> World:
-    """The same, with weights in flight in place of repack."""
+    """Return a random world with in-flight weight updates in place of repack."""
     world = random_world(seed, kind)
     world.settings = msgspec.structs.replace(
         world.settings, repack_policy="", in_flight=True, groups_per_version=0
@@ -162,7 +163,7 @@ def in_flight_world(seed: int, kind: type[World] = World) -> World:
 
 
 def environment_world(seed: int, kind: type[World] = World) -> World:
-    """A random world, or one with weights in flight, whose answers may have several turns."""
+    """Return a random or in-flight world whose responses may have several turns."""
     chance = random.Random(f"environment {seed}")
     world = chance.choice([random_world, in_flight_world])(seed, kind)
     world.settings = msgspec.structs.replace(
@@ -177,7 +178,7 @@ def environment_world(seed: int, kind: type[World] = World) -> World:
 
 
 def failing_world(seed: int, kind: type[World] = World) -> World:
-    """A random world in which a process that the run cannot do without dies and stays dead."""
+    """Return a random world in which a process that the run needs dies and stays dead."""
     world = random_world(seed, kind)
     choose = random.Random(seed).choice
     world.faults.fatal_role = choose(["node", "store", "relay", "trainer"])
@@ -186,7 +187,7 @@ def failing_world(seed: int, kind: type[World] = World) -> World:
 
 
 def pausing_world(seed: int, kind: type[World] = World) -> World:
-    """A random world whose run is asked to pause."""
+    """Return a random world whose run is asked to pause."""
     world = random_world(seed, kind)
     world.settings = msgspec.structs.replace(world.settings, save_freq=100)
     world.faults.drain_pauses = True
@@ -195,7 +196,7 @@ def pausing_world(seed: int, kind: type[World] = World) -> World:
 
 
 def check_paused(world: World) -> None:
-    """What is complete is saved, unless its trainer was lost; what is not stays open."""
+    """Check a paused run: complete steps are saved unless a trainer was lost, the rest is open."""
     state = world.state
     if not state.paused:
         return check_end(world)  # it was over before
@@ -209,7 +210,7 @@ def check_paused(world: World) -> None:
 
 
 def check_failed(world: World) -> None:
-    """A run that failed has a reason, an exit code, and books that the store could close."""
+    """Check that a failed run has a reason, an exit code, and books that the store could close."""
     if world.now < world.faults.fatal_at_s * SECOND:
         return check_end(world)  # it was over before
     state, ledger = world.state, world.state.ledger
@@ -224,8 +225,9 @@ def check_failed(world: World) -> None:
 
 
 def check_end(world: World) -> None:
-    """A run ended gracefully: nothing is live, and three books that do not know each other
-    agree. It has failed only where the reward did, or a batch has ended its trainers."""
+    """Check that a run ended gracefully: nothing is live, and three independent books agree.
+
+    It has failed only where the reward did, or a batch has ended its trainers."""
     state, ledger = world.state, world.state.ledger
     given_up = "has ended trainer-0 3 times" in state.failure
     assert given_up or state.failure == state.drained_for, state.failure
@@ -250,6 +252,6 @@ def check_end(world: World) -> None:
 
 
 def group_number(world: World, trajectory_id: str) -> int:
-    """Which prompt of the run it answers, over all passes."""
+    """Return the number of a trajectory's prompt, counted over all passes."""
     pass_index, position, _ = map(int, trajectory_id.split("."))
     return pass_index * world.num_train + position

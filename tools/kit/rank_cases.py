@@ -1,6 +1,6 @@
-"""What the processes of rank_group.py do: training steps of tiny models, on one process or ranks.
+"""Training steps of tiny models for the processes of rank_group.py, on one process or ranks.
 
-Everything is a function of its arguments, so that a test can run it beside in one process.
+Everything is a function of its arguments, so a test can also run it in its own process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 
 def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
-    """Answer the calls of a test, until it is gone."""
+    """Answer the calls of a test until it is gone."""
     torch.set_num_threads(1)
     join_rank_group(store, rank, size, CPU, timeout_s)
     timeout = timedelta(seconds=timeout_s)
@@ -71,7 +71,7 @@ def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection)
 
 
 def make_model(seed: int = 0, *, tied: bool = True) -> Any:
-    """Rows of its tensors: 261, 32, 16, and 2, which three ranks and more do not all get of."""
+    """Make a model with tensors of 261, 32, 16 and 2 rows; from three ranks on, some get none."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -89,7 +89,7 @@ def make_model(seed: int = 0, *, tied: bool = True) -> Any:
 
 
 def make_critic(seed: int = 5) -> Any:
-    """Of the same layers; its head is drawn."""
+    """Make a critic of the same layers, with a random head."""
     config = make_model(seed).config
     config.num_labels = 1
     torch.manual_seed(seed)
@@ -122,8 +122,9 @@ def make_samples(
     replicas: int = 2,
     flat: tuple[int, ...] = (),
 ) -> list[TrainSample]:
-    """Groups of four, replicas in turn; `wrong`: those that had other weights; `flat`: groups whose
-    rewards are equal."""
+    """Make groups of four samples, with replicas in turn.
+
+    `wrong`: replicas that had other weights; `flat`: groups whose rewards are equal."""
     rng = np.random.default_rng(seed)
     found = []
     for i, length in enumerate(lengths):
@@ -148,8 +149,9 @@ def make_samples(
 def make_learner(
     ranks: Ranks | None, config: Config, *, tied: bool, offload: bool, dtype: torch.dtype
 ) -> Learner:
-    """With a reference of its own where there is a KL term, and a critic with gae; without `ranks`
-    of one process."""
+    """Make a learner, on one process without `ranks`.
+
+    A KL term gives it a separate reference, and gae a critic."""
 
     def placed(model: Any) -> LoadedPolicy:
         if ranks is None:
@@ -163,7 +165,7 @@ def make_learner(
             lora.inject_adapters(model, config.lora)
             lora.initialize_adapters(model, config.seed)
             for name, parameter in lora.list_adapter_parameters(model):
-                if ".lora_B." in name:  # those that are not 0 any more
+                if ".lora_B." in name:  # not 0 once trained
                     torch.nn.init.normal_(parameter, 0.0, 0.2)
         return placed(model)
 
@@ -184,7 +186,7 @@ def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """All in float64, where the product has float32."""
+    """Compute in float64 where the product uses float32."""
     usual = fsdp._build_meta_model
     with (
         replaced(fsdp, "_build_meta_model", lambda *args, **named: usual(*args, **named).double()),
@@ -203,8 +205,9 @@ def gradient(
     offload: bool = False,
     planted: str = "",
 ) -> tuple[StepResult, dict[str, Any]]:
-    """One step in float64, and the gradient of its last mini-batch; with a critic what
-    `step_with_values` gives."""
+    """Run a step in float64, and return its result and the gradient of its last mini-batch.
+
+    With a critic, return the results of `step_with_values`."""
     with in_double(), PLANTED[planted]():
         config = make_config(settings)
         learner = make_learner(ranks, config, tied=tied, offload=offload, dtype=torch.float64)
@@ -223,8 +226,9 @@ def gradient(
 def step_with_values(
     learner: Learner, samples: list[TrainSample]
 ) -> tuple[StepResult, dict[str, Any]]:
-    """One step, the values before it, and the moments after it, which are made of the gradients:
-    of two models only one has its gradient at a time."""
+    """Return a step's result, the values before it, and the moments after it.
+
+    Moments stand for the gradients: of two models only one has its gradient at a time."""
     assert learner.critic is not None
     values = np.concatenate([s.values for s in learner.critic.assign_values(samples)])
     result = learner.train_step(samples, 3)
@@ -259,7 +263,7 @@ def nothing() -> Iterator[None]:
 
 @contextmanager
 def averaged() -> Iterator[None]:
-    """The gradient is the mean over the ranks, as FSDP2 has it if it is not told."""
+    """Average the gradient over the ranks, as FSDP2 does by default."""
     with (
         replaced(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
         replaced(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, enable: None),
@@ -269,7 +273,7 @@ def averaged() -> Iterator[None]:
 
 @contextmanager
 def counts_of_a_rank() -> Iterator[None]:
-    """Tokens and sequences are counted over a rank's share."""
+    """Count tokens and sequences over a rank's share only."""
     usual = Learner._prepare
 
     def prepare(self: Learner, samples: list[TrainSample]) -> Any:
@@ -282,13 +286,13 @@ def counts_of_a_rank() -> Iterator[None]:
 
 
 def suspects_of_a_rank() -> Any:
-    """Each rank leaves out what its own rows make it suspect."""
+    """Let each rank leave out only the suspects among its rows."""
     return replaced(TokenFigures, "join", lambda self, ranks, samples: None)
 
 
 @contextmanager
 def values_of_a_rank() -> Iterator[None]:
-    """Each rank knows the values of its own rows, and takes the others for 0."""
+    """Let each rank know only the values of its rows, and take the others for 0."""
     usual = Critic.assign_values
 
     def with_values(self: Critic, samples: list[TrainSample]) -> list[TrainSample]:
@@ -300,13 +304,13 @@ def values_of_a_rank() -> Iterator[None]:
 
 
 def not_resharded() -> Any:
-    """The root's tensors stay whole after a pass without a backward pass."""
+    """Keep the root's tensors whole after a pass without a backward pass."""
     return replaced(ShardedPolicy, "reshard", lambda self: None)
 
 
 @contextmanager
 def tied_by_address() -> Iterator[None]:
-    """Tensors are told apart by their memory, which a sharded one does not show."""
+    """Identify tensors by their memory, which a sharded tensor does not show."""
 
     def named(model: Any) -> list[tuple[str, Tensor]]:
         tensors = model.state_dict().items()
@@ -324,7 +328,7 @@ def tied_by_address() -> Iterator[None]:
 
 
 def buffers_as_they_are() -> Any:
-    """What no file has is left as the memory was; cleared here, so that it is wrong for sure."""
+    """Leave buffers that no file has uninitialized; cleared here, so that they are surely wrong."""
 
     def cleared(name: str, model: Any, device: torch.device) -> None:
         for buffer in model.buffers():
@@ -334,7 +338,7 @@ def buffers_as_they_are() -> Any:
 
 
 def rows_elsewhere() -> Any:
-    """Rank 1 has its rows where those of rank 0 are."""
+    """Give rank 1 the rows of rank 0."""
     usual = distributed_learner.rows_of
 
     def rows_of(tensor: Tensor) -> Any:
@@ -346,7 +350,7 @@ def rows_elsewhere() -> Any:
 
 @contextmanager
 def others_write_late() -> Iterator[None]:
-    """Rank 0 goes on before the others have written: they do so with the next order."""
+    """Let rank 0 continue before the other ranks have written; they write with the next order."""
     usual, late = RankWorker.execute_order, []
 
     def carry_out(self: RankWorker, order: Any) -> Any:
@@ -380,7 +384,7 @@ PLANTED: dict[str, Callable[[], Any]] = {
 
 
 class GroupGang:
-    """The other ranks of a group, which get orders by a broadcast."""
+    """The other ranks of a group, which receive orders by broadcast."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.size, self._group = ranks.size, ranks._group
@@ -396,7 +400,7 @@ class GroupGang:
 
 
 def _broadcast(group: Any, body: bytes = b"") -> bytes:
-    """What rank 0 says, to all."""
+    """Broadcast a message of rank 0 to all ranks."""
     length = torch.tensor([len(body)])
     dist.broadcast(length, 0, group=group)
     data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
@@ -408,7 +412,7 @@ def _broadcast(group: Any, body: bytes = b"") -> bytes:
 
 
 class GroupWorker(RankWorker):
-    """A worker of ranks that have met."""
+    """A worker of ranks that have already joined."""
 
     def __init__(self, ranks: Ranks, config: Config) -> None:
         super().__init__(config, ranks.rank, Path(), lambda: VOCAB, RowWriter())
@@ -419,7 +423,7 @@ class GroupWorker(RankWorker):
 
 
 class OnRanks:
-    """What a trainer actor has on rank 0."""
+    """The parts of a trainer actor on rank 0."""
 
     def __init__(self, worker: GroupWorker, gang: GroupGang, source: str) -> None:
         self.learner = RankedLearner(worker, gang)
@@ -450,7 +454,7 @@ def on_ranks(
     double: bool = False,
     planted: str = "",
 ) -> Any:
-    """Rank 0 runs a script of this file, the others do what it orders."""
+    """Run a script of this file on rank 0, while the other ranks execute its orders."""
     config = make_config(settings)
     worker, gang = GroupWorker(ranks, config), GroupGang(ranks)
     with in_double() if double else nothing(), PLANTED[planted]():
@@ -486,7 +490,7 @@ async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> An
 
 
 async def save_again(trainer: OnRanks, source: str, target: str) -> str:
-    """Be as a checkpoint is, and write another one of it."""
+    """Restore a checkpoint and write another one from it."""
     await trainer.load()
     await trainer.learner.compute_logprobs(PROBE)
     await trainer.learner.restore_checkpoint(Path(source))
@@ -495,7 +499,7 @@ async def save_again(trainer: OnRanks, source: str, target: str) -> str:
 
 
 async def go_on(trainer: OnRanks, source: str, target: str, samples: list[TrainSample]) -> Any:
-    """The same, and then a step. Its gradient is what AdamW made of it: the norm, the weights."""
+    """Run `save_again`, then a step, whose gradient shows in AdamW's norm and weights."""
     digest = await save_again(trainer, source, target)
     result = await trainer.learner.train_step(samples, 4)
     await trainer.save(Path(f"{target} and a step"))

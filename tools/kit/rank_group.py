@@ -1,4 +1,4 @@
-"""Four processes of torch.distributed, started once, of which a test uses as many as it wants.
+"""Four torch.distributed processes, started once, of which a test uses as many as it needs.
 
 Gives   RankGroup: its processes run functions of tools/kit/rank_cases.py
 """
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 4
-ANSWER_S = 90.0  #: more than the ranks wait for each other
+ANSWER_S = 90.0  #: longer than the ranks wait for each other
 
 
 class RankGroup:
-    """Its processes are forked from one that has imported torch: the imports are made once."""
+    """A group of processes forked from one that has imported torch, so imports happen once."""
 
     def __init__(self, timeout_s: float = 30.0) -> None:
-        """`timeout_s`: how long the ranks wait for each other."""
+        """Start the processes; `timeout_s` limits how long the ranks wait for each other."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tools.kit.rank_cases"])
         self._stack = ExitStack()
@@ -38,7 +38,7 @@ class RankGroup:
             self._processes.append(process)
 
     def call(self, size: int, function: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """What `function(ranks, ...)` gives on each of the first `size` ranks."""
+        """Return the results of `function(ranks, ...)` on each of the first `size` ranks."""
         for pipe in self._pipes[:size]:
             pipe.send((size, function, args, kwargs))
         answers: list[Any] = []

@@ -1,4 +1,4 @@
-"""A `laminar train` of real processes, for the benches and the scorecard: started, watched, ended.
+"""A `laminar train` of real processes, for the benches and the scorecard: start, watch, end.
 
 Gives   Run; check, of a run that has ended; laminar, the command line; read_json; BadRun
 """
@@ -20,15 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 WAIT_S = 180.0
 CHECKS = (("audit",), ("log", "replay"))
-RETRAIN = ("retrain",)  #: an emulated run has nothing that could be trained again
+RETRAIN = ("retrain",)  #: skipped for emulated runs, which have nothing to retrain
 
 
 class BadRun(RuntimeError):
-    """The run has not come through; the text says what it did instead."""
+    """A run that failed; the message says what it did instead."""
 
 
 class Run:
-    """A `laminar train`."""
+    """A `laminar train` process and its run directory."""
 
     def __init__(self, run_dir: Path, config: str, settings: Sequence[str]) -> None:
         self.run_dir = run_dir
@@ -38,7 +38,7 @@ class Run:
         self.train = self._start("-c", config, *settings, *place)
 
     def resume(self, settings: Sequence[str] = ()) -> None:
-        """Of a run whose processes are all gone."""
+        """Resume a run whose processes are all gone."""
         self.train = self._start("--resume", str(self.run_dir), *settings)
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
@@ -63,7 +63,7 @@ class Run:
             time.sleep(POLL_S)
 
     def drain(self) -> None:
-        """Ends it gracefully, two steps from now: `status.json` may lag behind by one."""
+        """Drain the run, two steps from now: `status.json` may lag behind by one."""
         self.until_step(self.step() + 2)
         self.train.send_signal(signal.SIGTERM)
 
@@ -71,7 +71,7 @@ class Run:
         return self.train.wait(WAIT_S * 5)
 
     def close(self) -> None:
-        """Nothing of it stays behind, also when it has not come through."""
+        """Stop the run and leave nothing behind, even if it failed."""
         if self.train.poll() is None:
             self.train.send_signal(signal.SIGTERM)
             self.train.send_signal(signal.SIGTERM)
@@ -82,7 +82,7 @@ class Run:
 
 
 def check(run_dir: Path, *, weights: bool = True) -> None:
-    """The books agree, the log replays, the weights come out again, where asked; BadRun."""
+    """Raise BadRun unless the books agree, the log replays and, if asked, the weights retrain."""
     retrain = weights and not run_config(run_dir).is_emulated
     for words in (*CHECKS, RETRAIN) if retrain else CHECKS:
         done = subprocess.run(
@@ -97,7 +97,7 @@ def laminar(*words: str) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Of a run that may not have written it yet."""
+    """Return the JSON of a run that may not have written it yet: then an empty dict."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         return found

@@ -34,15 +34,14 @@ from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
 
 CLOCK_NS = 1_700_000_000 * 10**9  #: time of day at the first event
-TEMPERATURE = 1.0  #: of all that was sampled
+TEMPERATURE = 1.0  #: sampling temperature of all responses
 
 
 def world_log(leave_out: float = 0.0, *, in_flight: bool = False) -> Log:
-    """Three steps, two evaluations, some siblings that could not be scored, repeated events.
+    """Return a log of three steps, two evaluations, some unscored siblings and repeated events.
 
-    `leave_out`: share of the rows of batches that the trainer leaves out; `in_flight`: some
-    answers take longer than a step, and go on with newer weights.
-    """
+    `leave_out`: share of rows of batches that the trainer leaves out; `in_flight`: some
+    responses take longer than a step, and continue with newer weights."""
     config = settings(total_steps=3, test_freq=2)
     if in_flight:
         config = settings(total_steps=3, test_freq=2, in_flight=True, groups_per_version=0)
@@ -59,7 +58,7 @@ def world_log(leave_out: float = 0.0, *, in_flight: bool = False) -> Log:
 
 
 def _real(stamped: Stamped, ordered: dict[int, cmd.TrainStep]) -> Stamped:
-    """What the world leaves out: the time of day, digests and figures of a step."""
+    """Add data that the world leaves out: the time of day, digests and figures of a step."""
     event = stamped.event
     if isinstance(event, ev.CoordinatorStarted):
         event = msgspec.structs.replace(event, clock_ns=CLOCK_NS)
@@ -74,7 +73,7 @@ def _real(stamped: Stamped, ordered: dict[int, cmd.TrainStep]) -> Stamped:
 
 
 def make_run(run_dir: Path, log: Log) -> None:
-    """Everything but the timeline."""
+    """Write everything except the timeline."""
     run_dir.mkdir()
     write_log(run_dir, log)
     write_store(run_dir, log)
@@ -104,7 +103,7 @@ def write_store(run_dir: Path, log: Log) -> None:
 
 
 def _without_repeats(log: Log) -> Log:
-    """An answer that arrived twice was written once."""
+    """Drop repeated reports, which the store wrote only once."""
     seen: set[str] = set()
     first = []
     for stamped, commands in log:
@@ -119,7 +118,8 @@ def _without_repeats(log: Log) -> Log:
 def _requests(
     stamped: Stamped, commands: list[Command], weights: dict[str, tuple[int, int]]
 ) -> Iterable[m.Request]:
-    """What the store was asked before this event was reported, and because of it;
+    """Yield the store requests that preceded this event, and those that follow from it.
+
     `weights`: version and step that a replica has, or that a trajectory began with."""
     event = stamped.event
     if isinstance(event, ev.TrajectoryFinished):
@@ -143,7 +143,7 @@ def _requests(
 def _finish(
     event: ev.TrajectoryFinished, first: tuple[int, int], last: tuple[int, int]
 ) -> Iterable[m.Request]:
-    """A part of it was sampled with the first weights (version, step), the rest with the last."""
+    """Yield parts sampled with the first and then with the last weights (version, step)."""
     who = {"trajectory_id": event.trajectory_id, "placement": event.placement}
     n = event.num_tokens
     tokens, logprobs = (
@@ -195,7 +195,7 @@ def write_book(run_dir: Path, log: Log) -> None:
 
 
 def _contents(run_dir: Path, command: cmd.TrainStep) -> str:
-    """Of what the trainer is handed: the store's reply, as samples."""
+    """Return the digest of the samples that the trainer gets from the store."""
     path = run_dir / "store.sqlite"
     if not path.exists():
         return ""

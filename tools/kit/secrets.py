@@ -1,4 +1,4 @@
-"""The secret of a run in tests, and the keys of its sockets."""
+"""A run's secret for tests, and the keys of its sockets."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tools.simulator.world import World
 
 
 def config(*faults: str, **changes: Any) -> SimConfig:
-    """The default swarm; with `faults` these and no others, all of them, often."""
+    """Return the default swarm, or one in which `faults` are frequent and the only ones."""
     menu = FaultConfig(menu=faults, share=1.0, every_s=2.0, fatal_share=0.0, calm_share=0.0)
     sections = {
         # what else a test leaves open is drawn as usual
@@ -51,12 +51,12 @@ def config(*faults: str, **changes: Any) -> SimConfig:
 
 
 def calm(**changes: Any) -> SimConfig:
-    """Nothing goes wrong."""
+    """Return a config in which nothing goes wrong."""
     return config(**{"calm_share": 1.0, **changes})
 
 
 def ran(config: SimConfig, seed: int = 1) -> World:
-    """A world that has run to its end."""
+    """Return a world that has run to its end."""
     world = make_world(config, seed)
     world.run()
     return world
@@ -78,23 +78,23 @@ SMALL: dict[str, Any] = {
     "median_tokens": 50, "max_tokens": 200, "progress_ms": 2_000, "seconds": 20.0,
     "segment_bytes": 16_384, "snapshot_every": 60,
 }  # fmt: skip
-#: Trajectories move often.
+#: Frequent migrations of trajectories.
 PACKED: dict[str, Any] = {
     "policy": "best-fit", "interval_ms": 200, "max_batch": 0, "kv_capacity": 1_000_000,
     "progress_ms": 500, "slots": 8, "replicas": 8, "group_size": 4, "groups_per_step": 4,
     "groups_per_version": 1, "max_staleness": 4, "train_s": 1.0, "median_tokens": 200,
 }  # fmt: skip
-#: The coordinator is killed again and again, also while it writes.
+#: Frequent kills of the coordinator, also while it writes.
 KILLED = ("coordinator-killed",)
 
 
 class LoggedRun:
-    """A small run, and the log that its coordinators wrote; nothing goes wrong but `faults`."""
+    """A small run and the log of its coordinators; nothing goes wrong except `faults`."""
 
     def __init__(self, *faults: str, seed: int = 1, **changes: Any) -> None:
         calm_share = 0.0 if faults else 1.0
         values = {**SMALL, "every_s": 1.0, "calm_share": calm_share, **changes}
-        self.digests: dict[int, str] = {}  #: of the state after each event
+        self.digests: dict[int, str] = {}  #: state hash after each event
         self.world = make_world(config(*faults, **values), seed, self._observe)
         self.coordinator = self.world.coordinator
 
@@ -102,7 +102,7 @@ class LoggedRun:
         self.digests[stamped.seq] = hash_state(state)
 
     def run(self) -> LoggedRun:
-        """To its end, unjudged: the beginning of the log may be gone by then."""
+        """Run to the end without judging: the beginning of the log may be gone by then."""
         with self.world:
             self.world.begin()
             while not self.coordinator.ended:
@@ -111,12 +111,12 @@ class LoggedRun:
 
     @cached_property
     def disk(self) -> MemoryDisk:
-        """What is left of the log, and its snapshots."""
+        """The remaining log and its snapshots."""
         return MemoryDisk(log_bytes(self.world))
 
     @property
     def state(self) -> State:
-        """The last one."""
+        """The last state."""
         assert self.coordinator.state is not None
         return self.coordinator.state
 

@@ -14,7 +14,7 @@ from laminar.storage.rules import Row, digest_read_ids
 
 PROMPTS = 4
 
-#: A folder in memory for stores whose durability is not what is tested; None: there is none.
+#: A folder in memory, for stores whose durability is not tested; None: unavailable.
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
@@ -37,7 +37,7 @@ def prompt(index: int) -> m.PromptPayload:
 
 
 def trajectory_rows(path: Path) -> list[Row]:
-    """Every trajectory of a store, by id."""
+    """Return every trajectory of a store, by id."""
     with books.open_tables(path) as tables:
         return list(tables.iter_rows())
 
@@ -140,7 +140,7 @@ def end(
 
 
 def one(database: Database, request: m.Request):
-    """The only result of a request with one item."""
+    """Return the only result of a request with one item."""
     (reply,) = database.handle_batch([request])
     (result,) = reply.results
     return result
@@ -157,7 +157,7 @@ def fetched(database: Database, name: str) -> m.Trajectory:
 
 
 def contents(path: Path) -> dict[str, list[tuple]]:
-    """Every row of every table of a database, in key order."""
+    """Return every row of every table of a database, in key order."""
     with sqlite3.connect(path) as db:
         tables = ("meta", "prompts", "trajectories", "chunks", "contexts", "effects")
         return {name: sorted(db.execute(f"SELECT * FROM {name}"), key=repr) for name in tables}

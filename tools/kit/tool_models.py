@@ -1,4 +1,4 @@
-"""A tokenizer with merges and a chat template with tools, for tests of what follows a turn."""
+"""A tokenizer with merges and a chat template with tools, for tests of the tokens after a turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges depend on what stands beside a piece."""
+    """Make a byte-level BPE tokenizer whose merges depend on adjacent pieces."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -3,9 +3,9 @@
 Reads   commands
 Gives   events, to a Machine
 
-It decides from events and commands only, never from the state (but for the next timer, which is the
-coordinator's own), so what it finds wrong is wrong. After every event all invariants are checked.
-Random choices come from `random.Random(seed)`, so a failing seed can be run again.
+It decides from events and commands only, never from the state (except for the next timer, which is
+the coordinator's own), so every discrepancy is an error. All invariants are checked after every
+event. Random choices come from `random.Random(seed)`, so a failing seed can be rerun.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tools.kit.world_parts import (
 
 
 class World(Actors):
-    """Drive a Machine to the end of a run."""
+    """A driver that brings a Machine to the end of a run."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class World(Actors):
         self.processes: dict[str, Process] = {}
         self.strategy = Process(COORDINATOR, COORDINATOR)
         self.step_of: dict[int, int] = {}
-        #: checkpoints on the disk: what has made them, by version
+        #: checkpoints on the disk: the batches that made them, by version
         self.saved: dict[int, tuple[tuple[str, ...], ...]] = {}
         self.rounding_of: dict[int, str] = {}
         self.rows: dict[str, Row] = {}  #: the store's book
-        self.consumed: dict[int, list[str]] = {}  #: the trainer's book: what each step trained last
+        self.consumed: dict[int, list[str]] = {}  #: the trainer's book: last rows of each step
         self._make_processes(nodes, replicas)
 
     def _make_processes(self, nodes: int, replicas: int) -> None:
-        """One relay to a machine; the replicas are dealt out."""
+        """Make one relay per machine, and distribute the replicas over the machines."""
         machines = [f"node-{i}" for i in range(nodes)]
         made = [Process(node, "node", node) for node in machines]
         made += [Process("store-0", "store")]
@@ -110,7 +110,7 @@ class World(Actors):
         return coordinator_started(self.settings, incarnation)
 
     def step(self) -> None:
-        """The next thing happens: something in the world, or a timer."""
+        """Let the next thing happen: something in the world, or a timer."""
         timers = self.state.timers
         timer = min(timers, key=lambda name: timers[name], default=None)
         if self.queue and (timer is None or self.queue[0][0] <= timers[timer]):
@@ -139,11 +139,11 @@ class World(Actors):
             self.deliver(process.name, process.incarnation, process.peer_seq, event)
 
     def say_own(self, event: Event) -> None:
-        """An event of the coordinator itself."""
+        """Deliver an event of the coordinator itself."""
         self.deliver(COORDINATOR, 0, 0, event)
 
     def gauge(self, process: Process, event: Event) -> None:
-        """An event that is neither numbered nor repeated."""
+        """Deliver an event that is neither numbered nor repeated."""
         self.deliver(process.name, process.incarnation, 0, event)
 
     def deliver(self, peer: str, incarnation: int, peer_seq: int, event: Event) -> list[Command]:

@@ -1,7 +1,7 @@
-"""What the actors of the test world do: each command, and what comes of it a little later.
+"""The actors of the test world: each command, and its effects a little later.
 
 Reads   commands
-Gives   Actors, of which World is one
+Gives   Actors, the base of World
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tools.kit.world_trainer import Trainers
 
 
 class Actors(Trainers):
-    """Store, trainer, relays, replicas and the strategy; what World adds is its clock and voice."""
+    """The store, trainer, relays, replicas and strategy; World adds the clock and `say`."""
 
     machine: StateMachine
     settings: Settings
@@ -83,7 +83,7 @@ class Actors(Trainers):
             self.later(process, self.random.uniform(0, 1), events[process.role])
 
     def obey(self, command: Command, command_id: int) -> None:
-        """A command reaches its process, if that is there."""
+        """Carry out a command if its process is alive."""
         process = self.processes.get(command.to, self.strategy)
         if process.alive:
             getattr(self, "_do_" + type(command).__name__)(process, command, command_id)
@@ -121,7 +121,7 @@ class Actors(Trainers):
             self._feed(process, max(process.held), 0.2)
 
     def _feed(self, process: Process, version: int, least_s: float = 0.0) -> None:
-        """Its successor gets this version a little later."""
+        """Send this version to the successor a little later."""
         successor = self.processes.get(process.successor)
         evicted = version not in process.held
         if successor is None or evicted or self.random.random() < self.faults.deaf:
@@ -173,7 +173,7 @@ class Actors(Trainers):
         self._gauge_soon(process)
         process.work[command.trajectory_id] = command.placement
         finish = Finish(command.trajectory_id, command.placement)
-        if row.generated:  # by a replica that died before it could say so
+        if row.generated:  # by a replica that died before it reported it
             return self.later(process, 0.002, finish)
         if self.settings.has_environment and not row.turns:
             process.sessions[command.trajectory_id] = command.attempt
@@ -192,7 +192,7 @@ class Actors(Trainers):
         self.later(process, 0.002 + seconds, finish)
 
     def _open(self, command: cmd.GenerateTrajectory) -> Row:
-        """The store fences lower placements; a new attempt throws the tokens away."""
+        """Open a placement: lower ones are fenced, and a new attempt discards the tokens."""
         row = self.rows.setdefault(command.trajectory_id, Row())
         assert not row.end and command.placement > row.placement, (row, command)
         row.placement = command.placement
@@ -221,7 +221,7 @@ class Actors(Trainers):
                     trajectory_id=item.trajectory_id,
                     placement=item.placement,
                     reward_bits=bits,
-                    # Without a filter, whose metric it may be, all are right.
+                    # Without a filter, which may use it as its metric, all are correct.
                     correct=(bits > 0 or not self.settings.filter_metric) and not failed,
                     reason="error" if failed else "ok",
                     num_tokens=self.rows[item.trajectory_id].num_tokens,
@@ -230,7 +230,7 @@ class Actors(Trainers):
             self.later(process, self.random.uniform(0, 0.1), event)
 
     def _goes_on(self, process: Process, item: cmd.PlacedTrajectory) -> bool:
-        """An environment may answer the turn a little later; one without its session cannot."""
+        """Return whether an environment answers the turn later, or has lost its session."""
         row, name = self.rows[item.trajectory_id], item.trajectory_id
         if not self.settings.has_environment or row.end:
             return False
@@ -255,7 +255,7 @@ class Actors(Trainers):
         return dies
 
     def _answer(self, process: Process, item: Answer) -> None:
-        """The store fences an answer to an older placement, and keeps the first one."""
+        """Record an answer; the store fences older placements, and keeps the first answer."""
         row = self.rows[item.trajectory_id]
         if row.placement != item.placement or row.end:
             return
@@ -291,13 +291,13 @@ class Actors(Trainers):
         self.later(process, seconds, ev.TrajectoriesReleased(command_id=command_id))
 
     def _gauge_soon(self, process: Process) -> None:
-        """Its work has changed."""
+        """Schedule a gauge, because the work has changed."""
         if self.settings.repack_policy and not process.gauge_due:
             process.gauge_due = True
             self.later(process, GAUGE_S, Gauge())
 
     def _tell_gauges(self, process: Process) -> None:
-        """What repack is planned by."""
+        """Report the gauges that repack plans by."""
         process.gauge_due = False
         lengths = {TrajectoryId(t): self.rows[t].num_tokens for t in process.work}
         gauge = ev.TokenProgress(
@@ -338,7 +338,7 @@ class Actors(Trainers):
         )
         self.later(self.strategy, 0.01, answer)
 
-    # --- what happens in the world when its time comes ------------------------------------------
+    # --- scheduled things of the world ----------------------------------------------------------
 
     def _happen(self, process: Process, item: Any) -> None:
         if isinstance(item, Publish):
@@ -423,7 +423,7 @@ class Actors(Trainers):
             return self.say(process, ev.VersionMissing(version=command.version, held=tuple(held)))
         if self.random.random() < self.faults.reject_weights:
             process.version = -1
-            process.work.clear()  # what it sampled since goes nowhere
+            process.work.clear()  # tokens sampled since are discarded
             return self.say(process, ev.WeightsRejected(version=version, reason="probe"))
         assert not process.work or version >= process.version, (process, version)
         process.version = version

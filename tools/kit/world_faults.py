@@ -1,7 +1,7 @@
-"""How processes of the test world are lost and come back, by chance or at a given time.
+"""Losses and returns of processes of the test world, by chance or at a given time.
 
 Reads   Faults, the rates and times
-Gives   FaultyProcesses, of which World is one
+Gives   FaultyProcesses, a base of World
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.kit.world_parts import (
 
 
 class FaultyProcesses:
-    """Deaths, silences, replacements; what World adds is its clock and its voice."""
+    """Deaths, silences and replacements; World adds the clock and `say`."""
 
     faults: Faults
     random: random.Random
@@ -54,7 +54,7 @@ class FaultyProcesses:
             self.later(process, self.faults.silent_node_at_s, Silence())
 
     def _pause_node(self, node: Process) -> None:
-        """Its lease is over, and its actors speak; it tells and starts nothing meanwhile."""
+        """Silence a node beyond its lease: it reports and starts nothing, but its actors speak."""
         node.silent = True
         incarnation = node.incarnation
         self.say_own(ev.NodeSilent(node=node.name, node_incarnation=incarnation, silent_ms=9_000))
@@ -82,7 +82,7 @@ class FaultyProcesses:
             self._kill(process)
 
     def _kill(self, process: Process) -> None:
-        """The process dies; its node tells, and starts it again a little later."""
+        """Kill the process; its node reports that and restarts it a little later."""
         if process.alive:
             dead = self._end_process(process)
             self._exited(process, dead, restarting=True)
@@ -90,13 +90,13 @@ class FaultyProcesses:
             self.later(node, self.random.uniform(0.1, self.faults.restart_s), Start(process.name))
 
     def _replace(self, process: Process) -> None:
-        """A new process joins before anybody has heard that the old one died."""
+        """Join a new process before the death of the old one is known."""
         dead = self._end_process(process)
         self._start(process)
         self._exited(process, dead, restarting=True)
 
     def _replace_machine(self, node: Process) -> None:
-        """All of it ends in the same moment; sometimes that is noticed before the new node."""
+        """End a whole machine at once; sometimes its loss is noticed before the new node joins."""
         children = [p for p in self.processes.values() if p.node == node.name and p is not node]
         incarnation = node.incarnation
         for process in (node, *children):
@@ -113,7 +113,7 @@ class FaultyProcesses:
             self.later(node, seconds, Start(process.name))
 
     def _end_process(self, process: Process) -> str:
-        """What it had sampled and flushed stays in the store; returns the ended boot id."""
+        """End a process and return its boot id; the tokens that it flushed stay in the store."""
         dead = process.boot_id
         for trajectory, placement in process.work.items():
             row = self.rows[trajectory]
@@ -139,7 +139,7 @@ class FaultyProcesses:
             self.say(node, exited)
 
     def _die(self, process: Process) -> None:
-        """Its node tells and starts nothing; of a node itself nothing is heard any more."""
+        """End a process for good: its node reports that; a node itself falls silent."""
         process.alive = False
         if process.role == "node":
             self._fall_silent(process)
@@ -147,7 +147,7 @@ class FaultyProcesses:
             self._exited(process, process.boot_id, restarting=False)
 
     def _fall_silent(self, process: Process) -> None:
-        """Nothing of it arrives any more; it works on until its node has killed it."""
+        """Lose the process's link; it works on until its node has killed it."""
         lost = ev.HeartbeatLost(
             actor=process.name, actor_incarnation=process.incarnation, silent_ms=3_000
         )

@@ -1,4 +1,4 @@
-"""What the test world is made of: settings, faults, processes, the store's rows, things to happen.
+"""Parts of the test world: settings, faults, processes, the store's rows, things to happen.
 
 Reads   nothing
 Gives   plain data; the behaviour is in world.py
@@ -20,12 +20,12 @@ SECOND = 1_000_000_000  #: nanoseconds
 
 
 def group_of(trajectory_id: TrajectoryId) -> GroupId:
-    """Of a training trajectory, by its name."""
+    """Return the group in the name of a training trajectory."""
     return GroupId(trajectory_id.rpartition(".")[0])
 
 
 def settings(**changes: Any) -> Settings:
-    """Small defaults; a test names what matters to it."""
+    """Return small default settings; a test names what matters to it."""
     values: dict[str, Any] = {
         "seed": 0,
         "groups_per_step": 4,
@@ -56,14 +56,14 @@ def settings(**changes: Any) -> Settings:
 def coordinator_started(
     settings: Settings, incarnation: int = 1, *, logic: int = LOGIC_VERSION, clock_ns: int = 0
 ) -> ev.CoordinatorStarted:
-    """The first event of a coordinator."""
+    """Return the first event of a coordinator."""
     return ev.CoordinatorStarted(
         incarnation=incarnation, logic=logic, settings=settings, clock_ns=clock_ns, config=""
     )
 
 
 def rows_left_out(rows: Sequence[str]) -> ev.ExcludedRows:
-    """As the trainer reports them; whose they are decides nothing."""
+    """Return rows as the trainer reports them; the replica named decides nothing."""
     names = tuple(map(TrajectoryId, rows))
     return ev.ExcludedRows(replica="rollout-0", version=0, diff=0.5, limit=0.1, trajectories=names)
 
@@ -71,7 +71,7 @@ def rows_left_out(rows: Sequence[str]) -> ev.ExcludedRows:
 def step_completed(
     step: int, version: int, rows: Sequence[str] = (), **changes: Any
 ) -> ev.StepCompleted:
-    """The trainer's report of a step, that left out some `rows`."""
+    """Return the trainer's report of a step that left out some `rows`."""
     values: dict[str, Any] = {
         "step_index": step,
         "version": version,
@@ -89,35 +89,35 @@ def step_completed(
 class Faults:
     """Probabilities per opportunity, and mean virtual seconds."""
 
-    lose_relay_every_s: float = 0.0  #: the same for relays
-    damaged_chunk: float = 0.0  #: a transfer between relays has a trouble to report
-    wrong_bytes: float = 0.0  #: a relay ends up with a version of another digest
-    slow_release: float = 0.0  #: a replica takes long to hand over what it gives away
-    deaf: float = 0.0  #: a relay does not get a connection, or what was sent through it
-    lose_machine_at_s: float = 0.0  #: the last machine is lost and stays lost, 0: never
-    replace_machine_at_s: float = 0.0  #: the first machine is lost and comes back, 0: never
-    silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S, 0: never
+    lose_relay_every_s: float = 0.0  #: mean time until a relay is lost; 0: never
+    damaged_chunk: float = 0.0  #: a transfer between relays reports a problem
+    wrong_bytes: float = 0.0  #: a relay gets a version with another digest
+    slow_release: float = 0.0  #: a replica takes long to release trajectories
+    deaf: float = 0.0  #: a relay misses a connection, or data sent through it
+    lose_machine_at_s: float = 0.0  #: the last machine is lost for good; 0: never
+    replace_machine_at_s: float = 0.0  #: the first machine is lost and comes back; 0: never
+    silent_node_at_s: float = 0.0  #: the last node is paused for SILENCE_S; 0: never
     lose_every_s: float = 0.0  #: mean time until one replica is lost, in one of LOSSES; 0: never
-    drain_at_s: float = 0.0  #: Ctrl-C, 0: never
-    drain_pauses: bool = False  #: it is no Ctrl-C: the run is to pause
+    drain_at_s: float = 0.0  #: time of a Ctrl-C; 0: never
+    drain_pauses: bool = False  #: whether the drain is a pause, not a Ctrl-C
     skip_publish: float = 0.0
-    leave_out: float = 0.0  #: the trainer finds that a row did not come from its version
+    leave_out: float = 0.0  #: a row did not come from its version, as the trainer finds
     save: float = 0.0  #: share of steps after which a checkpoint is written
     damage_checkpoint: float = 0.0
-    lose_trainer_every_s: float = 0.0  #: as for replicas, but for
-    trainer_losses: int = 0  #: so many times: what is done again takes its time
-    redo_differs: float = 0.0  #: a step that is done again gives other weights
-    fail_sibling: float = 0.0  #: its reward cannot be worked out
-    fail_reward: float = 0.0  #: the reward function fails on it
-    refuse_sibling: float = 0.0  #: it fails while it is generated
-    fatal_role: str = ""  #: its process dies and stays dead ...
+    lose_trainer_every_s: float = 0.0  #: mean time until the trainer is lost; 0: never
+    trainer_losses: int = 0  #: maximum number of losses: repeated steps take time
+    redo_differs: float = 0.0  #: a repeated step gives other weights
+    fail_sibling: float = 0.0  #: the reward of a trajectory cannot be computed
+    fail_reward: float = 0.0  #: the reward function fails on a trajectory
+    refuse_sibling: float = 0.0  #: a trajectory fails while it is generated
+    fatal_role: str = ""  #: role whose process dies and stays dead ...
     fatal_at_s: float = 0.0  #: ... at this time
     reject_weights: float = 0.0
     repeat_event: float = 0.0  #: an event arrives twice
     slow_tail: float = 0.1  #: share of trajectories that take ten times as long
     hang: float = 0.0  #: share of trajectories that never finish by themselves
     turns: float = 0.0  #: share of turns that an environment answers, of the first TURNS_MAX
-    repeat_effects: bool = True  #: whether a lost session's work may be done again
+    repeat_effects: bool = True  #: whether the work of a lost session may be repeated
     lost_answer: float = 0.0  #: a session dies while it answers
     restart_s: float = 2.0
     train_s: float = 1.0
@@ -131,23 +131,23 @@ class Process:
     incarnation: int = 0
     boot: int = 0
     alive: bool = True
-    silent: bool = False  #: a node that stands still
-    waiting: list[Any] = field(default_factory=list)  #: what it does when it goes on
+    silent: bool = False  #: whether a node is paused
+    waiting: list[Any] = field(default_factory=list)  #: actions due when a paused node resumes
     peer_seq: int = 0
     version: int = -1
     pinned: int = -1
     unfinished: tuple[int, ...] = ()  #: versions that are evicted last
-    successor: str = ""  #: of a relay
+    successor: str = ""  #: successor of a relay
     held: dict[int, tuple[int, str]] = field(default_factory=dict)  #: (step, digest) by version
     work: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
     as_of: int = 0  #: id of the last command to generate
-    sampled: int = 0  #: tokens
+    sampled: int = 0  #: tokens sampled
     gauge_due: bool = False
     sessions: dict[str, int] = field(default_factory=dict)  #: attempt by trajectory
-    #: of a trainer: what has made its weights, and the versions of the checkpoints that it keeps
+    #: for a trainer: batches that made its weights, and versions of the checkpoints that it keeps
     batches: list[tuple[str, ...]] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
-    rounding: str = ""  #: what makes its weights differ from those of the processes before it
+    rounding: str = ""  #: suffix by which its weights differ from those of earlier processes
 
     @property
     def boot_id(self) -> str:
@@ -156,15 +156,15 @@ class Process:
 
 @dataclass
 class Row:
-    """What the store has of one trajectory."""
+    """The store's record of one trajectory."""
 
     attempt: int = 1
-    placement: int = 0  #: lower ones are fenced
+    placement: int = 0  #: lower placements are fenced
     num_tokens: int = 0
-    tokens_lost: int = 0  #: of earlier attempts
+    tokens_lost: int = 0  #: tokens of earlier attempts
     generated: bool = False
-    version: int = -1  #: of its last tokens
-    turns: int = 0  #: that an environment has answered
+    version: int = -1  #: version of the last tokens
+    turns: int = 0  #: turns that an environment has answered
     end: str = ""
 
 
@@ -197,7 +197,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Replace:
-    """A node dies with its processes, and a new one starts them anew."""
+    """A node dies with its processes, and a new one restarts them."""
 
 
 SILENCE_S = 3.0
@@ -205,17 +205,17 @@ SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Silence:
-    """Nothing was heard of a node for its lease, and its actors speak."""
+    """A node is silent for its lease, while its actors speak."""
 
 
 @dataclass(frozen=True)
 class Wake:
-    """A node that was silent goes on."""
+    """A silent node resumes."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """The trainer has handed its weights to the relay."""
+    """The trainer has copied its weights to the relay."""
 
     version: int
     step: int
@@ -224,7 +224,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Save:
-    """The trainer has written a checkpoint of what these batches have made."""
+    """The trainer has written a checkpoint of these batches."""
 
     version: int
     batches: tuple[tuple[str, ...], ...]
@@ -232,7 +232,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Receive:
-    """A relay has had a version from the relay before it."""
+    """A relay has received a version from the relay before it."""
 
     version: int
     step: int
@@ -253,7 +253,7 @@ PROMPT_TOKENS = 5
 
 @dataclass(frozen=True)
 class Gauge:
-    """A replica tells of its engine."""
+    """A replica reports the gauges of its engine."""
 
 
 TURNS_MAX = 3
@@ -261,7 +261,7 @@ TURNS_MAX = 3
 
 @dataclass(frozen=True)
 class Answer:
-    """An environment has answered a turn: context is in the store, and then it is said."""
+    """An environment has answered a turn: its context is stored before it is reported."""
 
     trajectory_id: str
     placement: int

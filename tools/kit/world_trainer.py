@@ -1,7 +1,7 @@
-"""The trainer of the test world: it trains, publishes, saves, and goes on after a loss.
+"""The trainer of the test world: it trains, publishes, saves, and continues after a loss.
 
 Reads   TrainStep, PublishWeights, ExportModel, LoadCheckpoint, RepeatStep
-Gives   Trainers, of which World is one
+Gives   Trainers, a base of World
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.kit.world_parts import Process, Publish, Save, step_completed
 
 
 class Trainers(FaultyProcesses):
-    """What one process of the trainer after another does; it must fit what those before it did."""
+    """Successive processes of the trainer, each of which must agree with those before it."""
 
     settings: Settings
     step_of: dict[int, int]
@@ -30,7 +30,7 @@ class Trainers(FaultyProcesses):
         self._publish(Publish(command.version, command.step, process.rounding))
 
     def _publish(self, item: Publish) -> None:
-        """Into the relay of the trainer's machine, if it runs; what it had is lost with it."""
+        """Publish to the relay of the trainer's machine; a lost relay loses the weights."""
         version, step = item.version, item.step
         self.step_of[version] = step
         digest = f"d{step}{item.rounding}"
@@ -38,7 +38,7 @@ class Trainers(FaultyProcesses):
         self.later(self.processes["relay-0"], self.random.uniform(0.01, 0.3), event)
 
     def _checkpoints(self) -> tuple[ev.Checkpoint, ...]:
-        """Those on the disk, as they describe themselves."""
+        """Return the checkpoints on the disk, as they describe themselves."""
         return tuple(
             ev.Checkpoint(
                 version=version,
@@ -63,7 +63,7 @@ class Trainers(FaultyProcesses):
         self.later(process, 0.2, Save(command.version, tuple(process.batches)))
 
     def _do_RepeatStep(self, process: Process, command: cmd.RepeatStep, _: int) -> None:
-        """As it was trained the first time, on the weights that it was trained on."""
+        """Repeat a step as it was trained the first time, on the same weights."""
         assert len(process.batches) == command.step_index, command
         left_out = self._left_out(command)
         rows = [t for t in command.trajectories if t not in left_out]
@@ -91,7 +91,7 @@ class Trainers(FaultyProcesses):
             )
             self.later(process, seconds, skipped)
         else:
-            ahead = self.random.uniform(0, 0.3)  # the copy is out before the trainer's book is
+            ahead = self.random.uniform(0, 0.3)  # the copy may be out before the trainer's book
             made = Publish(command.version, command.step_index + 1, process.rounding)
             self.later(process, seconds - ahead, made)
         done = step_completed(command.step_index, command.version, left_out)
@@ -101,13 +101,13 @@ class Trainers(FaultyProcesses):
             self.later(process, seconds + self.random.choice([0.0, 0.2]), save)
 
     def _left_out(self, command: cmd.TrainStep | cmd.RepeatStep) -> tuple[TrajectoryId, ...]:
-        """Rows that the trainer does not train, from a generator of their own."""
+        """Draw the rows that the trainer does not train, from a separate generator."""
         share, rows = self.faults.leave_out, command.trajectories
         draw = random.Random(f"left out {self.settings.seed} {command.step_index}").random
         return tuple(t for t in rows if draw() < share) if share else ()
 
     def _save(self, process: Process, item: Save) -> None:
-        """The last two are kept; it is on the disk a little before that is said."""
+        """Save a checkpoint, keep the last two, and report it a little later."""
         self.saved[item.version] = item.batches
         self.rounding_of[item.version] = process.rounding
         process.kept.append(item.version)

@@ -3,7 +3,7 @@
 Usage:
     python tools/make/base_model.py --out configs/models/spell-0.6m [--evaluate-only]
 
-What it makes
+Output
     A directory that transformers loads offline. The model is a Qwen2 causal LM with hidden size
     128, 3 layers, 4 heads (2 KV), MLP 384 and tied embeddings. The fast tokenizer works on bytes:
     token id = byte value for 0 to 255, then <pad>, <eos>, <answer> and </answer>, so it encodes
@@ -14,27 +14,27 @@ What it makes
 
 Why it is a useful start for RL
     The warm-up imitates partly wrong demonstrations of the reasoning_gym task spell_backward. A
-    response is one or more drafts, then <answer>last draft</answer><eos>. A draft is right with
+    response is one or more drafts, then <answer>last draft</answer><eos>. A draft is correct with
     probability max(0.2, 0.95 - 0.25 * max(0, len - 4)); a wrong one copies the word (75 %), swaps
-    two letters or stops early. After a draft the demonstration stops with probability 0.6,
-    and always after 5; a wrong draft is mended in the next with probability 0.15. So the base
-    knows how to spell backward, mostly does not on long words, and its lengths have a tail. With
-    a chance to stop below one half, RL would teach greedy decoding never to stop. The base
-    learns its mix closely by the end, so the least chance of a right draft matters: with 0.1 in
+    two letters or stops early. The demonstration stops after each draft with probability 0.6, and
+    always after 5; the next draft corrects a wrong one with probability 0.15. So the base knows how
+    to spell backward, mostly does not on long words, and some responses are very long. If the
+    probability of stopping were below one half, RL would teach greedy decoding never to stop. The
+    base learns these probabilities closely, so the minimum for a correct draft matters: with 0.1 in
     place of 0.2 (2,600 updates) RL is at 0.77 greedy exact after 40 steps, with 0.2 at 0.92.
 
-What a score of the quickstart means
-    The warm-up is on the very task of the quickstart, with drafts that are right in the fixed share
-    of cases above; only the words differ. The base can do the task, and RL's work is to prefer the
-    right drafts, most of all on words from 7 letters on, where 0.2 of them are. A score that rises
-    shows that the loop of sampling, reward and update works, not that a skill was learned from
-    nothing. So the score is also printed by word length, here and by `laminar report` (the length
-    of a prompt is 48 bytes and the word).
+Meaning of a quickstart score
+    The warm-up trains on the task of the quickstart itself, with the share of correct drafts given
+    above; only the words differ. The base can do the task, and RL has to learn to prefer the
+    correct drafts, above all on words of 7 or more letters, where 0.2 of them are correct. A rising
+    score shows that the loop of sampling, reward and update works, not that a skill was learned
+    from nothing. So the score is also printed by word length, here and by `laminar report` (the
+    length of a prompt is 48 bytes plus the word).
 
 Held-out words
     The data are the 20,000 questions of spell_backward with seed 42, min_word_len 3 and
     max_word_len 14. The distinct question texts are sorted by the xxhash.xxh3_64 hexdigest of
-    their UTF-8 bytes; the warm-up never sees the first 400. `held_out` is that rule.
+    their UTF-8 bytes; the warm-up never sees the first 400. `held_out` implements this rule.
 
 Cost and figures
     5,000 updates of 48 demonstrations on one CPU thread: about 17 minutes. On 128 held-out words:
@@ -85,7 +85,7 @@ SEED, BATCH, LEARNING_RATE, RAMP, WEIGHT_DECAY, BETAS = 5, 48, 3e-3, 50, 0.01, (
 
 
 def held_out(questions: Iterable[str], count: int) -> set[str]:
-    """The first `count` distinct questions in the order of their xxh3_64 hexdigest."""
+    """Return the first `count` distinct questions in the order of their xxh3_64 hexdigest."""
     by_digest = sorted(set(questions), key=lambda q: xxhash.xxh3_64(q.encode()).hexdigest())
     return set(by_digest[:count])
 
@@ -93,7 +93,7 @@ def held_out(questions: Iterable[str], count: int) -> set[str]:
 def build_tokenizer(
     added: Iterable[str] = (ANSWER, END_ANSWER), chat_template: str = CHAT_TEMPLATE
 ) -> Qwen2Tokenizer:
-    """One token per byte, with id = byte value, then <pad>, <eos> and the added tokens."""
+    """Build a tokenizer with one token per byte value, then <pad>, <eos> and the added tokens."""
     vocab = {symbol: value for value, symbol in bytes_to_unicode().items()}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.normalizer = normalizers.NFC()
@@ -101,7 +101,7 @@ def build_tokenizer(
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, EOS)])
     core.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
-    # Qwen2Tokenizer adds a token of its own unless it is told what stands for an unknown one.
+    # Qwen2Tokenizer adds its own unknown token unless it is given one.
     return Qwen2Tokenizer(
         tokenizer_object=core,
         unk_token=PAD,
@@ -135,7 +135,7 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def load_task() -> tuple[Any, list[Entry], list[Entry]]:
-    """The dataset and one entry per distinct question: for the warm-up, and held out."""
+    """Return the dataset and one entry per distinct question: for the warm-up, and held out."""
     dataset = reasoning_gym.create_dataset("spell_backward", **TASK)
     entries: dict[str, Entry] = {entry["question"]: entry for entry in dataset}
     if not all(question.encode().startswith(QUESTION_START) for question in entries):
@@ -160,7 +160,7 @@ def wrong_draft(word: str, rng: random.Random) -> str:
 
 
 def demonstration(word: str, rng: random.Random) -> str:
-    """Drafts of the reversed word, not always right, and the last one as the answer."""
+    """Return drafts of the reversed word, not always correct, with the last one as the answer."""
     p_right = max(P_MIN, P_MAX - SLOPE * max(0, len(word) - EASY_LENGTH))
     right = rng.random() < p_right
     drafts: list[str] = []
@@ -178,7 +178,7 @@ def prompt_ids(tokenizer: Qwen2Tokenizer, question: str) -> list[int]:
 
 
 def response_loss(model: Qwen2ForCausalLM, rows: list[Row]) -> torch.Tensor:
-    """Summed cross-entropy of the responses; the start of all prompts is computed once."""
+    """Return the summed cross-entropy of the responses; the common start is computed once."""
     shared = len(QUESTION_START)
     cache = DynamicCache(config=model.config)
     model.model(torch.tensor([list(QUESTION_START)]), past_key_values=cache)
@@ -224,7 +224,7 @@ def warm_up(
 
 @torch.inference_mode()
 def generate(model: Qwen2ForCausalLM, prompts: list[list[int]], greedy: bool) -> list[list[int]]:
-    """One response to each prompt, up to and with <eos> or MAX_RESPONSE tokens."""
+    """Generate a response to each prompt, up to and including <eos> or MAX_RESPONSE tokens."""
     pad, eos = model.config.pad_token_id, model.config.eos_token_id
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -239,7 +239,7 @@ def generate(model: Qwen2ForCausalLM, prompts: list[list[int]], greedy: bool) ->
 def evaluate(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, dataset: Any, test: list[Entry]
 ) -> str:
-    """Exact-match rate on held-out words, greedy and at temperature 1, and response lengths."""
+    """Return the exact-match rate on held-out words, greedy and sampled, and response lengths."""
     entries = random.Random(0).sample(test, EVAL_WORDS)
     prompts = [prompt_ids(tokenizer, entry["question"]) for entry in entries]
     parts = []
@@ -259,7 +259,7 @@ def evaluate(
 
 
 def by_word_length(letters: list[int], exact: list[bool]) -> str:
-    """The exact-match rate of short, middle and long words."""
+    """Return the exact-match rate of short, middle and long words."""
     parts = []
     for low, high in ((3, 6), (7, 9), (10, 14)):
         found = [e for n, e in zip(letters, exact, strict=True) if low <= n <= high]

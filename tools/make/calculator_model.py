@@ -1,30 +1,29 @@
-"""Make the small base model of configs/calculator.toml: a Qwen2 that can use a calculator, and
-mostly does not.
+"""Make the small base model of configs/calculator.toml: a Qwen2 that rarely uses a calculator.
 
 Usage:
     python -m tools.make.calculator_model --out configs/models/calculator-0.6m [--evaluate-only]
 
-What it makes
-    A model of the size of tools/make/base_model.py, with its byte tokenizer. The tokens that are
-    added to the bytes are the tags of calls and answers and the constant parts of a call in JSON,
-    so that a call has about a dozen tokens. The chat template names each tool with its parameters
-    before the messages; every message ends with a newline, one of the assistant with <eos> before.
+Output
+    A model of the size of tools/make/base_model.py, with its byte tokenizer. The tokens added to
+    the bytes are the tags of calls and answers and the constant parts of a call in JSON, so a call
+    has about a dozen tokens. The chat template names each tool with its parameters before the
+    messages; every message ends with a newline, and the assistant's with <eos> before it.
 
 Why it is a useful start for RL
     The warm-up imitates demonstrations of sums of two or three numbers. Each calls the tool for its
     first two numbers with probability 0.45, and otherwise guesses a number near the sum; after a
-    first call it goes on calling with probability 0.9. In 3 % of the calls one digit is wrong. So
-    the base can call, copy a result and answer, and what RL has to find out is that calling pays.
-    The first choice must be rarer than one half: above it greedy decoding calls already. The later
-    ones must be likely: three turns in a row would else be too rare in the warm-up to be learned.
+    first call it calls again with probability 0.9. In 3 % of the calls one digit is wrong. So the
+    base can call, copy a result and answer, and RL has to learn that calling pays. The first call
+    must be less likely than one half, because greedy decoding calls already above that. Later calls
+    must be likely: otherwise three turns in a row would be too rare in the warm-up to be learned.
 
 Held-out sums
     The data are the 20,000 questions of reasoning_gym's basic_arithmetic that the configuration
     names. The warm-up never sees the first 400 in the order of `held_out` (base_model.py).
 
 Cost and figures
-    1,800 updates of 48 demonstrations on one CPU thread: about 5 minutes. The README beside the
-    model has the figures that were seen. Another CPU or build of torch gives another file.
+    1,800 updates of 48 demonstrations on one CPU thread: about 5 minutes. The README next to
+    the model has the measured figures. Another CPU or build of torch gives another file.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Sum:
 
 
 def load_sums() -> tuple[Any, list[Sum], list[Sum]]:
-    """The dataset, the sums of the warm-up, and those that are held out."""
+    """Return the dataset, the sums of the warm-up, and the held-out sums."""
     data = tomllib.loads(CONFIG.read_text(encoding="utf-8"))["data"]
     dataset = reasoning_gym.create_dataset(
         data["dataset"], size=data["dataset_size"], seed=42, **data["dataset_config"]
@@ -113,7 +112,7 @@ def slip(number: int, rng: random.Random) -> int:
 
 
 def demonstration(numbers: list[int], rng: random.Random) -> list[Part]:
-    """Turns of a response with the tool's answers between them."""
+    """Return the turns of a response, with the tool's answers between them."""
     parts: list[Part] = []
     rest = list(numbers)
     while len(rest) > 1 and rng.random() < (P_NEXT if parts else P_CALL):
@@ -136,7 +135,7 @@ def prompt_ids(tokenizer: Qwen2Tokenizer, question: str) -> list[int]:
 
 
 def loss_of(model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[Part]]], encode: Any) -> Any:
-    """Mean cross-entropy of what the demonstrations' author wrote; the rest is context."""
+    """Return the mean cross-entropy of the text that the model writes; the rest is context."""
     ids, labels = [], []
     for prompt, parts in rows:
         row, told = list(prompt), [-100] * len(prompt)
@@ -178,7 +177,7 @@ def warm_up(
 
 
 def answered(text: str) -> str | None:
-    """What the calculator writes after a turn; None where the turn is no call."""
+    """Return the calculator's answer to a turn, or None if the turn has no call."""
     if CALL not in text:
         return None
     try:
@@ -192,7 +191,7 @@ def answered(text: str) -> str | None:
 def evaluate(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, dataset: Any, test: list[Sum]
 ) -> str:
-    """The exact-match rate on held-out sums, greedy and at temperature 1, by the count of terms."""
+    """Return the exact-match rate on held-out sums, greedy and sampled, by number of terms."""
     sums = random.Random(0).sample(test, EVAL_SUMS)
     parts = []
     for name, greedy in (("greedy", True), ("sampled", False)):

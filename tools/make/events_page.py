@@ -2,7 +2,7 @@
 
     python -m tools.make.events_page > docs/events.md
 
-A test holds the page against what this program prints.
+A test compares the page with the output of this program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from laminar.events.events import ALL_EVENTS
 
 
 def markdown() -> str:
-    """Events with their senders, handlers and commands, then commands with what ends them."""
+    """List events with their senders, handlers and commands, then commands with what ends them."""
     lines = ["# Events and commands", "", "Made by `python -m tools.make.events_page`.", ""]
     lines += ["## Events", ""]
     for event in ALL_EVENTS:

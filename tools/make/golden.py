@@ -1,13 +1,13 @@
-"""Makes the golden logs: runs that are kept, which every version of this program must replay.
+"""Make the golden logs: stored runs that every version of this program must replay.
 
 Usage: python tools/make/golden.py [--all]
 Reads   tests/golden: which of its logs still replay
 Writes  tests/golden, as a whole, if one does not, or with --all; LOGIC_VERSION in
         laminar/core/rules.py, raised if its logs were written with it
 
-What a run must have gone through is written beside its faults. The seed that the manifest names is
-tried first, then the first that has done so is taken: so the command works again after a change of
-the product has changed every run.
+Each recipe lists its faults and the marks that its run must show. The seed in the manifest is tried
+first, then the lowest one that shows them, so the command works even after a change of the product
+has changed every run.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from tools.simulator.run import make_world  # noqa: E402
 from tools.simulator.world import World  # noqa: E402
 
 SEEDS = 300
-TIDIED = "tidied"  #: beside the simulator's marks: a segment was compressed
+TIDIED = "tidied"  #: mark in addition to the simulator's: a segment was compressed
 RULES = ROOT / "laminar" / "core" / "rules.py"
 
 
 class Recipe(NamedTuple):
-    """A run to look for."""
+    """A run to search for."""
 
     name: str
     what: str
@@ -245,7 +245,7 @@ def main() -> int:
 
 
 def _problem(golden: Golden) -> str:
-    """Why a log cannot stay; empty: it can."""
+    """Return why a log cannot stay, or an empty string if it can."""
     path = GOLDEN / golden.file
     said = problem(golden, disk_of(path)) if path.exists() else f"{golden.name}: it is not there"
     if said:
@@ -254,7 +254,7 @@ def _problem(golden: Golden) -> str:
 
 
 def _logic(golden: Golden) -> int:
-    """The logic version that wrote it; -1 for one that is not there."""
+    """Return the logic version that wrote a log, or -1 if the log is missing."""
     path = GOLDEN / golden.file
     return (
         max(r["logic"] for _, _, r in read_raw_log(disk_of(path)) if "logic" in r)
@@ -264,7 +264,7 @@ def _logic(golden: Golden) -> int:
 
 
 def _raise_logic() -> None:
-    """The decisions are others than those of the logs, so they have another version."""
+    """Raise LOGIC_VERSION, because the decisions differ from those of the logs."""
     old, new = f"LOGIC_VERSION = {LOGIC_VERSION}\n", f"LOGIC_VERSION = {LOGIC_VERSION + 1}\n"
     text = RULES.read_text()
     if text.count(f"\n{old}") != 1:
@@ -274,7 +274,7 @@ def _raise_logic() -> None:
 
 
 def make(folder: Path, seeds: dict[str, int]) -> None:
-    """Replace the logs of a folder and its manifest; `seeds`: tried first, by name."""
+    """Replace the logs of a folder and its manifest; `seeds`, by name, are tried first."""
     folder.mkdir(exist_ok=True)
     made = []
     for recipe in RUNS:
@@ -291,7 +291,7 @@ def make(folder: Path, seeds: dict[str, int]) -> None:
 
 
 def run(recipe: Recipe, first: int = 1) -> tuple[int, SimDisk]:
-    """The first seed whose run shows what it is for, and the coordinator's disk after it."""
+    """Return the first seed whose run shows the recipe's marks, and the coordinator's disk."""
     for seed in (first, *range(1, SEEDS + 1)):
         world = make_world(config(*recipe.faults, **{**SMALL, **recipe.changes}), seed)
         world.run()

@@ -1,11 +1,11 @@
-"""Draws the pictures of the documents: boxes and arrows on a grid from a text source, as SVG.
+"""Draw the pictures of the documents: boxes and arrows on a grid from a text source, as SVG.
 
 Usage: python tools/make/pictures.py [RUN]
 Reads   docs/pictures/*.toml; the summary of a finished run, such as runs/quickstart
-Writes  docs/pictures/*.svg, beside each source; a test compares them. With RUN also
+Writes  docs/pictures/*.svg, next to each source; a test compares them. With RUN also
         docs/pictures/learning_curve.svg: the held-out chart of its report, alone
 Gives   Picture, read, svg: also for pictures whose source is a table of the program
-Raises  ValueError: text that does not fit its box, an arrow from or to a box that is not there
+Raises  ValueError: text that does not fit its box, an arrow from or to a missing box
 
 Coordinates are in grid units of 10 pixels, x to the right, y down. A source:
 
@@ -38,7 +38,7 @@ import msgspec
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 UNIT = 10  #: pixels
 FONT, LINE = 13, 17  #: pixels
-CHARACTER = 0.56  #: width of a character of a sans-serif font, of its size, generously
+CHARACTER = 0.56  #: generous width of a sans-serif character, relative to the font size
 BOLD = 1.09
 CURVE_WIDTH = 640  #: pixels
 MARGIN = 1.0  #: units around everything
@@ -99,7 +99,7 @@ def read(path: Path) -> Picture:
 
 
 def svg(picture: Picture) -> str:
-    """The same text for the same picture."""
+    """Return the SVG text of a picture, always the same for the same picture."""
     points = [p for arrow in picture.arrow for p in _points(arrow, picture.box)]
     points += [(b.at[0] + b.size[0], b.at[1] + b.size[1]) for b in picture.box.values()]
     width, height = (UNIT * (max(p[axis] for p in points) + MARGIN) for axis in (0, 1))
@@ -159,7 +159,7 @@ def _points(arrow: Arrow, boxes: Mapping[str, Box]) -> list[Point]:
 
 
 def _anchor(place: str, boxes: Mapping[str, Box]) -> Point:
-    """Where "name.side@share" is; share 0 is left or top."""
+    """Return the position of "name.side@share"; share 0 is left or top."""
     place, _, share = place.partition("@")
     name, _, side = place.rpartition(".")
     if name not in boxes or side not in ("left", "right", "top", "bottom"):
@@ -191,7 +191,7 @@ def _said(arrow: Arrow, boxes: Mapping[str, Box]) -> Iterable[str]:
 
 
 def learning_curve(run: Path) -> str:
-    """The share of right held-out answers over the steps, with standard errors."""
+    """Return a chart of the held-out accuracy over the steps, with standard errors."""
     from laminar.analysis.report.charts import build_svg_file, draw_chart
     from laminar.analysis.report.page import chart_evaluations
     from laminar.analysis.report.page_data import page_data

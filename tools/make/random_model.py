@@ -56,7 +56,7 @@ def make_model(args: argparse.Namespace) -> None:
 
 
 def make_tokenizer(out: Path, vocab: int) -> None:
-    """The base model's, with names for the ids that it lacks."""
+    """Write the base model's tokenizer, with names for the ids that it lacks."""
     for name in TOKENIZER_FILES:
         shutil.copy(BASE / name, out / name)
     tokenizer = json.loads((BASE / "tokenizer.json").read_text(encoding="utf-8"))

@@ -3,7 +3,7 @@
     python -m tools.make.reference_toml > configs/reference.toml
 
 Reads   laminar/config/tree.py
-Gives   the file as text; a test holds the one on disk against it
+Gives   the file as text; a test compares it with the one on disk
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD = """\
 
 
 def text() -> str:
-    """The file: keys without a section first, then each section with what stands below it."""
+    """Return the file: keys without a section first, then each section with its keys."""
     defaults = msgspec.to_builtins(Config())
     lines = [HEAD]
     for section, struct in list_sections().items():
@@ -40,7 +40,7 @@ def text() -> str:
 
 
 def _keys(section: str, defaults: Any) -> Iterator[str]:
-    """The lines of the keys that stand directly in a section."""
+    """Yield the lines of the keys that are directly in a section."""
     for part in filter(None, section.split(".")):
         defaults = defaults[part]
     for key, declared in known_keys().items():
@@ -50,7 +50,7 @@ def _keys(section: str, defaults: Any) -> Iterator[str]:
 
 
 def _lines(setting: str, declared: Key) -> list[str]:
-    """The text stands behind the setting where it fits, else above it."""
+    """Return a setting with its text behind it where that fits, else above it."""
     kind = declared.kind
     if isinstance(kind, msgspec.inspect.ListType):
         kind = kind.item_type

@@ -1,4 +1,4 @@
-"""Draws docs/states.md: every status and every move, from the tables of core/state/transitions.py.
+"""Draw docs/states.md: all statuses and transitions, from core/state/transitions.py.
 
 Usage: python tools/make/states.py
 Reads   laminar/core/state/transitions.py
@@ -25,7 +25,7 @@ What the coordinator keeps track of, with every status and every legal move. The
 
 
 def page() -> str:
-    """The whole text."""
+    """Return the whole text."""
     return "\n".join([HEAD, *(line for table in TABLES for line in _section(table))])
 
 
@@ -44,7 +44,7 @@ def _section(table: TransitionTable) -> Iterator[str]:
 
 
 def _name(status: str) -> str:
-    """Mermaid takes no hyphen."""
+    """Return a status without hyphens, which Mermaid rejects."""
     return status.replace("-", "_")
 
 

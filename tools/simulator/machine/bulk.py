@@ -1,10 +1,10 @@
-"""Connections between relays in virtual time: frames in order and once, or an end that both see.
+"""Connections between relays in virtual time: ordered frames, or a close that both ends see.
 
 Reads   cuts and weather of the simulated network; what relays send
 Gives   BulkNetwork, and each process's view of it: weights/chain/transport.py over the scheduler
 
-As TCP does it: what is lost comes later, a cut line is waited for and then given up, the kernel of
-a process that has died closes what it had open, and a side that does not read holds up the sender.
+As with TCP, lost data arrives later, a cut link is retried and then given up, the kernel closes the
+connections of a dead process, and a receiver that does not read blocks its sender.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from tools.simulator.scenario import stream
 from tools.simulator.scheduler import MS, SECOND
 
 RETRY_NS = 200 * MS
-"""The time after which what was lost is sent again."""
+"""Delay before lost data is resent."""
 GIVEN_UP_NS = 10 * SECOND
-"""The time without an acknowledgement; USER_TIMEOUT_MS of weights/chain/tcp.py."""
+"""Time limit for an acknowledgement; USER_TIMEOUT_MS of weights/chain/tcp.py."""
 WINDOW = 8
-"""Frames that are not read yet, before the sender has to wait."""
+"""Maximum number of unread frames before the sender has to wait."""
 
 
 class Owner(NamedTuple):
-    """The process that has an end, as far as its connections need it."""
+    """The process that owns an end, as far as its connections need it."""
 
     name: str
     boot_id: str
     versions: VersionTable
     slowness: Callable[[], float]
-    wake: Callable[[], None]  #: something is ready
+    wake: Callable[[], None]  #: called when something is ready
 
 
 class Frame(NamedTuple):
-    header: Header | None  #: None: a message
+    header: Header | None  #: None for a message
     body: bytes
 
 
 class End:
-    """One side of a connection (transport.Link)."""
+    """An end of a connection (transport.Link)."""
 
     def __init__(self, bulk: BulkNetwork, owner: Owner, handler: FrameHandler[Any]) -> None:
         self.handler, self.owner = handler, owner
         self.message_bytes_max = wire.HANDSHAKE_BYTES_MAX
         self.bytes_in = self.bytes_out = 0
         self.moved_at = bulk.now_s()
-        self.peer: End | None = None  #: None: the connection is being made
-        self.decoder: Any = None  #: of what the other side says
-        self.error: OSError | None = None  #: it has ended
-        self.order = 0  #: by which the other side, a predecessor, has come
-        self.closed = self.stuck = False  #: stuck: nothing from here arrives any more
-        self.line: deque[Frame | None] = deque()  #: on the way to the other side; None: its end
-        self.lands_ns = self.cut_ns = 0  #: when the last of them will, and since when none can
+        self.peer: End | None = None  #: None while connecting
+        self.decoder: Any = None  #: decoder of the other end's messages
+        self.error: OSError | None = None  #: error that ended the connection
+        self.order = 0  #: chain order by which the predecessor at the other end connected
+        self.closed = self.stuck = False  #: stuck: nothing more from here arrives
+        self.line: deque[Frame | None] = deque()  #: in flight to the other end; None: the close
+        self.lands_ns = self.cut_ns = 0  #: arrival of the last one; start of a cut, 0: none
         self._bulk, self._number = bulk, bulk.next_number()
         self._queue: deque[Frame] = deque()
         self._arrived: deque[Frame] = deque()
-        self._unread = 0  #: of what was sent from here
-        self._busy = False  #: a frame is being handed over
+        self._unread = 0  #: frames sent from here and not read yet
+        self._busy = False  #: whether a frame is being sent
 
     @property
     def idle(self) -> bool:
@@ -81,7 +81,7 @@ class End:
         return READABLE if self.idle else READABLE | WRITABLE
 
     def ready(self) -> int:
-        """What it is ready for."""
+        """Return the operations that are ready."""
         if self.error is not None:
             return READABLE | WRITABLE
         writable = self.peer is not None and not self._busy and self._unread < WINDOW
@@ -147,7 +147,7 @@ class End:
             self.owner.wake()
 
     def arrive(self, frame: Frame | None) -> None:
-        """A frame arrives from the other side; None: it has closed the connection."""
+        """Receive a frame from the other end, or None when that end closed the connection."""
         if frame is None:
             self.fail(ConnectionResetError("the other side closed the connection"))
         elif not self.closed and self.error is None:
@@ -155,7 +155,7 @@ class End:
             self.owner.wake()
 
     def fail(self, error: OSError) -> None:
-        """What has arrived can still be read; then the connection has ended."""
+        """End the connection; frames that have arrived can still be read."""
         if not self.closed and self.error is None:
             self.error = error
             self.owner.wake()
@@ -167,7 +167,7 @@ class End:
 
 
 class Listening:
-    """Where predecessors connect (transport.Listener)."""
+    """The listener for predecessors (transport.Listener)."""
 
     def __init__(self, bulk: BulkNetwork, owner: Owner, address: tuple[str, int]) -> None:
         self.address, self.owner = address, owner
@@ -217,24 +217,24 @@ class BulkNetwork:
     """All connections of a world."""
 
     def __init__(self, world: Context, delay_ms: float, bytes_per_s: float) -> None:
-        """`delay_ms`: one way. `bytes_per_s`: of a relay at full speed."""
+        """Create an empty network: `delay_ms` one way, `bytes_per_s` of a relay at full speed."""
         self.delay_ns = int(delay_ms * MS)
         self._world, self._bytes_per_s = world, bytes_per_s
         self._listening: dict[tuple[str, int], Listening] = {}
         self._ends: dict[str, list[End]] = {}  #: by boot id
-        self._orders: dict[str, int] = {}  #: the last that a relay followed, by boot id
+        self._orders: dict[str, int] = {}  #: order that each relay followed last, by boot id
         self._numbers = 0
         self._chance = stream(world.scenario.seed, "bulk")
 
     def process_ended(self, boot_id: str) -> None:
-        """A process ended: its kernel closes what it had open."""
+        """Close the connections of an ended process, as its kernel does."""
         for end in self._ends.pop(boot_id, []):
             end.close()
         for listening in list(self._listening.values()):
             if listening.owner.boot_id == boot_id:
                 self.silent(listening)
 
-    # --- for its ends ---------------------------------------------------------------------------
+    # --- called by its ends ---------------------------------------------------------------------
 
     def now_s(self) -> float:
         return self._world.scheduler.now / 1e9
@@ -268,13 +268,13 @@ class BulkNetwork:
         return self._listening[address]
 
     def silent(self, listening: Listening) -> None:
-        """A relay does not listen any more."""
+        """Stop listening and refuse waiting callers."""
         self._listening.pop(listening.address, None)
         for caller in listening.waiting:
             caller.fail(ConnectionRefusedError("nobody listens there"))
 
     def knock(self, caller: End, address: tuple[str, int]) -> None:
-        """A connection is asked for."""
+        """Request a connection."""
         listening = self._listening.get(address)
         if caller.closed:
             return
@@ -286,7 +286,7 @@ class BulkNetwork:
         listening.owner.wake()
 
     def carry(self, end: End, frame: Frame, taking_ns: int) -> None:
-        """Bring a frame to the other side, from when it has been handed over."""
+        """Carry a frame to the other end, after the `taking_ns` that sending it takes."""
         faults = self._world.faults
         if frame.header is not None and frame.header.kind == FrameKind.CHUNK:
             end.stuck = end.stuck or faults.sticks()
@@ -304,7 +304,7 @@ class BulkNetwork:
         self._world.scheduler.at(end.lands_ns, self._land, end)
 
     def _land(self, end: End) -> None:
-        """The oldest frame on the line arrives, if the line is not cut."""
+        """Deliver the oldest frame in flight, unless the link is cut."""
         peer = end.peer
         assert peer is not None
         if not self._cut(end.owner, peer.owner):
@@ -320,10 +320,10 @@ class BulkNetwork:
         link = self._world.network.link(source.name, target.name)
         return bool(link.blocked or link.clogged)
 
-    # --- what must be so, and what a swarm has to have gone through -----------------------------
+    # --- invariants and coverage ----------------------------------------------------------------
 
     def said(self, end: End, message: object) -> None:
-        """highest_order_wins: nobody follows a predecessor of before."""
+        """Check highest_order_wins: a relay never follows an earlier predecessor."""
         if isinstance(message, wire.Welcome):
             boot_id = end.owner.boot_id
             if end.order < self._orders.get(boot_id, 0):
@@ -336,7 +336,7 @@ class BulkNetwork:
             self._world.coverage.hit("relay:stale-predecessor")
 
     def pushed(self, owner: Owner, header: Header, body: Region) -> None:
-        """sent_is_proved: the bytes that set out are those of the version that is named."""
+        """Check sent_is_proved: the bytes sent are those of the named version."""
         if xxhash.xxh3_64_intdigest(body.view) != header.checksum:
             what = f"{owner.boot_id} sends other bytes than those of {header}"
             raise Violation("sent_is_proved", what, owner.name)

@@ -1,10 +1,10 @@
-"""The store's database, which is the product's with SQLite in memory.
+"""The store's database: the product's code over SQLite in memory.
 
 Reads   requests of the store's actor
-Writes  rows and chunks, which no death of a process takes away
+Writes  rows and chunks, which outlive every process
 Gives   StoreDatabase, whose answers are checked, over WatchedTables, which check who writes what
-        and whether they say what was written. Raises DiskFull while a fault has filled the
-        disk, Violation
+        and whether it reads back as written
+Raises  DiskFull while a fault has filled the disk, Violation
 
 A commit takes no time here.
 """
@@ -31,7 +31,7 @@ _KINDS = {m.AppendReply: "append", m.FinishReply: "finish", m.PutRewardsReply: "
 
 
 class StoreDatabase(Transactions):
-    """The store's own, in memory. Its disk can be full; a process that ends takes nothing away."""
+    """The store's database in memory; its disk can be full, and its content outlives processes."""
 
     def __init__(self, world: Context) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
@@ -39,7 +39,7 @@ class StoreDatabase(Transactions):
         in_flight = world.scenario.settings.in_flight
         super().__init__(connection, self.tables, "the store", in_flight=in_flight)
         self._world = world
-        self.full = False  #: its disk
+        self.full = False  #: whether the disk is full
 
     def load_prompts(
         self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
@@ -57,7 +57,7 @@ class StoreDatabase(Transactions):
         return super().handle_batch(requests)
 
     def close(self) -> None:
-        """The next process finds it as it is."""
+        """Keep the content for the next process."""
 
     def _must_have_room(self) -> None:
         if self.full:
@@ -85,16 +85,16 @@ class StoreDatabase(Transactions):
 
 
 class WatchedTables(Tables):
-    """Tables that tell the checks of a world who writes what, and under which placement."""
+    """Tables that report to the checks of a world who writes what, and under which placement."""
 
     def __init__(self, connection: sqlite3.Connection, world: Context) -> None:
         super().__init__(connection, folder=None)
-        self.saved: dict[str, Row] = {}  #: each row as it was saved last
+        self.saved: dict[str, Row] = {}  #: last saved state of each row
         self.without_payload: set[str] = set()
         self._sampled: dict[str, list[Span]] = {}
         self._world = world
-        self._request: m.Request = m.Stats()  #: that is being handled, and
-        self._placements: dict[str, int] = {}  #: by trajectory, what it writes to
+        self._request: m.Request = m.Stats()  #: request that is being handled
+        self._placements: dict[str, int] = {}  #: placements of its items, by trajectory
 
     def begin(self, request: m.Request) -> None:
         self._request, self._placements = request, {}
@@ -129,21 +129,21 @@ class WatchedTables(Tables):
         super().drop_chunks(trajectory_id)
 
     def changed(self) -> Iterator[str]:
-        """Trajectories of which it says something else than was written."""
+        """Yield trajectories that no longer read back as written."""
         for row in self.iter_rows():
             sampled = tuple(self._sampled.get(row.id, ()))
             if row != self.saved[row.id] or self.get_spans(row) != sampled:
                 yield row.id
 
     def _placement(self, trajectory_id: str) -> int:
-        """The placement under which the present request writes to this trajectory."""
+        """Return the placement under which the current request writes to this trajectory."""
         if not self._placements:
             items = self._request.items  # type: ignore[union-attr]
             self._placements = {item.trajectory_id: item.placement for item in reversed(items)}
         return self._placements[trajectory_id]
 
     def _require_own_tokens(self, row: Row) -> None:
-        """Whichever replica generated which part: the response is the one of its seed."""
+        """Check that the response is that of its seed, whichever replicas generated it."""
         seed = self._world.scenario.seed_of(row)
         found = b"".join(chunk.tokens for chunk in self.load_chunks(row.id))
         made = made_of(self._world.scenario, seed)
@@ -154,7 +154,7 @@ class WatchedTables(Tables):
 
 
 def _change(before: Row | None, after: Row) -> str:
-    """What an opening has made of a row."""
+    """Return the kind of change that an opening made to a row."""
     if before is None:
         return "create"
     return "restart" if after.attempt > before.attempt else "move"

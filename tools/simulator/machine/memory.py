@@ -1,6 +1,6 @@
-"""Shared memory of the machines in virtual time: arenas, by path, and who has them mapped.
+"""Shared memory of the machines in virtual time: arenas by path, and their mappings.
 
-Reads   what the trainer hands over; directories of models; whether a fault strikes
+Reads   weights of the trainer; directories of models; whether a fault strikes
 Writes  slots, which other processes of the machine find by the arena's path
 Gives   SimArena; SimMemory for a relay, SimSlotWriter for the trainer; for replicas
         MappedArena and ReachableWeights, the port of actors/weight_loader.py
@@ -26,13 +26,13 @@ from tools.simulator.machine.versions import CHUNK_BYTES, ModelDirectory, manife
 from tools.simulator.runtime.process import SimProcess
 
 DIGEST_S = 0.05
-"""The time of the digest of a whole version, and of some chunks that came in."""
+"""Time to digest a whole version, or some received chunks."""
 COPY_S = 0.1
-"""The time to copy a version into a slot, or beside itself."""
+"""Time to copy a version into a slot, or to duplicate it."""
 
 
 class SimArena:
-    """Slots that processes of one machine have mapped; who has them keeps them."""
+    """Slots that processes of one machine have mapped; a mapping keeps them alive."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.num_bytes = slots * slot_bytes
@@ -62,11 +62,11 @@ class SimMemory:
         return Region(self.view(slot).data)
 
     def view(self, slot: int) -> Bytes:
-        """uint8 [slot_bytes]"""
+        """Return the bytes of a slot, uint8 [slot_bytes]."""
         return self._arena.slot(slot)
 
     async def populate_slots(self) -> None:
-        """There is always enough."""
+        """Do nothing: there is always enough memory."""
 
     async def build_manifest(self, commit: m.CommitSlot) -> mf.Manifest:
         await asyncio.sleep(DIGEST_S * self._process.slow)
@@ -81,7 +81,7 @@ class SimMemory:
 
 
 class SimSlotWriter:
-    """An arena that the trainer has mapped; `content` is what it hands over."""
+    """An arena that the trainer has mapped; `content` returns the weights to write."""
 
     def __init__(
         self, process: SimProcess, arenas: Arenas, content: Callable[[], Bytes], path: str
@@ -92,14 +92,14 @@ class SimSlotWriter:
         self._arena = arenas[path]
 
     async def populate_slot(self, slot: int) -> None:
-        """Memory may, as a fault, come late, and then be too little."""
+        """Populate a slot, or, as a fault, wait and raise for lack of memory."""
         world = self._process.world
         if world.faults.publish_fails():
             await asyncio.sleep(2 * world.scenario.train_s * self._process.slow)
             raise ArenaError("there is no memory for the slot")
 
     async def write(self, slot: int, specs: tuple[mf.TensorSpec, ...]) -> None:
-        """Half of it at once, and the rest when the copy is over."""
+        """Write the first half at once, and the rest when the copy is done."""
         content, view = self._content(), self._arena.slot(slot)
         half, end = len(content) // 2, len(content)
         view[:half] = content[:half]
@@ -107,11 +107,11 @@ class SimSlotWriter:
         view[half:end] = content[half:]
 
     def close(self) -> None:
-        """Nobody waits for its memory."""
+        """Do nothing: nothing waits for its memory."""
 
 
 class MappedArena:
-    """Slots of the relay of this machine."""
+    """The slots of this machine's relay."""
 
     def __init__(self, arena: SimArena) -> None:
         self._arena = arena
@@ -127,7 +127,7 @@ class MappedArena:
 
 
 class CheckpointCopy:
-    """A version that was read from the disk."""
+    """A version read from the disk."""
 
     path = "checkpoint"
 
@@ -138,7 +138,7 @@ class CheckpointCopy:
 
 
 class ReachableWeights:
-    """The bytes of versions that this replica can reach (actors/weight_loader.py)."""
+    """The weight bytes that this replica can reach (actors/weight_loader.py)."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ReachableWeights:
         return mapped
 
     async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
-        """The copy of a checkpoint; it may have been removed, and bytes may have changed there."""
+        """Return the copy of a checkpoint, which may be missing or, as a fault, corrupt."""
         world = self._world
         duration_s = world.scenario.load_s * self._chance.uniform(1, 3)
         await asyncio.sleep(duration_s * self._process.slow)
@@ -173,7 +173,7 @@ class ReachableWeights:
         return self._copy
 
     def digest_of(self, source: WeightSource) -> str:
-        """The digest of what an engine loads now."""
+        """Return the digest of the weights that an engine loads now."""
         if self._copy is not None and source.path == self._copy.path:
             return self._copy.manifest.digest
         return manifest_for(self._mapped[source.path].get_slot(source.offset), 0, 0).digest

@@ -1,6 +1,6 @@
-"""Directories of models, and the trainer's book, on a disk in virtual time that can be full.
+"""Model directories and the trainer's book on a disk in virtual time that can be full.
 
-Reads   what the learner has; whether a fault strikes
+Reads   the learner's weights; whether a fault strikes
 Writes  the directories of the world, which outlive the process; lines of the book
 Gives   SimModelFiles and SimBook, the ports of actors/model_files.py and actors/trainer.py;
         lay_origin, for a fork. Raises Violation
@@ -31,41 +31,40 @@ from tools.simulator.runtime.violation import Violation
 SAVE_S, SYNC_S, LINE_S = 0.2, 0.3, 0.01
 
 ORIGIN_NAME = "of another run"
-"""The name of the weights, and of the optimizer's moment, that a fork begins with."""
+"""Name of the weights, and of the optimizer's moment, that a fork begins with."""
 
 
 class Copied(NamedTuple):
-    """What a checkpoint is made of."""
+    """The content of a checkpoint."""
 
     weights: Bytes
     moment: str
 
 
 class TrainersDisk:
-    """What the trainer's process writes to."""
+    """The disk that the trainer's process writes to."""
 
     def __init__(self, process: SimProcess) -> None:
         self.process = process
-        self._refused = False  #: the last write
+        self._refused = False  #: whether the last write was refused
 
     async def takes(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s * self.process.slow)
 
     def refuse_if_full(self) -> None:
-        """Raise, as a fault, for a disk that has no room for a write, and has it again for the
-        next."""
+        """Raise, as a fault, for a full disk; the next write succeeds."""
         self._refused = not self._refused and self.process.world.faults.trainers_disk_is_full()
         if self._refused:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class SimModelFiles:
-    """The directories of models, by path."""
+    """Directories of models, by path."""
 
     def __init__(
         self, disk: TrainersDisk, models: dict[str, ModelDirectory], present: Callable[[], Copied]
     ) -> None:
-        """`present`: what the learner has now."""
+        """Serve `models` by path; `present` returns the learner's current content."""
         self._disk, self._models, self._present = disk, models, present
 
     async def copy(self) -> Copied:
@@ -94,7 +93,7 @@ class SimModelFiles:
         self._models[str(directory)].synced = True
 
     async def rename(self, directory: Path, name: Path) -> None:
-        """whole_under_its_name: whoever finds it, after whatever death, may read all of it."""
+        """Check whole_under_its_name: a directory is complete on disk before it gets its name."""
         if str(directory) not in self._models:
             raise FileNotFoundError(errno.ENOENT, f"there is no {directory}")
         found = self._models[str(name)] = self._models.pop(str(directory))
@@ -115,7 +114,7 @@ class SimModelFiles:
 
 
 class SimBook:
-    """The trainer's book: a line is in it as a whole, or not at all."""
+    """The trainer's book: a line is written as a whole or not at all."""
 
     def __init__(self, disk: TrainersDisk, chance: random.Random) -> None:
         self._disk, self._chance = disk, chance
@@ -127,11 +126,11 @@ class SimBook:
         await self._disk.takes(LINE_S)
 
     def close(self) -> None:
-        """Every line of it is on the disk."""
+        """Do nothing: every line is already on the disk."""
 
 
 def lay_origin(world: Context, models: dict[str, ModelDirectory], names: dict[bytes, str]) -> None:
-    """Lay what a fork begins with on the shared disk: a checkpoint of a run that is none here."""
+    """Put the checkpoint of another run that a fork begins with on the shared disk."""
     origin = world.scenario.origin
     if origin is None:
         return

@@ -3,8 +3,8 @@
 Reads   the boots of the simulator's processes
 Gives   MachineProcesses, the Processes of actors/node.py in virtual time
 
-A process that a fault has put in the place of another is the node's child from its next start on.
-One that is to stay lost ends whenever it is started, with the code of a mistake of the user's.
+A process that a fault put in place of another becomes the node's child at its next start. A process
+that must stay lost ends at every start, with the exit code of a user's mistake.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAUNCH_MAX_S = 0.3
 
 
 class Child:
-    """One boot of a process: the ChildProcess of actors/node.py."""
+    """A boot of a process: the ChildProcess of actors/node.py."""
 
     def __init__(self, process: SimProcess, node: Process) -> None:
         self.pid, self.boot_id = process.current.pid, process.boot_id
@@ -57,12 +57,12 @@ class Child:
 
 
 class MachineProcesses(Idle):
-    """The processes of one machine, but its node."""
+    """The processes of one machine, except its node."""
 
     def __init__(self, process: SimProcess, others: Sequence[SimProcess]) -> None:
         super().__init__(process)
         self._others = {other.name: other for other in others}
-        self._children: dict[str, Child] = {}  #: the last one of each actor
+        self._children: dict[str, Child] = {}  #: last child of each actor
 
     def make_actor(self, host: Host) -> Actor:
         roles = Counter(other.role for other in self._others.values())
@@ -87,7 +87,7 @@ class MachineProcesses(Idle):
             process.starter_gone()
 
     def ended(self, boot_id: str, name: str, code: int) -> None:
-        """A process of the machine has ended."""
+        """Record the end of a process of this machine."""
         child = self._children.get(name)
         if child is not None and child.boot_id == boot_id:
             self.world.checks.node_reports.ended(self.process, boot_id, code)

@@ -1,7 +1,7 @@
-"""What a relay has of its machine in virtual time: memory, a plane without a thread.
+"""A relay's machine in virtual time: memory, and a transfer plane without a thread.
 
 Reads   the scheduler, through the process
-Gives   SimMachine (actors/relay.py: Machine); Relay, the real actor over it
+Gives   SimMachine (actors/relay.py: RelayPlatform); Relay, the real actor over it
 
 The plane's core, the version table and all hashes are the real ones; versions are small.
 """
@@ -28,7 +28,7 @@ MEMORY_BYTES = 1 << 40
 
 
 class SimPlane:
-    """Turns of a plane's core (weights/chain/transfer_thread.py without its thread)."""
+    """A plane's core without its thread (weights/chain/transfer_thread.py), run in turns."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SimPlane:
         return self._core.listen(host, port)
 
     def close(self) -> None:
-        """Nothing more is done, as when its thread has ended."""
+        """Stop all work, as when the thread has ended."""
         self._closed = True
         self._core.close()
 
@@ -98,7 +98,7 @@ class SimPlane:
             self._set_alarm(wait_s or DIGEST_S * self._process.slow)
 
     def _act(self) -> bool:
-        """Act on what is ready, carry out orders; whether there was anything."""
+        """Act on ready endpoints and queued orders; return whether there were any."""
         acted = bool(self._inbox)
         for endpoint, interest, action in list(self._core.iter_poll_entries()):
             assert isinstance(endpoint, End | Listening)
@@ -111,7 +111,7 @@ class SimPlane:
         return acted
 
     def _set_alarm(self, delay_s: float) -> None:
-        """Be awake then; one that rings earlier will do."""
+        """Wake up after `delay_s`; an earlier alarm suffices."""
         now, delay_ns = self._process.world.scheduler.now, max(1, seconds(delay_s))
         if not now < self._alarm_ns <= now + delay_ns:
             self._alarm_ns = now + delay_ns
@@ -136,7 +136,7 @@ class SimMachine:
         self._chance = process.world.chance_of(process)
 
     async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
-        """The arenas of earlier boots; who has them mapped keeps them."""
+        """Remove the arenas of earlier boots; processes that mapped them keep them."""
         await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
         arenas, name = self._arenas, f"arena-{self.process.name}/"
         former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
@@ -161,7 +161,7 @@ def _at_once(work: Callable[[], None]) -> None:
 
 
 class Relay(Idle):
-    """What one boot of it has of its machine."""
+    """The model of one boot of a relay."""
 
     def __init__(self, process: SimProcess, bulk: BulkNetwork, arenas: Arenas) -> None:
         super().__init__(process)

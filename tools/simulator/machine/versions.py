@@ -24,22 +24,22 @@ VERSION_BYTES, CHUNK_BYTES = 128, 16
 
 @dataclass(slots=True)
 class ModelDirectory:
-    """What lies in a directory of the shared disk, and survives whoever wrote it."""
+    """The content of a directory on the shared disk, which outlives its writer."""
 
     weights: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
-    moment: str = ""  #: of the optimizer; empty: it is not there
+    moment: str = ""  #: of the optimizer; empty: missing
     extra: Mapping[str, bytes] = field(default_factory=dict)
     synced: bool = True
-    damaged: bool = False  #: in what only the trainer reads of it
+    damaged: bool = False  #: whether a part that only the trainer reads is damaged
 
 
 def weights_of(name: str) -> Bytes:
-    """The weights that have this name."""
+    """Return the weights of this name."""
     return np.frombuffer(xxhash.xxh3_128_digest(name.encode()) * 8, np.uint8)
 
 
 def manifest_for(view: Bytes, version: int, step: int) -> Manifest:
-    """The manifest of these bytes under this number."""
+    """Build the manifest of these bytes under this version number."""
     return build_manifest(
         view, version=version, step=step, tensors=TENSORS, probe=PROBE, chunk_bytes=CHUNK_BYTES
     )

@@ -3,8 +3,8 @@
 Reads   samples of the store, directories of models; faults
 Gives   SimTrainer: the port of actors/trainer.py, and the actor over it and over its machine
 
-Weights follow from the weights before, the optimizer's moment, and the ids of the batch in their
-order, so their digest says what they have seen.
+Weights are a function of the weights before, the optimizer's moment and the ordered ids of the
+batch, so their digest identifies the training history.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ LAYOUT = steps.ModelLayout(SHAPES, "float32")
 UNCHANGED = 0.1
 """Share of steps without signal: they publish the weights of the step before under a new number."""
 MOMENT_CHARS = 66
-"""A moment remembers two batches."""
+"""Length of a moment, which remembers two batches."""
 
 
 class Lineage:
-    """What learners have come to, which a new one comes to again."""
+    """Results of earlier learners, which a restarted learner must reach again."""
 
     def __init__(self) -> None:
-        self.names: dict[bytes, str] = {}  #: of weights that trainers have had, by their bytes
-        #: by digest of the ids: suspects of a batch, and why it changed nothing
+        self.names: dict[bytes, str] = {}  #: names of all weights that trainers had, by their bytes
+        #: suspects of a batch, and why it changed nothing, by digest of the ids
         self.outcomes: dict[str, tuple[dict[steps.Origin, steps.MismatchSource], str | None]] = {}
 
 
 class SimTrainer(Idle):
-    """The learner, and what else a trainer asks for."""
+    """The learner, and the other parts that a trainer needs."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class SimTrainer(Idle):
 
     def make_actor(self, host: Host) -> Trainer:
         self.name = self.moment = "w0"
-        self.step = 0  #: how many they have seen
+        self.step = 0  #: steps that the weights have been trained for
         self._boot = host.boot_id
-        self._written = -1  #: the same of those that were put into a slot last
+        self._written = -1  #: step of the weights written to a slot last
         disk = TrainersDisk(self.process)
         files = SimModelFiles(disk, self._models, lambda: Copied(self.weights, self.moment))
         writer = partial(SimSlotWriter, self.process, self._arenas, self.content)
@@ -106,15 +106,14 @@ class SimTrainer(Idle):
         )
 
     def _reward_failed(self, samples: Sequence[steps.TrainSample]) -> set[str]:
-        """Samples whose reward function failed."""
+        """Return the samples whose reward function failed."""
         reasons = {s.sample_id: self._rows[s.sample_id].reward_reason for s in samples}
         return {name for name, reason in reasons.items() if reason not in (None, "", "ok")}
 
     def _outcome(
         self, samples: Sequence[steps.TrainSample]
     ) -> tuple[dict[steps.Origin, steps.MismatchSource], str | None]:
-        """The outcome of a batch that is trained the first time; it follows from the batch ever
-        after."""
+        """Draw the outcome of a batch; when repeated, the batch has the same outcome."""
         origins = dict.fromkeys(steps.get_origin(span) for s in samples for span in s.spans)
         suspects = {o: steps.MismatchSource(1.0, 0.5) for o in origins if self._differs()}
         left_out = steps.sampled_by(samples, suspects)
@@ -129,8 +128,7 @@ class SimTrainer(Idle):
         return [[PROBE_LOGPROB] * (len(sequence) - 1) for sequence in sequences]
 
     async def reload_weights(self, directory: Path) -> None:
-        """Nothing to do: it is what was written just now, as the digest of what is published then
-        says."""
+        """Take time only: the directory was just written, and a later digest checks the weights."""
         await self.work(SAVE_S)
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
@@ -152,7 +150,7 @@ class SimTrainer(Idle):
         return LearnerFacts(torch="none", threads=1, micro_batch_tokens=1, reference="", moved={})
 
     def content(self) -> Bytes:
-        """What goes into a slot; the same weights once more may, as a fault, be other bytes."""
+        """Return the bytes for a slot; as a fault, the same weights may differ when repeated."""
         self.world.checks.training.handed_over(self._boot)
         again, self._written = self._written == self.step, self.step
         if again and self.world.faults.publish_differs():

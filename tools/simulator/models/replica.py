@@ -1,10 +1,10 @@
-"""What a replica has of its machine in virtual time: an engine that is a clock, rewards, weights.
+"""A replica's parts in virtual time: an engine driven by a clock, rewards and weights.
 
 Reads   lengths of responses, arenas, checkpoints; whether a fault strikes
 Gives   Replica, the ReplicaParts of actors/rollout.py
 
-Tokens are those of the trajectory's seed (tokens.py), so that a response which several replicas
-wrote in turn can be compared with the one that a single replica would have written.
+Tokens are those of the trajectory's seed (tools/simulator/turns.py), so a response that several
+replicas sampled in turn can be compared with the response of a single replica.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from tools.simulator.scenario import seconds
 from tools.simulator.turns import begin_of, made_of, prompt_with
 
 DIES_S = 0.1
-"""The time after which a poisonous prompt kills the replica that runs it."""
+"""Time until a poisonous prompt kills the replica that runs it."""
 
 
 class ReplicaEngine(ClockEngine):
-    """The face of engines/protocol.py, with what the simulator's checks and faults ask for."""
+    """The interface of engines/protocol.py, with hooks for the simulator's checks and faults."""
 
     def __init__(self, replica: Replica, on_deltas: Callable[[list[TokenDelta]], None]) -> None:
         self._replica = replica
         scenario, self._sim_loop = replica.scenario, replica.process.current.loop
-        self.digest = ""  #: of the weights that it has
-        self.streams = False  #: they are arriving, and nothing is sampled yet
-        self._streamed: list[GenerateRequest] = []  #: begun before the weights were there
+        self.digest = ""  #: digest of the loaded weights
+        self.streams = False  #: whether weights are arriving and nothing is sampled yet
+        self._streamed: list[GenerateRequest] = []  #: requests added before their weights arrived
         super().__init__(
             replica.process,
             scenario.engine,
@@ -151,7 +151,7 @@ class ReplicaEngine(ClockEngine):
 
 
 class Rewards:
-    """The user's function, and the workers that run it (actors/scoring.py)."""
+    """The user's reward function, and the workers that run it (actors/scoring.py)."""
 
     workers_lost = workers_killed = 0
 
@@ -175,7 +175,7 @@ class Rewards:
         return [_reward(response, scores, faults.reward_reason()) for response in tokens]
 
     def _unscorable(self) -> list[list[int]]:
-        """The responses that a fault has chosen."""
+        """Return the responses that a fault has made unscorable."""
         world = self._replica.world
         found = []
         for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
@@ -187,20 +187,19 @@ class Rewards:
 
 
 def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
-    """One of so many scores from 0, by the response: the same on every replica; 0 where the
-    function failed."""
+    """Return a score below `scores`, the same on every replica; 0 if the function failed."""
     score = float(sum(tokens) % scores) if reason == "ok" else 0.0
     return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
 
 
 def _tailed(chance: random.Random, p99_to_median: float) -> float:
-    """Log-normal with median 1. No answer takes four times as long as the p99: calls are killed."""
+    """Draw from a log-normal with median 1, capped at 4 times the p99: calls are killed then."""
     deviation = math.log(p99_to_median) / P99_QUANTILE
     return min(chance.lognormvariate(0.0, deviation), 4 * p99_to_median)
 
 
 class Environments:
-    """The sessions of one replica (actors/turns.py): they end with its process."""
+    """The sessions of one replica (actors/turns.py), which end with its process."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -253,7 +252,7 @@ class Environments:
 
 
 class Replica(Idle):
-    """One boot of a replica."""
+    """The model of one boot of a replica."""
 
     stop_ids = frozenset({END_ID})
 
@@ -276,7 +275,7 @@ class Replica(Idle):
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
     ) -> ReplicaEngine:
-        await asyncio.sleep(self.chance.uniform(0, self.scenario.start_s))  # also of a slow one
+        await asyncio.sleep(self.chance.uniform(0, self.scenario.start_s))  # even if slow
         if self.world.faults.start_hangs():
             await asyncio.Event().wait()
         self.engine = ReplicaEngine(self, on_deltas)
@@ -286,7 +285,7 @@ class Replica(Idle):
         return f"{len(tokens)} tokens"
 
     def record_steps(self, rows: bytes) -> None:
-        """Nothing reads engine steps here."""
+        """Do nothing: engine steps are not read here."""
 
     def pause(self) -> None:
         if self.engine is not None:

@@ -1,4 +1,4 @@
-"""Where the simulated store has its prompts from: a data set, and a tokenizer that takes a while.
+"""Prompts of the simulated store: a data set, and a tokenizer that takes a while.
 
 Gives   StoreProcess, the real actor over these and over the database of the world
 """
@@ -24,7 +24,7 @@ TOKENISE_S = 0.01
 
 
 class StoreProcess(Idle):
-    """The process of the store; where its prompts come from, and a tokenizer that takes a while."""
+    """The process of the store, with its prompts and a tokenizer that takes a while."""
 
     def __init__(self, process: SimProcess, database: StoreDatabase) -> None:
         super().__init__(process)

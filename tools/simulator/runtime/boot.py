@@ -1,10 +1,10 @@
-"""One boot of a simulated process: the SimProcess of actors/host.py in virtual time.
+"""A boot of a simulated process: the Process of actors/host.py in virtual time.
 
 Reads   frames of the coordinator, replies of other processes
 Emits   frames, through a real ClientLink; commands to its host, which is the real one
 
-Line, clock and event loop are its own: nothing of a boot that has ended does anything any more.
-What its actor raises where it must not breaks the promise nothing_raises.
+Each boot has its own link, clock and event loop: after it ends, none of its callbacks run. An
+unexpected exception of its actor violates the invariant nothing_raises.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from tools.simulator.scheduler import Action
 FLUSH_POLL_S = 0.05
 RUN_DIR = Path("run")
 ENDS_A_PROCESS = (TimeoutError, LinkClosed, CheckpointError)
-"""What an actor may end with: a server was away for too long, the coordinator refused it, or the
-checkpoint that it is to go on from is not what it was."""
+"""Exceptions that end an actor normally: an unreachable server, a refusal by the coordinator, or
+a checkpoint that changed since it was written."""
 
 
 class Log:
-    """A log that nobody reads; but a warning is a path that is seldom taken, and an error was
-    raised."""
+    """A log whose warnings count in the coverage, as rare paths, and whose errors are raised."""
 
     def __init__(
         self, warned: Callable[[str], None], raised: Callable[[BaseException], None]
@@ -64,13 +63,13 @@ class Log:
 
 
 class Dropped:
-    """An outlet that is not read."""
+    """An outlet that discards its items."""
 
     def put(self, item: object) -> None: ...
 
 
 class Obedient:
-    """An actor as the checks see it: its commands are counted, and a fault may keep one back."""
+    """An actor wrapper that counts commands for the checks; a fault may withhold one."""
 
     def __init__(self, boot: Boot, actor: Actor) -> None:
         self._boot, self._actor = boot, actor
@@ -100,7 +99,7 @@ class Obedient:
 
 
 class Boot:
-    """What a host has of the world; ends with its process."""
+    """The interface of a simulated process to its host, for one boot."""
 
     def __init__(self, process: Process) -> None:
         world = process.world
@@ -126,15 +125,15 @@ class Boot:
             now_ns=world.scheduler.now,
             info={"node": self.node, "pid": str(self.pid), **started},
         )
-        #: what its engine is to generate, by the engine's name for it
+        #: generation commands by the engine's request id
         self.placed: dict[str, cmd.GenerateTrajectory] = {}
         self._scheduler = world.scheduler
         self._clients: dict[str, SimClient] = {}
         self._after_turn: dict[Callable[[], None], None] = {}
         self._arrived: list[bytes] = []
         self._broken: Violation | None = None
-        self._seen = ("", LinkState.JOINING)  #: server boot and state that the host knows of
-        self._kept_back: dict[int, bool] = {}  #: orders to stop: whether a fault keeps them back
+        self._seen = ("", LinkState.JOINING)  #: server boot and link state that the host knows
+        self._kept_back: dict[int, bool] = {}  #: stop commands: whether a fault withholds them
         self._wake_ns = NEVER_NS
         self._flush_due = False
         self._closed: asyncio.Future[None] = self.loop.create_future()
@@ -144,31 +143,31 @@ class Boot:
 
     @property
     def runs(self) -> bool:
-        """Whether the process lives, and does not stand still."""
+        """Whether the process is alive and not paused."""
         return not self.loop.closed and not self.process.paused
 
     def begin(self, actor: Actor) -> None:
-        """The process looks for the coordinator; its actor starts when it is welcomed."""
+        """Connect to the coordinator; the actor starts once it is welcomed."""
         self.loop.enter(self.loop.create_task, self._run(Obedient(self, actor)))
 
     async def _run(self, actor: Actor) -> None:
         self.process.die(await self.host.run(actor))
 
     def end(self) -> None:
-        """End the boot: nothing of it runs any more."""
+        """End the boot: none of its callbacks run any more."""
         self.loop.closed = True
 
     def after(self, delay_ns: int, action: Action, *args: Any) -> None:
-        """Call later, if this boot still lives then."""
+        """Call `action` after a delay if this boot is still alive then."""
         if not self.loop.closed:
             self._scheduler.after(delay_ns, self.process.due, self.number, action, args)
 
     def deliver(self, action: Action, *args: Any) -> None:
-        """Call now, or, when the process stands still, as soon as it goes on."""
+        """Call `action` now, or as soon as a paused process resumes."""
         self.process.due(self.number, action, args)
 
     def after_turn(self, action: Callable[[], None]) -> None:
-        """Call once when nothing is ready any more at this instant."""
+        """Call `action` once when nothing else is ready at this instant."""
         self._after_turn[action] = None
 
     def _turned(self) -> None:
@@ -272,14 +271,14 @@ class Boot:
 
     def freeze_heap(self) -> None: ...
 
-    # --- the line to the coordinator ------------------------------------------------------------
+    # --- the link to the coordinator ------------------------------------------------------------
 
     def enter_reply(self, server: str, replies: Replies) -> None:
-        """A server answers."""
+        """Deliver the replies of a server."""
         self.loop.enter(self._clients[server].answered, replies)
 
     def arrive(self, frame: bytes) -> None:
-        """A frame of the coordinator; what arrives at this instant is taken together."""
+        """Receive a frame of the coordinator; frames of one instant are handled together."""
         if not self._arrived:
             self.after(0, self._take_all)
         self._arrived.append(frame)
@@ -328,7 +327,7 @@ class Boot:
             world.coverage.hit("session:command-repeated")
 
     def flush_soon(self) -> None:
-        """Once everything that happens at this instant has happened."""
+        """Flush once everything else at this instant has happened."""
         if not self._flush_due:
             self._flush_due = True
             if not self.loop.is_running():
@@ -339,14 +338,14 @@ class Boot:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is due, and wake up when more is."""
+        """Send all due frames and schedule the next wake-up."""
         self._flush_due = False
         for frame in self.link.poll(self._scheduler.now):
             self.process.leave(frame)
         self._sleep(self.link.next_due_ns())
 
     def _sleep(self, due_ns: int) -> None:
-        """Be awake when something is due; who wakes too early sleeps on."""
+        """Schedule a wake-up at `due_ns`; an earlier wake-up sleeps again."""
         now = self._scheduler.now
         if due_ns < self._wake_ns or self._wake_ns <= now:
             self._wake_ns = max(due_ns, now + 1)

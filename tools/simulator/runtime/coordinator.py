@@ -2,11 +2,11 @@
 
 Reads   frames that arrive, timers of the state, faults of its disk and of itself
 Writes  the event log, on a SimDisk
-Emits   frames; answers of the user's batch strategy, as events of its own
+Emits   frames; results of the user's batch strategy, as its own events
 
-What coordinator/loop.py is for a real process. All frames that arrive within a quantum are one
-turn. Its supervisor starts it again after every death, until the run has ended, or is given up
-because the disk stays full (exits.py).
+The counterpart of coordinator/loop.py. All frames that arrive within a quantum form one turn. Its
+supervisor restarts it after every death, until the run has ended, or is given up because the disk
+stays full (exits.py).
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import seconds, stream
 
 SAFETY_NS = 250 * MS
-"""A loop looks at its socket and its links at least so often."""
+"""Maximum time between two looks of a loop at its socket and links."""
 FRAMES_PER_TURN = 512
 FAREWELL_NS = seconds(3.0)
 LATE_S = 3.0
-"""A connection that stood still sends again after pauses that double, a new one sends at once."""
+"""Maximum delay of an ended process's frames: a stalled connection resends with growing pauses."""
 UNIX_START_NS = 1_700_000_000 * 10**9
 
 
 class SimCoordinator:
-    """The coordinator of a run, through all its incarnations."""
+    """The coordinator of a run across all its incarnations."""
 
     def __init__(self, world: Context) -> None:
         self.world = world
         self.disk = SimDisk()
-        self.tick: Tick | None = None  #: None while there is no process
+        self.tick: Tick | None = None  #: None while no process runs
         self.incarnations = 0
         self.paused = False
-        self.ended = False  #: the run is over and said so, or was given up
-        self.over: GiveUp | None = None  #: why it was given up
+        self.ended = False  #: whether the run ended and said so, or was given up
+        self.over: GiveUp | None = None  #: verdict that gave the run up
         self.exits = Exits(world)
-        self.keep_bytes = 0  #: of the log; 0: all
+        self.keep_bytes = 0  #: log bytes to keep; 0: all
         self.background: Callable[[], Background] = (
-            InlineBackground  #: what a process gives work to
+            InlineBackground  #: executor of a process's background work
         )
-        self.wall_offset_ns = 0  #: of its clock of the day: steps of it must change nothing
-        self.state: State | None = None  #: of the last process, also after its death
+        self.wall_offset_ns = 0  #: offset of the wall clock; steps of it must change nothing
+        self.state: State | None = None  #: state of the last process, kept after its death
         self._chance = stream(world.scenario.seed, "coordinator")
         self._late = stream(world.scenario.seed, "outlived")
         self._strategy = stream(world.scenario.seed, "strategy")
         self._routes: dict[bytes, Process] = {}
-        #: connections of processes that have ended before their last words came: boot id, and by
-        #: how much those come later than others
+        #: connections of ended processes whose last frames have yet to arrive: boot id, and
+        #: additional delay of those frames
         self._outlived: dict[bytes, tuple[str, int]] = {}
-        self._introduced: dict[bytes, None] = {}  #: connections on which a hello came
+        self._introduced: dict[bytes, None] = {}  #: connections that sent a hello
         self._connections = 0
         self._inbox: list[tuple[bytes, bytes]] = []
         self._own: list[Event] = []
-        self._turn_ns = NEVER_NS  #: when the next turn is planned
-        self._wakes: list[int] = []  #: heap of the times at which the scheduler will call
+        self._turn_ns = NEVER_NS  #: time of the next planned turn
+        self._wakes: list[int] = []  #: heap of scheduled wake-up times
         self._closing_ns = NEVER_NS
-        self._asked = False  #: the user wants a run to go on that was stopped
+        self._asked = False  #: whether the user asked to resume a stopped run
         self._limits = Limits()
         self._quantum_ns = world.scenario.quantum_ns
 
@@ -89,7 +89,7 @@ class SimCoordinator:
     # --- life ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A new process recovers from the log, takes it over and listens."""
+        """Start a process that recovers from the log, takes it over and listens."""
         if self.tick is not None or self.ended:
             return
         self.world.faults.before_disk_use(self.disk)
@@ -152,8 +152,7 @@ class SimCoordinator:
         ]
 
     def _resumed(self, machine: StateMachine) -> list[Event]:
-        """What it says when it finds no process, or the user has stopped the run and wants it to
-        go on."""
+        """Return the resume event if no process is left or the user resumes a stopped run."""
         asked, self._asked = self._asked, False
         if not machine.started:
             return []
@@ -167,13 +166,13 @@ class SimCoordinator:
         return [news]
 
     def kill(self) -> None:
-        """The process is gone; what it has written, the machine still has."""
+        """Kill the process; the machine keeps what it has written."""
         if self.tick is not None:
             self.world.coverage.hit("coordinator:killed-between-turns")
             self._died(None)
 
     def _died(self, error: Exception | None) -> None:
-        """Every connection breaks; the disk keeps what this death leaves; a supervisor acts."""
+        """Break every connection, apply this death to the disk, and consult the supervisor."""
         if isinstance(error, PowerCut):
             mode = self.world.faults.crash_mode()
             self.world.coverage.hit(f"disk:power-cut-{mode}")
@@ -206,7 +205,7 @@ class SimCoordinator:
     # --- connections --------------------------------------------------------------------------
 
     def accept(self, process: Process) -> bytes:
-        """The routing id of a new connection; empty when no coordinator listens."""
+        """Return the routing id of a new connection, or empty if no coordinator listens."""
         if self.tick is None:
             return b""
         self._connections += 1
@@ -215,8 +214,10 @@ class SimCoordinator:
         return route
 
     def hang_up(self, route: bytes, *, outlived: str = "") -> None:
-        """A connection ends. `outlived`: boot id of a process whose machine has yet to send what it
-        had said; that arrives, and nobody is there for an answer."""
+        """End a connection.
+
+        `outlived`: boot id of an ended process whose machine has yet to send its last frames.
+        They still arrive, but cannot be answered."""
         if outlived and self._routes.pop(route, None) is not None:
             self._outlived[route] = outlived, seconds(self._late.uniform(0, LATE_S))
         else:
@@ -224,7 +225,7 @@ class SimCoordinator:
             self._introduced.pop(route, None)
 
     def receive(self, route: bytes, frame: bytes) -> None:
-        """A frame arrives at the socket; those of broken connections are lost."""
+        """Receive a frame at the socket; frames of broken connections are lost."""
         process = self._routes.get(route)
         if process is not None:
             self._take(route, process.boot_id, frame)
@@ -245,8 +246,7 @@ class SimCoordinator:
             self._plan(now)
 
     def _hear(self, route: bytes, boot_id: str, frame: bytes) -> None:
-        """Count a process as alive that sends something readable on a connection where it has said
-        its name."""
+        """Count a process as alive if it sends a readable frame on an introduced connection."""
         if isinstance(frame, Garbage):
             return
         if b"\xa5hello" in frame[:16]:
@@ -263,12 +263,12 @@ class SimCoordinator:
     # --- turns --------------------------------------------------------------------------------
 
     def report(self, event: Event) -> None:
-        """An event of the coordinator's own."""
+        """Queue an event of the coordinator itself."""
         self._own.append(event)
         self._plan(self.world.scheduler.now)
 
     def _plan(self, when_ns: int) -> None:
-        """A turn at the end of the quantum of this time, unless one is planned before."""
+        """Plan a turn at the end of this time's quantum, unless an earlier one is planned."""
         quantum = self._quantum_ns
         when_ns = (max(when_ns, self.world.scheduler.now) // quantum + 1) * quantum
         if when_ns < self._turn_ns and self.tick is not None and not self.paused:
@@ -276,7 +276,7 @@ class SimCoordinator:
             self._wake_at(when_ns)
 
     def _wake_at(self, when_ns: int) -> None:
-        """Be woken then at the latest; who is woken too early sleeps on."""
+        """Schedule a wake-up no later than `when_ns`; an earlier wake-up sleeps again."""
         if not self._wakes or when_ns < self._wakes[0]:
             heappush(self._wakes, when_ns)
             self.world.scheduler.at(when_ns, self._wake)
@@ -326,7 +326,7 @@ class SimCoordinator:
             self._plan(now)
 
     def _close(self, tick: Tick) -> None:
-        """The run is over: the log ends with a hash of the state."""
+        """Close the log of an ended run with a hash of the state."""
         self.world.faults.before_disk_use(self.disk)
         try:
             tick.log_state_hash()
@@ -342,7 +342,7 @@ class SimCoordinator:
     # --- the user's batch strategy ----------------------------------------------------------------
 
     def _local(self, command_id: int, command: Command) -> None:
-        """A worker process answers a little later, or not at all, or nonsense."""
+        """Answer as a worker process would: a little later, never, or with nonsense."""
         self.world.checks.obeyed_here(command_id, command)
         if not isinstance(command, cmd.ProposeBatch):
             raise Violation("commands_reach_their_owner", f"{command!r} came to the coordinator")
@@ -351,7 +351,7 @@ class SimCoordinator:
         chosen = groups[: command.count]
         fate = self._strategy.random()
         if fate < 0.05:
-            return  # it hangs: the question's deadline answers
+            return  # it hangs: the proposal's deadline applies
         if fate < 0.1:
             chosen = chosen[:-1]
         answer = ev.BatchProposed(step_index=command.step_index, groups=tuple(chosen))
@@ -364,7 +364,7 @@ class SimCoordinator:
 
 
 def _note_start(restored: Restored, hit: Callable[[str], None]) -> None:
-    """Tell the coverage by which ways a log was restored."""
+    """Record in the coverage how a log was restored."""
     if restored.tail.torn_bytes:
         hit("log:torn-tail")
     if restored.snapshot is not None:

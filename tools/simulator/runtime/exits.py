@@ -1,11 +1,11 @@
-"""How a simulated coordinator ends by itself, and whether it is started again.
+"""Exits of a simulated coordinator, and whether it is restarted.
 
 Reads   the exception that ended it
-Gives   the verdict of the real coordinator/restarts.py: again, after a pause, or over
+Gives   the verdict of the real coordinator/restarts.py: restart, after a pause, or give up
 Raises  Violation
 
-Deaths from outside (a kill, a power cut) take the supervisor's count with them. A handler that
-raises ends no coordinator here: it breaks the promise nothing_raises.
+Deaths from outside (a kill, a power cut) also reset the supervisor's restart count. A handler that
+raises does not end a coordinator here: it violates the invariant nothing_raises.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tools.simulator.scheduler import SECOND
 
 
 class Exits:
-    """The deaths of one run's coordinators that are their own."""
+    """The deaths that the coordinators of one run caused themselves."""
 
     def __init__(self, world: Context) -> None:
         self._world = world
         self.reset()
 
     def reset(self) -> None:
-        """A new supervisor."""
+        """Start over with a new supervisor."""
         self._restarts = Restarts(0.0, self._world.scenario.disk_full_timeout_s)
-        self._unwritable_ns = -1  #: since when no coordinator could write; -1: the last one could
+        self._unwritable_ns = -1  #: start of the time in which no coordinator could write; -1: none
         self._served_ns = -1
 
     def serves(self) -> None:
         self._served_ns = self._world.scheduler.now
 
     def ended(self, error: Exception | None) -> Restart | GiveUp:
-        """The coordinator has ended; None: it was killed."""
+        """Return the verdict on an ended coordinator; `error` is None if it was killed."""
         now_ns, served_ns = self._world.scheduler.now, self._served_ns
         if error is None or isinstance(error, PowerCut):
             self.reset()
@@ -54,7 +54,7 @@ class Exits:
         return verdict
 
     def _disk_was_full(self, over: GiveUp) -> None:
-        """given_up_for_a_reason: a supervisor gives up for nothing but a disk that stays full."""
+        """Check given_up_for_a_reason: a supervisor gives up only for a disk that stays full."""
         since_ns, wait_s = self._unwritable_ns, self._world.scenario.disk_full_timeout_s
         long = since_ns >= 0 and self._world.scheduler.now - since_ns >= wait_s * SECOND
         full = over.code == exit_codes.LOG_UNWRITABLE and self._world.faults.full_for_good

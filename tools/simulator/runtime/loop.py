@@ -4,9 +4,9 @@ Reads   the scheduler's clock
 Gives   SimLoop: tasks, futures and timers of asyncio, run by calls of the scheduler
 
 Whatever becomes ready at an instant runs within one call of the scheduler, in the order in which it
-became ready. The loop is its process's own: it stands still when the process is paused, and what
-belonged to a boot that has ended is never run. The tasks of ended boots are kept until the seed has
-ended: the garbage collector would run their `finally` blocks whenever it likes.
+became ready. The loop belongs to one boot: it stops while the process is paused, and callbacks of
+an ended boot never run. Tasks of ended boots are kept until the seed has ended, because the garbage
+collector would run their `finally` blocks at arbitrary times.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 CALLBACKS_MAX = 200_000
-"""The most callbacks of one instant: beyond it a task yields again and again and waits for
-nothing."""
+"""Maximum callbacks at one instant; beyond it, a task yields endlessly without waiting."""
 WAITS_MAX = 1_000
-"""How many things a coroutine may wait for while it is ended."""
+"""Maximum number of awaits of a coroutine while it is being closed."""
 TASKS_KEPT = 64
-"""Finished tasks are forgotten when there are so many, or twice as many as were left then."""
+"""Number of tasks at which finished ones are removed; later, at twice the tasks left plus this."""
 
 After = Callable[..., None]  #: (delay in nanoseconds, action, *arguments)
 Told = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 def _close(coroutine: Any) -> None:
-    """Close a coroutine to its end: what it still waits for in a `finally` block is broken off as
-    well."""
+    """Close a coroutine completely, including awaits in its `finally` blocks."""
     for _ in range(WAITS_MAX):
         with contextlib.suppress(BaseException):
             coroutine.close()
@@ -66,10 +64,12 @@ class SimLoop(asyncio.AbstractEventLoop):
     """The event loop of one boot of one process."""
 
     def __init__(self, now_ns: Callable[[], int], after: After, turned: Callable[[], None]) -> None:
-        """`after`: has something called later, if this boot still lives then. `turned`: called when
-        nothing is ready any more."""
-        self.closed = False  #: its process has ended
-        self.tasks: list[asyncio.Task[Any]] = []  #: all that have not ended, and some that have
+        """Create a loop without tasks.
+
+        `after` schedules a call if this boot is still alive then. `turned` is called when
+        nothing else is ready."""
+        self.closed = False  #: whether the process has ended
+        self.tasks: list[asyncio.Task[Any]] = []  #: all unfinished tasks, and some finished ones
         self._now_ns, self._after, self._turned = now_ns, after, turned
         self._ready: deque[Ready] = deque()
         self._entered = False
@@ -80,7 +80,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- running ------------------------------------------------------------------------------
 
     def enter(self, action: Callable[..., object], *args: Any) -> None:
-        """Call within this loop, then all that has become ready by it."""
+        """Call `action` in this loop, then everything that it made ready."""
         if self._entered:
             action(*args)
             return
@@ -172,12 +172,12 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.enter(self._call, handle)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer stays with the scheduler, and calls nothing."""
+        """Do nothing: a cancelled timer stays in the scheduler and calls nothing."""
 
     def discard(self) -> None:
-        """End the coroutines of a dead process, here and not whenever they are collected.
+        """End the coroutines of a dead process now, not whenever they are collected.
 
-        Within this loop, because their `finally` blocks may make tasks; those are ended, too.
+        Runs within this loop because their `finally` blocks may create tasks, which are ended too.
         """
         before = events._get_running_loop()
         events._set_running_loop(self)
@@ -197,7 +197,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self._entered
 
     def is_closed(self) -> bool:
-        return False  # what is called in a dead process is not called: it is no error
+        return False  # calls in a dead process are dropped and must not raise
 
     def get_debug(self) -> bool:
         return False

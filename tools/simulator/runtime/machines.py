@@ -1,9 +1,9 @@
-"""What `laminar train` does for its nodes, in virtual time: one that dies is started again.
+"""Restarts of nodes by `laminar train`, in virtual time.
 
 Reads   the ends of nodes
-Gives   Machines, which starts them after the pauses of actors/restart_limit.py
+Gives   Machines, which restarts them after the pauses of actors/restart_limit.py
 
-A node that a fault has lost for good is not started again: its machine is gone, or nobody would.
+A node that a fault has lost for good is not restarted: its machine or its starter is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tools.simulator.scenario import seconds, stream
 from tools.simulator.scheduler import SECOND
 
 START_S = (0.2, 2.0)
-"""The time from the end of a node to its successor's beginning, without the pause."""
+"""Time from the end of a node to the start of its successor, without the pause."""
 
 
 class Machines:
@@ -28,11 +28,11 @@ class Machines:
         self._dead = False
 
     def die(self) -> None:
-        """`laminar train` is gone: it starts nothing any more."""
+        """Stop all restarts: `laminar train` is gone."""
         self._dead = True
 
     def ended(self, node: SimProcess, code: int) -> None:
-        """A node has ended."""
+        """Restart an ended node, unless the run is over or the node is lost for good."""
         world = self._world
         if world.finished or world.faults.is_gone(node):
             return

@@ -1,11 +1,11 @@
-"""One process slot of a simulated machine: boots, pauses, dies; each boot is a new process.
+"""A process slot of a simulated machine: boots, pauses, dies; each boot is a new process.
 
 Reads   what a fault or its node does to it
-Gives   the boot that runs now (boot.py), and its model: what its role needs of the world, an Idle
+Gives   the current boot (boot.py), and its model, an Idle: what its role needs of the world
 
-A process that is paused does nothing and forgets nothing: what would have happened happens when it
-wakes, however late. Timers and messages of an earlier boot, and frames of an earlier connection,
-are gone; but what a line held back when its process ended, its machine still sends.
+A paused process does nothing and forgets nothing: delayed work happens when it resumes. Timers and
+messages of an earlier boot, and frames of an earlier connection, are dropped, but its machine still
+sends the frames that a link held back when the process ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.simulator.scheduler import Action
 
 
 class SimProcess(Process):
-    """A process slot by name."""
+    """A named process slot."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class SimProcess(Process):
     ) -> None:
         self.world, self.name, self.role, self.node = world, name, role, node
         self._make_model = make_model
-        self.boots: list[Boot] = []  #: all that there have been, kept to the end
+        self.boots: list[Boot] = []  #: all boots, kept to the end
         self.boot = 0
         self.boot_id = f"{name}/0"
-        self.started_by = ""  #: boot id of its node then
-        self.started_ns = 0  #: when this boot began
+        self.started_by = ""  #: boot id of the node that started it
+        self.started_ns = 0  #: start of this boot
         self.alive = False
         self.paused = False
-        self.slow = 1.0  #: factor on everything that it computes
-        self.welcomed = False  #: its actor has begun to start
-        self.route = b""  #: of the present connection; empty: there is none
+        self.slow = 1.0  #: factor on all its computing times
+        self.welcomed = False  #: whether its actor has begun to start
+        self.route = b""  #: routing id of the current connection; empty: none
         self._up = world.network.link(name, COORDINATOR)
         self._down = world.network.link(COORDINATOR, name)
         self._backlog: deque[tuple[Action, tuple[Any, ...]]] = deque()
@@ -57,12 +57,12 @@ class SimProcess(Process):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The name and number that the coordinator knows the process by."""
+        """The name and number by which the coordinator knows the process."""
         return self.name, self.link.incarnation
 
     @property
     def link(self) -> ClientLink:
-        """The process's line to the coordinator."""
+        """The process's link to the coordinator."""
         return self.current.link
 
     @property
@@ -76,7 +76,7 @@ class SimProcess(Process):
     # --- life ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A new process of this name begins to look for the coordinator."""
+        """Start a new process of this name, which looks for the coordinator."""
         self.boot += 1
         self.boot_id = f"{self.name}/{self.boot}"
         self.started_by = "" if self.role == "node" else self.world.processes[self.node].boot_id
@@ -91,19 +91,19 @@ class SimProcess(Process):
         self.connect()
 
     def die(self, code: int) -> None:
-        """The process is gone; its node sees that."""
+        """End the process; its node notices."""
         if not self.alive:
             return
         self._end()
         self.world.process_ended(self, code, self.boot_id)
 
     def starter_gone(self) -> None:
-        """The process notices that its node is gone."""
+        """Notice that the node is gone."""
         if self.alive:
             self.call_later(0, self.current.loop.enter, self.current.starter_gone)
 
     def replace(self) -> None:
-        """A new process has its name before anybody has heard that this one died."""
+        """Start a process of the same name before the death of this one is known."""
         ended = self.boot_id
         self._end()
         self.start()
@@ -119,7 +119,7 @@ class SimProcess(Process):
         self._backlog.clear()
 
     def fail(self, reason: str) -> None:
-        """The process cannot go on: it says so, and ends."""
+        """Report that the process cannot continue, and end it."""
         self.current.loop.enter(self.current.host.fail_process, reason)
 
     def pause(self) -> None:
@@ -142,15 +142,15 @@ class SimProcess(Process):
         return self.world.scheduler.now
 
     def call_later(self, delay_ns: int, action: Action, *args: Any) -> None:
-        """Call later, if this boot still lives then."""
+        """Call `action` after a delay if this boot is still alive then."""
         self.world.scheduler.after(delay_ns, self.due, self.boot, action, args)
 
     def compute(self, duration_s: float, action: Action, *args: Any) -> None:
-        """Call when work is done that takes so long at full speed."""
+        """Call `action` when work that takes `duration_s` at full speed is done."""
         self.call_later(int(duration_s * self.slow * 1e9), action, *args)
 
     def due(self, boot: int, action: Action, args: tuple[Any, ...]) -> None:
-        """Call what is meant for this boot, or, when it stands still, keep it until it goes on."""
+        """Call an action of this boot, or keep it until a paused process resumes."""
         if boot != self.boot or not self.alive:
             return
         if self.paused:
@@ -158,11 +158,10 @@ class SimProcess(Process):
         else:
             action(*args)
 
-    # --- the line to the coordinator --------------------------------------------------------------
+    # --- the link to the coordinator --------------------------------------------------------------
 
     def connect(self) -> None:
-        """A new connection, if the other side listens: what was in flight on the old one is
-        lost."""
+        """Connect if the coordinator listens; frames in flight on the old connection are lost."""
         self.route = self.world.coordinator.accept(self)
         self._arrive = partial(self._due_frame, self.route)
         self._leave_for = partial(self.world.coordinator.receive, self.route)
@@ -173,18 +172,18 @@ class SimProcess(Process):
         self.route = b""
 
     def emit(self, event: Event) -> None:
-        """Send an event of a model or a fault, if anybody listens, though it may stand still."""
+        """Send an event of a model or a fault, even when paused, unless the link is closed."""
         if self.current.link.state not in (LinkState.REFUSED, LinkState.CLOSED):
             self.current.send(event)
             self.current.flush()
 
     def leave(self, frame: bytes) -> None:
-        """A frame sets out to the coordinator."""
+        """Send a frame to the coordinator."""
         if self.route:
             self.world.network.send(self._up, self._leave_for, frame)
 
     def carry(self, frame: bytes) -> None:
-        """A frame of the coordinator sets out to this process."""
+        """Send a frame of the coordinator to this process."""
         self.world.network.send(self._down, self._arrive, frame)
 
     def _due_frame(self, route: bytes, frame: bytes) -> None:
@@ -193,8 +192,7 @@ class SimProcess(Process):
 
 
 class Idle:
-    """What one boot of a process has of the world; a role overrides what it has something to do
-    for."""
+    """The world as one boot of a process sees it; a role overrides what it needs."""
 
     def __init__(self, process: SimProcess) -> None:
         self.process = process
@@ -204,10 +202,10 @@ class Idle:
 
     @abstractmethod
     def make_actor(self, host: Host) -> Actor:
-        """The real one, over this."""
+        """Return the real actor, over this model."""
 
     def pause(self) -> None:
-        """Time that passes from now on must not count."""
+        """Stop counting the passing time."""
 
     def resume(self) -> None:
-        """Time counts again."""
+        """Count the passing time again."""

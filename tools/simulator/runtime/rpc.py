@@ -1,13 +1,13 @@
-"""Requests between simulated processes: bytes, numbered, repeated until answered, handled once.
+"""Requests between simulated processes: numbered bytes, retried until answered, handled once.
 
 Reads   requests of actors; what the network delivers
 Gives   SimClient and SimServer, the two ends of net/calls.py
 
-The one part of what goes between our processes that is not the real code: it keeps what the ends in
-net/ promise (in order and once within one pair of boots, however often the wire loses or repeats; a
-request that a dead server left open is asked again of the next one; a peer that is silent for its
-lease, or says Bye, is reported as lost) without sessions, whose heartbeats and acknowledgements
-would be half of all calls of the scheduler. What one process asks in one turn goes in one message.
+The only part of the traffic between processes that is not the real code. It keeps the guarantees of
+net/ (in order and once within one pair of boots, however often the network loses or repeats; a
+request left open by a dead server is sent to the next one; a peer that is silent for its lease, or
+says Bye, is reported as lost) without sessions, whose heartbeats and acknowledgements would be half
+of all calls of the scheduler. All requests of a process in one turn travel in one message.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tools.simulator.runtime.loop import SimLoop
 from tools.simulator.scheduler import MS, Action
 
 RETRY_NS = 400 * MS
-"""Above a round trip, so that repeats are rare in good weather."""
+"""Longer than a round trip, so that retries are rare on a healthy network."""
 TURN_NS = MS // 5
-"""What arrives within it is one turn of a server."""
+"""Time within which arriving requests form one turn of a server."""
 AGAIN_NS = 250 * MS
-"""The pause before a request that could not be handled yet is handed over again."""
+"""Pause before a deferred request is handled again."""
 FLUSH_POLL_S = 0.05
 LEASE_LOOKS = 3
-"""So often a lease a server looks who of its peers is still there."""
+"""Checks for lost peers within one lease."""
 
 Requests = tuple[tuple[int, bytes], ...]
 Replies = tuple[tuple[int, bytes | RpcError], ...]
@@ -40,7 +40,7 @@ Replies = tuple[tuple[int, bytes | RpcError], ...]
 
 @dataclass(slots=True)
 class Call:
-    """A request without its reply yet."""
+    """A request that awaits its reply."""
 
     body: bytes
     reply: asyncio.Future[bytes]
@@ -49,16 +49,16 @@ class Call:
 
 @dataclass(slots=True, frozen=True)
 class Message:
-    """What a client sends."""
+    """A message of a client."""
 
-    first: int  #: the lowest number that it still waits for
-    before: int  #: the open one before those of this message; 0: there is none
+    first: int  #: lowest number without a reply
+    before: int  #: open request before those of this message; 0: none
     requests: Requests
     bye: bool = False
 
 
 class Endpoint(Protocol):
-    """The boot of a process that asks or answers."""
+    """The boot of a process that sends or serves requests."""
 
     process: Process
     name: str
@@ -75,7 +75,7 @@ class Endpoint(Protocol):
 
 
 class SimClient:
-    """All requests of one boot to the server of one name."""
+    """The client of one boot for the server of one name."""
 
     def __init__(self, boot: Endpoint, server: str) -> None:
         self._boot, self._server = boot, server
@@ -83,11 +83,11 @@ class SimClient:
         self._link = self._world.network.link(boot.name, server)
         self._number = 0
         self._open: dict[int, Call] = {}
-        self._new: list[int] = []  #: not sent yet
+        self._new: list[int] = []  #: numbers not sent yet
         self._retrying = self._closed = False
 
     async def start(self) -> None:
-        """The server is looked up with every message."""
+        """Do nothing: the server is looked up with every message."""
 
     async def call(self, body: bytes, timeout_s: float) -> bytes:
         if self._closed:
@@ -136,7 +136,7 @@ class SimClient:
             server.receive(self._boot, message)
 
     def _retry(self, seen: int) -> None:
-        """Ask again for what was open a while ago already; give up what is overdue."""
+        """Resend requests that have been open for a while, and fail overdue ones."""
         now = self._world.scheduler.now
         for number, call in list(self._open.items()):
             if now >= call.deadline_ns and not call.reply.done():
@@ -152,7 +152,7 @@ class SimClient:
             self._boot.after(RETRY_NS, self._retry, self._number)
 
     def answered(self, replies: Replies) -> None:
-        """Replies arrive; a repeat is discarded."""
+        """Accept replies and discard repeats."""
         for number, reply in replies:
             call = self._open.get(number)
             if call is None or call.reply.done():
@@ -165,18 +165,18 @@ class SimClient:
 
 @dataclass(slots=True)
 class Peer:
-    """What a server remembers of one boot of a client."""
+    """A server's record of one boot of a client."""
 
     boot: Endpoint
     heard_ns: int
     first: int = 1
     replies: dict[int, bytes | RpcError] = field(default_factory=dict)
     waiting: dict[int, bytes] = field(default_factory=dict)  #: not handled yet
-    due: dict[int, None] = field(default_factory=dict)  #: to be answered with the next turn
+    due: dict[int, None] = field(default_factory=dict)  #: replies due in the next turn
 
 
 class SimServer:
-    """Handles requests of all clients, each client's in order."""
+    """A server that handles each client's requests in order."""
 
     def __init__(
         self, boot: Endpoint, handle_batch: Handler, on_peer_lost: Callable[[str], None]
@@ -185,8 +185,8 @@ class SimServer:
         self._world = boot.process.world
         self._lease_ns = boot.config.coordinator.lease_ms * MS
         self._peers: dict[str, Peer] = {}  #: by boot id
-        self._awake: dict[str, Peer] = {}  #: those that the next turn is about, as they came
-        self._held: dict[str, Peer] = {}  #: with a request that could not be handled yet
+        self._awake: dict[str, Peer] = {}  #: peers of the next turn, in order of arrival
+        self._held: dict[str, Peer] = {}  #: peers with a deferred request
         self._planned = self._again_planned = False
         self._looked_ns = self._world.scheduler.now
         self._serving = ServingState()
@@ -213,7 +213,7 @@ class SimServer:
     # --- requests -----------------------------------------------------------------------------
 
     def receive(self, client: Endpoint, message: Message) -> None:
-        """A message arrives at the machine of this server."""
+        """Receive a message at the machine of this server."""
         self._boot.deliver(self._take, client, message)
 
     def _take(self, client: Endpoint, message: Message) -> None:
@@ -231,12 +231,12 @@ class SimServer:
         before = message.before
         for number, body in message.requests:
             if number < peer.first:
-                continue  # it has its answer, or wants none any more
+                continue  # answered, or no longer wanted
             if number in peer.replies:
                 peer.due[number] = None
             elif number not in peer.waiting:
                 if before >= peer.first and not (before in peer.replies or before in peer.waiting):
-                    break  # one before it was lost; both come again
+                    break  # an earlier one was lost; both are retried
                 peer.waiting[number] = body
             before = number
         self._awake[client.boot_id] = peer
@@ -295,10 +295,10 @@ class SimServer:
             replies,
         )
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- lost peers ---------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """A live peer sends heartbeats as long as its link carries them: those are not counted."""
+        """Lose silent peers; heartbeats of live peers are implied by their links, not sent."""
         if not self._serving:
             return
         now, network = self._world.scheduler.now, self._world.network
@@ -313,7 +313,7 @@ class SimServer:
         self._boot.after(self._lease_ns // LEASE_LOOKS, self._look)
 
     def _lose(self, boot_id: str) -> None:
-        """What it still asks for is not handled: nobody would end what it were given."""
+        """Drop a peer and its open requests: nothing would release what they were granted."""
         if self._peers.pop(boot_id, None) is not None:
             self._awake.pop(boot_id, None)
             self._held.pop(boot_id, None)

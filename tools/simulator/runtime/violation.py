@@ -1,4 +1,4 @@
-"""A promise was broken: which one, how, and whose story tells about it.
+"""A violated invariant: its name, the details, and the subjects whose history shows it.
 
 Reads   nothing
 Gives   Violation
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 
 class Violation(AssertionError):
-    """The name of an invariant, what contradicts it, and what was hurt."""
+    """A violated invariant, its details, and the subjects concerned."""
 
     def __init__(self, invariant: str, details: str, *subjects: str) -> None:
-        """`subjects`: ids of trajectories, groups, versions (`v3`) or actors."""
+        """Name the subjects by id: trajectories, groups, versions (`v3`) or actors."""
         super().__init__(f"{invariant}: {details}")
         self.invariant = invariant
         self.details = details
