@@ -1,12 +1,12 @@
-"""The reliability scorecard: what is promised, what was tested, and what the test reached.
+"""Reliability scorecard: each promise with its target and the latest test result.
 
 Usage: python tools/check/scorecard.py [--rows 1,3,20 | --but 7] [--gate pr|release] [--fresh N]
                                        [--json] [--write]
-Prints one table, a row per promise; exits 1 when a row that ran falls short of its target.
+Prints one table, a row per promise; exits 1 if a row that ran falls short of its target.
 
-A row that did not run says "not run", or, with --write, keeps what docs/scorecard.md says of it. A
-figure stands beside the date and the commit that it was reached with; "+" behind a commit means
-that files differed from it.
+A row that did not run shows "not run" or, with --write, keeps its entry in docs/scorecard.md. Each
+figure carries the date and commit at which it was measured; "+" after a commit means that the
+working tree had changes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ just that.
 
 
 class Outcome(NamedTuple):
-    """A row and what became of it in this run."""
+    """A row and its result in this run."""
 
     row: Row
-    figure: Figure | None  #: None: not run
+    figure: Figure | None  #: None if not run
     seconds: float
 
 
@@ -93,7 +93,7 @@ def _run(row: Row, gate: Gate) -> Outcome:
     began = time.monotonic()
     try:
         figure = row.run(gate)
-    except Exception:  # a row that breaks falls short; the others still run
+    except Exception:  # a row that raises falls short; the other rows still run
         figure = Figure("the run broke", False, traceback.format_exc())
     seconds = time.monotonic() - began
     verdict = "reached" if figure.passed else "FELL SHORT"
@@ -145,7 +145,7 @@ def _as_json(outcomes: Iterable[Outcome], gate: Gate, stamp: str) -> str:
 
 
 def _write(outcomes: Iterable[Outcome], gate: Gate, stamp: str) -> None:
-    """Rows that ran replace what the document said; all others stay."""
+    """Update the document with the rows that ran; keep all other entries."""
     reached = _read_document()
     for row, figure, _ in outcomes:
         if figure is not None:
@@ -160,7 +160,7 @@ def _write(outcomes: Iterable[Outcome], gate: Gate, stamp: str) -> None:
 
 
 def _read_document() -> dict[tuple[int, str], str]:
-    """What the document's two columns of figures say, by row and gate."""
+    """Read the two result columns of the document, by row and gate."""
     found: dict[tuple[int, str], str] = {}
     for line in DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else []:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]

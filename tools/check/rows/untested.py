@@ -1,4 +1,4 @@
-"""Promises that nothing tests yet: they are shown as "not run", so that nobody takes them for kept.
+"""Promises without a test, shown as "not run" so that readers do not assume them kept.
 
 Reads   nothing
 Gives   ROWS without a run
