@@ -289,12 +289,12 @@ PARTS = {"messages": messages, "clients": clients, "run": whole_run}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     chosen = arguments.parts.split(",")
     if not set(chosen) <= set(PARTS):
-        parser.error(f"--parts {arguments.parts}: there are {', '.join(PARTS)}")
+        parser.error(f"--parts {arguments.parts}: choose from {', '.join(PARTS)}")
     tell("load", {"before": os.getloadavg()[0], "cores": os.cpu_count()})
     fine = [PARTS[part](arguments.rounds) for part in chosen]
     return 0 if all(fine) else 1

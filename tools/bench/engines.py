@@ -137,7 +137,7 @@ class Driver:
         if self.engine.failed.done():
             self.engine.failed.result()
         if self._left:
-            raise TimeoutError(f"{len(self._left)} of {len(names)} rows are not done: {DONE_S} s")
+            raise TimeoutError(f"{len(self._left)} of {len(names)} rows left after {DONE_S} s")
         return [self._rows[name] for name in names]
 
     def decode_rate(self) -> float:
@@ -375,25 +375,25 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="directory")
+    parser.add_argument("--model", required=True, help="model directory")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens of a response")
-    parser.add_argument("--prefill-prompt", type=int, default=1024, help="tokens")
+    parser.add_argument("--prefill-prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prefill-rows", type=int, default=32)
-    parser.add_argument("--short", type=int, default=512, help="prompt of all rows but one")
-    parser.add_argument("--times", type=int, default=10, help="how much longer that one is")
+    parser.add_argument("--short", type=int, default=512, help="prompt tokens of the short rows")
+    parser.add_argument("--times", type=int, default=10, help="length of the long row / short")
     parser.add_argument("--tail-rows", type=int, default=32)
     parser.add_argument("--mismatch-rows", type=int, default=64)
     parser.add_argument("--versions", type=int, default=50)
-    parser.add_argument("--move", type=float, default=1e-3, help="of a tensor's deviation")
+    parser.add_argument("--move", type=float, default=1e-3, help="share of a tensor's deviation")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-memory", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="*", default=[], help="further key=value of the config")
+    parser.add_argument("--set", nargs="*", default=[], help="more config settings, key=value")
     return parser.parse_args()
 
 

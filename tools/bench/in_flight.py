@@ -69,7 +69,7 @@ def measured(run_dir: Path, settings: Sequence[str], warm: int, steps: int) -> F
     check(run_dir)
     oldest = read_json(run_dir / "summary.json")["staleness_max"]
     if oldest > (bound := run_config(run_dir).async_.max_staleness):
-        raise BadRun(f"{run_dir}: a group of staleness {oldest} was trained, the bound is {bound}")
+        raise BadRun(f"{run_dir}: trained a group of staleness {oldest}, the bound is {bound}")
     return figures(run_dir, read_log(run_dir), warm, warm + steps)
 
 
@@ -123,7 +123,7 @@ def predicted(config: Config, mode: str, delays: Figures, warm: int, steps: int)
     rollout, emulation = config.rollout, config.emulation
     if rollout.group_size != GROUP_SIZE:
         raise ConfigError(
-            f"rollout.group_size = {rollout.group_size}: the model has groups of {GROUP_SIZE}"
+            f"rollout.group_size = {rollout.group_size}: the model needs {GROUP_SIZE}"
         )
     setup = Setup(
         replicas=config.total_replicas,
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--warm-steps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--keep", type=Path, help="directory in which the runs are left")
+    parser.add_argument("--keep", type=Path, help="directory that keeps the runs")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     lines = []

@@ -176,7 +176,7 @@ def _until(
     deadline = time.monotonic() + seconds
     while not condition():
         if (code := train.poll()) is not None:
-            print(f"join: the run ended with exit code {code}", file=sys.stderr)
+            print(f"join: the run exited with code {code}", file=sys.stderr)
             sys.exit(code or 1)
         if time.monotonic() > deadline:
             sys.exit(f"join: the run did not have {what} within {seconds:g} s")
@@ -185,25 +185,27 @@ def _until(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-c", "--config", default="", help="of another run than the default")
+    parser.add_argument("-c", "--config", default="", help="config instead of the quickstart")
     parser.add_argument("--joiners", type=int, default=1, help="machines that join at once")
-    parser.add_argument("--rate", type=int, default=1600, help="of each card, Mbit/s")
-    parser.add_argument("--before", type=float, default=20.0, help="seconds of work without them")
-    parser.add_argument("--within", type=float, default=300.0, help="seconds to the first token")
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--rate", type=int, default=1600, help="rate of each card, Mbit/s")
+    parser.add_argument("--before", type=float, default=20.0, help="seconds before they join")
+    parser.add_argument(
+        "--within", type=float, default=300.0, help="time limit of the first token, s"
+    )
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args()
     for name in ("joiners", "rate", "within"):
         if (value := getattr(given, name)) <= 0:
-            parser.error(f"--{name} {value:g} is none; give a number above 0")
+            parser.error(f"--{name} {value:g}: give a number above 0")
     if given.inside:
         return inside(given, given.keep)
     prefix = net.namespace()
     if prefix is None:
         parser.error(
-            "no private network here, in which network cards could be emulated; "
-            "install iproute2 and run it as root or allow user namespaces"
+            "a private network for emulated network cards is unavailable; "
+            "install iproute2 and run as root or allow user namespaces"
         )
     with tempfile.TemporaryDirectory() as directory:
         words = sys.argv[1:]

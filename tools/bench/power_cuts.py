@@ -103,12 +103,12 @@ class Watch:
     def problems(self) -> Iterator[str]:
         twice = [name for name, times in self.ended.items() if times != 1]
         if twice:
-            yield f"ended more than once: {', '.join(twice[:5])}"
+            yield f"responses that ended more than once: {', '.join(twice[:5])}"
         several = [f"row {row} in pass {n}" for (n, row), g in self.prompts.items() if len(g) > 1]
         if several:
-            yield f"handed out more than once: {', '.join(several[:5])}"
+            yield f"prompts handed out more than once: {', '.join(several[:5])}"
         if self.wrong:
-            yield f"started over, though the disk has the weights: {', '.join(self.wrong[:5])}"
+            yield f"started over although their weights are on disk: {', '.join(self.wrong[:5])}"
 
 
 def run(
@@ -143,7 +143,7 @@ def run(
     watch = Watch()
     replay_log(run_dir, watch)
     if len(watch.cuts) != cuts:
-        raise BadRun(f"the log has {len(watch.cuts)} resumptions of {cuts}")
+        raise BadRun(f"the log has {len(watch.cuts)} of {cuts} resumptions")
     for problem in watch.problems():
         raise BadRun(problem)
     return watch
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("-c", "--config", default="configs/quickstart.toml")
     parser.add_argument("--cuts", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

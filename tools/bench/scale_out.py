@@ -212,7 +212,7 @@ def _until(condition: Any, train: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while not condition():
         if train.poll() is not None or time.monotonic() > deadline:
-            sys.exit("the run did not begin")
+            sys.exit("the run did not start")
         time.sleep(POLL_S)
 
 
@@ -220,7 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-c", "--config", default="configs/emulated_256.toml")
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

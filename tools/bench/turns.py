@@ -122,7 +122,7 @@ def train(directory: Path, turns: int) -> Path:
         )
     )
     if done.returncode:
-        sys.exit(f"the run ended with code {done.returncode}")
+        sys.exit(f"the run exited with code {done.returncode}")
     return directory / "run"
 
 

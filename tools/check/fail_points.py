@@ -101,8 +101,8 @@ CHECKS = (("log", "replay"), ("audit",), ("retrain",))
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     only = {"nargs": "+", "choices": POINTS, "metavar": "POINT", "default": list(POINTS)}
-    parser.add_argument("--only", **only, help="runs with these, and what they need")  # type: ignore[arg-type]
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs there")
+    parser.add_argument("--only", **only, help="only runs with these failpoints")  # type: ignore[arg-type]
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="directory that keeps the runs")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     arguments = parser.parse_args()
     ok = True
@@ -130,7 +130,7 @@ def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[s
     if code:
         problems.append(f"the run ended with {code}: {said[-2000:]}")
     problems += [
-        f"{point} was not reached {number} times"
+        f"{point} was reached fewer than {number} times"
         for point, number in points.items()
         if not (run / f"failed-{point}-{number}").exists()
     ]
@@ -155,7 +155,7 @@ def laminar(words: list[str], timeout_s: float, env: dict[str, str]) -> tuple[in
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as late:
-        return 124, f"no end within {timeout_s:g} s: {late.stdout!r}"
+        return 124, f"timed out after {timeout_s:g} s: {late.stdout!r}"
     return done.returncode, done.stdout + done.stderr
 
 

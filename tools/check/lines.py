@@ -129,7 +129,7 @@ def check_subjects(base: str) -> bool:
     """Print the commit subjects since `base` that break the rule; return whether none does."""
     known = subprocess.run(["git", "merge-base", "--is-ancestor", base, "HEAD"], cwd=ROOT)
     if known.returncode:
-        print(f"subjects of commits: unchecked, {base} is not in this history")
+        print(f"commit subjects: not checked, {base} is not in this history")
         return True
     bad = [
         subject
@@ -137,7 +137,7 @@ def check_subjects(base: str) -> bool:
         if len(subject) > SUBJECT_MAX or subject.endswith(".")
     ]
     for subject in bad:
-        print(f"a commit's subject has at most {SUBJECT_MAX} characters, no full stop: {subject!r}")
+        print(f"commit subject above {SUBJECT_MAX} characters or with a full stop: {subject!r}")
     return not bad
 
 

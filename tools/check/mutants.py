@@ -102,7 +102,7 @@ class Checks:
                 return False
         if file not in self.broken:
             self.broken.add(file)
-            print(f"left out, for it fails without a mutant: {test}", flush=True)
+            print(f"skipped, because it fails without a mutant: {test}", flush=True)
         return True
 
     def of(self, path: str) -> Iterator[Check]:
@@ -143,13 +143,13 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("base", help="git revision; what differs from it is mutated")
+    parser.add_argument("base", help="git revision; changed lines are mutated")
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of mutants")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--files", nargs="*", default=[], help="only paths that have this in them")
-    parser.add_argument("--seeds", type=int, default=20, help="of the simulator")
-    parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
+    parser.add_argument("--files", nargs="*", default=[], help="only paths with any of these parts")
+    parser.add_argument("--seeds", type=int, default=20, help="seeds of the simulator per mutant")
+    parser.add_argument("--least", type=float, default=0.0, help="percentage that must be killed")
     return parser.parse_args()
 
 
@@ -201,7 +201,7 @@ def _failure(folder: Path, check: Check) -> str:
     try:
         done = _python(folder, check.arguments, TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return "no end"
+        return "timed out"
     broke = re.search(r'"broke": "([^"]+)"', done.stdout)
     if broke is not None:
         return broke[1]

@@ -106,7 +106,7 @@ class _Walker:
             for left, right in zip(node.values, node.values[1:], strict=False):
                 yield from self._operator(left, right, {"and": "or", "or": "and"})
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield self._change(node, "no longer negated", f"bool({self._text(node.operand)})")
+            yield self._change(node, "negation removed", f"bool({self._text(node.operand)})")
         elif isinstance(node, ast.Constant):
             yield from self._constant(node)
         elif isinstance(node, ast.IfExp):
@@ -117,10 +117,10 @@ class _Walker:
 
     def _constant(self, node: ast.Constant) -> Iterator[Mutation]:
         if isinstance(node.value, bool):
-            yield self._change(node, "turned around", str(not node.value))
+            yield self._change(node, "inverted", str(not node.value))
         elif isinstance(node.value, int):
-            yield self._change(node, "one more", str(node.value + 1))
-            yield self._change(node, "one less", f"({node.value - 1})")
+            yield self._change(node, "incremented", str(node.value + 1))
+            yield self._change(node, "decremented", f"({node.value - 1})")
         elif isinstance(node.value, float):
             yield self._change(node, "doubled", str(node.value * 2 + 1))
 
@@ -134,7 +134,7 @@ class _Walker:
         if found in others and "#" not in between:
             at = start + between.index(found)
             text = others[found]
-            yield Mutation(self._line_of(at), f"{found} is {text}", at, at + len(found), text)
+            yield Mutation(self._line_of(at), f"{found} became {text}", at, at + len(found), text)
 
     def _swap(self, one: ast.expr, other: ast.expr, what: str) -> Iterator[Mutation]:
         if isinstance(one, ast.Starred) or isinstance(other, ast.Starred):

@@ -51,7 +51,7 @@ def read(table: Path) -> dict[str, Patch]:
     patches = [_patch(block) for block in blocks]
     found = {patch.name: patch for patch in patches}
     if len(found) < len(patches):
-        raise PatchError(f"{table.name}: a name stands there twice")
+        raise PatchError(f"{table.name}: a name occurs twice")
     return found
 
 
@@ -65,11 +65,11 @@ def _change(name: str, hunk: str) -> Change:
     path, *lines = hunk.splitlines()
     lines = [line for line in lines if line and line[0] != "#"]
     if bad := [line for line in lines if line[0] not in " -+"]:
-        raise PatchError(f"{name}: {bad[0]!r} begins with none of ' ', '-' and '+'")
+        raise PatchError(f"{name}: {bad[0]!r} must begin with ' ', '-' or '+'")
     old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
     new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
     if not old or old == new:
-        raise PatchError(f"{name}: it changes nothing of {path}")
+        raise PatchError(f"{name}: the patch does not change {path}")
     return Change(path, old, new)
 
 
@@ -82,7 +82,7 @@ def patched(patch: Patch, root: Path = ROOT) -> dict[str, str]:
             texts[path] = file.read_text() if file.exists() else ""
         text = f"\n{texts[path]}"
         if (times := text.count(f"\n{old}")) != 1:
-            raise PatchError(f"{patch.name}: this stands in {path} {times} times, not once:\n{old}")
+            raise PatchError(f"{patch.name}: this occurs in {path} {times} times, not once:\n{old}")
         texts[path] = text.replace(f"\n{old}", f"\n{new}")[1:]
     return texts
 

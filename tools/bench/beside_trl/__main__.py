@@ -199,7 +199,7 @@ class _Started:
             self._process.terminate()
         if self._process.wait() != 0 and kind is None:
             text = self._output.read_text(errors="replace")
-            raise RuntimeError(f"it ended with {self._process.returncode}: {text[-3000:]}")
+            raise RuntimeError(f"the run exited with {self._process.returncode}: {text[-3000:]}")
 
 
 def _lines(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
@@ -217,7 +217,7 @@ def _lines(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
         if ended:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not done after {LIMIT_S:.0f} s")
+            raise TimeoutError(f"the run is not done after {LIMIT_S:.0f} s")
         time.sleep(TICK_S)
 
 

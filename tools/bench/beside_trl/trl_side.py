@@ -95,7 +95,7 @@ def main() -> None:
             example["prompt"], add_generation_prompt=True, return_dict=False
         )
         if list(templated) != ids:
-            raise RuntimeError(f"row {example['row_index']} has other token ids in Laminar")
+            raise RuntimeError(f"row {example['row_index']}: the token ids differ from Laminar's")
 
     lines = Lines(Path(job["out"]) / f"rank-{os.environ['RANK']}.jsonl", job["save_every"])
     trainer = GRPOTrainer(

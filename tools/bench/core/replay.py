@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, nargs="+", default=[16, 128, 1_024])
-    parser.add_argument("--log", type=Path, help="the events directory of a run")
+    parser.add_argument("--log", type=Path, help="events directory of a run")
     args = parser.parse_args()
     first, *others = args.replicas
     figures = measure(args.log) if args.log else measure_cluster(first, args.events)

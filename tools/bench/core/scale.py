@@ -87,7 +87,7 @@ def in_child(measure: Callable[[], list[float]]) -> list[float]:
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     if os.waitpid(child, 0)[1]:
-        sys.exit("the story ended with an error")
+        sys.exit("the measurement in the child process failed")
     found: list[float] = json.loads(text)
     return found
 

@@ -83,9 +83,9 @@ def main() -> int:
     parser.add_argument("-c", "--config", default="configs/quickstart.toml")
     parser.add_argument("--roles", type=_roles, default=ROLES, metavar="ROLE,ROLE")
     parser.add_argument("--each", type=int, default=1, help="kills of each role")
-    parser.add_argument("--drained", action="store_true", help="end with the last of them back")
+    parser.add_argument("--drained", action="store_true", help="stop when all processes are back")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     order = [role for role in args.roles for _ in range(args.each)]
@@ -112,7 +112,7 @@ def main() -> int:
 def _roles(text: str) -> tuple[str, ...]:
     found = tuple(text.split(","))
     if not set(found) <= set(ROLES):
-        raise argparse.ArgumentTypeError(f"{text!r}: roles are {', '.join(ROLES)}")
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(ROLES)}")
     return found
 
 

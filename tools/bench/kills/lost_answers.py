@@ -134,7 +134,7 @@ def _life(log: Log, name: str, pid: int) -> tuple[Told, Told] | None:
         if isinstance(event, ev.ActorJoined) and event.name == name and event.pid == pid:
             joined = told
     if joined is not None:
-        raise RuntimeError(f"the log does not tell of the end of {name}, pid {pid}")
+        raise RuntimeError(f"the log lacks the end of {name}, pid {pid}")
     return None
 
 

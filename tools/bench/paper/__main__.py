@@ -106,7 +106,7 @@ def main() -> None:
     for word in arguments.cells:
         if not any(word in (model, f"{model}:{gpus}") for model, gpus in cells):
             known = " ".join(f"{model}:{gpus}" for model, gpus in cells)
-            parser.error(f"--cells {word}: there is no such cell; there are {known}")
+            parser.error(f"--cells {word}: unknown cell; choose from {known}")
     if wanted := arguments.cells:
         cells = [cell for cell in cells if cell[0] in wanted or f"{cell[0]}:{cell[1]}" in wanted]
     runs = [run for cell in cells for run in runs_of(*cell)]

@@ -118,7 +118,7 @@ class Chain:
         digest, begun = self.relays[0].publish(self.version, chunk)
         ended = [relay.received(self.version) for relay in self.relays[1 : self.length + 1]]
         if any(happened.report.manifest.digest != digest for happened in ended):
-            raise RuntimeError(f"a relay holds another version {self.version}")
+            raise RuntimeError(f"version {self.version} has a different digest at a relay")
         return max(happened.at for happened in ended) - begun
 
     def beside_fetch(self, holder: int) -> tuple[float, float]:
@@ -128,7 +128,7 @@ class Chain:
         fetcher.fetch(version, self.relays[holder])
         while not any(int.from_bytes(m[:8], "little") == version for m in fetcher.memory):
             if time.monotonic() > begun + ANSWER_S:
-                raise RuntimeError(f"nothing of version {version} came in {ANSWER_S:g} s")
+                raise RuntimeError(f"no bytes of version {version} arrived in {ANSWER_S:g} s")
             time.sleep(0.001)
         seconds = self.broadcast()
         return seconds, fetcher.received(version).at - begun
@@ -348,8 +348,8 @@ def main() -> None:
     prefix = net.namespace()
     if prefix is None:
         sys.exit(
-            "weights: no private network here, in which network cards could be emulated; "
-            "install iproute2 and run it as root or allow user namespaces"
+            "weights: a private network for emulated network cards is unavailable; "
+            "install iproute2 and run as root or allow user namespaces"
         )
     environment = {**os.environ, "GLIBC_TUNABLES": COPY_TUNABLE}
     command = [*prefix, sys.executable, "-m", "tools.bench.weights", *sys.argv[1:], "--inside"]

@@ -113,7 +113,7 @@ def _take(sock: socket.socket, view: memoryview, check: Check | None) -> None:
         while rest.nbytes:
             count = sock.recv_into(rest)
             if not count:
-                raise ConnectionError("the source is gone")
+                raise ConnectionError("the source closed the connection")
             rest = rest[count:]
         if check is not None:
             check(piece)

@@ -82,10 +82,10 @@ def _spent(pipes: list[Connection], way: str, slot: SharedBytes, expected: np.nd
     spent = 0.0
     for rank, pipe in enumerate(pipes):
         if not pipe.poll(LIMIT_S):
-            raise RuntimeError(f"rank {rank} does not answer")
+            raise RuntimeError(f"rank {rank} did not reply within {LIMIT_S:g} s")
         spent += pipe.recv()
     if not np.array_equal(slot.view, expected):
-        raise RuntimeError(f"the slot has other bytes after {way}")
+        raise RuntimeError(f"the slot has wrong bytes after {way}")
     return spent
 
 

@@ -195,7 +195,7 @@ class RelayProcess:
     def _receive(self, deadline: float) -> tuple[str, Any]:
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
             said = "\n".join(str(h.report)[:300] for h in self.happened[-20:])
-            raise TimeoutError(f"{self.name} has not said what was waited for; it said\n{said}")
+            raise TimeoutError(f"{self.name} did not send the expected report, but:\n{said}")
         message: tuple[str, Any] = self._pipe.recv()
         return message
 

@@ -175,7 +175,7 @@ def _part(names: list[str], files: dict[str, File]) -> Part:
 ROWS = (
     Row(
         number=7,
-        promise="Every event in every phase from every sender is handled, ignored or refused",
+        promise="every event in every phase from every sender is handled, ignored or refused",
         pr="100 % of pairs; 100 % of branches of core, eventlog, session, codec",
         release="the same",
         run=table,

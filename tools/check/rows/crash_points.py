@@ -73,7 +73,7 @@ class Crash:
             machine, writer = _start(disk, self._scenario)
             found, book = _seq(machine), self._book
             if not book.committed <= found <= book.handled:
-                return f"found event {found} last of {book.committed} to {book.handled}"
+                return f"last event {found}, expected {book.committed} to {book.handled}"
             _go_on(machine, writer, found + MORE, Book())
             return _difference(disk, _seq(machine))
         except (LogCorrupt, LogTaken, LogicError) as error:
@@ -94,7 +94,7 @@ def _cut(disk: SimDisk, scenario: Scenario, call: int, book: Book) -> None:
         _live(disk, scenario, book)
     except PowerCut:
         return
-    raise ValueError(f"call {call}: there are only {disk.calls}")
+    raise ValueError(f"call {call}: the run has only {disk.calls} calls")
 
 
 # --- one coordinator --------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def _difference(disk: Disk, last: int) -> str:
     if start is not None:
         expected = expected[-len(found) :]
     if found != expected:
-        return f"other events in the log than the {len(expected)} that there were: {len(found)}"
+        return f"the log has {len(found)} events, which differ from the expected {len(expected)}"
     said = _led_astray(restore_log(disk).replay, last)
     return said or ("" if start is not None else _led_astray(replay_records(disk), last))
 
@@ -163,5 +163,5 @@ def _led_astray(found: Replay, last: int) -> str:
     if found.difference is not None:
         return f"the replay differs: {found.difference}"
     if hash_state(found.machine.state) != digests()[last]:
-        return f"after event {last} the state is not what it was"
+        return f"the state differs after event {last}"
     return ""

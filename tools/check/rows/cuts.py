@@ -143,7 +143,7 @@ class Run:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             if self._parts[0].poll() is not None or time.monotonic() > deadline:
-                raise BadRun(f"not until {what}: {self.said()}")
+                raise BadRun(f"timed out or ended before {what}: {self.said()}")
             time.sleep(POLL_S)
 
     def step(self) -> int:
@@ -181,10 +181,10 @@ def cut(rounds: int) -> Figure:
         try:
             cuts, started = cut_machines(Path(directory) / "run", rounds)
         except BadRun as error:
-            return Figure(f"not {rounds} rounds", False, str(error))
+            return Figure(f"{rounds} rounds not completed", False, str(error))
     return Figure(
-        f"{cuts} cuts; {started} processes of machines that were cut off started again, each "
-        "once, 0 others; 0 answers quarantined, 0 restarts counted; books agree, log replays",
+        f"{cuts} cuts; {started} processes of cut-off machines restarted, each once, 0 others; "
+        "0 trajectories quarantined, 0 restarts counted; books agree, log replays",
         True,
     )
 
@@ -234,7 +234,7 @@ def count_restarts(run_dir: Path, cuts: Sequence[Cut]) -> int:
         joined = _joined(history, cut.from_ns, end_ns)
         started = Counter(name for boot_id, name in joined.items() if boot_id not in known)
         if wrong := [name for name, times in started.items() if times > 1 or not _may(cut, name)]:
-            raise BadRun(f"{', '.join(wrong)} must not be started (so often) for {cut}: {started}")
+            raise BadRun(f"{', '.join(wrong)} restarted wrongly or too often for {cut}: {started}")
         total += sum(started.values())
     exits = [event for _, event in history if isinstance(event, ev.ProcessExited)]
     excused = {command.boot_id for command in _commands(run_dir, cmd.RestartActor)
@@ -292,7 +292,7 @@ def run(gate: Gate) -> Figure:
 ROWS = (
     Row(
         15,
-        "a machine that is cut off costs its share",
+        "cutting off a machine costs only its share",
         "6: each machine, one way, flapping",
         "30, 0 lost, 0 double",
         run,

@@ -156,7 +156,7 @@ def secrets(gate: Gate) -> Figure:
         f"{shown.processes} processes, {len(COMMANDS)} outputs{boards}"
     )
     passed = shown.scored and not shown.hits
-    return Figure(reached, passed, "\n".join(shown.hits) or "there was no reward worker")
+    return Figure(reached, passed, "\n".join(shown.hits) or "no reward worker was running")
 
 
 # --- row 27 -----------------------------------------------------------------------------------
@@ -190,21 +190,21 @@ def listeners(gate: Gate) -> Figure:
     for name, wanted, setting in runs:
         looked.append((name, wanted, look_at(strangers.CONFIG, (*small, setting)).listening))
     wrong = [
-        f"{name}: {sorted(found)} and not {sorted(wanted)}"
+        f"{name}: {sorted(found)} instead of {sorted(wanted)}"
         for name, wanted, found in looked
         if found != wanted
     ]
     everywhere = [name for name, _, found in looked if found & set(ALL_INTERFACES)]
-    reached = f"{len(looked) - len(wrong)} of {len(looked)} runs listen where they are told"
-    beyond = "" if own else "; none beyond loopback: this machine has no other address"
+    reached = f"{len(looked) - len(wrong)} of {len(looked)} runs listen only where configured"
+    beyond = "" if own else "; loopback only: this machine has no other address"
     return Figure(f"{reached}, {len(everywhere)} on all interfaces{beyond}", not wrong, str(wrong))
 
 
 ROWS = (
-    Row(26, "the secret of a run and its keys appear nowhere", "0 hits", "0 hits", secrets),
+    Row(26, "the secret of a run and its keys are never exposed", "0 hits", "0 hits", secrets),
     Row(
         27,
-        "a run listens on the addresses that it is told, loopback by default, and on no other",
+        "a run listens only on the configured addresses, loopback by default",
         "quickstart, two machines on loopback, one address beyond it",
         "the same",
         listeners,

@@ -126,7 +126,7 @@ def _identical(found: Replay) -> Replay:
 def _same_state(whole: Replay, disk: Disk, snapshot: Snapshot) -> None:
     rest = _identical(replay_records(disk, snapshot=snapshot))
     if hash_state(rest.machine.state) != hash_state(whole.machine.state):
-        raise Refused(f"from {snapshot.name} on it leads to another state")
+        raise Refused(f"the replay from {snapshot.name} leads to another state")
 
 
 def _go_on(disk: Disk) -> None:
@@ -165,7 +165,7 @@ def replay_all(gate: Gate) -> Figure:
 ROWS = (
     Row(
         4,
-        "kept logs replay to the decisions that are in them",
+        "golden logs replay to the decisions that they contain",
         "all goldens (12 or more)",
         "the same",
         replay_all,

@@ -124,9 +124,9 @@ def _compare(found: list[Record], before: list[Record]) -> str:
     """Compare a successor's log with the records before it, its header and the mark."""
     kept = found[:-2]
     if kept != before:
-        return f"{len(kept)} records found, {len(before)} other ones expected"
+        return f"{len(kept)} records found, which differ from the expected {len(before)}"
     if not isinstance(found[-2], Header) or found[-1] != MARK:
-        return f"the successor's records are not there: {found[-2:]}"
+        return f"the successor's records are missing: {found[-2:]}"
     return ""
 
 
@@ -218,7 +218,7 @@ def _flip_row(gate: Gate) -> Figure:
     size = SIZES[gate]
     jobs = _chunks(try_flips, size.records, len(real_log(size.records).data))
     cases, problems = _run(jobs, size.workers)
-    return _figure(f"{cases:,} flips", problems, "not found as what they are")
+    return _figure(f"{cases:,} flips", problems, "not detected as the right kind")
 
 
 def _crash_row(gate: Gate) -> Figure:
@@ -259,21 +259,21 @@ def _do(job: Job) -> Result:
 ROWS = (
     Row(
         8,
-        "a log that is cut anywhere keeps what is before the cut, and goes on",
+        "a log cut at any byte keeps the records before the cut and can be continued",
         "every byte of 33 records: 0 acknowledged lost, 0 invented",
         "every byte of 1,000 records: 0 acknowledged lost, 0 invented",
         _cut_row,
     ),
     Row(
         9,
-        "a flipped bit of the log is found, and nothing altered is read",
-        "every byte of 33 records: 100 % found, and as the right kind",
-        "every byte of 1,000 records: 100 % found, and as the right kind",
+        "a flipped bit of the log is detected, and no altered record is read",
+        "every byte of 33 records: 100 % detected as the right kind",
+        "every byte of 1,000 records: 100 % detected as the right kind",
         _flip_row,
     ),
     Row(
         10,
-        "a crash in a disk call loses nothing committed and invents nothing, whatever was kept",
+        "a crash in any disk call loses no committed record and invents none, whatever is kept",
         "every call of a small run x none, all, prefix, torn, reordered: all recovered from",
         "+ without snapshots, with old segments removed, and after a kill: all recovered from",
         _crash_row,

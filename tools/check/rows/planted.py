@@ -79,7 +79,7 @@ def _hunt_one(patch: patches.Patch) -> Found:
                 timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            return Found(patch.name, 0, f"no end within {TIMEOUT_S} s")
+            return Found(patch.name, 0, f"timed out after {TIMEOUT_S} s")
         if done.returncode:
             return Found(patch.name, 0, f"the seeds did not run: {done.stderr[-2_000:]}")
         found = json.loads(done.stdout)

@@ -40,12 +40,12 @@ def cut(cuts: int) -> Figure:
             run_dir = Path(directory) / "run"
             watch = power_cuts.run(run_dir, CONFIG, SMALL, cuts, 0, last=LAST, drained=True)
         except BadRun as error:
-            return Figure(f"not {cuts} times", False, str(error))
+            return Figure(f"{cuts} cuts not completed", False, str(error))
     resumed = sum(one.resumed for one in watch.cuts)
     over = sum(one.started_over for one in watch.cuts)
     longest = max(one.next_step_s for one in watch.cuts)
     return Figure(
-        f"{cuts} times; {len(watch.ended)} answers ended once each, {resumed} went on from their "
+        f"{cuts} times; {len(watch.ended)} responses ended once each, {resumed} continued from "
         f"tokens, {over} started over; books exact, the next step after at most {longest:.1f} s",
         True,
     )

@@ -115,8 +115,8 @@ def contained(gate: Gate) -> Figure:
     floor = sorted(_start_ms(sandbox, bare=True) for _ in range(STARTS))
     reached = (
         f"{len(programs) * repeats - len(wrong)} of {len(programs)} x {repeats} contained; {MANY} "
-        f"at once, {left} processes left; p50 of a start {median(starts):.0f} ms, where that of "
-        f"Python alone is {median(floor):.0f} ms"
+        f"at once, {left} processes left; p50 of a start {median(starts):.0f} ms, of Python "
+        f"alone {median(floor):.0f} ms"
     )
     return Figure(reached, not wrong and not left, "\n".join(wrong))
 

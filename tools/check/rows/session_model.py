@@ -237,7 +237,7 @@ class LossyLink(RuleBasedStateMachine):
         """Check that everything arrives in bounded time once the faults stop."""
         end = self.now + HEAL_NS
         while not self.settled():
-            assert self.now < end, f"not delivered: {self.client.outbox.__dict__}"
+            assert self.now < end, f"undelivered messages: {self.client.outbox.__dict__}"
             self.deliver_all()
             self.server_processes(len(self.waiting))
             self.time_passes(50)

@@ -104,7 +104,7 @@ def fault_schedules(gate: Gate) -> Figure:
     runs = swarm(gate)
     reached = (
         f"{runs.runs:,} seeds, {runs.events:,} events, {len(runs.broken)} violations, "
-        f"{runs.failed} ended early by a loss, as they must"
+        f"{runs.failed} ended early by a loss, as expected"
     )
     return Figure(reached, not runs.broken, runs.detail())
 
@@ -197,7 +197,7 @@ ROWS = (
     Row(
         1,
         "simulated fault schedules, 4 to 16 replicas",
-        "300 seeds, 0 violations; before an issue ends 2,000 fresh ones",
+        "300 seeds, 0 violations; 2,000 new seeds before an issue is closed",
         "20,000 seeds, 0 violations (200,000 over time)",
         fault_schedules,
     ),
@@ -210,7 +210,7 @@ ROWS = (
     ),
     Row(
         6,
-        "rare paths are gone through",
+        "rare code paths are executed",
         "90 % of the marks, with 1,000 seeds or more",
         "100 %, 10 times each",
         marks,

@@ -174,7 +174,7 @@ def no_handler(place: Place) -> str:
         said = _client_of(RunKeys(place.secret), server.stdout.readline().strip())
         came, _ = server.communicate("")
     if came != "[]\n":
-        raise NotRefused(f"the server was given {came}")
+        raise NotRefused(f"the server received {came}")
     return said
 
 
@@ -195,7 +195,7 @@ def replayed_greeting(place: Place) -> str:
     with socket.create_connection(place.bulk()) as sock:
         said = greet(sock, place.run, place.secret.derive_key("bulk"))
         if not isinstance(received(sock, wire.successor_decoder), wire.Welcome):
-            raise NotRefused("the greeting that is to be replayed was none")
+            raise NotRefused("the relay did not accept the handshake to replay")
     with socket.create_connection(place.bulk()) as sock:
         sock.sendall(said)
         return ended(sock).decode(errors="replace")
@@ -262,7 +262,7 @@ def _until(look: Callable[[], str]) -> str:
     """Wait until `look` returns a message; raise NotRefused after a timeout."""
     if said := _within(GIVEN_UP_S, look):
         return said
-    raise NotRefused(f"nothing was said within {GIVEN_UP_S:.0f} s")
+    raise NotRefused(f"no message within {GIVEN_UP_S:.0f} s")
 
 
 def _within(seconds: float, look: Callable[[], str]) -> str:
@@ -322,8 +322,8 @@ def run(gate: Gate) -> Figure:
             training.close()
     slowest = max(found, key=lambda each: each.seconds)
     reached = (
-        f"{len(found)} of {len(STRANGERS)} refused in a sentence, after at most "
-        f"{slowest.seconds:.1f} s ({slowest.who}); the run went on"
+        f"{len(found)} of {len(STRANGERS)} refused with a message, after at most "
+        f"{slowest.seconds:.1f} s ({slowest.who}); the run continued"
     )
     return Figure(reached, slowest.seconds <= WITHIN_S, "\n".join(map(str, found)))
 
@@ -331,7 +331,7 @@ def run(gate: Gate) -> Figure:
 ROWS = (
     Row(
         23,
-        "who is not of a run is refused, in a sentence and within 5 s",
+        "strangers to a run are refused with a clear message within 5 s",
         "7 of 7 refused",
         "7 of 7 refused",
         run,

@@ -130,7 +130,7 @@ def _not_encoded(target: Target, message: Any) -> str:
     try:
         target.encode(message)
     except Exception as error:
-        return f"decoded, but not encoded again ({type(error).__name__}: {error})"
+        return f"decoded, but cannot be encoded again ({type(error).__name__}: {error})"
     return ""
 
 
@@ -196,14 +196,14 @@ def _spread(work: Callable[[Any], Any], parts: Iterable[Any], workers: int) -> I
 ROWS = (
     Row(
         number=20,
-        promise="Decoders answer any bytes with a message or their one error, fast and in bounds",
+        promise="decoders map any bytes to a message or their one error, quickly and within bounds",
         pr="50,000 mutated inputs",
         release="10,000,000 mutated inputs: < 10 ms, memory < 8x size + 64 KiB (prompts 96x)",
         run=fuzz,
     ),
     Row(
         number=21,
-        promise="Sessions deliver in order and once over a network that loses, repeats, reorders",
+        promise="sessions deliver in order, once, over a network that loses, repeats and reorders",
         pr="60 model examples of 50 steps",
         release="20,000 model examples of 50 steps",
         run=model,
@@ -217,7 +217,7 @@ def main() -> int:
         print(f"usage: python -m tools.check.rows.wire DECODER HEX; decoders: {', '.join(names)}")
         return 2
     problem = check_bytes(sys.argv[1], bytes.fromhex(sys.argv[2]))
-    print(problem or "nothing is wrong")
+    print(problem or "no problem found")
     return 1 if problem else 0
 
 
