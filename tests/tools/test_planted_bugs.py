@@ -39,7 +39,7 @@ def test_the_bugs_of_a_change_are_in_the_table() -> None:
 def test_a_bug_whose_text_is_gone_is_named(text: str, times: int, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(text)
     patch = patches.Patch("forgets", (), (patches.Change("module.py", "a = 1\n", "a = 2\n"),))
-    with pytest.raises(patches.PatchError, match=f"forgets: this stands in module.py {times}"):
+    with pytest.raises(patches.PatchError, match=f"forgets: this occurs in module.py {times}"):
         patches.patched(patch, tmp_path)
 
 

@@ -1,19 +1,19 @@
-"""What do a run's keys cost? Messages with CURVE and without, a thousand clients, a whole run.
+"""Cost of encryption: messages with CURVE and without, a thousand clients, a whole run.
 
 Usage: python -m tools.bench.connections [--parts messages,clients,run] [--rounds 3]
-Prints one JSON line per figure; exits 1 when CURVE more than doubles the CPU time of a message of
-150 bytes, or makes that of a whole run more than 1.05 times as large.
+Prints one JSON line per figure; exits 1 if CURVE more than doubles the CPU time of a message of
+150 bytes, or increases that of a whole run by more than 5 %.
 
-The sockets are those of laminar/net/transport.py in two processes, under uvloop. Laminar has no
-switch for its keys: "without" is the same code with the two methods that set them on a socket taken
-out, in a run by a sitecustomize.py on PYTHONPATH, which all its processes load. With keys the same
-file is loaded and takes nothing out. Rounds with and without alternate; a ratio is that of their
-medians.
+The sockets are those of laminar/net/transport.py in two processes, under uvloop. Laminar cannot
+run without keys: "without" is the same code with the two methods that set keys on a socket
+disabled, in a run by a sitecustomize.py on PYTHONPATH, which all its processes load. Runs with keys
+load the same file, which then disables nothing. Rounds with and without keys alternate; a ratio is
+that of their medians.
 
-messages  cpu_us_per_message: of both ends, by size of message; messages_per_s
-clients   of 1,000 clients that connect to one server at once: until all were answered; CPU seconds
-          of its whole process, and of the thread that is asked about keys (ZAP)
-run       cpu_s: of all processes of an emulated run of 12 steps, from start to end
+messages  cpu_us_per_message: CPU time of both ends, by message size; messages_per_s
+clients   1,000 clients that connect to one server at once: seconds until all got a reply; CPU
+          seconds of the server's process, and of its thread that checks keys (ZAP)
+run       cpu_s: CPU seconds of all processes of an emulated run of 12 steps, from start to end
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tools.kit.secrets import KEYS, SECRET
 SIZES = {150: 100_000, 4_096: 20_000, 65_536: 2_000}
 """Messages of each size in one round."""
 CLIENTS, CLIENT_PROCESSES = 1_000, 4
-"""ZeroMQ has 1,023 sockets in a process, and a client takes two."""
+"""Clients per process are limited: ZeroMQ allows 1,023 sockets, and a client takes two."""
 MESSAGE_RATIO_MAX, RUN_RATIO_MAX = 2.0, 1.05
 RUN = (
     "rollout.engine=emulated",
@@ -71,7 +71,7 @@ READY, DONE = b"ready", b"done"
 
 
 class NoKeys(RunKeys):
-    """Sockets stay as ZeroMQ makes them."""
+    """Keys that leave sockets unencrypted."""
 
     def secure_server(self, socket: Any) -> None:
         pass
@@ -90,7 +90,7 @@ def tell(name: str, value: Any) -> None:
 
 @contextmanager
 def beside(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Another process, which does this with the other end of a pipe."""
+    """Run `work` in another process, with the other end of a pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *arguments))
@@ -105,7 +105,7 @@ def beside(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 
 
 def send_messages(pipe: Connection, curve: bool, address: str, size: int, count: int) -> None:
-    """A client; gives its CPU seconds, and those of the clock."""
+    """Run a client; send its CPU seconds and its wall time through the pipe."""
     client = ClientSocket(keys_of(curve))
     came: list[bytes] = []
 
@@ -133,7 +133,7 @@ async def _until(condition: Callable[[], object]) -> None:
 
 
 def message_costs(curve: bool, size: int, count: int) -> tuple[float, float]:
-    """CPU microseconds of both ends per message, messages per second."""
+    """Return the CPU microseconds of both ends per message, and the messages per second."""
     server = ServerSocket("127.0.0.1", 0, keys_of(curve))
     arrived, used = 0, 0.0
 
@@ -184,7 +184,7 @@ def messages(rounds: int) -> bool:
 
 
 def connect_many(pipe: Connection, curve: bool, address: str, count: int) -> None:
-    """Clients that all connect when they are told to, and wait until each is answered."""
+    """Connect clients on request, all at once, and wait until each has a reply."""
     clients = [ClientSocket(keys_of(curve)) for _ in range(count)]
     pipe.send(READY)
     pipe.recv()
@@ -201,7 +201,7 @@ def connect_many(pipe: Connection, curve: bool, address: str, count: int) -> Non
 
 
 def thread_s(name: str) -> float:
-    """CPU seconds of the thread with this name; 0 where there is none."""
+    """Return the CPU seconds of the thread with this name, or 0 if there is none."""
     ids = [each.native_id for each in threading.enumerate() if each.name == name]
     files = [Path(f"/proc/self/task/{number}/schedstat") for number in ids]
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
@@ -253,7 +253,7 @@ def clients(rounds: int) -> bool:
 
 
 def run_cpu_s(curve: bool, directory: Path) -> float:
-    """Of all its processes: each is waited for by the one that started it."""
+    """Return the CPU seconds of all processes of a run; each waits for its children."""
     patch = directory / "sitecustomize.py"
     patch.write_text(LOADED + ("" if curve else TAKEN_OUT))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -289,12 +289,12 @@ PARTS = {"messages": messages, "clients": clients, "run": whole_run}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     chosen = arguments.parts.split(",")
     if not set(chosen) <= set(PARTS):
-        parser.error(f"--parts {arguments.parts}: there are {', '.join(PARTS)}")
+        parser.error(f"--parts {arguments.parts}: choose from {', '.join(PARTS)}")
     tell("load", {"before": os.getloadavg()[0], "cores": os.cpu_count()})
     fine = [PARTS[part](arguments.rounds) for part in chosen]
     return 0 if all(fine) else 1

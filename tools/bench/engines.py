@@ -1,4 +1,4 @@
-"""One generation engine as a replica uses it: loads, probe, mismatch with the trainer, speed.
+"""Benchmark of a generation engine: loads, probe, mismatch with the trainer, speed.
 
 Usage: python -m tools.bench.engines --model DIR [--engine torch|vllm] [--device cuda] ...
 
@@ -6,21 +6,21 @@ Reads   a model directory (tools/make/random_model.py makes one)
 Writes  a version of the weights in /dev/shm, removed at the end
 Gives   one JSON line per figure
 
-start          seconds until the engine is there, without weights
-load           seconds and bytes per second, of the first version and of the median of the others;
+start          seconds until the engine is ready, without weights
+load           seconds and bytes per second of the first version and of the median of the others;
                between two versions every weight moves by --move of its tensor's standard deviation
 probe          engine against trainer after each load, nats: means and the largest difference
 mismatch       behaviour log-probs of sampled tokens against the trainer's scores of them:
                mean and largest difference, mean k3, share of tokens whose probabilities differ by
                more than a tenth, and by more than the cap of the importance weight
-in_flight      rows whose weights change in mid-answer by so much of their norm, cache kept and made
-               again: |log-probs of what they sample then - the trainer's|, mean and beside the
-               change; seconds of the load, from there until every row has a token, and the tokens
-               that were prefilled again
-decode         tokens per second of so many rows, counted once every row has its first token
+in_flight      rows whose weights change in the middle of a response, with the cache kept or
+               recomputed: change as a share of the norm; mean |log-prob - the trainer's| of tokens
+               sampled after it, also divided by the change; seconds of the load, and from there
+               until every row has a token; tokens that were prefilled again
+decode         tokens per second by number of rows, counted once every row has its first token
 prefill        prompt tokens per second, of distinct prompts
-long_row       seconds of a decode step with one row --times as long as the others, over those of
-               equal rows with as many tokens
+long_row       seconds of a decode step with one row --times as long as the others, divided by those
+               of equally long rows with as many tokens in all
 
 Engine, trainer and weights are the product's: laminar.engines.build, laminar.training, and the
 layout of a relay's slot. Engine and trainer share the device; --vllm-memory is vLLM's share of it.
@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM forks: no CUDA before that
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # vLLM forks: no CUDA before it
 
 import numpy as np
 
@@ -57,13 +57,13 @@ from laminar.engines.protocol import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-DONE_S = 300.0  #: no measurement takes as long
+DONE_S = 300.0  #: timeout of one measurement
 PROBE_ROWS, PROBE_TOKENS = 8, 64
-FAR = 0.1  #: of log-probs: probabilities that differ by a tenth
+FAR = 0.1  #: difference of log-probs; the probabilities then differ by a tenth
 
 
 class Driver:
-    """An engine, and when its tokens came."""
+    """An engine, with the arrival times of its tokens."""
 
     engine: ReplicaEngine
 
@@ -72,8 +72,8 @@ class Driver:
         self.random = np.random.default_rng(seed)
         self._requests = 0
         self._rows: dict[str, tuple[list[int], list[float]]] = {}
-        self._loads: dict[str, list[tuple[int, float]]] = {}  # of each token, and when it came
-        self._wanted = 0  # tokens of every row, for `until`
+        self._loads: dict[str, list[tuple[int, float]]] = {}  # load and arrival time of each token
+        self._wanted = 0  # tokens per row for which `until` waits
         self._reached = asyncio.Event()
         self._times: list[tuple[float, str, int]] = []
         self._left: set[str] = set()
@@ -101,13 +101,13 @@ class Driver:
             self._reached.set()
 
     async def until(self, tokens: int) -> None:
-        """Every row has so many."""
+        """Wait until every row has so many tokens."""
         self._reached.clear()
         self._wanted = tokens
         await asyncio.wait_for(self._reached.wait(), DONE_S)
 
     def since(self, load: int) -> tuple[list[int], float]:
-        """By row, the first token that was sampled after it; when every row had it."""
+        """Return each row's first token index after a load, and the time when all rows had one."""
         firsts = [[at for at, _ in row].index(load) for row in self._loads.values()]
         rows = zip(firsts, self._loads.values(), strict=True)
         return firsts, max(row[first][1] for first, row in rows)
@@ -118,7 +118,7 @@ class Driver:
     async def run(
         self, prompts: Sequence[tuple[int, ...]], new_tokens: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs of a response to each, all of one length."""
+        """Return the tokens and log-probs of a response to each prompt, all of one length."""
         names = [f"r{self._requests + index}" for index in range(len(prompts))]
         self._requests += len(prompts)
         self._rows = {name: ([], []) for name in names}
@@ -137,11 +137,11 @@ class Driver:
         if self.engine.failed.done():
             self.engine.failed.result()
         if self._left:
-            raise TimeoutError(f"{len(self._left)} of {len(names)} rows are not done: {DONE_S} s")
+            raise TimeoutError(f"{len(self._left)} of {len(names)} rows left after {DONE_S} s")
         return [self._rows[name] for name in names]
 
     def decode_rate(self) -> float:
-        """Tokens per second of the latest run, from the time when every row had one."""
+        """Return the tokens per second of the latest run since every row had a token."""
         seen: set[str] = set()
         begun = next(
             index
@@ -154,7 +154,7 @@ class Driver:
 
 
 class Trainer:
-    """The trainer's model, and its weights as a version in shared memory."""
+    """The trainer's model, with its weights as a version in shared memory."""
 
     def __init__(self, config: Config, vocab: int, seed: int) -> None:
         import torch
@@ -178,7 +178,7 @@ class Trainer:
             self._memory = mmap.mmap(file.fileno(), self.nbytes)
 
     def publish(self, move: float) -> float:
-        """The next version; seconds of its copy into shared memory."""
+        """Publish the next version; return the seconds of its copy into shared memory."""
         from laminar.weights.version.tensors import write_tensors
 
         with self._torch.no_grad():
@@ -190,7 +190,7 @@ class Trainer:
         return time.monotonic() - started
 
     def copy(self) -> Any:
-        """All weights as one vector."""
+        """Return all weights as one vector."""
         return self._torch.cat([tensor.detach().float().flatten() for _, tensor in self.weights])
 
     def source(self) -> WeightSource:
@@ -204,13 +204,13 @@ class Trainer:
 
 
 def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Any:
-    """Of log-probs, of all tokens of all rows."""
+    """Return the differences of log-probs over all tokens of all rows."""
     pairs = zip(ours, theirs, strict=True)
     return np.concatenate([np.asarray(a) - np.asarray(b) for a, b in pairs])
 
 
 async def loads(driver: Driver, trainer: Trainer, versions: int, move: float) -> None:
-    """Version after version, each probed."""
+    """Load and probe one version after the other."""
     probe = driver.prompts([PROBE_TOKENS] * PROBE_ROWS)
     seconds, published, means, largest = [], [], [], []
     for version in range(versions):
@@ -294,7 +294,7 @@ async def in_flight(driver: Driver, trainer: Trainer, args: argparse.Namespace) 
 async def speed(driver: Driver, args: argparse.Namespace) -> None:
     for rows in args.rows:
         rates = []
-        for _ in range(args.rounds + 1):  # the first one warms up, here and below
+        for _ in range(args.rounds + 1):  # the first round warms up, here and below
             await driver.run(driver.prompts([args.prompt] * rows), args.new)
             rates.append(driver.decode_rate())
         del rates[0]
@@ -309,7 +309,7 @@ async def speed(driver: Driver, args: argparse.Namespace) -> None:
 
 
 async def long_row(driver: Driver, args: argparse.Namespace) -> None:
-    """One long row among short ones, and equal rows with as many tokens."""
+    """Compare one long row among short ones with equal rows of as many tokens in all."""
     tail = [args.short] * args.tail_rows
     tail[args.tail_rows // 2] *= args.times
     equal = [sum(tail) // args.tail_rows] * args.tail_rows
@@ -324,7 +324,7 @@ async def long_row(driver: Driver, args: argparse.Namespace) -> None:
 
 
 def spread(values: Sequence[float]) -> float:
-    """(largest - smallest) / median."""
+    """Return (largest - smallest) / median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -338,7 +338,7 @@ async def measure(args: argparse.Namespace) -> None:
     vocab = int(read_hf_config(args.model)["vocab_size"])
     driver = Driver(config, vocab, args.seed)
     show("start", seconds=await driver.start())
-    trainer = Trainer(config, vocab, args.seed)  # behind the engine: vLLM forks, CUDA must not be
+    trainer = Trainer(config, vocab, args.seed)  # after the engine: vLLM forks before CUDA
     try:
         await loads(driver, trainer, args.versions, args.move)
         await mismatch(driver, trainer, args)
@@ -356,7 +356,7 @@ def overrides(args: argparse.Namespace) -> Iterator[str]:
     dtype = args.dtype
     longest = max(args.prompt, args.prefill_prompt, args.short * args.times) + args.new
     yield f"model.name={args.model}"
-    yield "data.dataset=spell_backward"  # one must be named; no prompt of it is used
+    yield "data.dataset=spell_backward"  # required, but its prompts are not used
     yield f"data.max_prompt_length={longest - args.new}"
     yield f"data.max_response_length={args.new}"
     yield f"rollout.engine={args.engine}"
@@ -375,25 +375,25 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="directory")
+    parser.add_argument("--model", required=True, help="model directory")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens of a response")
-    parser.add_argument("--prefill-prompt", type=int, default=1024, help="tokens")
+    parser.add_argument("--prefill-prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--prefill-rows", type=int, default=32)
-    parser.add_argument("--short", type=int, default=512, help="prompt of all rows but one")
-    parser.add_argument("--times", type=int, default=10, help="how much longer that one is")
+    parser.add_argument("--short", type=int, default=512, help="prompt tokens of the short rows")
+    parser.add_argument("--times", type=int, default=10, help="length of the long row / short")
     parser.add_argument("--tail-rows", type=int, default=32)
     parser.add_argument("--mismatch-rows", type=int, default=64)
     parser.add_argument("--versions", type=int, default=50)
-    parser.add_argument("--move", type=float, default=1e-3, help="of a tensor's deviation")
+    parser.add_argument("--move", type=float, default=1e-3, help="share of a tensor's deviation")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-memory", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", nargs="*", default=[], help="further key=value of the config")
+    parser.add_argument("--set", nargs="*", default=[], help="more config settings, key=value")
     return parser.parse_args()
 
 

@@ -1,23 +1,24 @@
-"""Are weights in flight as much faster than a drain as their model says? Real processes beside it.
+"""Speed of in-flight weight updates relative to draining: real processes against the model.
 
 Usage: python -m tools.bench.in_flight [--seeds 3] [--warm-steps 5] [--steps 15] [--keep DIR]
            [key=value ...]
-Prints one JSON line per run and per ratio; exits 1 when a run fails, its books do not agree, its
-log does not replay, a trained group is older than the bound, or the mean ratio of a way in flight
-to the drain is more than APART off the model's.
+Prints one JSON line per run and per ratio; exits 1 if a run fails, its books do not agree, its log
+does not replay, a trained group is older than the bound, or the mean ratio of an in-flight mode to
+the drain differs from the model's by more than APART.
 
-The runs of a seed, configs/emulated_4.toml with each way to update, go one after the other, those
-of the next seed in the other order, so that what else the machine does meets all alike. Engines,
-trainer and prompts are emulated: a ratio is of decisions, not of kernels. Measured is from the end
-of the last warm step on; a run is told to stop when the last step is done.
+The runs of a seed use configs/emulated_4.toml with each update mode, one after the other; the next
+seed reverses the order, so that other load on the machine affects all modes alike. Engines, trainer
+and prompts are emulated: a ratio compares decisions, not kernels. The measurement starts at the end
+of the last warm step; the run is stopped after the last step.
 
-The model (tools/bench/repack: world.py, in_flight.py) gets the run's settings, the same answers and
-the times of the median publishing and load of the drain run; it has no prompts, store or sockets.
+The model (tools/bench/repack: world.py, in_flight.py) gets the settings of the run, the same
+responses, and the median publish and load times of the drain run; it has no prompts, store or
+sockets.
 
-trained_per_s     tokens of the batches that were completed; generated_per_s: that engines sampled
-staleness_group   in steps, of a trained group, by its oldest token: mean and largest; measured ones
-                  are of the whole run
-staleness_token   the same of a token, by its own weights: mean
+trained_per_s     tokens of the completed batches; generated_per_s: tokens that engines sampled
+staleness_group   in steps, of a trained group by its oldest token: mean and largest; the measured
+                  ones are of the whole run
+staleness_token   in steps, of a token by its own weights: mean
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Figures = dict[str, Any]
 
 
 def measured(run_dir: Path, settings: Sequence[str], warm: int, steps: int) -> Figures:
-    """A real run that has come through; BadRun."""
+    """Make a real run and return its figures; raise BadRun if it fails."""
     training = Run(run_dir, CONFIG, settings)
     try:
         training.until_step(warm + steps)
@@ -68,12 +69,12 @@ def measured(run_dir: Path, settings: Sequence[str], warm: int, steps: int) -> F
     check(run_dir)
     oldest = read_json(run_dir / "summary.json")["staleness_max"]
     if oldest > (bound := run_config(run_dir).async_.max_staleness):
-        raise BadRun(f"{run_dir}: a group of staleness {oldest} was trained, the bound is {bound}")
+        raise BadRun(f"{run_dir}: trained a group of staleness {oldest}, the bound is {bound}")
     return figures(run_dir, read_log(run_dir), warm, warm + steps)
 
 
 def figures(run_dir: Path, log: Log, first: int, last: int) -> Figures:
-    """From the end of step `first` to that of step `last`, both counted from 1."""
+    """Measure from the end of step `first` to the end of step `last`, both counted from 1."""
     ends = [told.at_ns for told in log.events if isinstance(told.event, ev.StepCompleted)]
     begin_ns, end_ns = ends[first - 1], ends[last - 1]
     lengths = {
@@ -101,7 +102,7 @@ def figures(run_dir: Path, log: Log, first: int, last: int) -> Figures:
 
 
 def _delays(log: Log) -> Figures:
-    """Of the median version: from the end of its step until its publication, and of a load."""
+    """Return the median seconds from the end of a step to its publication, and of a load."""
     done = {t.event.version: t.at_ns for t in log.events if isinstance(t.event, ev.StepCompleted)}
     published: dict[int, float] = {}
     loads = []
@@ -118,11 +119,11 @@ def _delays(log: Log) -> Figures:
 
 
 def predicted(config: Config, mode: str, delays: Figures, warm: int, steps: int) -> Seen:
-    """What the model says of such a run."""
+    """Return the model's prediction for such a run."""
     rollout, emulation = config.rollout, config.emulation
     if rollout.group_size != GROUP_SIZE:
         raise ConfigError(
-            f"rollout.group_size = {rollout.group_size}: the model has groups of {GROUP_SIZE}"
+            f"rollout.group_size = {rollout.group_size}: the model needs {GROUP_SIZE}"
         )
     setup = Setup(
         replicas=config.total_replicas,
@@ -153,7 +154,7 @@ def predicted(config: Config, mode: str, delays: Figures, warm: int, steps: int)
 
 
 def pair(place: Path, seed: int, args: argparse.Namespace) -> Iterator[Figures]:
-    """Every way with this seed: what was measured, and what the model says."""
+    """Yield the measured and predicted figures of every update mode with this seed."""
     modes = list(MODES) if seed % 2 else list(reversed(MODES))
     found, configs = {}, {}
     for mode in modes:
@@ -173,7 +174,7 @@ def pair(place: Path, seed: int, args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def ratios(lines: Sequence[Figures]) -> Iterator[Figures]:
-    """Each way in flight by the drain of the same seed."""
+    """Yield the ratio of each in-flight mode to the drain of the same seed."""
     drains = {line["seed"]: line for line in lines if line["mode"] == DRAIN}
     for mode in MODES:
         for speed in SPEEDS if mode != DRAIN else ():
@@ -194,7 +195,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--warm-steps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--keep", type=Path, help="directory in which the runs are left")
+    parser.add_argument("--keep", type=Path, help="directory that keeps the runs")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     lines = []

@@ -1,25 +1,25 @@
-"""How soon a machine that joins a running run has its first token, and what the time is spent on.
+"""Time until a machine that joins a running run samples its first token, by phase.
 
 Usage: python -m tools.bench.join [--joiners 1] [--rate 1600] [-c CONFIG] [key=value ...]
-Prints one JSON line for each joiner and one for the run; exits 1 when a joiner has no token within
---within seconds, or its parts miss the whole by more than 5 %; 2 for a mistake in the command.
+Prints one JSON line for each joiner and one for the run; exits 1 if a joiner has no token within
+--within seconds, or its parts differ from the whole by more than 5 %; 2 for a usage error.
 
-A run with real processes works on one machine; then `laminar-node` is called on --joiners others,
+A run with real processes works on one machine; then `laminar-node` is started on --joiners others,
 all at once. Each machine has an emulated network card (tools/bench/weights/network.py) of --rate
 Mbit/s. Without -c the run is the quickstart with a random model of 131 M parameters, 500 MiB in
 float32.
 
-whole_s      from the call of laminar-node to the first sampled token of its replica
-process_s    from the call to the first byte of weights; and what the replica was ready later than
-             the weights were there
-transfer_s   from the first byte to the digest of the version that is loaded first
-load_s       its copy into the engine, and the digest of what was read: of a stream
-             (rollout.load) what is left of both when all of it is here
-probe_s      the probe; prefill_s: from the report of the load to the first token, with the order to
-             generate and the opening in the store, where a stream has not had them before
-parts_share  the sum of these by whole_s; what is left is orders on their way
-others       tokens/s of the replicas that were there, before the call and from it on until the
-             last joiner's first token
+whole_s      from the start of laminar-node to the first sampled token of its replica
+process_s    from the start to the first byte of weights, plus the time for which complete weights
+             wait for the replica
+transfer_s   from the first byte to the digest of the first loaded version
+load_s       copy into the engine and digest of the bytes read; of a stream (rollout.load) only the
+             rest of both after the last byte arrived
+probe_s      the probe; prefill_s: from the report of the load to the first token, including the
+             order to generate and the opening in the store, unless a stream had them before
+parts_share  sum of these parts / whole_s; the rest is orders in transit
+others       tokens/s of the other replicas, before the start and from then until the last joiner's
+             first token
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ SMALL = (
     "data.max_response_length=48",
     "data.val_size=0",
     "trainer.test_freq=0",
-    "trainer.total_training_steps=10000",  # it is stopped when the last joiner has a token
+    "trainer.total_training_steps=10000",  # stopped when the last joiner has a token
 )
-"""Of the quickstart, so that two cores have some left for who joins."""
+"""Quickstart settings that leave capacity of two cores for the joiners."""
 POLL_S = 0.2
 START_S, END_S = 300.0, 120.0
 SHARE_MIN, SHARE_MAX = 0.95, 1.05
 
 
 class Joiner:
-    """One machine beside the first."""
+    """A machine that joins the run."""
 
     def __init__(self, run_dir: Path, number: int) -> None:
         self.run_dir, self.node = run_dir, f"node-{number}"
@@ -72,13 +72,13 @@ class Joiner:
         self.process = subprocess.Popen(words, cwd=ROOT)
 
     def first_token_ns(self) -> int:
-        """When its first step that gave a token ended; 0: none has."""
+        """Return the end of the replica's first step with a token, or 0 if there is none."""
         steps = read_steps(self.run_dir, self.replica)
         given = steps[steps[:, 3] > 0]
         return int(given[0, 1]) if len(given) else 0
 
     def parts(self, lines: list[LogLine]) -> dict[str, float]:
-        """Seconds of each, as its processes say; KeyError, IndexError for one that said nothing."""
+        """Return the seconds of each part; raise KeyError or IndexError if a report is missing."""
         spans = read_spans(self.run_dir, self.replica)
         pulled = next(span for span in spans if span.state == "pulling")
         arrivals = [s for s in read_spans(self.run_dir, self.relay) if s.state == "receiving"]
@@ -102,7 +102,7 @@ def _of_version(spans: list[Span], version: int) -> Span:
 
 
 def tokens_per_s(run_dir: Path, replicas: list[str], start_ns: int, end_ns: int) -> float:
-    """Of these replicas together, in steps that ended in this time."""
+    """Return the total tokens per second of these replicas, by steps that ended in this period."""
     ended = 0
     for replica in replicas:
         steps = read_steps(run_dir, replica)
@@ -111,7 +111,7 @@ def tokens_per_s(run_dir: Path, replicas: list[str], start_ns: int, end_ns: int)
 
 
 def inside(given: argparse.Namespace, run_dir: Path) -> int:
-    """The run, in a namespace of our own; the exit code."""
+    """Make the run inside a private network namespace and return the exit code."""
     net.open_network(given.joiners + 1)
     place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
     words = laminar("train", "-c", given.config or CONFIG, *given.settings, *place)
@@ -136,7 +136,7 @@ def inside(given: argparse.Namespace, run_dir: Path) -> int:
 
 
 def report(given: argparse.Namespace, run_dir: Path, joiners: list[Joiner]) -> int:
-    """Print what was measured; 1 when parts do not make a whole."""
+    """Print the figures; return 1 if the parts do not add up to the whole."""
     lines = list(log_lines(run_dir))
     missed = 0
     for joiner in joiners:
@@ -166,7 +166,7 @@ def _tell(**facts: Any) -> None:
 
 
 def _published(status: Path) -> Callable[[], bool]:
-    """Whether the run has made weights of its own."""
+    """Return a condition that holds once the run has published trained weights."""
     return lambda: read_json(status).get("newest_version", -1) >= 1
 
 
@@ -176,7 +176,7 @@ def _until(
     deadline = time.monotonic() + seconds
     while not condition():
         if (code := train.poll()) is not None:
-            print(f"join: the run ended with exit code {code}", file=sys.stderr)
+            print(f"join: the run exited with code {code}", file=sys.stderr)
             sys.exit(code or 1)
         if time.monotonic() > deadline:
             sys.exit(f"join: the run did not have {what} within {seconds:g} s")
@@ -185,25 +185,27 @@ def _until(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-c", "--config", default="", help="of another run than the default")
+    parser.add_argument("-c", "--config", default="", help="config instead of the quickstart")
     parser.add_argument("--joiners", type=int, default=1, help="machines that join at once")
-    parser.add_argument("--rate", type=int, default=1600, help="of each card, Mbit/s")
-    parser.add_argument("--before", type=float, default=20.0, help="seconds of work without them")
-    parser.add_argument("--within", type=float, default=300.0, help="seconds to the first token")
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--rate", type=int, default=1600, help="rate of each card, Mbit/s")
+    parser.add_argument("--before", type=float, default=20.0, help="seconds before they join")
+    parser.add_argument(
+        "--within", type=float, default=300.0, help="time limit of the first token, s"
+    )
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args()
     for name in ("joiners", "rate", "within"):
         if (value := getattr(given, name)) <= 0:
-            parser.error(f"--{name} {value:g} is none; give a number above 0")
+            parser.error(f"--{name} {value:g}: give a number above 0")
     if given.inside:
         return inside(given, given.keep)
     prefix = net.namespace()
     if prefix is None:
         parser.error(
-            "no private network here, in which network cards could be emulated; "
-            "install iproute2 and run it as root or allow user namespaces"
+            "a private network for emulated network cards is unavailable; "
+            "install iproute2 and run as root or allow user namespaces"
         )
     with tempfile.TemporaryDirectory() as directory:
         words = sys.argv[1:]

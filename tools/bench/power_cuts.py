@@ -1,14 +1,14 @@
-"""Is a run worse for power cuts? All its processes are killed at once, then it is resumed; again.
+"""Recovery of a run from power cuts: all its processes are killed at once and it is resumed.
 
 Usage: python -m tools.bench.power_cuts [-c configs/quickstart.toml] [--cuts 2] [--seed 0]
            [--keep DIR] [key=value ...]
-Prints one JSON line per cut and one for the run; exits 1 when the run fails, its books do not
-agree, its log does not replay, its weights cannot be trained again from it, a prompt has not ended
-once per pass, or work has started over whose weights are on the disk.
+Prints one JSON line per cut and one for the run; exits 1 if the run fails, its books do not agree,
+its log does not replay, its weights cannot be retrained from it, a prompt did not end exactly once
+per pass, or work started over although its weights are on disk.
 
-resumed       answers that went on from tokens that the store had, after this cut
+resumed       responses that continued from tokens in the store after this cut
 tokens_kept   those tokens
-started_over  answers that began again: nobody had their weights any more
+started_over  responses that restarted because their weights no longer existed
 next_step_s   from the resumption until the next step was done
 """
 
@@ -40,23 +40,23 @@ from tools.kit.real_run import POLL_S, BadRun, Run, check
 
 
 class Cut:
-    """What became of the work that was under way at one resumption."""
+    """Outcome of the unfinished work at one resumption."""
 
     def __init__(self, at_ns: int, lost: dict[str, tuple[int, int]]) -> None:
-        self.at_ns, self.lost = at_ns, lost  #: version and attempt by trajectory
-        self.on_disk: tuple[int, ...] | None = None  #: versions, once the trainer has said which
+        self.at_ns, self.lost = at_ns, lost  #: (version, attempt) of unfinished work, by trajectory
+        self.on_disk: tuple[int, ...] | None = None  #: versions, once reported
         self.resumed = self.tokens_kept = self.started_over = 0
         self.next_step_s = 0.0
 
 
 class Watch:
-    """An observer of the log: the cuts, and how often each prompt and each answer has ended."""
+    """Observer of the log that counts cuts and the ends of each prompt and response."""
 
     def __init__(self) -> None:
         self.cuts: list[Cut] = []
-        self.ended = Counter[str]()  #: answers
+        self.ended = Counter[str]()  #: number of ends by response
         self.prompts: dict[tuple[str, int], set[str]] = {}  #: groups by pass and row
-        self.wrong: list[str] = []  #: work that started over, and had not to
+        self.wrong: list[str] = []  #: work that started over needlessly
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
@@ -91,7 +91,7 @@ class Watch:
                 self.prompts.setdefault(row, set()).add(ending.group)
 
     def _placed(self, command: cmd.GenerateTrajectory) -> None:
-        """What was under way has a place again."""
+        """Record that unfinished work is placed again."""
         cut = self.cuts[-1]
         before = cut.lost.pop(command.trajectory_id, None)
         if before is None or (command.version, command.attempt) == before:
@@ -103,12 +103,12 @@ class Watch:
     def problems(self) -> Iterator[str]:
         twice = [name for name, times in self.ended.items() if times != 1]
         if twice:
-            yield f"ended more than once: {', '.join(twice[:5])}"
+            yield f"responses that ended more than once: {', '.join(twice[:5])}"
         several = [f"row {row} in pass {n}" for (n, row), g in self.prompts.items() if len(g) > 1]
         if several:
-            yield f"handed out more than once: {', '.join(several[:5])}"
+            yield f"prompts handed out more than once: {', '.join(several[:5])}"
         if self.wrong:
-            yield f"started over, though the disk has the weights: {', '.join(self.wrong[:5])}"
+            yield f"started over although their weights are on disk: {', '.join(self.wrong[:5])}"
 
 
 def run(
@@ -121,10 +121,10 @@ def run(
     last: Sequence[str] = (),
     drained: bool = False,
 ) -> Watch:
-    """A run with so many cuts; BadRun if anything is the worse for it.
+    """Make a run with power cuts; raise BadRun if it fails or loses anything.
 
-    last: settings that are changed at the last resumption.
-    drained: it is ended when it goes on after the last cut, however many steps it still has.
+    last: settings that change at the last resumption.
+    drained: whether to stop the run once it has resumed after the last cut, even if steps remain.
     """
     chance = random.Random(seed)
     training = Run(run_dir, config, settings)
@@ -143,14 +143,14 @@ def run(
     watch = Watch()
     replay_log(run_dir, watch)
     if len(watch.cuts) != cuts:
-        raise BadRun(f"the log has {len(watch.cuts)} resumptions of {cuts}")
+        raise BadRun(f"the log has {len(watch.cuts)} of {cuts} resumptions")
     for problem in watch.problems():
         raise BadRun(problem)
     return watch
 
 
 def _cut(training: Run, chance: random.Random) -> None:
-    """SIGKILL for all processes, a random time after the next step."""
+    """Kill all processes with SIGKILL, a random time after the next step."""
     training.until_step(training.step() + 1)
     time.sleep(chance.uniform(0, APART_S))
     while living := holders(training.run_dir):
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("-c", "--config", default="configs/quickstart.toml")
     parser.add_argument("--cuts", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,8 @@
-"""Does the control plane keep up? An emulated run of many replicas, whose coordinator is killed.
+"""Load test of the control plane: an emulated run of many replicas with a coordinator kill.
 
 Usage: python -m tools.bench.scale_out [-c configs/emulated_256.toml] [--seconds 300]
            [key=value ...]
-Prints one JSON line per figure; exits 1 when the run fails, its books do not agree or its log does
+Prints one JSON line per figure; exits 1 if the run fails, its books do not agree or its log does
 not replay.
 
 The processes, sockets, files and shared memory are those of a real run; engines, trainer, prompts
@@ -10,14 +10,14 @@ and rewards are emulated (docs/engines.md). After half of --seconds, counted fro
 the coordinator gets SIGKILL; at the end `laminar stop` ends the run gracefully.
 
 cpu_percent        of one core, by role, between the first weights and the end
-log_bytes_per_s    of the event log, likewise; events_per_s
-event_to_command   from the line in which a process says that it reports an event to the arrival of
-                   the pull-weights that the event caused, mostly in another process; ms
-event_to_start     the same to the first word of a trajectory that the event caused: after one
-                   commit of the store, and all that was asked of it before; ms
-                   both without what was reported while no coordinator lived, from the first step on
-away_s             from the kill until the next coordinator began with its own first event
-load               what else the machine had to do: mean load average of a minute, cores
+log_bytes_per_s    growth of the event log in that time; events_per_s
+event_to_command   from the log line with which a process reports an event to the arrival of the
+                   pull-weights that the event caused, mostly in another process; ms
+event_to_start     the same to the start of a trajectory that the event caused: after one commit of
+                   the store and all earlier requests to it; ms
+                   both from the first step on, without events reported while no coordinator lived
+away_s             from the kill until the first event of the next coordinator
+load               load on the machine: mean of the one-minute load average, cores
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tell(name: str, value: Any) -> None:
 
 
 class Meter:
-    """CPU seconds of the processes of a run, also of those that have ended meanwhile."""
+    """CPU seconds of the processes of a run, including those that have ended."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -99,19 +99,21 @@ class Meter:
 
 @dataclass
 class History:
-    """What the log and the processes say, on one clock."""
+    """Times from the log and the processes, on one clock."""
 
-    reported: dict[int, int] = field(default_factory=dict)  #: unix ns by event
-    pulls: list[tuple[int, int]] = field(default_factory=list)  #: cause, arrival
+    reported: dict[int, int] = field(default_factory=dict)  #: unix ns of the report, by event
+    pulls: list[tuple[int, int]] = field(default_factory=list)  #: (causing event, arrival)
     starts: list[tuple[int, int]] = field(default_factory=list)
     handled: list[int] = field(default_factory=list)  #: unix ns of each event, by the coordinator
-    back_ns: int = 0  #: when the second coordinator began
+    back_ns: int = 0  #: start of the second coordinator
     first_step_ns: int = 0
 
 
 def read_history(run_dir: Path) -> History:
-    """The n-th line with which a process reports an event of a kind belongs to the n-th such event
-    of it in the log: none is lost, and none overtakes another."""
+    """Match the n-th report of a kind by a process with its n-th such event in the log.
+
+    Events are neither lost nor reordered, so the match is exact.
+    """
     found, clock = History(), WallClock()
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for line in log_lines(run_dir):
@@ -146,7 +148,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def latencies(found: History, pairs: list[tuple[int, int]], killed_ns: int) -> dict[str, Any]:
-    """Milliseconds from the report of the cause to the arrival."""
+    """Summarize the milliseconds from the report of the cause to the arrival."""
     taken = [
         (arrived - reported) / 1e6
         for cause, arrived in pairs
@@ -210,7 +212,7 @@ def _until(condition: Any, train: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while not condition():
         if train.poll() is not None or time.monotonic() > deadline:
-            sys.exit("the run did not begin")
+            sys.exit("the run did not start")
         time.sleep(POLL_S)
 
 
@@ -218,7 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-c", "--config", default="configs/emulated_256.toml")
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,20 +1,19 @@
-"""What slow tools cost in tokens per second: 64 trajectories at a time, whose turns wait for them.
+"""Cost of slow tools in tokens per second: 64 concurrent trajectories whose turns wait for them.
 
 Usage: python -m tools.bench.slow_tools [--bounds 1000 4 2] [--p99 20 120] [--window 400]
-Prints a line for each way to take weights, staleness bound and p99 of an answer, as it comes:
-tokens per second by those of the same run whose answers take no time, and what bound the engines.
+Prints a line for each update mode, staleness bound and p99 of tool latency: tokens per second
+relative to the same run without latency, and the reasons why engine slots were idle.
 
 The actors, the coordinator and the store are the real ones, in the virtual time of the simulator;
 engines are clocks. Two replicas run 32 sequences each at up to 40 tokens per second. A response has
-one to four turns of 200 tokens in the median. Answers are log-normal with a median of 0.5 s, and
-none takes four times its p99. A replica has twice as many sessions as its engine has room for, and
-for one group besides, as the settings' default gives it. After 200 s tokens are counted for
---window seconds.
+one to four turns of 200 tokens in the median. Tool latency is log-normal with a median of 0.5 s and
+below four times its p99. A replica has the default number of sessions: twice as many as its engine
+has slots, plus one group. After 200 s tokens are counted for --window seconds.
 
-"idle": the share of engine slots in which nothing was sampled; then, of these, for want of what:
-reset (a trajectory has the place, its environment speaks first), sessions (all have a trajectory
-that waits for its answer), staleness (the bound allows no new group), draining (a replica finishes
-what it has before it loads), other (no room for a whole group, loading).
+"idle": the share of engine slots in which nothing was sampled; then the shares of the reasons:
+reset (the slot's environment is still resetting), sessions (all sessions have a trajectory that
+waits for a tool), staleness (the bound allows no new group), draining (a replica finishes its
+trajectories before it loads), other (no room for a whole group, loading).
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ REASONS = {"staleness-bound": "staleness", "draining": "draining"}
 
 
 class Seen(NamedTuple):
-    """Of one run."""
+    """Throughput and idle slots of one run."""
 
     tokens_per_s: float
-    idle: float  #: share of slots
-    wanted: dict[str, float]  #: what free slots wanted, by their share
+    idle: float  #: share of idle slots
+    wanted: dict[str, float]  #: shares of the reasons for idle slots
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {share:.0%}" for name, share in self.wanted.items())
@@ -61,7 +60,7 @@ class Seen(NamedTuple):
 
 
 def world_of(update: str, bound: int, p99_s: float) -> SimConfig:
-    """A run without faults that does not end by itself within the time that is looked at."""
+    """Return the config of a run without faults that does not end within the measured time."""
     return SimConfig(
         work=WorkConfig(
             replicas=REPLICAS,
@@ -114,7 +113,7 @@ def world_of(update: str, bound: int, p99_s: float) -> SimConfig:
 
 
 def watch(config: SimConfig, window_s: int) -> Seen:
-    """A run for so long, as the coordinator sees it each second."""
+    """Run a world and sample the coordinator's state every second."""
     wanted, free, looks, began = Counter[str](), 0, 0, 0
     with make_world(config, 1) as world:
         world.begin()
@@ -135,7 +134,7 @@ def watch(config: SimConfig, window_s: int) -> Seen:
 
 
 def _free(state: State) -> Counter[str]:
-    """Free slots, by what they want."""
+    """Count the free slots by the reason why they are idle."""
     found = Counter[str]()
     for replica in state.replicas.values():
         reason = find_not_admitted_reason(state, replica)

@@ -1,20 +1,20 @@
-"""Whether a model reads, and is trained on, the very tokens that were sampled, over many turns.
+"""Check that a model reads and is trained on exactly the sampled tokens, over many turns.
 
 Usage: python -m tools.bench.turns [--turns 10000] [--directory DIR]
-Prints one JSON line, and exits with 1 where a token differs.
+Prints one JSON line, and exits with 1 if a token differs.
 
-A real run on this machine, with a tiny random model whose turns mostly end in a call that its
-environment answers, at temperature 1 and with a learning rate of 0. Its tokenizer is a byte-level
-BPE whose merges depend on what stands beside a piece, so that a text has many ways to be cut: a
-history that is tokenised again is another one.
+A real run on this machine, with a tiny random model whose turns mostly end in a tool call, at
+temperature 1 and with a learning rate of 0. Its tokenizer is a byte-level BPE whose merges depend
+on the neighbours of a piece, so that a text can be split in many ways: tokenizing the text of a
+history again gives different ids.
 
-engine, trainer   largest difference of a sampled token's log-prob: of the engine's from a forward
-                  pass here over the ids that the store has, with nothing else in between, and of
-                  the trainer's from the engine's, as the run measured it. Both know the model to
-                  1e-4, so a difference of one id in what was read before a token shows
-turns             that were sampled after another one; `again`, of these: how many have a history
-                  whose text, tokenised again, has other ids; `seen_by`: the smallest of the largest
-                  differences of a log-prob that this makes in one turn, over the first 200 of them
+engine, trainer   largest difference of a sampled token's log-prob: between the engine and a forward
+                  pass here over exactly the ids in the store, and between the trainer and the
+                  engine, as the run measured it. Both compute log-probs to 1e-4, so one different
+                  id in the history of a token would show
+turns             turns that follow another turn; `again`: those whose history has other ids when
+                  its text is tokenized again; `seen_by`: the smallest, over the first 200 of them,
+                  of the largest log-prob difference that the other ids would cause in the turn
 audit             exit code of `laminar audit`: the store's tokens, the trainer's book, the log
 """
 
@@ -40,9 +40,9 @@ from tools.kit.tool_models import END, tokenizer
 
 CLOSE = 1e-4
 BIASES = {"<tool_call>": 1.4, END: 1.1}
-"""Log-odds by which a token is likelier than others: turns of a dozen tokens, most with a call."""
+"""Log-odds added to tokens, for turns of about a dozen tokens that mostly end in a call."""
 GROUPS, GROUP_SIZE, TURNS_MAX = 16, 8, 8
-TURNS_PER_STEP = 220  #: rather fewer than there are
+TURNS_PER_STEP = 220  #: low estimate
 SEEN_MAX = 200
 ENVIRONMENT = '''
 import random
@@ -68,16 +68,16 @@ class Words:
 
 
 class Sampled(NamedTuple):
-    """A trajectory as the store has it: what was read, and what of it was sampled."""
+    """A trajectory in the store: the tokens that were read and those that were sampled."""
 
     ids: list[int]
-    at: list[int]  #: places of the sampled tokens
+    at: list[int]  #: positions of the sampled tokens
     logprobs: np.ndarray
-    begins: list[int]  #: places where turns begin
+    begins: list[int]  #: positions where turns begin
 
 
 def make_model(directory: Path) -> None:
-    """Random weights, but for the first number of each: it makes some tokens likelier."""
+    """Make a random model whose first dimension makes the tokens of BIASES likelier."""
     torch.manual_seed(0)
     pieces = tokenizer()
     config = Qwen2Config(
@@ -105,7 +105,7 @@ def make_model(directory: Path) -> None:
 
 
 def train(directory: Path, turns: int) -> Path:
-    """The run; its directory."""
+    """Make the run and return its directory."""
     make_model(directory / "model")
     (directory / "words.py").write_text(ENVIRONMENT)
     done = subprocess.run(
@@ -122,12 +122,12 @@ def train(directory: Path, turns: int) -> Path:
         )
     )
     if done.returncode:
-        sys.exit(f"the run ended with code {done.returncode}")
+        sys.exit(f"the run exited with code {done.returncode}")
     return directory / "run"
 
 
 def stored(run: Path) -> Iterator[Sampled]:
-    """Every trajectory of which the store has tokens."""
+    """Yield every trajectory with tokens in the store."""
     with sqlite3.connect(run / "store.sqlite") as database:
         names = database.execute("SELECT id, attempt, row_index FROM trajectories ORDER BY id")
         for name, attempt, row in names.fetchall():
@@ -170,7 +170,7 @@ def _ints(raw: bytes) -> list[int]:
 
 @torch.no_grad()
 def logprobs_of(model: Qwen2ForCausalLM, ids: list[int]) -> torch.Tensor:
-    """Of each id but the first, after those before it."""
+    """Return the log-prob of each id except the first, given the ids before it."""
     logits = model(torch.tensor([ids])).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def compared(run: Path, model_directory: Path) -> dict[str, float]:
-    """The figures of a run."""
+    """Compute the figures of a run."""
     model, pieces = Qwen2ForCausalLM.from_pretrained(model_directory).eval(), tokenizer()
     engine, tokens, turns, again, seen = 0.0, 0, 0, 0, list[float]()
     for one in stored(run):

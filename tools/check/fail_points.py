@@ -1,14 +1,13 @@
-"""Kill a process at each place that laminar/names/failpoint_names.py names, in real runs, and check
-them.
+"""Kill a process at every failpoint of laminar/names/failpoint_names.py and check the real run.
 
 Usage: python tools/check/fail_points.py [--only POINT ...] [--keep DIR] [SETTING=VALUE ...]
 Prints one JSON line per run; exits 1 when a point was not reached or a run is not sound.
 
-Each run is the quickstart's model, or for calls of tools the calculator's, with a checkpoint after
-every second step, and dies at several places, each once. Some places are reached only after a death
-at another one, so those stand together. A run is sound when it completes, every point has killed
-its process, the log replays to the same decisions, the three books agree, and what was trained
-gives the same weights again.
+Each run trains the quickstart's model, or the calculator's for failpoints in tool calls, saves a
+checkpoint after every second step, and dies once at each of several failpoints. Failpoints that are
+reached only after a death at another one share a run with it. A run is sound if it completes, every
+failpoint killed its process, the log replays to the same decisions, the three books agree, and
+retraining reproduces the weights.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ RUNS: tuple[dict[str, int], ...] = (
     },
     {"rank-load": 1, "rank-step": 3, "rank-fill": 2, "rank-write": 1},
 )
-"""By point: the how manieth time a process reaches it."""
+"""Number of the visit at which each failpoint kills its process, by run."""
 SETTINGS = (
     "trainer.total_training_steps=6",
     "trainer.save_freq=2",
@@ -91,9 +90,9 @@ SETTINGS = (
     "run.name=run",
 )
 RANKS = ("trainer.ranks=2", "recovery.max_restarts=9")
-"""Of runs in which another rank of the trainer dies."""
+"""Settings of runs in which a trainer rank other than 0 dies."""
 CRITIC = ("algorithm.adv_estimator=gae", "critic.lr=1e-3", "trainer.critic_warmup=1")
-"""Of runs in which the trainer dies in one half of a step of PPO."""
+"""Settings of runs in which the trainer dies in the policy or critic half of a PPO step."""
 CALLS = ("rollout-noted", "rollout-called")
 RUN_TIMEOUT_S, CHECK_TIMEOUT_S = 900.0, 300.0
 CHECKS = (("log", "replay"), ("audit",), ("retrain",))
@@ -102,8 +101,8 @@ CHECKS = (("log", "replay"), ("audit",), ("retrain",))
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     only = {"nargs": "+", "choices": POINTS, "metavar": "POINT", "default": list(POINTS)}
-    parser.add_argument("--only", **only, help="runs with these, and what they need")  # type: ignore[arg-type]
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the runs there")
+    parser.add_argument("--only", **only, help="only runs with these failpoints")  # type: ignore[arg-type]
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="directory that keeps the runs")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     arguments = parser.parse_args()
     ok = True
@@ -118,7 +117,7 @@ def main() -> None:
 
 
 def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[str, Any]:
-    """What became of it; `problems` are empty where it is sound."""
+    """Run a training with these failpoints and return its facts; `problems` is empty if sound."""
     wanted = ",".join(f"{point}:{number}" for point, number in points.items())
     ranks = RANKS if points.keys() & set(RANK) else ()
     critic = CRITIC if points.keys() & set(LEARNER) else ()
@@ -131,7 +130,7 @@ def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[s
     if code:
         problems.append(f"the run ended with {code}: {said[-2000:]}")
     problems += [
-        f"{point} was not reached {number} times"
+        f"{point} was reached fewer than {number} times"
         for point, number in points.items()
         if not (run / f"failed-{point}-{number}").exists()
     ]
@@ -144,7 +143,7 @@ def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[s
 
 
 def laminar(words: list[str], timeout_s: float, env: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a command."""
+    """Run a `laminar` command and return its exit code and output."""
     command = [sys.executable, "-m", "laminar.cli.main", *words]
     try:
         done = subprocess.run(
@@ -156,7 +155,7 @@ def laminar(words: list[str], timeout_s: float, env: dict[str, str]) -> tuple[in
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as late:
-        return 124, f"no end within {timeout_s:g} s: {late.stdout!r}"
+        return 124, f"timed out after {timeout_s:g} s: {late.stdout!r}"
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,7 +1,7 @@
-"""Who imports whom, in the package, the tools and the tests.
+"""Import graph of the package, the tools and the tests.
 
 Reads   laminar/, tools/, tests/
-Gives   Imports: `distances`, how many imports lie between a module and each file that uses it;
+Gives   Imports: `distances`, the number of imports between a module and each file that uses it;
         `pairs` and `cycles`
 """
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Imports:
-    """The imports of all files, backwards."""
+    """Reverse import graph: for each file, the files that import it."""
 
     def __init__(
         self, root: Path = ROOT, folders: tuple[str, ...] = ("laminar", "tools", "tests")
@@ -27,7 +27,7 @@ class Imports:
             for file in sorted((root / folder).rglob("*.py")):
                 path = str(file.relative_to(root))
                 self._known[path.removesuffix(".py").removesuffix("/__init__")] = path
-        self._users = defaultdict[str, set[str]](set)  #: of a file, by path
+        self._users = defaultdict[str, set[str]](set)  #: importing files by imported path
         for path in self._known.values():
             for used in self._used(path, (root / path).read_text()):
                 self._users[used].add(path)
@@ -43,7 +43,7 @@ class Imports:
         return {self._known[place] for place in places & self._known.keys()} - {path}
 
     def distances(self, path: str) -> dict[str, int]:
-        """Every file that uses this one, by the number of imports from there to here."""
+        """Return the import distance of every file that uses this one, directly or indirectly."""
         found, waiting = {path: 0}, deque([path])
         while waiting:
             used = waiting.popleft()
@@ -54,10 +54,10 @@ class Imports:
         return found
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Every import between two files: who imports, and what."""
+        """Return every import between two files as (importing file, imported file)."""
         return sorted((user, used) for used, users in self._users.items() for user in users)
 
     def cycles(self) -> list[set[str]]:
-        """Sets of files that import each other, directly or through others of the set."""
+        """Return the sets of files that import each other, directly or through files of the set."""
         graph = networkx.DiGraph(self.pairs())
         return [found for found in networkx.strongly_connected_components(graph) if len(found) > 1]

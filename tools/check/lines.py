@@ -1,13 +1,13 @@
-"""Compare the size and the structure of the project with their limits; exit 1 above one.
+"""Compare the size and the structure of the project with limits; exit 1 if one is exceeded.
 
 Usage: python -m tools.check.lines
 Reads  pyproject.toml ([tool.laminar.limits] and the layers of import-linter), the files and the
        commit subjects that git knows
 Prints lines per folder, words of the documentation, import cycles, upward imports, functions above
-       complexity 10, what docs/style.md rules out (prose.py); the subjects of commits that are too
-       long or end with a full stop
+       complexity 10, violations of docs/style.md (prose.py), and commit subjects that are too long
+       or end with a full stop
 
-A limit of lines or words rises only by what an issue grants; one of structure only falls.
+A limit on lines or words rises only by what an issue grants; a limit on structure only falls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def within(count: int, limit: int, what: str, parts: Counter[str] | None = None) -> bool:
-    """Print a figure next to its limit, with its parts; False where it is above."""
+    """Print a figure with its limit and parts; return whether it is within the limit."""
     over = f"  ABOVE by {count - limit:,}" if count > limit else ""
     print(f"{count:>7,} of {limit:>6,}  {what}{over}")
     for name, size in (parts or Counter()).most_common():
@@ -61,7 +61,7 @@ def within(count: int, limit: int, what: str, parts: Counter[str] | None = None)
 
 
 def per_mille(part: int, whole: int) -> int:
-    """Return a share in a thousand, rounded up."""
+    """Return a share in thousandths, rounded up."""
     return -(-1000 * part // whole)
 
 
@@ -69,7 +69,7 @@ def per_mille(part: int, whole: int) -> int:
 
 
 def count_lines(folders: dict[str, int]) -> dict[str, int]:
-    """Lines of Python of each folder, without those of a folder inside that has its own limit."""
+    """Return the lines of Python per folder, excluding subfolders that have their own limit."""
     sizes = dict.fromkeys(folders, 0)
     for path, lines in code_files():
         owner = max((f for f in folders if path.startswith(f"{f}/")), key=len, default="")
@@ -79,7 +79,7 @@ def count_lines(folders: dict[str, int]) -> dict[str, int]:
 
 
 def sizes_below(folder: str) -> Counter[str]:
-    """Lines of each folder directly inside this one."""
+    """Return the lines of each direct subfolder."""
     depth, sizes = folder.count("/") + 2, Counter[str]()
     for path, lines in code_files(folder):
         parts = path.split("/")
@@ -89,7 +89,7 @@ def sizes_below(folder: str) -> Counter[str]:
 
 
 def code_files(folder: str = ".") -> Iterator[tuple[str, int]]:
-    """Path and lines of every file of Python that git knows."""
+    """Yield the path and line count of every Python file that git tracks."""
     for path in git("ls-files", folder).splitlines():
         if path.endswith(".py") and (ROOT / path).is_file():
             yield path, len((ROOT / path).read_bytes().splitlines())
@@ -99,7 +99,7 @@ def code_files(folder: str = ".") -> Iterator[tuple[str, int]]:
 
 
 def upward_imports(imports: Imports, layers: list[str]) -> list[tuple[str, str]]:
-    """Imports of the package's entry point from below it, and those against the layers."""
+    """Return imports that point upwards: against the layers, or of the package's entry point."""
     ranks = {"laminar/__init__.py": -1}
     for rank, layer in enumerate(layers):
         for module in layer.split(" | "):
@@ -113,7 +113,7 @@ def upward_imports(imports: Imports, layers: list[str]) -> list[tuple[str, str]]
 
 
 def count_complex_functions() -> int:
-    """Functions whose cyclomatic complexity is above 10."""
+    """Count the functions whose cyclomatic complexity is above 10."""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "C901"]
     command += ["--config", "lint.mccabe.max-complexity=10", "--output-format", "concise"]
     run = subprocess.run([*command, "laminar", "tools"], cwd=ROOT, text=True, capture_output=True)
@@ -126,10 +126,10 @@ def count_complex_functions() -> int:
 
 
 def check_subjects(base: str) -> bool:
-    """Print the subjects since a commit that break the rule; False where there are any."""
+    """Print the commit subjects since `base` that break the rule; return whether none does."""
     known = subprocess.run(["git", "merge-base", "--is-ancestor", base, "HEAD"], cwd=ROOT)
     if known.returncode:
-        print(f"subjects of commits: unchecked, {base} is not in this history")
+        print(f"commit subjects: not checked, {base} is not in this history")
         return True
     bad = [
         subject
@@ -137,7 +137,7 @@ def check_subjects(base: str) -> bool:
         if len(subject) > SUBJECT_MAX or subject.endswith(".")
     ]
     for subject in bad:
-        print(f"a commit's subject has at most {SUBJECT_MAX} characters, no full stop: {subject!r}")
+        print(f"commit subject above {SUBJECT_MAX} characters or with a full stop: {subject!r}")
     return not bad
 
 

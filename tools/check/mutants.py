@@ -1,15 +1,15 @@
-"""What would notice a mistake in a change: mutants of its lines, and the checks that kill them.
+"""Mutation testing of a change: mutate its lines and report which checks kill the mutants.
 
 Usage: python -m tools.check.mutants BASE [--count 40] [--seed 0] [--jobs 2] [--files PART ...]
                                [--seeds 20] [--least 0]
-Reads   what differs in laminar/ since the git revision BASE
-Prints  a line per mutant: which check kills it, or that it lives, with what was changed; at last
-        the share of each check. Exits 1 if fewer than --least percent are killed.
+Reads   the differences in laminar/ since the git revision BASE
+Prints  a line per mutant: the check that kills it, or that it survives, with the mutated lines;
+        finally the share of each check. Exits 1 if fewer than --least percent are killed.
 
-A mutant lives in a copy of the repository (tools/check/patches.py). The checks, the quicker first:
-the tests that use the file, those nearest by imports; random worlds; seeds of the simulator; real
-runs, for what only whole processes execute. A check that has no end in its time counts as one that
-fails. A test that fails without the mutant as well is named and left out.
+Each mutant runs in a copy of the repository (tools/check/patches.py). The checks, fastest first:
+the tests nearest to the file by imports; random worlds; seeds of the simulator; real runs, for
+code that only whole processes execute. A check that times out counts as a failure. A test that
+also fails without the mutant is reported and skipped.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tools.check.imports import Imports
 from tools.check.mutate import Mutation, mutations
 
 ROOT = patches.ROOT
-TESTS_MAX = 12  #: files, the nearest ones
-TIMEOUT_S = 300  #: of one check of one mutant
+TESTS_MAX = 12  #: test files per mutant, nearest first
+TIMEOUT_S = 300  #: time limit of one check of one mutant
 WORLDS = """
 from tools.kit.random_worlds import check_end, random_world
 for seed in range(40):
     check_end(random_world(seed).run(5_000))
 """
-NO_TESTS = 5  #: pytest found none that may run here
+NO_TESTS = 5  #: exit code of pytest if it collected no tests
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=120", "-m")
 PURE = (*PYTEST, "not process and not long and not vllm")
 RUNS = (
@@ -49,7 +49,7 @@ RUNS = (
 
 
 class Mutant(NamedTuple):
-    """One change of one file."""
+    """A file with one mutation."""
 
     path: str
     source: str
@@ -65,24 +65,24 @@ class Mutant(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A command of Python that fails where something is wrong."""
+    """Arguments of a Python command that exits with an error if it finds a fault."""
 
     name: str
     arguments: tuple[str, ...]
 
 
 class Checks:
-    """Which checks look at which file."""
+    """Selection of the checks for each file."""
 
     def __init__(self, root: Path, seeds: int) -> None:
-        """`root`: a copy of the repository, so that one may go on working in it."""
+        """Read the imports of `root`, a copy, so that the repository may change meanwhile."""
         self.root, self._seeds = root, seeds
         self._imports = Imports(root)
-        self.broken: set[str] = set()  #: files of tests that fail without a mutant
-        self._sound: set[str] = set()  #: tests that do not
+        self.broken: set[str] = set()  #: test files that fail without a mutant
+        self._sound: set[str] = set()  #: tests that pass without a mutant
 
     def tests(self, path: str) -> tuple[str, ...]:
-        """The nearest files of tests; of equals those of the same folder or name."""
+        """Return the nearest test files; at equal distance, prefer the same folder or name."""
         folder, stem = Path(path).parent.name, Path(path).stem
         found = {
             user: (distance, folder not in user.split("/"), stem.strip("_") not in user)
@@ -92,7 +92,7 @@ class Checks:
         return tuple(sorted(found, key=lambda user: (found[user], user))[:TESTS_MAX])
 
     def fails_anyway(self, test: str) -> bool:
-        """Whether what failed with a mutant does so without one; its file is then asked no more."""
+        """Return whether a test fails without the mutant too; exclude its file if it does."""
         file = test.partition("::")[0]
         if not file.startswith("tests/") or test in self._sound:
             return False
@@ -102,7 +102,7 @@ class Checks:
                 return False
         if file not in self.broken:
             self.broken.add(file)
-            print(f"left out, for it fails without a mutant: {test}", flush=True)
+            print(f"skipped, because it fails without a mutant: {test}", flush=True)
         return True
 
     def of(self, path: str) -> Iterator[Check]:
@@ -143,18 +143,18 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("base", help="git revision; what differs from it is mutated")
+    parser.add_argument("base", help="git revision; changed lines are mutated")
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of mutants")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--files", nargs="*", default=[], help="only paths that have this in them")
-    parser.add_argument("--seeds", type=int, default=20, help="of the simulator")
-    parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
+    parser.add_argument("--files", nargs="*", default=[], help="only paths with any of these parts")
+    parser.add_argument("--seeds", type=int, default=20, help="seeds of the simulator per mutant")
+    parser.add_argument("--least", type=float, default=0.0, help="percentage that must be killed")
     return parser.parse_args()
 
 
 def _changed_lines(base: str) -> dict[str, set[int]]:
-    """Lines of the files as they are, by path; what git does not know yet is left out."""
+    """Return the changed line numbers by path, in the working tree; skip untracked files."""
     diff = subprocess.check_output(
         ["git", "diff", "-U0", "-M", base, "--", "laminar"], cwd=ROOT, text=True
     )
@@ -171,7 +171,7 @@ def _changed_lines(base: str) -> dict[str, set[int]]:
 
 
 def _drawn(wanted: dict[str, set[int]], count: int, chance: random.Random) -> list[Mutant]:
-    """First a line, then what becomes of it: a line of many parts is not drawn more often."""
+    """Draw lines first, then a mutation of each, so that long lines are not drawn more often."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for path, lines in sorted(wanted.items()):
         source = (ROOT / path).read_text()
@@ -183,7 +183,7 @@ def _drawn(wanted: dict[str, set[int]], count: int, chance: random.Random) -> li
 
 
 def _try(checks: Checks, mutant: Mutant) -> tuple[Mutant, str, str]:
-    """The mutant, what kills it (empty: nothing does), and how."""
+    """Return the mutant, the check that kills it (empty if it survives), and the failure."""
     where = f"{mutant.path}:{mutant.mutation.line}  {mutant.mutation.what}"
     with patches.copy({mutant.path: mutant.text()}, patches.WHOLE, checks.root) as folder:
         for check in checks.of(mutant.path):
@@ -197,11 +197,11 @@ def _try(checks: Checks, mutant: Mutant) -> tuple[Mutant, str, str]:
 
 
 def _failure(folder: Path, check: Check) -> str:
-    """Empty: it finds nothing wrong."""
+    """Return how the check fails, or an empty string if it passes."""
     try:
         done = _python(folder, check.arguments, TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return "no end"
+        return "timed out"
     broke = re.search(r'"broke": "([^"]+)"', done.stdout)
     if broke is not None:
         return broke[1]

@@ -1,9 +1,9 @@
-"""Small changes of a Python source, each of which makes another program of it.
+"""Small mutations of Python source that change what the program does.
 
 Reads   a source text, the lines that may be changed
-Gives   `mutations`: where, instead of what, how it is called
+Gives   `mutations`: the position, replacement and name of each mutation
 
-What only people read is left alone: docstrings, messages, annotations, lines of a process's log.
+Text for people is left unchanged: docstrings, messages, annotations, lines of a process's log.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ COMPARISONS = {
     "is": "is not", "is not": "is", "in": "not in", "not in": "in",
 }  # fmt: skip
 ARITHMETIC = {"+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "//"}
-SPEECH = {"log", "announce", "print", "warning", "error", "fail", "hit"}  #: and their messages
+#: Calls that are not mutated, including their arguments.
+SPEECH = {"log", "announce", "print", "warning", "error", "fail", "hit"}
 
 
 class Mutation(NamedTuple):
-    """One change: source[start:end] becomes `text`."""
+    """A mutation that replaces source[start:end] with `text`."""
 
     line: int
     what: str
@@ -34,7 +35,7 @@ class Mutation(NamedTuple):
 
 
 def mutations(source: str, lines: Collection[int]) -> list[Mutation]:
-    """All that begin in these lines, and still are Python."""
+    """Return all mutations that begin in these lines and still compile."""
     walker = _Walker(source)
     found = {m for m in walker.walk(ast.parse(source), None) if m.line in lines}
     return sorted(m for m in found if _compiles(m.applied(source)))
@@ -49,7 +50,7 @@ def _compiles(source: str) -> bool:
 
 
 class _Walker:
-    """The tree of one source, with offsets into its text."""
+    """A walk over the syntax tree of a source, with offsets into its text."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -83,7 +84,7 @@ class _Walker:
             yield self._change(node, "dropped", "pass")
 
     def _early(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Mutation]:
-        """Nothing is done; where a truth value is returned, it is always the same one."""
+        """Yield early returns: of nothing, of a constant truth value, or of an empty string."""
         returns = ast.unparse(node.returns) if node.returns else ""
         values = {"None": ("",), "bool": (" True", " False"), "str": (' ""',)}.get(returns, ())
         body = node.body[1:] if ast.get_docstring(node) else node.body
@@ -105,7 +106,7 @@ class _Walker:
             for left, right in zip(node.values, node.values[1:], strict=False):
                 yield from self._operator(left, right, {"and": "or", "or": "and"})
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield self._change(node, "no longer negated", f"bool({self._text(node.operand)})")
+            yield self._change(node, "negation removed", f"bool({self._text(node.operand)})")
         elif isinstance(node, ast.Constant):
             yield from self._constant(node)
         elif isinstance(node, ast.IfExp):
@@ -116,24 +117,24 @@ class _Walker:
 
     def _constant(self, node: ast.Constant) -> Iterator[Mutation]:
         if isinstance(node.value, bool):
-            yield self._change(node, "turned around", str(not node.value))
+            yield self._change(node, "inverted", str(not node.value))
         elif isinstance(node.value, int):
-            yield self._change(node, "one more", str(node.value + 1))
-            yield self._change(node, "one less", f"({node.value - 1})")
+            yield self._change(node, "incremented", str(node.value + 1))
+            yield self._change(node, "decremented", f"({node.value - 1})")
         elif isinstance(node.value, float):
             yield self._change(node, "doubled", str(node.value * 2 + 1))
 
     def _operator(
         self, left: ast.expr, right: ast.expr, others: dict[str, str]
     ) -> Iterator[Mutation]:
-        """What stands between two expressions, brackets and comments aside."""
+        """Mutate the operator between two expressions; skip it if a comment stands there too."""
         start, end = self._end(left), self._offset(right.lineno, right.col_offset)
         between = self._source[start:end]
         found = between.strip(" ()\n\t")
         if found in others and "#" not in between:
             at = start + between.index(found)
             text = others[found]
-            yield Mutation(self._line_of(at), f"{found} is {text}", at, at + len(found), text)
+            yield Mutation(self._line_of(at), f"{found} became {text}", at, at + len(found), text)
 
     def _swap(self, one: ast.expr, other: ast.expr, what: str) -> Iterator[Mutation]:
         if isinstance(one, ast.Starred) or isinstance(other, ast.Starred):
@@ -155,7 +156,7 @@ class _Walker:
         return self._offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def _offset(self, line: int, column: int) -> int:
-        """The tree counts bytes of UTF-8."""
+        """Convert a position of the tree, which counts UTF-8 bytes, to an offset in the text."""
         before = self._lines[line - 1].encode()[:column].decode() if self._lines else ""
         return self._starts[line - 1] + len(before)
 
@@ -164,7 +165,7 @@ class _Walker:
 
 
 def _is_speech(node: ast.AST) -> bool:
-    """A docstring, a call that tells somebody something, an f-string."""
+    """Return whether a node is text for people: a docstring, an f-string, or a logging call."""
     if isinstance(node, ast.JoinedStr):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -177,7 +178,7 @@ def _is_speech(node: ast.AST) -> bool:
 
 
 def _is_droppable(node: ast.stmt) -> bool:
-    """Without it the names that are read later still exist."""
+    """Return whether the statement can be removed without leaving a name undefined."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Call | ast.Await)
     if isinstance(node, ast.Assign):

@@ -1,11 +1,10 @@
-"""Changes of source text, and a copy of the repository in which they are made.
+"""Patches of source text, and copies of the repository in which they are applied.
 
-Reads   tables of patches (tools/check/rows/planted.txt, which says how one is written); the
-        repository
+Reads   tables of patches (tools/check/rows/planted.txt documents the format); the repository
 Gives   `read`, `patched`; `copy`, a directory in which `python -m` finds the changed package first
-Raises  PatchError with the name of the patch: its text is not there, or more than once
+Raises  PatchError with the name of a patch whose text is missing or occurs more than once
 
-A copy and not a hook of imports: processes that the program starts run the changed text as well.
+A copy is used rather than an import hook, so that child processes run the changed text as well.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ WHOLE = (
 
 
 class PatchError(Exception):
-    """A patch does not fit the text any more."""
+    """Failure to apply a patch to the current text."""
 
 
 class Change(NamedTuple):
-    """One place of one file."""
+    """A replacement at one place in one file."""
 
     path: str
     old: str  #: whole lines
@@ -39,20 +38,20 @@ class Change(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """What a patch is called, and all that it changes."""
+    """A named patch with all its changes."""
 
     name: str
-    words: tuple[str, ...]  #: behind the name
+    words: tuple[str, ...]  #: words after the name: faults, settings or tests
     changes: tuple[Change, ...]
 
 
 def read(table: Path) -> dict[str, Patch]:
-    """All patches of a table, by name; what stands before the first one is for people."""
+    """Read the patches of a table by name; skip the explanation before the first one."""
     _, *blocks = ("\n" + table.read_text()).split("\n== ")
     patches = [_patch(block) for block in blocks]
     found = {patch.name: patch for patch in patches}
     if len(found) < len(patches):
-        raise PatchError(f"{table.name}: a name stands there twice")
+        raise PatchError(f"{table.name}: a name occurs twice")
     return found
 
 
@@ -66,16 +65,16 @@ def _change(name: str, hunk: str) -> Change:
     path, *lines = hunk.splitlines()
     lines = [line for line in lines if line and line[0] != "#"]
     if bad := [line for line in lines if line[0] not in " -+"]:
-        raise PatchError(f"{name}: {bad[0]!r} begins with none of ' ', '-' and '+'")
+        raise PatchError(f"{name}: {bad[0]!r} must begin with ' ', '-' or '+'")
     old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
     new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
     if not old or old == new:
-        raise PatchError(f"{name}: it changes nothing of {path}")
+        raise PatchError(f"{name}: the patch does not change {path}")
     return Change(path, old, new)
 
 
 def patched(patch: Patch, root: Path = ROOT) -> dict[str, str]:
-    """The new text of each file that it changes."""
+    """Return the new text of each file that the patch changes."""
     texts: dict[str, str] = {}
     for path, old, new in patch.changes:
         if path not in texts:
@@ -83,7 +82,7 @@ def patched(patch: Patch, root: Path = ROOT) -> dict[str, str]:
             texts[path] = file.read_text() if file.exists() else ""
         text = f"\n{texts[path]}"
         if (times := text.count(f"\n{old}")) != 1:
-            raise PatchError(f"{patch.name}: this stands in {path} {times} times, not once:\n{old}")
+            raise PatchError(f"{patch.name}: this occurs in {path} {times} times, not once:\n{old}")
         texts[path] = text.replace(f"\n{old}", f"\n{new}")[1:]
     return texts
 
@@ -92,7 +91,7 @@ def patched(patch: Patch, root: Path = ROOT) -> dict[str, str]:
 def copy(
     texts: Mapping[str, str], parts: tuple[str, ...] = PACKAGE, root: Path = ROOT
 ) -> Iterator[Path]:
-    """A directory with these files and folders of the repository, `texts` in place of their own."""
+    """Copy these files and folders of the repository to a directory, with `texts` applied."""
     with tempfile.TemporaryDirectory(prefix="patched-") as name:
         folder = Path(name)
         for part in parts:
@@ -106,6 +105,5 @@ def copy(
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """In which Python takes the package of the copy, and the tools of the repository if the copy
-    has none."""
+    """Return an environment whose Python path has the copy before the repository."""
     return os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}

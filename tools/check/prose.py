@@ -1,7 +1,7 @@
-"""Count what docs/style.md rules out: opaque names, docstrings that start badly, banned phrases.
+"""Count violations of docs/style.md: one-word names, bad docstring openings, banned phrases.
 
 Reads   laminar/, tools/, docs/, README.md
-Gives   count_one_word_names, count_bad_beginnings (each: offenders, of how many), find_phrases
+Gives   count_one_word_names, count_bad_beginnings (each: offenders, total), find_phrases
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def python_files() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def count_one_word_names() -> tuple[int, int]:
-    """Functions and methods named by one word that is no custom of Python's, of all."""
+    """Count the functions and methods with an uncustomary one-word name, and all of them."""
     names = [node.name for _, tree in python_files() for node in _functions(tree)]
     words = [name.strip("_") for name in names]
     return sum("_" not in w and not CUSTOMARY.fullmatch(w) for w in words), len(names)
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:
-    """Module functions and methods; neither properties nor special methods."""
+    """Yield module functions and methods, except properties and special methods."""
     bodies = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
     for node in (node for body in bodies for node in body):
         if isinstance(node, Function) and not node.name.startswith("__"):
@@ -61,7 +61,7 @@ def _functions(tree: ast.Module) -> Iterator[Function]:
 
 
 def count_bad_beginnings() -> tuple[int, int]:
-    """Docstrings that do not lead with their subject, of all."""
+    """Count the docstrings that do not lead with their subject, and all docstrings."""
     texts = [text for _, tree in python_files() for text in _docstrings(tree)]
     return sum(bool(BAD_BEGINNING.match(text)) for text in texts), len(texts)
 
@@ -75,7 +75,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def find_phrases() -> list[str]:
-    """Banned phrases as "file:line: phrase", outside identifiers and quoted code."""
+    """Return banned phrases as "file:line: phrase", outside identifiers and quoted code."""
     found = []
     for path, _ in python_files():
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):

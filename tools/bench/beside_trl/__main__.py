@@ -1,20 +1,20 @@
-"""The quickstart beside TRL: seconds per step, and seconds until a held-out score is reached.
+"""Benchmark of the quickstart against TRL: seconds per step and until a held-out score.
 
 Reads   configs/quickstart.toml; --venv: a Python environment with TRL 1.16, made by
             python -m venv DIR
             DIR/bin/pip install trl==1.16.0 accelerate datasets
-Writes  a directory of its own below the system's one for such, removed at the end
-Gives   one JSON line per run, and one with the medians' ratios, Laminar ÷ TRL; below a ratio of 1
-        Laminar takes less
+Writes  a temporary directory, removed at the end
+Gives   one JSON line per run, and one with the ratios of the medians, Laminar ÷ TRL; a ratio below
+        1 means that Laminar takes less time
 
-Both train the same model on the same rows in the same order, with the scorer, the batch and the
-hyper-parameters of the quickstart, in float32. TRL has two processes of one thread, each with half
-of every batch, and generates with transformers; Laminar has its processes. torch and transformers
-are Laminar's own in both. Runs take turns. None evaluates; each saves its model every few steps,
-and when both have ended those are evaluated, the same way for both: greedy answers of transformers
-to the held-out prompts. A score is reached at the first of them that has it, at the time when its
-step had ended. CPU seconds of a step: of Laminar by process, of TRL by the part of a step, over
-both processes.
+Both train the same model on the same rows in the same order, in float32, with the scorer, batch
+size and hyper-parameters of the quickstart. TRL runs two single-threaded processes, each with half
+of every batch, and generates with transformers; Laminar runs its usual processes. Both use
+Laminar's torch and transformers. Runs alternate. Neither evaluates during training; each saves its
+model every few steps, and the saved models are evaluated afterwards in the same way: greedy
+responses of transformers to the held-out prompts. A score is reached by the first saved model that
+has it, at the end of its step. CPU seconds per step are given for Laminar by process, for TRL by
+part of the step, summed over both processes.
 
     python -m tools.bench.beside_trl --venv DIR [--rounds 3] [--steps 60] [--score 0.93]
 """
@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "configs/quickstart.toml"
 TRL_SIDE = Path(__file__).with_name("trl_side.py")
 PROCESSES = 2
-FIRST = 5  #: steps until both are at their pace
+FIRST = 5  #: warm-up steps, not measured
 MEAN_OF = 5
 SAVE_EVERY = 4
 LIMIT_S = 900.0
@@ -61,7 +61,7 @@ Cpu = dict[str, float]
 
 
 class HeldOut:
-    """The held-out prompts of a config, and how well a model answers them."""
+    """The held-out prompts of a config, for scoring models."""
 
     def __init__(self, config: Config) -> None:
         self._rows = load_prompts(config.data).held_out
@@ -72,7 +72,7 @@ class HeldOut:
 
     @torch.no_grad()
     def score(self, directory: Path) -> float:
-        """Mean over all prompts."""
+        """Return the mean score of a model over all prompts."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         width = max(map(len, self._ids))
         pad = self._tokenizer.pad_token_id
@@ -88,7 +88,7 @@ class HeldOut:
 
 @dataclass
 class Course:
-    """What one run did, by step: seconds since it was started, reward and CPU seconds so far."""
+    """Progress of one run by step: seconds since its start, reward and cumulative CPU seconds."""
 
     seconds: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -164,7 +164,7 @@ def trl(directory: Path, python: Path, job: Mapping[str, Any]) -> Course:
 
 
 def _parts(ranks: tuple[Cpu, ...]) -> Cpu:
-    """CPU seconds so far of both ranks, of parts that do not contain each other."""
+    """Return the cumulative CPU seconds of both ranks, split into disjoint parts."""
     total: Cpu = defaultdict(float)
     for rank in ranks:
         for name, seconds in rank.items():
@@ -182,7 +182,7 @@ def _parts(ranks: tuple[Cpu, ...]) -> Cpu:
 
 
 class _Started:
-    """A process group with its output in a file; ended with the block."""
+    """A process with its output in a file, terminated if the block raises."""
 
     def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
         self._output = directory / "output.txt"
@@ -199,11 +199,11 @@ class _Started:
             self._process.terminate()
         if self._process.wait() != 0 and kind is None:
             text = self._output.read_text(errors="replace")
-            raise RuntimeError(f"it ended with {self._process.returncode}: {text[-3000:]}")
+            raise RuntimeError(f"the run exited with {self._process.returncode}: {text[-3000:]}")
 
 
 def _lines(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file as they come, until the process has ended."""
+    """Yield the JSON lines of a file as they are written, until the process has ended."""
     deadline, rest, at = time.monotonic() + LIMIT_S, "", 0
     while True:
         ended = process.poll() is not None
@@ -217,12 +217,12 @@ def _lines(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
         if ended:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not done after {LIMIT_S:.0f} s")
+            raise TimeoutError(f"the run is not done after {LIMIT_S:.0f} s")
         time.sleep(TICK_S)
 
 
 def _cpu_of(root: int) -> Cpu:
-    """CPU seconds so far by the names of the process and of all that it started."""
+    """Return the cumulative CPU seconds of a process and its descendants, by process name."""
     parents, names, seconds = {}, {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -243,7 +243,7 @@ def _cpu_of(root: int) -> Cpu:
 
 
 def job_of(config: Config, overrides: list[str], steps: int) -> dict[str, Any]:
-    """The run for TRL: rows in the order in which Laminar takes them, settings by its names."""
+    """Describe the run for TRL: rows in Laminar's order, settings by TRL's names."""
     rows = load_prompts(config.data).train
     order = permute_rows(config.seed, 0, len(rows))
     count = config.data.train_batch_size * steps
@@ -291,7 +291,7 @@ def job_of(config: Config, overrides: list[str], steps: int) -> dict[str, Any]:
 
 
 def ratios(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Laminar's median ÷ TRL's."""
+    """Return the ratios of the medians, Laminar ÷ TRL."""
     line = {}
     for name in ("s_per_step", "reached_s"):
         medians = [

@@ -1,10 +1,10 @@
-"""TRL's half of tools/bench/beside_trl: the same GRPO run, by TRL's trainer.
+"""TRL's half of tools/bench/beside_trl: the same GRPO run with TRL's trainer.
 
-Reads   JOB: a JSON file that the other half has written, with the rows and all settings
-Writes  OUT/rank-N.jsonl: a line after every step, with the reward and the CPU seconds so far of
+Reads   JOB: a JSON file from the other half, with the rows and all settings
+Writes  OUT/rank-N.jsonl: a line after every step, with the reward and the cumulative CPU seconds of
         this process and of the parts of its steps; OUT/step-N/: the model after every few steps
 
-Runs under torch.distributed.run with the Python of TRL's environment, whose path has Laminar for
+Runs under torch.distributed.run with the Python of TRL's environment, with Laminar on its path for
 the scorer.
 """
 
@@ -39,7 +39,7 @@ PARTS = {
 
 
 class Lines(TrainerCallback):
-    """Rewards by step, and CPU seconds."""
+    """A log of rewards and CPU seconds by step."""
 
     def __init__(self, path: Path, save_every: int) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -47,7 +47,7 @@ class Lines(TrainerCallback):
         self._file = path.open("w", buffering=1)
 
     def timed(self, trainer: GRPOTrainer, part: str, method: str) -> None:
-        """Have a method of the trainer counted."""
+        """Measure the CPU time of a method of the trainer."""
         inner: Callable[..., Any] = getattr(trainer, method)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def main() -> None:
             example["prompt"], add_generation_prompt=True, return_dict=False
         )
         if list(templated) != ids:
-            raise RuntimeError(f"row {example['row_index']} has other token ids in Laminar")
+            raise RuntimeError(f"row {example['row_index']}: the token ids differ from Laminar's")
 
     lines = Lines(Path(job["out"]) / f"rank-{os.environ['RANK']}.jsonl", job["save_every"])
     trainer = GRPOTrainer(

@@ -1,10 +1,10 @@
-"""A cluster of any size that already runs: what the bench of cost at size looks at.
+"""Running cluster of any size, for the benchmark of the coordinator's cost at scale.
 
-Gives   Cluster: a machine whose state holds so many replicas and trajectories, led there by events,
-        and a Tick over it with a link to every process
+Gives   Cluster: a state machine that events brought to a number of replicas and trajectories, and a
+        Tick over it with a link to every process
 
-The state is reached through the machine alone, which writes no log; then a coordinator comes back
-to it, and every process introduces itself again. From there on the real tick handles frames.
+Events reach the state machine directly, without a log; then a coordinator takes the state over, and
+every process joins again. From then on the real tick handles frames.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tools.kit.logs import begin_log
 
 REPLICAS_PER_NODE = 8
 GROUP_SIZE = 8
-FRAMES = 256  #: of processes that introduce themselves in one turn
+FRAMES = 256  #: processes that join in one turn
 
 
 class Cluster(Bench):
-    """`replicas` engines, eight to a machine with its relay, that run `trajectories` in all."""
+    """A cluster of `replicas`, eight per machine with a relay, that run `trajectories` in all."""
 
     checked, numbered = False, False
 
@@ -41,8 +41,7 @@ class Cluster(Bench):
         groups_per_step: int,
         **changes: Any,
     ) -> None:
-        """Every replica serves version 0 and runs what the staleness bound allows; `changes` are
-        those of settings."""
+        """Start all replicas with version 0 and as much work as the bound allows."""
         super().__init__(
             nodes=-(-replicas // REPLICAS_PER_NODE),
             replicas=REPLICAS_PER_NODE,
@@ -67,23 +66,23 @@ class Cluster(Bench):
         self._links: dict[str, ClientLink] = {}
         self.start()
         for t in list(self.state.trajectories.values()):
-            if t.sibling:  # the first ones are on their way
+            if t.sibling:  # the first sibling of each group stays dispatched
                 self.say(t.replica, self.begun(t.id))
 
     def spread(self, version: int) -> None:
-        """The head has it, then every other relay."""
+        """Report the version from the head of the chain, then from every other relay."""
         for relay in self.relays:
             self.say(relay, self.weights(relay, version))
 
     def weights(self, relay: str, version: int) -> Event:
-        """What the relay says when it has the version."""
+        """Return the event with which a relay reports a version."""
         head = relay == self.relays[0]
         return self.published(version, version) if head else self.received(version)
 
     # --- a coordinator with links ---------------------------------------------------------------
 
     def open(self, disk: Disk) -> None:
-        """A coordinator has come back to this state, and every process introduces itself."""
+        """Start a coordinator on this state and let every process join."""
         self.tick = Tick(
             self.machine,
             begin_log(disk),
@@ -118,11 +117,11 @@ class Cluster(Bench):
         return [(link.boot_id.encode(), frame) for frame in link.poll(self.now_ms * MS)]
 
     def joined(self, name: str) -> list[Frame]:
-        """What a new process of that name sends to join."""
+        """Return the frames with which a new process of that name joins."""
         return self._hello(name, self.boot_of(name) + "+")
 
     def replaced(self, name: str) -> None:
-        """A process is lost, and a new one of that name is a member."""
+        """Replace a process with a new one of the same name."""
         self.silent(name)
         if self.tick is None:
             self.join(name, "b")
@@ -130,7 +129,7 @@ class Cluster(Bench):
             self.turn(self.joined(name))
 
     def frames(self, name: str, *events: Event) -> list[Frame]:
-        """What its process sends to say so."""
+        """Return the frames with which a process reports events."""
         link = self._links[name]
         for event in events:
             if isinstance(event, ev.TokenProgress):
@@ -140,7 +139,7 @@ class Cluster(Bench):
         return self._poll(name)
 
     def turn(self, frames: Sequence[Frame] = (), own: Sequence[Event] = ()) -> list[Frame]:
-        """One turn of the real tick; its CPU seconds are in `turn_s`."""
+        """Run one turn of the real tick and store its CPU seconds in `turn_s`."""
         assert self.tick is not None
         self.now_ms += 1
         begun = time.process_time()

@@ -1,17 +1,17 @@
-"""How fast a log is replayed: every decision made and compared again, every state hash, one core.
+"""Speed of log replay: every decision recomputed and compared, every state hash, one core.
 
 Usage: python -m tools.bench.core.replay [--events 1000000] [--replicas 16 128 1024]
            [--log DIRECTORY]
-Prints one JSON line per figure; exits 1 when the replay differs from the log.
+Prints one JSON line per figure; exits 1 if the replay differs from the log.
 
-replay_events_per_s         CPU time of the whole replay; with --log, of that log
+replay_events_per_s         by the CPU time of the whole replay; with --log, of that log
 replay_seconds_per_million
 replay_vs_read_ratio        CPU time of the replay / of reading the log: CRCs and typed decoding
 replay_events_per_s_at_N    the same for a cluster of N replicas of 64 trajectories each
 
-The first number of replicas gives the figures without "_at_N". Where no log is given, one is made
-in shared memory by tools/bench/core/traffic.py, with the real tick and log writer: a minute for a
-million events. The logs of the other clusters have a third of the events.
+The first number of replicas gives the figures without "_at_N". Without --log,
+tools/bench/core/traffic.py makes a log in shared memory with the real tick and log writer, which
+takes a minute for a million events. The logs of the other clusters have a third of the events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cpu_seconds(operation: Callable[[], object]) -> float:
 
 
 def read(disk: RealDisk) -> None:
-    """Check and decode everything, and do nothing with it."""
+    """Check and decode all records and discard them."""
     for _, record in read_log(disk):
         if isinstance(record, EventRecord):
             decode_event(record.event)
@@ -51,7 +51,7 @@ def read(disk: RealDisk) -> None:
 
 
 def measure(directory: Path) -> tuple[float, float, float]:
-    """(events per second, seconds per million events, ratio to a plain read) of a log's replay."""
+    """Replay a log; return events per second, seconds per million events, ratio to a plain read."""
     disk = RealDisk(directory)
     read_s = cpu_seconds(lambda: read(disk))
     start = time.process_time()
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, nargs="+", default=[16, 128, 1_024])
-    parser.add_argument("--log", type=Path, help="the events directory of a run")
+    parser.add_argument("--log", type=Path, help="events directory of a run")
     args = parser.parse_args()
     first, *others = args.replicas
     figures = measure(args.log) if args.log else measure_cluster(first, args.events)

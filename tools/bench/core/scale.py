@@ -1,24 +1,24 @@
-"""What the coordinator costs at size: every kind of event, losses, and what it does beside them.
+"""Cost of the coordinator at scale: every kind of event, losses, and background work.
 
 Usage: python -m tools.bench.core.scale [--replicas 10000] [--trajectories 160000]
-Prints one JSON line per figure with its limit; exits 1 when one is missed.
+Prints one JSON line per figure with its limit; exits 1 if a limit is exceeded.
 
 event_ms_KIND[_SITUATION]   CPU time of one turn of the real tick with one such event: decided,
                             logged, sent
-quarter_of_WHAT_lost_s      the turn in which a quarter of the replicas, or of the machines, is
-                            given up: all their work is placed again, logged and sent
+quarter_of_WHAT_lost_s      CPU time of the turn in which a quarter of the replicas, or of the
+                            machines, is lost: all their work is placed again, logged and sent
 
 blocked_ms_WHAT             CPU time for which a state hash, a snapshot or the status keeps the
-                            coordinator from its socket: what it does itself, or a fork
-event_us_steady             per event, when each of a group's trajectories begins, ends and is
-                            rewarded; 64 events to a turn
+                            coordinator from its socket: its own work, or a fork
+event_us_steady             CPU time per event while trajectories end and are rewarded; 64 events
+                            per turn
 
-What ends all work at once, `drain-requested`, has the limit of a loss, since it is one: 160,000
-ends are decided, logged and sent.
+`drain-requested` ends all work at once. It has the limit of a loss because it costs as much:
+160,000 ends are decided, logged and sent.
 
-Situations: replicas run what the staleness bound allows, and have room for what others lose (none
-named); work is lost and nobody has room for it (lost); most replicas are idle and an evaluation is
-due (evaluation).
+Situations: replicas run as much as the staleness bound allows and have room for lost work (no
+suffix); work is lost and no replica has room for it (lost); most replicas are idle and an
+evaluation is due (evaluation).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from tools.bench.core.cluster import GROUP_SIZE, Cluster
 from tools.bench.core.stories import STORIES, Story, newer_version
 
 STEPS_UNDER_WAY = 80
-"""Batches that the running trajectories make: one holds 2,000 of 160,000."""
-TIMES = 5  #: measured, of which the median counts
+"""Batches among the running trajectories: each holds 2,000 of 160,000."""
+TIMES = 5  #: measurements, of which the median counts
 EVENT_MS = 50.0
 LOSS_S = 2.0
 BLOCKED_MS = 20.0
@@ -63,7 +63,7 @@ ENDS_ALL = "drain-requested"
 
 
 class Figure(NamedTuple):
-    """One line; `limit` is the most that it may be."""
+    """A measured value and its upper limit."""
 
     name: str
     value: float
@@ -72,7 +72,7 @@ class Figure(NamedTuple):
 
 
 def in_child(measure: Callable[[], list[float]]) -> list[float]:
-    """What `measure` gives in a forked process: it finds the state as it is now and leaves it."""
+    """Return the result of `measure` in a forked process, which leaves the state unchanged."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -87,13 +87,13 @@ def in_child(measure: Callable[[], list[float]]) -> list[float]:
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     if os.waitpid(child, 0)[1]:
-        sys.exit("the story ended with an error")
+        sys.exit("the measurement in the child process failed")
     found: list[float] = json.loads(text)
     return found
 
 
 def turns(cluster: Cluster, story: Callable[[Cluster], Story]) -> list[float]:
-    """Milliseconds of the turn of each event."""
+    """Return the CPU milliseconds of the turn of each event."""
     found = []
     for name, event in story(cluster):
         if isinstance(event, ev.ActorJoined):
@@ -107,7 +107,7 @@ def turns(cluster: Cluster, story: Callable[[Cluster], Story]) -> list[float]:
 
 
 def events(cluster: Cluster, situation: str) -> Iterator[Figure]:
-    """Every kind of event in a situation; nothing for one that cannot happen in it."""
+    """Measure every kind of event in a situation; skip those that cannot happen in it."""
     for name, story in STORIES.items():
         found: list[float] = []
         while len(found) < TIMES and (more := in_child(partial(turns, cluster, story))):
@@ -118,7 +118,7 @@ def events(cluster: Cluster, situation: str) -> Iterator[Figure]:
 
 
 def quarter_lost(cluster: Cluster, nodes: bool) -> list[float]:
-    """Seconds of the turn in which a quarter of the replicas, or of the machines, is given up."""
+    """Return the seconds of the turn that loses a quarter of the replicas or machines."""
     names = cluster.nodes if nodes else cluster.names
     lost = [cluster.silence(name) for name in names[len(names) // 2 :][: len(names) // 4]]
     cluster.turn(own=lost)
@@ -132,7 +132,7 @@ def losses(cluster: Cluster, situation: str) -> Iterator[Figure]:
 
 
 def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
-    """What is not an event and takes long all the same."""
+    """Measure background work: state hash, snapshot and status."""
     state, background = cluster.state, ForkedBackground(get_logger())
     disk = RealDisk(directory)
     work = {
@@ -142,7 +142,7 @@ def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
     for what, do in work.items():
         found, answers = [], []
         for number in range(TIMES):
-            state.seq += 1  # a snapshot has its event's name
+            state.seq += 1  # a snapshot is named after its event
             begun = time.process_time()
             background.run(what, len(state.trajectories), do, answers.append)
             found.append(1e3 * (time.process_time() - begun))
@@ -156,7 +156,7 @@ def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
 
 
 def status_ms(cluster: Cluster, directory: Path) -> list[float]:
-    """Collected in a turn, encoded by a thread that holds the interpreter meanwhile."""
+    """Measure the status: collected in a turn, encoded by a thread that holds the interpreter."""
     telemetry = Telemetry()
     found = []
     for _ in range(TIMES):
@@ -172,7 +172,7 @@ def status_ms(cluster: Cluster, directory: Path) -> list[float]:
 
 
 def steady_us(cluster: Cluster) -> list[float]:
-    """Of the events of some groups; microseconds for each."""
+    """Return the microseconds per event while trajectories finish and are rewarded."""
     found = []
     for _ in range(TIMES):
         some = min(len(cluster.state.trajectories) // 16, 2_048)
@@ -196,7 +196,7 @@ def each_running(cluster: Cluster) -> Iterator[Trajectory]:
 
 
 def busy(args: argparse.Namespace, spare: int = GROUP_SIZE) -> Cluster:
-    """Every replica runs its share, and has room for `spare` more."""
+    """Build a cluster in which every replica runs its share and has room for `spare` more."""
     return Cluster(
         replicas=args.replicas,
         trajectories=args.trajectories,
@@ -206,7 +206,7 @@ def busy(args: argparse.Namespace, spare: int = GROUP_SIZE) -> Cluster:
 
 
 def with_lost_work(args: argparse.Namespace) -> Cluster:
-    """Nobody has room for what one replica in a hundred has lost."""
+    """Build a full cluster in which one replica in a hundred is lost."""
     cluster = busy(args, spare=0)
     for name in cluster.names[:: -(args.replicas // 100 or 1)][1:100]:
         cluster.silent(name)
@@ -214,7 +214,7 @@ def with_lost_work(args: argparse.Namespace) -> Cluster:
 
 
 def with_evaluation_due(args: argparse.Namespace) -> Cluster:
-    """A quarter of the work: most replicas are idle, and the new version has not come to them."""
+    """Build a cluster with a quarter of the work, whose idle replicas lack the new version."""
     cluster = Cluster(
         replicas=args.replicas,
         trajectories=args.trajectories // 4,

@@ -1,9 +1,9 @@
-"""One story for every kind of event: how it comes about in a cluster that runs.
+"""Stories for the scale benchmark: how each kind of event happens in a running cluster.
 
 Gives   STORIES: by name, a generator of (process, event); "" is the coordinator itself
 
-What has to happen before the event is told to the machine directly and is not measured. A story
-gives its event several times where that makes sense, each time about something else.
+Preceding events go to the state machine directly and are not measured. A story yields its event
+several times where that makes sense, each time about another process or trajectory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMES = 5
 
 
 def running(cluster: Cluster, status: str = "running") -> Iterator[Trajectory]:
-    """Trajectories of that status, each on a replica of its own, far from each other."""
+    """Yield trajectories of that status, each on another replica, spread over the cluster."""
     state = cluster.state
     busy = [name for name, replica in state.replicas.items() if replica.running]
     for name in busy[:: -max(len(busy) // (TIMES + 1), 1)]:
@@ -38,7 +38,7 @@ def running(cluster: Cluster, status: str = "running") -> Iterator[Trajectory]:
 
 
 def some(cluster: Cluster) -> list[str]:
-    """Replicas with work, far from each other."""
+    """Return replicas with work, spread over the cluster."""
     return [t.replica for t in islice(running(cluster), TIMES)]
 
 
@@ -48,7 +48,7 @@ def work_of(cluster: Cluster, name: str) -> list[Trajectory]:
 
 
 def almost_a_batch(cluster: Cluster) -> Trajectory:
-    """All of it is rewarded but one sibling, which is generated."""
+    """Reward a whole batch except one trajectory, which is finished and returned."""
     state = cluster.state
     groups = [g for g in state.groups.values() if g.purpose == "train" and g.status == "open"]
     in_engine = [
@@ -67,7 +67,7 @@ def almost_a_batch(cluster: Cluster) -> Trajectory:
 
 
 def train(cluster: Cluster) -> ev.StepCompleted:
-    """A batch is trained; the event that says so."""
+    """Complete a batch and return the event that it is trained."""
     if cluster.state.batch is None:
         last = almost_a_batch(cluster)
         cluster.reward(last.id)
@@ -75,14 +75,14 @@ def train(cluster: Cluster) -> ev.StepCompleted:
 
 
 def newer_version(cluster: Cluster) -> int:
-    """A step is trained, and its weights are to be published."""
+    """Train a step and return its version, which is not published yet."""
     done = train(cluster)
     cluster.say("trainer-0", done)
     return done.version
 
 
 def pulling(cluster: Cluster) -> Iterator[str]:
-    """Replicas that are told to load, one after the other."""
+    """Yield replicas that have been ordered to pull the newest_version version, one after the other."""
     version = cluster.state.newest_version
     if version < 1:
         version = newer_version(cluster)
@@ -301,7 +301,7 @@ def trajectory_rewarded(cluster: Cluster) -> Story:
 
 
 def group_rewarded(cluster: Cluster) -> Story:
-    """The last sibling: its group is ready."""
+    """Reward the last sibling of a group, which makes the group ready."""
     for t in islice(running(cluster), TIMES):
         state = cluster.state
         members = [state.trajectories[m] for m in state.groups[t.group].members]
@@ -313,7 +313,7 @@ def group_rewarded(cluster: Cluster) -> Story:
 
 
 def batch_rewarded(cluster: Cluster) -> Story:
-    """The last one of a batch: it is trained, and as many new groups begin."""
+    """Reward the last trajectory of a batch, which starts a training step and new groups."""
     last = almost_a_batch(cluster)
     yield last.replica, cluster.rewarded(last.id)
 

@@ -1,14 +1,14 @@
-"""How many events one turn after another can handle: the coordinator without its sockets.
+"""Throughput of the coordinator without its sockets, in events per second.
 
 Usage: python -m tools.bench.core.tick [--peers 2 64 1024] [--events 100000]
 Prints one JSON line per figure.
 
-tick_events_per_s_at_N    events in the log / CPU time inside Tick.turn, with N replicas
+tick_events_per_s_at_N    events in the log / CPU time inside Tick.run_turn, with N replicas
 
-Frames in, sessions, decoding, decisions, log records with one write and one sync a turn on a memory
-disk, sessions, frames out; the actors' own ends of the links are not counted. A turn takes what
-arrives within 2 ms of the made-up cluster's time (traffic.py): with few replicas that is one event
-or none, so each turn's fixed cost weighs most there.
+Includes incoming frames, sessions, decoding, decisions, log records with one write and one sync per
+turn in shared memory, and outgoing frames, but not the actors' ends of the links. A turn handles
+the frames of 2 ms of virtual time (traffic.py): with few replicas that is at most one event, so the
+fixed cost of a turn dominates there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Traffic of a made-up cluster through the real tick: what the coordinator's benches measure.
+"""Traffic of a synthetic cluster through the real tick, for the coordinator's benchmarks.
 
 Reads   the orders that a Tick sends, in virtual time
-Gives   Traffic: actors behind real ClientLinks that answer every order, until a number of events
-        is in the log; `turn_s` is the CPU time that went into Tick.turn
+Gives   Traffic: actors behind real ClientLinks that obey every order, until a number of events is
+        in the log; `turn_s` is the CPU time inside Tick.run_turn
 
-Every actor does what it is told after a random time, replicas say every half second how far they
-are, and now and then one dies and comes back. No frame is lost. One seed gives one log.
+Every actor obeys an order after a random time, replicas report their progress every half second,
+and occasionally a replica dies and restarts. No frame is lost. The seed determines the log.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tools.kit.world_parts import settings as small_settings
 
 MS, SECOND = 1_000_000, 1_000_000_000  #: nanoseconds
 GROUP_SIZE = 8
-QUANTUM_NS = 2 * MS  #: what arrives within it is handled in one turn
-TRAJECTORY_S = 10.0  #: mean time that a replica takes for one, exponentially distributed
+QUANTUM_NS = 2 * MS  #: period whose frames are handled in one turn
+TRAJECTORY_S = 10.0  #: mean duration of a trajectory, exponentially distributed
 PROGRESS_NS = 500 * MS
 LEASE_MS = 5_000
-EVENTS_PER_LOSS = 20_000  #: about; one replica dies and comes back
+EVENTS_PER_LOSS = 20_000  #: approximate number of events between deaths of a replica
 
 
 def settings(replicas: int, capacity: int) -> Settings:
-    """A batch is half of what the cluster generates at a time; the bound lets it be full."""
+    """Return settings in which a batch is half the cluster's capacity and the bound allows it."""
     groups = max(1, replicas * capacity // GROUP_SIZE)
     per_step = min(max(1, groups // 2), 2_048)
     return small_settings(
@@ -57,7 +57,7 @@ def settings(replicas: int, capacity: int) -> Settings:
 
 @dataclass
 class Peer:
-    """One process slot: its link, and what a replica runs."""
+    """A process slot with its link and, for a replica, its trajectories."""
 
     name: str
     role: str
@@ -65,7 +65,7 @@ class Peer:
     ready: bool = False
     route: bytes = b""
     link: ClientLink | None = None
-    poll_ns: int = -1  #: when a poll is scheduled
+    poll_ns: int = -1  #: time of the scheduled poll
     tokens: int = 0
     running: dict[str, int] = field(default_factory=dict)  #: placement by trajectory
 
@@ -75,16 +75,16 @@ class Peer:
 
 
 class Traffic:
-    """A cluster of `replicas` with `capacity` trajectories each, and its coordinator."""
+    """A coordinator and its cluster of `replicas` with `capacity` trajectories each."""
 
     def __init__(self, disk: Disk, *, replicas: int, capacity: int, seed: int = 0) -> None:
-        self.turn_s = 0.0  #: CPU seconds inside Tick.turn
+        self.turn_s = 0.0  #: CPU seconds inside Tick.run_turn
         self.turns = 0
         self._random = random.Random(seed)
         self._now_ns = 0
         self._heap: list[tuple[int, int, Peer, int, Any]] = []
         self._order = 0
-        self._steps: dict[int, int] = {}  #: by version
+        self._steps: dict[int, int] = {}  #: step by version
         self._settings = settings(replicas, capacity)
         self._capacity = capacity
         roles = {"node": 1, "rollout": replicas, "store": 1, "relay": 1, "trainer": 1}
@@ -94,7 +94,7 @@ class Traffic:
             for i in range(count)
         }
         self._by_route: dict[bytes, Peer] = {}
-        self._speaking: dict[str, Peer] = {}  #: whose links have something to send
+        self._speaking: dict[str, Peer] = {}  #: peers whose links have something to send
         self._next_loss = EVENTS_PER_LOSS
         writer = begin_log(disk)
         self.tick = Tick(
@@ -109,7 +109,7 @@ class Traffic:
         )
 
     def run(self, events: int) -> None:
-        """Until the log holds so many events (a few more: turns are not cut)."""
+        """Run until the log holds at least so many events."""
         started = coordinator_started(self._settings)
         self._turn([], [started])
         for peer in self._peers.values():
@@ -125,7 +125,7 @@ class Traffic:
         self.tick.log.close()
 
     def _next_ns(self) -> int:
-        """When something happens next: to a peer, or a timer of the coordinator."""
+        """Return the time of the next action of a peer or timer of the coordinator."""
         if self._speaking:
             return self._now_ns
         timer_ns = self.tick.next_timer_ns()

@@ -1,25 +1,25 @@
-"""Is a run worse for kill -9? Each role is killed while a run trains; how long until the next step?
+"""Recovery of a run from kill -9: each role is killed during training and must be restarted.
 
 Usage: python -m tools.bench.kills [-c configs/quickstart.toml] [--roles trainer,store,...]
            [--each 1] [--drained] [--seed 0] [--keep DIR] [key=value ...]
-Prints one JSON line per kill, one for all killed replicas (lost_answers.py) and one for
-the run, which --drained ends when the last of them is back, however many steps it still has; exits
-1 when the run fails, a process does not come back, its books do not agree, its log does not replay
-or its weights cannot be trained again from it.
+Prints one JSON line per kill, one for all killed replicas (lost_answers.py) and one for the run,
+which --drained stops when the last killed process is back, even if steps remain; exits 1 if the run
+fails, a process does not come back, the books do not agree, the log does not replay or the weights
+cannot be retrained from it.
 
-The processes are those of a real run. Order, moment and which process of a role is hit are random.
-The next one is hit when the one before is back, and a step is done.
+The processes are those of a real run. The order, the moment and the process of a role are random.
+The next process is killed when the one before is back and a step is done.
 
-noticed_s     from the kill until the coordinator heard of it, or was there again itself
+noticed_s     from the kill until the coordinator learned of it, or had restarted itself
 joined_s      until the new process had joined
 ready_s       until it could work: a trainer with its checkpoint loaded, a replica with an engine
-redone_s      until a trainer had done again what lay after its checkpoint
-next_step_s   until the next step was done, by a run that had all its parts again
+redone_s      until a trainer had repeated the steps after its checkpoint
+next_step_s   until the next step was done by a run with all its processes
 sampled       tokens per second of all replicas from the kill until that step, as a share of those
               in the BEFORE_S seconds before the kill
-lost, ...     of a killed replica: what became of its answers; lost_answers.py
+lost, ...     of a killed replica: the fate of its responses; lost_answers.py
 
-Answers that are lost while weights change under them:
+To lose responses while weights change during generation:
 
     python -m tools.bench.kills --roles rollout --each 50 --drained -c configs/emulated_4.toml \
         data.train_batch_size=4
@@ -49,7 +49,7 @@ BEFORE_S = 20.0
 
 
 def sampled(run_dir: Path, kill: Kill, seconds: float) -> float:
-    """Tokens per second from the kill on, as a share of those before it; 0 if there were none."""
+    """Return the tokens per second after a kill as a share of those before it, 0 if none."""
     names = {path.stem for path in (run_dir / TIMELINE_DIR).glob("*.steps")}
     steps = np.concatenate([EMPTY_STEPS, *(read_steps(run_dir, name) for name in sorted(names))])
     ends, tokens = steps[:, 1], steps[:, 3]
@@ -83,9 +83,9 @@ def main() -> int:
     parser.add_argument("-c", "--config", default="configs/quickstart.toml")
     parser.add_argument("--roles", type=_roles, default=ROLES, metavar="ROLE,ROLE")
     parser.add_argument("--each", type=int, default=1, help="kills of each role")
-    parser.add_argument("--drained", action="store_true", help="end with the last of them back")
+    parser.add_argument("--drained", action="store_true", help="stop when all processes are back")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="run directory to be left there")
+    parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
     order = [role for role in args.roles for _ in range(args.each)]
@@ -112,7 +112,7 @@ def main() -> int:
 def _roles(text: str) -> tuple[str, ...]:
     found = tuple(text.split(","))
     if not set(found) <= set(ROLES):
-        raise argparse.ArgumentTypeError(f"{text!r}: roles are {', '.join(ROLES)}")
+        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(ROLES)}")
     return found
 
 

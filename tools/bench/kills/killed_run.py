@@ -1,6 +1,6 @@
-"""A run whose processes are killed one after the other.
+"""Run whose processes are killed one after the other.
 
-Gives   run, which makes Passed; kill_one process; times of a kill, from the log
+Gives   run, which returns Passed; kill_one process; times of a kill, from the log
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from tools.kit.real_run import BadRun, Run, check, read_json
 REWARD_WORKER = "reward-worker"
 ROLES = (*(str(role) for role in Role if role != Role.STRATEGY), REWARD_WORKER)
 APART_S = 1.5
-"""A kill is at most so long after the step that it waits for: in another part of the next one."""
+"""Longest delay of a kill after a step, so that kills hit different parts of the next step."""
 LAST_PART = {
     Role.COORDINATOR: "noticed_s",
     Role.NODE: "joined_s",
     Role.STORE: "ready_s",
     Role.TRAINER: "ready_s",
 }
-"""Of these the next step waits; what was reported before the kill may be in the log after it."""
+"""Event that must precede the next step; steps reported before the kill may be logged later."""
 READY = (ev.TrainerReady, ev.DataLoaded, ev.RelayReady, ev.ReplicaReady)
 
 
 class Kill(NamedTuple):
-    """One kill -9."""
+    """A kill -9 of one process."""
 
     role: str
-    name: str  #: of the process
+    name: str  #: name of the process
     pid: int
     at_ns: int  #: unix time
 
 
 class Passed(NamedTuple):
-    """What a run with kills came to."""
+    """Result of a run with kills."""
 
     kills: list[Kill]
     log: Log
@@ -53,7 +53,7 @@ class Passed(NamedTuple):
 
 
 def kill_one(training: Run, role: str, chance: random.Random) -> Kill:
-    """SIGKILL for a process of this role, a random time after the next step."""
+    """Kill a process of this role with SIGKILL, a random time after the next step."""
     training.until_step(training.step() + 1)
     time.sleep(chance.uniform(0, APART_S))
     training.until(lambda: bool(_processes(training, role)), f"there is a {role}")
@@ -69,7 +69,7 @@ def kill_one(training: Run, role: str, chance: random.Random) -> Kill:
 
 
 def _processes(training: Run, role: str) -> list[tuple[str, psutil.Process]]:
-    """Those of the role that live, with what the log calls them: none while it is started."""
+    """Return the live processes of a role by their names in the log; none during a restart."""
     place = Role.ROLLOUT if role == REWARD_WORKER else role
     found = []
     for name, pid in sorted(_pids(training).items()):
@@ -94,9 +94,9 @@ def run(
     *,
     drained: bool = False,
 ) -> Passed:
-    """A run in which each of these is killed in turn; BadRun if anything is the worse for it.
+    """Make a run in which a process of each role is killed in turn; raise BadRun if it fails.
 
-    drained: it is ended when the last of them is back, however many steps it still has.
+    drained: whether to stop it when the last killed process is back, even if steps remain.
     """
     chance = random.Random(seed)
     training = Run(run_dir, config, settings)
@@ -114,7 +114,7 @@ def run(
 
 
 def times(kill: Kill, events: Sequence[Told]) -> dict[str, float]:
-    """Seconds from the kill, by what happened then."""
+    """Return the seconds from a kill to each stage of the recovery."""
     found: dict[str, float] = {}
     for at_ns, _, peer, event in events:
         passed = round((at_ns - kill.at_ns) / 1e9, 3)

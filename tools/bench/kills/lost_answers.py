@@ -1,20 +1,20 @@
-"""What becomes of the answers that a killed replica was sampling.
+"""Fate of the responses that a killed replica was sampling.
 
 Reads   RUN/events/, RUN/store.sqlite, RUN/timeline/NAME.steps
 Gives   Log, read_log; lost_answers of one kill; all_lost, the sums of many
 
-lost          answers that it had been ordered to sample and had not finished
-at_once       of those: ordered from another replica in the very event that told of the loss
+lost          responses that it had been ordered to sample and had not finished
+at_once       of those: placed on another replica by the event that reported the loss
 went_on       of those: sampled or finished under a later placement, before the run ended
-started_over  of those: from their prompt, since nobody had their weights
-went_on_s     from the event that told of the loss until the last of them did
+started_over  of those: restarted from the prompt, because no process had their weights
+went_on_s     from the event that reported the loss until the last of them continued
 again         tokens that it had sampled and that the store does not have
-again_s       for how long it had sampled them; what is given to the store every
-              rollout.progress_interval_ms is not much older, but for what started over
+again_s       time that it took to sample them; except for responses that started over, little more
+              than rollout.progress_interval_ms, at which tokens are sent to the store
 
-A process that was killed before it had joined had been ordered nothing.
+A process that was killed before it joined had no orders.
 
-The steps that an engine makes between its last report and the loss are in no timeline. They are
+No timeline has the steps that an engine makes between its last report and the loss. They are
 estimated: each as long as the last one, with the mean of the sequences then and at the loss.
 """
 
@@ -41,15 +41,15 @@ from laminar.run.directory import STORE_FILE, run_config
 COUNTS = ("lost", "at_once", "went_on", "started_over", "again")
 TIMES = ("went_on_s", "again_s")
 WENT_ON = (ev.TrajectoryStarted, ev.TrajectoryFinished)
-"""A response whose last token is in the store is finished elsewhere without a start."""
+"""Events of a continued response; one whose last token is stored finishes without a start."""
 
 
 class Told(NamedTuple):
-    """An event of the log."""
+    """An event of the log with its time and sender."""
 
     at_ns: int  #: unix time
     seq: int
-    peer: str  #: who said it
+    peer: str  #: sender of the event
     event: Event
 
 
@@ -57,7 +57,7 @@ class Log(NamedTuple):
     """The history of a run."""
 
     events: list[Told]
-    orders: list[tuple[int, Command]]  #: by the seq of their cause
+    orders: list[tuple[int, Command]]  #: (seq of the causing event, command)
 
 
 def read_log(run_dir: Path) -> Log:
@@ -72,14 +72,14 @@ def read_log(run_dir: Path) -> Log:
 
 
 def tells_of_loss(event: Event, name: str) -> bool:
-    """Whether the coordinator learns from it that this process is gone."""
+    """Return whether an event tells the coordinator that this process is gone."""
     if isinstance(event, ev.ActorJoined):
         return event.name == name
     return isinstance(event, ev.ProcessExited | ev.HeartbeatLost) and event.actor == name
 
 
 def lost_answers(run_dir: Path, log: Log, name: str, pid: int) -> dict[str, Any]:
-    """Figures of the kill of this process of a replica; see above."""
+    """Return the figures of the kill of a replica's process, as listed above."""
     life = _life(log, name, pid)
     if life is None:
         return dict.fromkeys((*COUNTS, *TIMES), 0)
@@ -110,7 +110,7 @@ def lost_answers(run_dir: Path, log: Log, name: str, pid: int) -> dict[str, Any]
 
 
 def all_lost(log: Log, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The sums of these kills of one run, and the largest of their times."""
+    """Return the sums of the kills of one run, and the medians and maxima of their times."""
     sums = {key: sum(kill[key] for kill in found) for key in COUNTS}
     times = {
         key: {
@@ -125,7 +125,7 @@ def all_lost(log: Log, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _life(log: Log, name: str, pid: int) -> tuple[Told, Told] | None:
-    """When the process had joined, and what told of its end; None if it was killed before."""
+    """Return the events of a process's start and loss, or None if it never joined."""
     joined = None
     for told in log.events:
         event = told.event
@@ -134,14 +134,14 @@ def _life(log: Log, name: str, pid: int) -> tuple[Told, Told] | None:
         if isinstance(event, ev.ActorJoined) and event.name == name and event.pid == pid:
             joined = told
     if joined is not None:
-        raise RuntimeError(f"the log does not tell of the end of {name}, pid {pid}")
+        raise RuntimeError(f"the log lacks the end of {name}, pid {pid}")
     return None
 
 
 def _unfinished(
     log: Log, mine: Iterable[cmd.GenerateTrajectory], loss_seq: int
 ) -> Iterator[cmd.GenerateTrajectory]:
-    """Those that the replica still had when the coordinator learned of its loss."""
+    """Yield the orders that the replica still had when the coordinator learned of its loss."""
     gone: set[tuple[str, int]] = set()
     for told in log.events:
         if told.seq >= loss_seq:
@@ -159,7 +159,7 @@ def _unfinished(
 
 
 def _went_on(log: Log, lost: dict[Any, cmd.GenerateTrajectory], loss: Told) -> Iterator[float]:
-    """Seconds from the loss until each of them goes on elsewhere."""
+    """Yield the seconds from the loss until each response continues on another replica."""
     waiting = dict(lost)
     for told in log.events:
         if not isinstance(told.event, WENT_ON) or told.seq < loss.seq:
@@ -177,10 +177,10 @@ def _again(
     lost: int,
     life_ns: tuple[int, int],
 ) -> dict[str, Any]:
-    """What the process had sampled, less what the store has of it."""
+    """Estimate the tokens that the process had sampled and the store does not have."""
     steps = read_steps(run_dir, name)
     steps = steps[(steps[:, 0] >= life_ns[0]) & (steps[:, 1] <= life_ns[1])]
-    single = steps[steps[:, 2] > 0]  # the others are many, as one
+    single = steps[steps[:, 2] > 0]  # the other rows aggregate many steps
     if not lost or not len(single):
         return {"again": 0, "again_s": 0.0}
     rollout = run_config(run_dir).rollout
@@ -193,7 +193,7 @@ def _again(
 
 
 def _stored(run_dir: Path, mine: Iterable[cmd.GenerateTrajectory]) -> int:
-    """Tokens that the store has of these placements."""
+    """Return the number of tokens in the store of these placements."""
     query = "SELECT COALESCE(SUM(num_tokens), 0) FROM chunks WHERE trajectory_id=? AND placement=?"
     path = (run_dir / STORE_FILE).resolve()
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as db:

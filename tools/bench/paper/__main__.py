@@ -1,14 +1,15 @@
-"""The Laminar paper's throughput table in virtual time, and this project's policies beside it.
+"""Throughput table of the Laminar paper in virtual time, compared with this project's policies.
 
 Usage: python -m tools.bench.paper [--quick | --cells CELL ...] [-j 2] [--results FILE]
-Prints one JSON line per run, progress on standard error; then for each cell (model, GPUs) and
-system the prediction with its interval, beside the paper where its table was read (32B), and this
-project's policies by the paper's under the same bound on staleness, each at its better number. From
-one run of it to another only `cpu_s` and `duration` differ.
+Prints one JSON line per run, with progress on standard error; then for each cell (model, GPUs) and
+system the prediction with its interval, next to the paper's value for the rows that were read
+(32B), and the ratios of this project's policies to the paper's policy under the same staleness
+bound, each with its better number of trajectories. Repeated runs differ only in `cpu_s` and
+`duration`.
 
 --quick    32B on 32 and 64 GPUs
---cells    those of a model (72B) or one (72B:256), in the place of all
---results  runs that this file has are not run again; new ones are added to it
+--cells    only the cells of a model (72B) or one cell (72B:256)
+--results  file with finished runs, which are not repeated; new runs are appended
 
 synchronous  colocated (verl): all GPUs generate a batch, then all train it
 one-step     a batch is generated while the one before it is trained
@@ -18,11 +19,11 @@ bounded      the same within the staleness bound
 gain, keep   this project's: drain + repack, and weights in flight with the cache kept; bounded,
              at most 256 or 1,024 trajectories at a time
 
-Every run asserts that the tokens its engines sampled are those that are trained and those that
-are live. Every constant is in constants.toml with its source, and one without is refused. An
-interval spans what the paper leaves open: 256 to 1,024 trajectories, and for other models than the
-fitted one two ways to scale its engine; it is widened by the system's largest error on the 32B
-rows. The prediction is its geometric middle.
+Every run asserts that sampled tokens = trained + live tokens. Every constant is in constants.toml
+with its source; a constant without a source is refused. An interval spans the choices that the
+paper leaves open: 256 to 1,024 trajectories, and for models other than the fitted one two ways to
+scale its engine; it is widened by the system's largest error on the 32B rows. The prediction is its
+geometric middle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ QUICK = (f"{FITTED_MODEL}:32", f"{FITTED_MODEL}:64")
 
 
 def predicted(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A line for each cell and system, then what is compared in the cell."""
+    """Yield a line for each cell and system, then the comparisons of the cell."""
     cells: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for line in lines:
         cell = cells.setdefault((line["model"], line["gpus"]), {})
@@ -88,7 +89,7 @@ def _prediction(model: str, gpus: int, system: str, runs: list[dict[str, Any]]) 
         line |= {"paper": paper, "ratio": round(_middle(runs) / paper, 2)}
         line["inside"] = (
             line["low"] <= paper <= line["high"] <= 2 * line["low"]
-        )  # a wider one is none
+        )  # a wider interval says nothing
     return line
 
 
@@ -105,7 +106,7 @@ def main() -> None:
     for word in arguments.cells:
         if not any(word in (model, f"{model}:{gpus}") for model, gpus in cells):
             known = " ".join(f"{model}:{gpus}" for model, gpus in cells)
-            parser.error(f"--cells {word}: there is no such cell; there are {known}")
+            parser.error(f"--cells {word}: unknown cell; choose from {known}")
     if wanted := arguments.cells:
         cells = [cell for cell in cells if cell[0] in wanted or f"{cell[0]}:{cell[1]}" in wanted]
     runs = [run for cell in cells for run in runs_of(*cell)]

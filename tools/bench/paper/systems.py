@@ -1,4 +1,4 @@
-"""The systems that the paper compares, and this project's policies, as runs in virtual time.
+"""Systems that the paper compares, and this project's policies, as runs in virtual time.
 
 Reads   constants.toml
 Gives   Run; runs_of a cell; measured, the line of a run; K, the constants
@@ -31,11 +31,11 @@ CONSTANTS = Path(__file__).with_name("constants.toml")
 SOURCES = ("read", "fitted", "derived", "guessed")
 FITTED_MODEL = "32B"
 NO_BOUND = 1_000
-HEAD, BYTES = 128, 2  #: dimensions of a head; of a number
+HEAD, BYTES = 128, 2  #: dimensions of a head; bytes of a number
 
 
 def constants(text: str) -> dict[str, Any]:
-    """Values by name; a constant without a source is refused."""
+    """Parse the constants by name; refuse a constant without a source."""
     found = {}
     for name, entry in tomllib.loads(text).items():
         if entry.get("source") not in SOURCES or not entry.get("note"):
@@ -57,7 +57,7 @@ class Lengths(NamedTuple):
     parts: tuple[tuple[float, ResponseLengths], ...]
 
     def of(self, seed: int) -> int:
-        """Tokens of the response that belongs to a trajectory's seed."""
+        """Return the length of the response for a trajectory's seed, in tokens."""
         drawn, upto = ids.hash64(seed, "part") / 2**64, 0.0
         for share, lengths in self.parts[:-1]:
             upto += share
@@ -80,7 +80,7 @@ def weight_bytes(model: str) -> float:
 
 
 def timing(model: str, gpus: int, scaling: str) -> EngineTiming:
-    """A replica on so many GPUs: Figure 4's engine, slowed down to that of Figure 9."""
+    """Return the timing of a replica: the engine of Figure 4, slowed down to Figure 9."""
     layers, traffic = K["layers"][model], K["bytes_per_s"] * gpus
     token_bytes = 2 * layers * K["kv_heads"][model] * HEAD * BYTES
     step_us = K["step_us"] + 1e6 * weight_bytes(model) / traffic
@@ -100,7 +100,7 @@ def timing(model: str, gpus: int, scaling: str) -> EngineTiming:
 
 @cache
 def totals(model: str, seed: int) -> tuple[int, ...]:
-    """The answers of a step, sibling by sibling."""
+    """Return the response lengths of a step, sibling by sibling."""
     lengths = lengths_of(model)
     return tuple(
         lengths.draw_length(ids.trajectory_seed(seed, ids.train_group(0, order), sibling, 1))
@@ -110,7 +110,7 @@ def totals(model: str, seed: int) -> tuple[int, ...]:
 
 
 def train_s(model: str, gpus: int) -> float:
-    """A step on so many GPUs."""
+    """Return the seconds of a training step on `gpus` GPUs."""
     work = [K["parameters"][m] * sum(totals(m, 1)) for m in (model, FITTED_MODEL)]
     return float(K["train_gpu_s"] / gpus * work[0] / work[1])
 
@@ -119,7 +119,7 @@ def train_s(model: str, gpus: int) -> float:
 
 
 class Run(NamedTuple):
-    """One run of one system."""
+    """A run of one system on one cell."""
 
     model: str
     gpus: int
@@ -134,7 +134,7 @@ class Run(NamedTuple):
         return int(K["split"][self.model][str(self.gpus)])
 
     def setup(self, staleness: int, policy: str = "", pause_s: float = 0.0) -> Setup:
-        """`pause_s`: of the trainer after each step."""
+        """Return the setup; `pause_s` is the trainer's pause after each step."""
         gpus = K["gpus_per_replica"][self.model]
         return Setup(
             replicas=(self.gpus - self.trainer_gpus) // gpus,
@@ -165,7 +165,7 @@ class Run(NamedTuple):
             return RepackWorld(self.setup(bound, "best-fit")).run()
 
     def batches(self) -> dict[str, float]:
-        """A system that generates batch by batch: tokens/s and staleness."""
+        """Return the tokens/s and staleness of a system that generates batch by batch."""
         speeds = [
             self._synchronous(seed) if self.system == "synchronous" else self._one_step(seed)
             for seed in (1, 2, 3)
@@ -183,7 +183,7 @@ class Run(NamedTuple):
         return sum(totals(self.model, seed)) / seconds
 
     def _one_step(self, seed: int) -> float:
-        """With the split of GPUs that the paper names, or the fastest."""
+        """Return the tokens/s with the GPU split that the paper names, or else the fastest."""
         unit, named = K["trainer_unit"][self.model], K["split_one_step"][self.model]
         splits = range(unit, self.gpus - unit + 1, unit * max(1, self.gpus // (8 * unit)))
         trainers = [named[str(self.gpus)]] if str(self.gpus) in named else splits
@@ -194,7 +194,7 @@ class Run(NamedTuple):
         return sum(totals(self.model, seed)) / seconds
 
     def _generates_s(self, gpus: int, seed: int) -> float:
-        """Until the last replica has drained its part of a batch, all of which is then trained."""
+        """Return the seconds until the last replica has drained its part of a batch."""
         size = K["gpus_per_replica_verl"][self.model]
         replicas, engine = gpus // size, timing(self.model, size, self.scaling)
         last, sampled = 0.0, 0
@@ -213,7 +213,7 @@ class Run(NamedTuple):
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """Its line."""
+    """Make a run and return its line."""
     begun = time.process_time()
     if run.system in ("synchronous", "one-step"):
         found = run.batches()
@@ -225,7 +225,7 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 def runs_of(model: str, gpus: int) -> list[Run]:
-    """Of one cell. The fitted model has one engine; who is faster is asked of the first."""
+    """Return the runs of one cell; models other than the fitted one use two engine scalings."""
     scalings = ["layers"] if model == FITTED_MODEL else ["layers", "constant"]
     pulls, size = sorted(K["per_pull"]), K["gpus_per_replica"][model]
     predicted = [

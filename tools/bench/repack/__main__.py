@@ -1,32 +1,32 @@
-"""What repack gains: the core in virtual time, beside the paper's policy and weights in flight.
+"""Gain of repack: the core in virtual time against the paper's policy and weights in flight.
 
 Usage: python -m tools.bench.repack [--quick | --grid] [-j 2] [--results FILE]
-Prints one JSON line per run, progress on standard error, and then the figures. From one run of it
-to another only `cpu_s` and `duration` differ.
+Prints one JSON line per run, with progress on standard error, and then the figures. Repeated runs
+differ only in `cpu_s` and `duration`.
 
 (none)        the paper's table: 16 replicas of 32B on four GPUs, 1,024 trajectories with each
               version, staleness 4, three seeds; and one seed with the engine of its Figure 4, with
-              a longer tail of answers (p99 = 10 medians), and with 5,000 tokens/s of prefill
+              a longer tail of responses (p99 = 10 medians), and with 5,000 tokens/s of prefill
 --quick       one seed and fewer steps
 --grid        4, 8, 16 and 64 replicas x staleness 1, 2 and 4 x 20,000 tokens/s of prefill, then
-              the same at 5,000; three paired seeds: off, gain and both ways in flight; with 64
+              the same at 5,000; three paired seeds: off, gain and both in-flight modes; with 64
               replicas the paper's policies, too
---results     runs that this file has are not run again; new ones are added to it
+--results     file with finished runs, which are not repeated; new runs are appended
 
 Policies: `paper-off` and `paper-on` drain 1,024 trajectories and then pull, without and with the
 packing of the paper's Algorithm 1 (destinations pinned); `off`, `best-fit` and `gain` are the
-core's own; `keep` and `recompute` model replicas that take new weights in mid-trajectory and go on
-with their cache or prefill it again (in_flight.py). All keep the staleness bound, which is
-asserted in each run, as is that tokens sampled = trained + live. Always with it: eight replicas,
-answers of one length, staleness 0, where every policy must do the same; more than 1 % apart is an
-error.
+core's own; `keep` and `recompute` model replicas that load new weights during a trajectory and
+continue with their cache or prefill it again (in_flight.py). All obey the staleness bound; each run
+asserts that, and that tokens sampled = trained + live. Every call also runs eight replicas with
+responses of one length and staleness 0, where all policies must agree; a difference of more than
+1 % is an error.
 
-Trained tokens are those of batches that the trainer completed, generated ones those that engines
-sampled, both between the end of one step and that of another. Staleness is in steps, at the batch
-that trains: by group that of its oldest weights, by token that of the token's own. `at equal token
-staleness` compares a way in flight with gain between two of its bounds, linearly. The trainer takes
-236 s for 8,192 trajectories on the GPUs of 16 replicas, less on more: Figure 1 has 16.9 % of an
-iteration for it, and the paper's 32B run on 128 colocated GPUs takes 697 s.
+Trained tokens are those of batches that the trainer completed, generated tokens those that engines
+sampled, both between the ends of two steps. Staleness is in steps, at the batch that trains: of a
+group by its oldest weights, of a token by its own. `at equal token staleness` compares an in-flight
+mode with gain by linear interpolation between two bounds. The trainer takes 236 s for 8,192
+trajectories on the GPUs of 16 replicas, less on more: 16.9 % of an iteration (Figure 1), which
+takes 697 s in the paper's 32B run on 128 colocated GPUs.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from typing import Any
 
 from tools.bench.repack.cells import EQUAL, IN_FLIGHT, Cell, equal, grid, measured, results, table
 
-AGREE = 0.01  #: where all must agree
+AGREE = 0.01  #: largest difference where all policies must agree
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  #: 95 % interval of a mean, by number of values
 World = dict[str, dict[int, dict[str, Any]]]  #: runs by policy and seed
 
 
 def compared(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Means by policy, and ratios of the same seed's runs with the interval of their mean."""
+    """Yield means by policy, and ratios of runs with the same seed with a confidence interval."""
     by_world: dict[tuple[Any, ...], World] = {}
     for line in lines:
         world = tuple(line[name] for name in ("replicas", "staleness", "prefill", "engine"))
@@ -81,7 +81,7 @@ def _agreement(policies: World) -> dict[str, Any]:
 
 
 def _as_fresh(policy: str, there: World, worlds: list[World]) -> str | None:
-    """A way in flight ÷ gain here, at gain's token staleness; None: no bounds on both sides."""
+    """Return an in-flight mode ÷ gain at gain's token staleness; None if no bounds enclose it."""
     if "gain" not in there:
         return None
     gain, curve = _means([*there["gain"].values()]), []

@@ -1,6 +1,6 @@
-"""The runs of the repack bench: which there are, and how one is measured.
+"""Runs of the repack benchmark: their parameters and how to measure them.
 
-Gives   Cell; table, equal and grid, of cells; measured, the line of one; results, of many
+Gives   Cell; table, equal and grid, lists of cells; measured, the line of a cell; results, of many
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tools.bench.repack.measures import Seen, Setup
 from tools.bench.repack.world import RepackWorld
 
 CACHE_TOKENS = 800_000
-"""Of four GPUs of 80 GB without the weights, at 256 KiB a token."""
-LIMIT = 16_000  #: tokens of a response
+"""Cache of four GPUs of 80 GB next to the weights, at 256 KiB per token."""
+LIMIT = 16_000  #: maximum tokens of a response
 
 
 class Parameters(NamedTuple):
-    """An engine and response lengths."""
+    """Parameters of an engine and of response lengths."""
 
     step_us: float
     sequence_us: float
@@ -43,9 +43,9 @@ class Parameters(NamedTuple):
 
 
 FITTED = Parameters(32_000, 43.5, 0.0175, 3_124, 3.39)
-"""To what the paper measured without repack: docs/policies.md, "Fitted"."""
+"""Fit to the paper's measurements without repack: docs/policies.md, "Fitted"."""
 FIGURE_4 = FITTED._replace(step_us=11_000, sequence_us=0, token_us=0.025)
-"""The engine of the paper's Figure 4, 2.5 times as fast as that of Figure 9 with few sequences."""
+"""Engine of the paper's Figure 4; with few sequences 2.5 times as fast as that of Figure 9."""
 PAPERS = {"paper-off": "", "paper-on": "best-fit"}
 OWN = {"off": "", "best-fit": "best-fit", "gain": "gain"}
 IN_FLIGHT = {"keep": False, "recompute": True}
@@ -54,14 +54,14 @@ EQUAL, LONG_TAIL = "equal-lengths", "long-tail"
 ENGINES = {
     "figure-9": FITTED,
     "figure-4": FIGURE_4,
-    LONG_TAIL: FITTED._replace(p99_to_median=10.0, median_tokens=2_200),  #: as many tokens
-    EQUAL: FITTED._replace(p99_to_median=1.0, median_tokens=750),  #: all fit in the cache
+    LONG_TAIL: FITTED._replace(p99_to_median=10.0, median_tokens=2_200),  #: same mean
+    EQUAL: FITTED._replace(p99_to_median=1.0, median_tokens=750),  #: fits the cache
 }
-TRAIN_S, TRAINER_OF = 236.0, 16  #: a step of 32B on as many GPUs as so many replicas have
+TRAIN_S, TRAINER_OF = 236.0, 16  #: seconds of a 32B step on the GPUs of 16 replicas
 
 
 class Cell(NamedTuple):
-    """One run."""
+    """Parameters of one run."""
 
     policy: str
     seed: int = 1
@@ -99,7 +99,7 @@ class Cell(NamedTuple):
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """Its line."""
+    """Make the run of a cell and return its line."""
     begun = time.process_time()
     seen = cell.run()
     line = cell._asdict() | {
@@ -111,7 +111,7 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def table(seeds: Iterable[int], **changes: int) -> list[Cell]:
-    """The paper's; beside it Figure 4's engine, a longer tail, and slower prefill."""
+    """Return the paper's cells, and some with Figure 4's engine, a long tail, slow prefill."""
     policies = [*PAPERS, *OWN, *IN_FLIGHT]
     cells = [Cell(policy, seed, **changes) for seed in seeds for policy in policies]
     cells += [Cell(policy, 1, engine="figure-4", **changes) for policy in PAPERS]
@@ -121,7 +121,7 @@ def table(seeds: Iterable[int], **changes: int) -> list[Cell]:
 
 
 def equal() -> list[Cell]:
-    """Every step takes all that there is, so no policy has anything to decide."""
+    """Return cells in which each step takes all trajectories, so that policies must agree."""
     return [
         Cell(policy, 1, 8, 0, engine=EQUAL, warm_steps=1, steps=2)
         for policy in (*PAPERS, *OWN, *IN_FLIGHT)
@@ -129,7 +129,7 @@ def equal() -> list[Cell]:
 
 
 def grid() -> list[Cell]:
-    """A step is of 8,192 trajectories, whatever the number of replicas."""
+    """Return the grid of cells; a step has 8,192 trajectories for any number of replicas."""
     return [
         Cell(policy, seed, replicas, staleness, prefill)
         for prefill in (20_000, 5_000)
@@ -143,8 +143,7 @@ def grid() -> list[Cell]:
 def results(
     cells: list[Any], measured: Callable[[Any], dict[str, Any]], jobs: int, kept: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """A line for each cell, all of one kind: those that are in the file, then the others, each in
-    the order of `cells`, so that a run prints the same as any other."""
+    """Yield a line for each cell: first those in the file, then the others, in a fixed order."""
     kind, known = type(cells[0]), {}
     if kept is not None and kept.exists():
         lines = map(json.loads, kept.read_text().splitlines())

@@ -1,12 +1,12 @@
-"""The Laminar paper's admission, for comparison: a replica drains a fixed batch, then pulls.
+"""Admission rule of the Laminar paper, for comparison: drain a fixed batch, then pull.
 
-Gives   `drains`, in which the core decides like that
+Gives   `drains`, a context in which the core follows this rule
 
-The product does not have this rule: a replica that took its share goes on as long as there are no
-newer weights. Here it takes nothing more, empties, and takes its next share with the newest
-weights, which may be those that it has. With the policy "best-fit" the core then packs as the
-paper's Algorithm 1 does, destinations pinned: whatever replica is in its tail, and whether or not
-it could take new work.
+The product does not have this rule: a replica that took its share continues until there are newer
+weights. Under this rule it takes no more work, drains, and takes its next share with the newest
+weights, which may be those that it has. With the policy "best-fit" the core then packs like the
+paper's Algorithm 1, with pinned destinations: it packs every replica with only stragglers left,
+even one that could take new work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _drains(state: State, replica: Replica) -> str:
 
 
 def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
-    """An empty replica gets its next share, with the newest weights."""
+    """Give an empty replica its next share, with the newest weights."""
     _plan_pull(ctx, replica)
     state = ctx.state
     busy = replica.running or replica.incoming or replica.outgoing or replica.loading
@@ -45,7 +45,7 @@ def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
 
 
 def _takes_nothing(state: State, replica: Replica) -> str:
-    """Whether there are newer weights is not asked."""
+    """Return why a replica does not release work, regardless of newer weights."""
     why = _why_nothing_newer(state, replica)
     return "" if why in ("no-newer-weights", "weights-not-here") else why
 
@@ -56,7 +56,7 @@ def _may_admit(others: planner._UntouchedReplicas, kind: Kind) -> bool:
 
 @contextmanager
 def drains() -> Iterator[None]:
-    """Until the end of this block."""
+    """Apply the paper's rule until the end of the block."""
     with ExitStack() as stack:
         for owner, name, rule in (
             (admission, "find_not_admitted_reason", _drains),

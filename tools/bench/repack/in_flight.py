@@ -1,15 +1,15 @@
-"""Weights in flight: replicas that take new weights in the middle of trajectories.
+"""Model of weights in flight: replicas that load new weights during trajectories.
 
 Reads   Setup
-Gives   InFlight: the same measures as RepackWorld's
+Gives   InFlight, with the same measures as RepackWorld
 
-A model without the core, which has no such setting. It keeps the core's staleness bound: a group
-begins, and a batch is chosen, only as long as core/scheduling/admission.py's inequality holds for
-the deadline of each group's oldest token; else replicas and the trainer wait. Nothing drains, so
-there is nothing to repack: a replica with room takes the next group at once.
+A model without the core. It obeys the core's staleness bound: a group begins, and a batch is
+chosen, only while the inequality of core/scheduling/admission.py holds for the deadline of each
+group's oldest token; otherwise replicas and the trainer wait. Nothing drains, so there is nothing
+to repack: a replica with room takes the next group at once.
 
-Each new version costs every replica the pause of a load. Then it goes on with the cache that it has
-("keep"), or first prefills all that it runs ("recompute").
+Each new version costs every replica the pause of a load. The replica then continues with its cache
+("keep") or first prefills all its sequences ("recompute").
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tools.bench.repack.measures import (
 )
 
 SAMPLE, TRAINED, PUBLISHED = -1, -2, -3
-"""What happens; a number from 0: the batch of a replica changes."""
+"""Kinds of scheduled events; a number from 0 is a change in that replica's batch."""
 
 
 class Batch(TimedBatch):
-    """An engine whose weights change while it runs."""
+    """The batch of an engine whose weights change while it runs."""
 
     def load(self, now: float, pause_s: float, recompute: bool) -> dict[str, int]:
-        """The step that has begun ends later; gives the tokens of all that is unfinished."""
+        """Delay the current step by a load; return the token counts of unfinished sequences."""
         self.advance_to(now)
         self._end_stretch()
         if self._length:
@@ -56,7 +56,7 @@ class Batch(TimedBatch):
         return done
 
     def unfinished(self) -> dict[str, int]:
-        """Tokens so far of what runs or waits."""
+        """Return the token counts of running and waiting sequences."""
         return {name: self.count_tokens(name) for name in self._sequences}
 
 
@@ -65,8 +65,8 @@ class Group:
 
     def __init__(self, issued: int, step: int) -> None:
         self.issued, self.step, self.unfinished = issued, step, GROUP_SIZE
-        self.tokens = 0  #: of all siblings, once they are finished
-        self.steps = 0  #: the sum over tokens of the step of their weights
+        self.tokens = 0  #: tokens of the finished siblings
+        self.steps = 0  #: sum over tokens of the step of their weights
 
 
 class InFlight:
@@ -79,12 +79,12 @@ class InFlight:
         chance = random.Random(f"repack/{setup.seed}")
         self._begins = [chance.uniform(0, setup.start_s) * SECOND for _ in self.batches]
         self._groups: dict[int, Group] = {}
-        self._deadlines: dict[int, int] = {}  #: groups that are not chosen
+        self._deadlines: dict[int, int] = {}  #: number of unchosen groups by deadline
         self._begun = self._chosen = self._completed = 0
-        self._step = 0  #: of the weights that replicas have
-        self._ready: list[int] = []  #: oldest first
-        self._refused = (0, 0)  #: chosen and ready when a batch would have broken the bound
-        self._training: list[Group] = []  #: empty: the trainer waits
+        self._step = 0  #: step of the replicas' weights
+        self._ready: list[int] = []  #: ready groups, oldest first
+        self._refused = (0, 0)  #: (chosen, ready) when a batch last would have broken the bound
+        self._training: list[Group] = []  #: empty while the trainer waits
         self._plans = [0] * setup.replicas
         self._heap: list[tuple[int, int, int]] = []
 
@@ -118,7 +118,7 @@ class InFlight:
         self._plan(number)
 
     def _end(self, batch: Batch) -> None:
-        """What is finished, its last tokens by the weights of now."""
+        """Account for finished sequences, whose last tokens have the current weights."""
         batch.advance_to(float(self.now))
         ended, batch.finished = batch.finished, []
         for name in ended:
@@ -132,7 +132,7 @@ class InFlight:
                 insort(self._ready, order)
 
     def _fill(self, numbers: list[int]) -> None:
-        """New groups, one at a time, to the emptiest of these replicas with room."""
+        """Give new groups, one at a time, to the emptiest of these replicas with room."""
         loads = [(self._load_of(number), number) for number in numbers]
         heapify(loads)
         while loads and loads[0][0] + GROUP_SIZE <= self.setup.capacity and self._admits():
@@ -168,7 +168,7 @@ class InFlight:
             self._at(when, number, self._plans[number])
 
     def _load(self) -> None:
-        """All replicas change to the newest weights, which are one step newer."""
+        """Load the newest weights, which are one step newer, on all replicas."""
         for batch in self.batches:
             self._end(batch)
             done = batch.load(float(self.now), self.setup.load_s, self._recompute)
@@ -183,7 +183,7 @@ class InFlight:
     # --- the trainer ----------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """The oldest of those that are ready, if that leaves no group that would be too old."""
+        """Train the oldest ready groups, unless another group would then become too old."""
         size = self.setup.groups_per_step
         mark = (self._chosen, len(self._ready))
         if self._training or len(self._ready) < size or mark == self._refused:
@@ -214,7 +214,7 @@ class InFlight:
         self._at(self.now + self.setup.publish_s * SECOND, PUBLISHED)
 
     def _live(self) -> int:
-        """Tokens now of what was begun and is not trained."""
+        """Return the number of tokens of all groups that are not trained yet."""
         for batch in self.batches:
             self._end(batch)
         groups = [*self._groups.values(), *self._training]

@@ -1,7 +1,7 @@
-"""What a run of the repack bench is, and what is measured in it.
+"""Setup and measures of a run of the repack benchmark.
 
-Reads   batches of the engines, and what a world tells
-Gives   Setup; Meter, which makes Seen; all_tokens_are_there
+Reads   batches of the engines, reports of a world
+Gives   Setup; Meter, which returns Seen; all_tokens_are_there
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ SAMPLE_S = 5.0
 
 
 class Lengths(Protocol):
-    """How long answers are."""
+    """A distribution of response lengths."""
 
     def of(self, seed: int) -> int: ...
 
 
 class Setup(NamedTuple):
-    """One run."""
+    """Parameters of one run."""
 
     replicas: int
     staleness: int
-    policy: str  #: of the core: gain, best-fit; empty: off
+    policy: str  #: repack policy of the core: gain, best-fit; empty for off
     max_batch: int  #: the paper's B
     timing: EngineTiming
     lengths: Lengths
     seed: int
-    warm_steps: int  #: before anything is measured
-    steps: int  #: in which it is
-    slots: int = 1_024  #: trajectories of a replica, and those that it gets with a version
+    warm_steps: int  #: steps before the measurement
+    steps: int  #: measured steps
+    slots: int = 1_024  #: trajectories of a replica at once, and per version
     groups_per_step: int = 512
-    start_s: float = 600.0  #: within which the replicas begin, or they would do all together
-    train_s: float = 236.0  #: of a step
-    queued: int = 0  #: trajectories that a replica has waiting when all slots are taken
-    publish_s: float = 1.2  #: 32B: the trainer's copy and the chain
-    load_s: float = 0.6  #: 32B: a pull
+    start_s: float = 600.0  #: period over which the starts of replicas are spread
+    train_s: float = 236.0  #: mean training time of a step
+    queued: int = 0  #: trajectories that wait at a replica whose slots are all taken
+    publish_s: float = 1.2  #: of 32B: the trainer's copy and the chain
+    load_s: float = 0.6  #: of 32B: a pull
 
     @property
     def capacity(self) -> int:
-        """Trajectories that a replica takes at a time."""
+        """Trajectories that a replica takes at once."""
         return self.slots + self.queued
 
     def trains_for_s(self, step: int) -> float:
-        """The same for every policy of a seed, so that they can be compared by pairs."""
+        """Return the training time of a step, the same for every policy so that runs are paired."""
         return self.train_s * random.Random(f"train/{self.seed}/{step}").uniform(0.9, 1.1)
 
 
 class Seen(NamedTuple):
-    """What was measured, from the end of one step to that of another."""
+    """Measures between the ends of two steps."""
 
     seconds: float
     trained: int  #: tokens
@@ -71,7 +71,7 @@ class Seen(NamedTuple):
     trainer_idle: float  #: share of the time
     staleness_group_mean: float  #: steps between a group's oldest weights and its batch
     staleness_group_max: int
-    staleness_token_mean: float  #: the same of each token's own weights
+    staleness_token_mean: float  #: steps between a token's weights and its batch
 
     @property
     def trained_per_s(self) -> float:
@@ -83,16 +83,16 @@ class Seen(NamedTuple):
 
 
 def all_tokens_are_there(sampled: int, trained: int, live: int) -> None:
-    """What engines sampled is trained, or is there."""
+    """Check that every sampled token is trained or live; raise RuntimeError if not."""
     if sampled != trained + live:
         raise RuntimeError(f"{sampled} tokens sampled, {trained} trained, {live} live")
 
 
 class Meter:
-    """What happens between the end of the steps before and that of the last one.
+    """A measurement from the end of the warm steps to the end of the last step.
 
-    Every run is checked: no trained group is older than the bound, and what was sampled is what was
-    trained and what is there.
+    Every run is checked: no trained group is older than the bound, and sampled tokens = trained +
+    live.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -118,7 +118,7 @@ class Meter:
         self.add("trainer_idle", (now - self._trainer_free) / SECOND)
 
     def chosen(self, groups: Sequence[int], tokens: int, ages: float) -> None:
-        """The staleness of each group of a batch, and the sum of that of all its tokens."""
+        """Record the staleness of each group of a batch, and the sum over all its tokens."""
         oldest = max(groups)
         if oldest > self._bound:
             raise RuntimeError(f"a group of staleness {oldest} is trained, bound {self._bound}")
@@ -142,7 +142,7 @@ class Meter:
             self.add("idle", sum(not batch.running for batch in batches) / len(batches))
 
     def seen(self, now: int, batches: Sequence[TimedBatch], live: int) -> Seen:
-        """`live`: tokens now of what was begun and not trained."""
+        """Return the measures; `live` is the number of tokens that are not trained yet."""
         counts = _counts(now, batches)
         all_tokens_are_there(counts[0], self._trained, live)
         sampled, prefilled, preempted = (
@@ -169,7 +169,7 @@ class Meter:
 
 
 def _counts(now: int, batches: Sequence[TimedBatch]) -> tuple[int, ...]:
-    """Tokens sampled and prefilled, and preemptions, until now."""
+    """Return the tokens sampled and prefilled and the preemptions so far."""
     for batch in batches:
         batch.advance_to(float(now))
     return tuple(

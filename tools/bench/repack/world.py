@@ -1,11 +1,11 @@
 """Replicas, relay and trainer in virtual time around the coordinator's real core.
 
 Reads   the commands that core/machine.py decides
-Gives   RepackWorld: a run that goes well, with its measures
+Gives   RepackWorld: a run without faults, with its measures
 
-Between the core and the engines stands nothing: no sockets, no log, no actors, whose milliseconds
-do not count beside the minutes that are measured here. That makes a run ten times cheaper than the
-simulator's (tools/simulator), in which the same core works with the real actors. Engines are
+The core drives the engines directly, without sockets, log or actors, whose milliseconds are
+negligible against the minutes measured here. A run is ten times cheaper than in the simulator
+(tools/simulator), where the same core works with the real actors. Engines are
 engines/emulated/timed_batch.py.
 """
 
@@ -42,7 +42,7 @@ NEVER_MS = 1 << 40
 
 
 class Replica:
-    """One engine: its batch and what the coordinator last asked of it."""
+    """An engine with its batch and the coordinator's latest order."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         self.name, self.batch = name, TimedBatch(setup.timing, setup.slots)
@@ -64,8 +64,8 @@ class RepackWorld:
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._replicas: dict[str, Replica] = {}
-        self._changed: dict[str, None] = {}  #: replicas whose next change is to be looked for
-        self._tokens: dict[TrajectoryId, int] = {}  #: in the store, of what was handed over
+        self._changed: dict[str, None] = {}  #: replicas whose next change must be scheduled
+        self._tokens: dict[TrajectoryId, int] = {}  #: tokens in the store, of released trajectories
         self._totals: dict[TrajectoryId, int] = {}
         self._issued: dict[TrajectoryId, int] = {}
         self._untrained: set[TrajectoryId] = set()
@@ -173,7 +173,7 @@ class RepackWorld:
         self._after(SAMPLE_S, self._sample)
 
     def _prefilled_per_step(self) -> int:
-        """As many sequences as may be packed, with half of the cache."""
+        """Return the tokens prefilled in the time of a step of max_batch with a half-full cache."""
         timing = self.setup.timing
         step_ns = timing.step_ns(self.setup.max_batch, timing.cache_tokens // 2)
         return max(1, int(timing.prefill_tokens_per_s * step_ns / SECOND))
@@ -214,7 +214,7 @@ class RepackWorld:
         self._changed[command.to] = None
 
     def _plan(self, replica: Replica) -> None:
-        """Wake up when the batch changes next."""
+        """Schedule the next change of the batch."""
         replica.batch.advance_to(float(self.now))
         self._report(replica)
         replica.plan += 1
@@ -226,7 +226,7 @@ class RepackWorld:
             self._plan(replica)
 
     def _report(self, replica: Replica) -> None:
-        """What has ended, once this instant is over."""
+        """Schedule the reports of finished sequences for the end of this instant."""
         for name in replica.batch.finished:
             trajectory_id = TrajectoryId(name)
             self._at(self.now, self._finished, replica, trajectory_id)
@@ -246,12 +246,12 @@ class RepackWorld:
         self._say(replica.name, finished)
 
     def _take_out(self, replica: Replica, item: cmd.PlacedTrajectory) -> None:
-        """Its tokens are in the store."""
+        """Remove a trajectory from a replica and keep its tokens in the store."""
         trajectory_id = item.trajectory_id
         if replica.placements.get(trajectory_id, item.placement + 1) > item.placement:
             return
         if not replica.batch.has_sequence(trajectory_id):
-            return  # it has ended, and that will be reported
+            return  # it has finished, which will be reported
         self._tokens[trajectory_id] = replica.batch.count_tokens(trajectory_id)
         replica.batch.remove(trajectory_id, float(self.now))
         del replica.placements[trajectory_id]
@@ -354,7 +354,7 @@ class RepackWorld:
         return [replica.batch for replica in self._replicas.values()]
 
     def _live(self) -> int:
-        """Tokens now of what is not trained: in an engine, between two of them, or finished."""
+        """Return the untrained tokens: in engines, migrating, or finished."""
         tokens = {t: self._totals[t] for t in self._untrained}
         tokens |= {t: self._tokens.get(t, 0) for t in self._issued}
         for replica in self._replicas.values():

@@ -1,7 +1,7 @@
-"""What the weight plane costs: one hop, chains, a fetch beside a broadcast, the trainer's ranks.
+"""Cost of the weight plane: one hop, chains, a fetch during a broadcast, the trainer's ranks.
 
 Usage: python -m tools.bench.weights [--quick] [--parts hop cpu chains fetch ranks]
-Prints one JSON line per figure; one that has a limit says whether it is met.
+Prints one JSON line per figure; a figure with a limit says whether it is met.
 
 hop         hop_gb_s               2 GiB through one socket, network unlimited
 cpu         over plain loopback, without emulated cards, per hop:
@@ -14,20 +14,20 @@ cpu         over plain loopback, without emulated cards, per hop:
             checksum_cpu_share     of the CPU time of the chain
             chain_delivered_vs_hop bytes per second at all relays / of one hop
 chains      seconds and ratios of times over emulated network cards, for 1, 2, 4 and 8 relays:
-            hop_seconds_N          one socket, beside the chain to N
+            hop_seconds_N          one socket, in the same rounds as the chain to N
             chain_seconds_N        from publish to the last relay that holds the verified version,
-                                   beside the time of the formula (version/chunking.py)
+                                   with the time by the formula (version/chunking.py)
             chainN_vs_hop
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
-fetch       a chain to 4 over emulated cards, while a fifth relay, which is not in it, fetches the
-            version before from the head, or from the middle of the chain:
-            fetch_slows_broadcast_X   a broadcast beside that / one without, in the same round
-            fetch_seconds_X           until it is there, the broadcast beside it included
-ranks       CPU time of two ranks of the trainer together, of which each has half of the rows:
-            ranks_publish_cpu_s_per_gb, ranks_publish_vs_copy  each puts its rows into the slot, by
-                                   a copy of the same rows to the same place
+fetch       a chain to 4 over emulated cards, while a fifth relay outside the chain fetches the
+            previous version from the head, or from the middle of the chain:
+            fetch_slows_broadcast_X   a broadcast with the fetch / one without, in the same round
+            fetch_seconds_X           until the fetch is done, including the concurrent broadcast
+ranks       CPU time of two ranks of the trainer together, each with half of the rows:
+            ranks_publish_cpu_s_per_gb, ranks_publish_vs_copy  each writes its rows to the slot;
+                                   relative to a copy of the same rows to the same place
 
-The chain is the product's plane, a process for each relay. Chains and hops have one emulated
+The chain is the product's plane, with a process for each relay. Chains and hops have one emulated
 network card per machine (network.py), 200 MB/s each up to 4 relays and 100 MB/s for 8, so that two
 cores suffice. Ratios are medians over interleaved rounds.
 """
@@ -58,7 +58,7 @@ from tools.bench.weights.relay_process import ANSWER_S, RelayProcess
 MIB = 1 << 20
 MACHINES = 9
 CHUNK = CHUNK_BYTES_MIN
-"""What laminar.weights.version.chunking.chunk_bytes gives for these sizes and speeds."""
+"""Result of laminar.weights.version.chunking.chunk_bytes for these sizes and speeds."""
 RELAYS = {1: 1600, 2: 1600, 4: 1600, 8: 800}  #: Mbit/s of a card, by relays in the chain
 GATES = {
     "chain4_vs_hop": (">=", 0.90),
@@ -76,12 +76,12 @@ Figure = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scale:
-    """How large and how often."""
+    """Sizes and numbers of rounds."""
 
-    large: int  #: bytes of the one hop
+    large: int  #: bytes of the single hop
     size: int  #: bytes of a version
     rounds: int
-    rounds_of_8: int  #: of a chain to 8 relays, over cards half as fast
+    rounds_of_8: int  #: rounds of a chain to 8 relays, over cards half as fast
 
 
 FULL = Scale(2048 * MIB, 256 * MIB, 9, 3)
@@ -93,10 +93,10 @@ def figure(name: str, value: float, unit: str, **extra: Any) -> Figure:
 
 
 class Chain:
-    """The product's relays; as many of them are linked as a figure needs."""
+    """The product's relays, linked as far as a figure needs."""
 
     def __init__(self, machines: int, size: int, *, time_hashes: bool = False) -> None:
-        """`time_hashes`: for `usage`; reading the clock costs processor time itself."""
+        """Start the relays; `time_hashes` makes `usage` measure hashing, which costs CPU time."""
         self.relays = [
             RelayProcess(f"relay-{i}", size, _stamp, host=net.host(i), time_hashes=time_hashes)
             for i in range(machines)
@@ -105,7 +105,7 @@ class Chain:
         self.relays[0].publish(0, CHUNK)
 
     def extend(self, length: int) -> None:
-        """Feed so many relays; one that is new gets the present version first."""
+        """Extend the chain; a new relay gets the current version first."""
         while self.length < length:
             last, new = self.relays[self.length : self.length + 2]
             last.set_successor(1, new)
@@ -113,28 +113,28 @@ class Chain:
             self.length += 1
 
     def broadcast(self, chunk: int = CHUNK) -> float:
-        """Seconds from publish to the last relay; RuntimeError for a wrong digest."""
+        """Return the seconds from publish to the last relay; raise RuntimeError on a bad digest."""
         self.version += 1
         digest, begun = self.relays[0].publish(self.version, chunk)
         ended = [relay.received(self.version) for relay in self.relays[1 : self.length + 1]]
         if any(happened.report.manifest.digest != digest for happened in ended):
-            raise RuntimeError(f"a relay holds another version {self.version}")
+            raise RuntimeError(f"version {self.version} has a different digest at a relay")
         return max(happened.at for happened in ended) - begun
 
     def beside_fetch(self, holder: int) -> tuple[float, float]:
-        """Seconds of a broadcast, and of the fetch that the last relay began before it."""
+        """Return the seconds of a broadcast and of the fetch that the last relay began before."""
         fetcher, version = self.relays[-1], self.version
         begun = time.monotonic()
         fetcher.fetch(version, self.relays[holder])
         while not any(int.from_bytes(m[:8], "little") == version for m in fetcher.memory):
             if time.monotonic() > begun + ANSWER_S:
-                raise RuntimeError(f"nothing of version {version} came in {ANSWER_S:g} s")
+                raise RuntimeError(f"no bytes of version {version} arrived in {ANSWER_S:g} s")
             time.sleep(0.001)
         seconds = self.broadcast()
         return seconds, fetcher.received(version).at - begun
 
     def usage(self) -> tuple[float, float]:
-        """CPU seconds until now of (all that the plane does, hashing), of all linked relays."""
+        """Return the CPU seconds so far of (the plane, its hashing), summed over linked relays."""
         used = [relay.usage() for relay in self.relays[: self.length + 1]]
         return sum(u[0] for u in used), sum(u[1] for u in used)
 
@@ -144,7 +144,7 @@ class Chain:
 
 
 def _stamp(version: int, view: np.ndarray) -> None:
-    """Bytes that say which version they are, on every page; written whole only once."""
+    """Mark every page of a slot with its version; fill the slot only the first time."""
     words = view.view(np.uint64)
     if not words[1]:
         words[:] = np.arange(words.size, dtype=np.uint64)
@@ -163,7 +163,7 @@ def hop(scale: Scale) -> Iterator[Figure]:
 
 
 def cpu(scale: Scale) -> Iterator[Figure]:
-    """Processor time, over plain loopback."""
+    """Measure CPU time over plain loopback."""
     with net.without_cards(MACHINES):
         rows = list(_cpu_rows(scale))
         clocked = Chain(5, scale.size, time_hashes=True)
@@ -188,7 +188,7 @@ def cpu(scale: Scale) -> Iterator[Figure]:
 
 
 def _cpu_rows(scale: Scale) -> Iterator[tuple[float, ...]]:
-    """Of each round: CPU seconds of the hops and of one of the chain; bytes delivered / hop's."""
+    """Yield for each round the CPU seconds of the hops and of one hop of the chain, and speeds."""
     memory = buffers(scale.size)
     plain, checked = Hop(memory), Hop(memory, _Check())
     single, chain = Chain(2, scale.size), Chain(5, scale.size)
@@ -205,7 +205,7 @@ def _cpu_rows(scale: Scale) -> Iterator[tuple[float, ...]]:
 
 
 def _spent(chain: Chain) -> tuple[float, float]:
-    """CPU seconds per hop of one broadcast: (all that the plane does, its hashing)."""
+    """Return the CPU seconds per hop of one broadcast: (the plane, its hashing)."""
     moving, hashing = chain.usage()
     chain.broadcast()
     moved, hashed = chain.usage()
@@ -213,7 +213,7 @@ def _spent(chain: Chain) -> tuple[float, float]:
 
 
 class _Check:
-    """The hashes that a relay makes of what it receives."""
+    """The hashes that a relay computes of received bytes."""
 
     def __init__(self) -> None:
         self._whole = xxhash.xxh3_128()
@@ -227,7 +227,7 @@ class _Check:
 
 
 def chains(scale: Scale) -> Iterator[Figure]:
-    """A chain that grows; beside each length the hop."""
+    """Compare chains of growing length with a single hop."""
     net.limit(MACHINES)
     memory = buffers(scale.size)
     np.frombuffer(memory[0], np.uint64)[:] = np.arange(scale.size // 8, dtype=np.uint64)
@@ -237,7 +237,7 @@ def chains(scale: Scale) -> Iterator[Figure]:
         net.limit(MACHINES)
         chain.extend(relays)
         for _ in range(3):
-            chain.broadcast()  # every slot once: the first touch of a page is slow
+            chain.broadcast()  # touch every slot: the first access to a page is slow
         net.limit(MACHINES, rate)
         rounds = scale.rounds_of_8 if relays == 8 else scale.rounds
         times = [(chain.broadcast(), single.round().seconds) for _ in range(rounds)]
@@ -264,13 +264,13 @@ def _compared(
 
 
 def _formula(relays: int, size: int, hop_s: float) -> float:
-    """Of the paper, for chunks that cost nothing to start."""
+    """Return the seconds by the paper's formula, with no cost per chunk."""
     chunks = -(-size // CHUNK)
     return round(estimate_broadcast_s(relays + 1, chunks, size, hop_s / size, 0.0), 4)
 
 
 def fetch(scale: Scale) -> Iterator[Figure]:
-    """A version goes through the chain while somebody fetches an older one from it."""
+    """Measure a broadcast through the chain while a relay fetches an older version from it."""
     net.limit(MACHINES)
     chain = Chain(6, scale.size)
     chain.extend(4)
@@ -330,7 +330,7 @@ def show(line: Figure) -> None:
 
 
 def inside(parts: list[str], scale: Scale) -> None:
-    """All parts, in a namespace of our own."""
+    """Run the parts inside a private network namespace."""
     net.open_network(MACHINES)
     for part in parts:
         for line in PARTS[part](scale):
@@ -348,8 +348,8 @@ def main() -> None:
     prefix = net.namespace()
     if prefix is None:
         sys.exit(
-            "weights: no private network here, in which network cards could be emulated; "
-            "install iproute2 and run it as root or allow user namespaces"
+            "weights: a private network for emulated network cards is unavailable; "
+            "install iproute2 and run as root or allow user namespaces"
         )
     environment = {**os.environ, "GLIBC_TUNABLES": COPY_TUNABLE}
     command = [*prefix, sys.executable, "-m", "tools.bench.weights", *sys.argv[1:], "--inside"]

@@ -1,9 +1,9 @@
-"""One hop over a plain socket, with which a chain is compared.
+"""Single hop over a plain socket, the baseline of a chain.
 
 Gives   Hop; Round; buffers, its memory
 
-A machine is a process with an address of its own (network.py) and a buffer that its parent sees.
-The two stay alive between rounds, so that the connection is warm.
+A machine is a process with a separate address (network.py) and a buffer that it shares with its
+parent. Both processes live across rounds, so that the connection is warm.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import numpy as np
 from tools.bench.weights.network import host
 
 IO_BYTES = 1 << 20
-"""Of one call; larger ones are no faster."""
+"""Bytes of one call; larger calls are not faster."""
 LIMIT_S = 300.0
 _CONTEXT = mp.get_context("fork")
-_MADV_POPULATE_WRITE = 23  # Python's mmap has no name for it
+_MADV_POPULATE_WRITE = 23  # not defined in Python's mmap
 
 Check = Callable[[memoryview], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One transfer."""
+    """Times of one transfer."""
 
     seconds: float  #: from its start at the source to the last byte at the other machine
-    cpu_seconds: float  #: of both machines
+    cpu_seconds: float  #: CPU seconds of both machines
 
 
 def buffers(size: int) -> list[mmap.mmap]:
-    """Memory of two machines, with its pages in place."""
+    """Allocate the memory of two machines, with all pages populated."""
     made = [mmap.mmap(-1, size) for _ in range(2)]
     for buffer in made:
         buffer.madvise(_MADV_POPULATE_WRITE)
@@ -47,10 +47,10 @@ def buffers(size: int) -> list[mmap.mmap]:
 
 
 class Hop:
-    """The source, and the machine that it sends to."""
+    """The source and target of the transfers."""
 
     def __init__(self, memory: list[mmap.mmap], check: Check | None = None) -> None:
-        """`check`: called by the receiver with every IO_BYTES that have come."""
+        """Start both processes; the receiver calls `check` with every IO_BYTES received."""
         self._memory = memory
         self._barrier = _CONTEXT.Barrier(3)
         self._rounds = _CONTEXT.SimpleQueue()
@@ -66,7 +66,7 @@ class Hop:
         listener.close()
 
     def round(self) -> Round:
-        """One transfer. RuntimeError if the bytes did not arrive."""
+        """Make one transfer; raise RuntimeError if the bytes did not arrive."""
         source, target = self._memory
         target[:8] = target[-8:] = bytes(8)
         self._barrier.wait(LIMIT_S)
@@ -113,7 +113,7 @@ def _take(sock: socket.socket, view: memoryview, check: Check | None) -> None:
         while rest.nbytes:
             count = sock.recv_into(rest)
             if not count:
-                raise ConnectionError("the source is gone")
+                raise ConnectionError("the source closed the connection")
             rest = rest[count:]
         if check is not None:
             check(piece)

@@ -1,11 +1,10 @@
-"""One network card per machine, emulated on the loopback device of a private namespace.
+"""Emulation of one network card per machine on the loopback device of a private namespace.
 
-Gives   namespace, open_network, limit, without_cards, host; NetError with one sentence for a user
+Gives   namespace, open_network, limit, without_cards, host; NetError with a message for a user
 
-Over plain loopback all ways to broadcast cost the same, because they are all bound by the
-processors; what separates them is that a machine has one card. So every machine is an address
-127.0.0.N, and what an address sends goes through a traffic class of its own. Nothing outside the
-namespace is touched.
+Over plain loopback all broadcast methods cost the same, because all are CPU-bound; they differ only
+if a machine has one card. So every machine is an address 127.0.0.N, whose traffic goes through a
+separate traffic class. Nothing outside the namespace changes.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED_MBIT = 100_000
-BURST_BYTES = 1 << 20  #: what a card sends at once after a pause
+BURST_BYTES = 1 << 20  #: bytes that a card may send at once after a pause
 CONGESTION = "reno"
-"""On loopback bbr takes about twice the processor time of reno and cubic, which are equal there."""
+"""Congestion control; on loopback bbr takes about twice the CPU time of reno or cubic."""
 _CONGESTION_FILE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-_OTHERS = 99  #: class of what has no class of its own
+_OTHERS = 99  #: default traffic class
 
 
 class NetError(RuntimeError):
-    """There is no emulated network here."""
+    """Failure to emulate the network."""
 
 
 def host(machine: int) -> str:
-    """Address of a machine, numbered from 0."""
+    """Return the address of a machine, numbered from 0."""
     return f"127.0.0.{machine + 1}"
 
 
 def namespace() -> list[str] | None:
-    """The command that gives a network of one's own, as root or as another user; None: neither."""
+    """Return the command that opens a private network, as root or as a user; None if neither."""
     if not all(map(shutil.which, ("unshare", "ip", "tc"))):
         return None
     attempt = ["sh", "-c", "ip link set lo up && tc qdisc add dev lo root handle 1: htb"]
@@ -45,9 +44,9 @@ def namespace() -> list[str] | None:
 
 
 def open_network(machines: int) -> None:
-    """In a namespace of our own: loopback, with a class for each machine, unlimited at first.
+    """Set up loopback in a private namespace, with an unlimited traffic class for each machine.
 
-    NetError if something is in the way.
+    Raise NetError if a command fails.
     """
     _run("ip", "link", "set", "lo", "up")
     try:
@@ -59,9 +58,9 @@ def open_network(machines: int) -> None:
 
 @contextlib.contextmanager
 def without_cards(machines: int) -> Iterator[None]:
-    """Plain loopback meanwhile: also a card without a limit takes processor time, for each packet.
+    """Remove the cards within the block, because even an unlimited card costs CPU time per packet.
 
-    Afterwards the cards are there again, without limits.
+    Afterwards the cards are restored without limits.
     """
     _tc("qdisc del dev lo root")
     try:
@@ -82,7 +81,7 @@ def _make_cards(machines: int) -> None:
 
 
 def limit(machines: int, rate_mbit: int = UNLIMITED_MBIT) -> None:
-    """What each card sends per second."""
+    """Limit the rate of each card."""
     burst = f"burst {BURST_BYTES} cburst {BURST_BYTES}"
     rate = f"rate {rate_mbit}mbit ceil {rate_mbit}mbit {burst} quantum 200000"
     for machine in range(machines):

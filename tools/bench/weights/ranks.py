@@ -1,10 +1,10 @@
-"""What a rank of the trainer pays for a publish: its rows into the slot, beside a copy of them.
+"""Cost of a publish for a trainer rank: writing its rows to the slot, against a plain copy.
 
 Gives   `layout`, of a version; `ranks_rounds`: CPU seconds of all ranks together, by round and way
 
-The ranks are processes with gloo between them, and tensors cut as FSDP2 cuts them. A slot is a file
-in memory that all have mapped. Its pages, and those of the tensors, are in place before the first
-round.
+The ranks are processes connected by gloo, with tensors sharded like those of FSDP2. A slot is a
+file in memory that all have mapped. Its pages and those of the tensors are populated before the
+first round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Way = Callable[[], None]
 
 
 def layout(size: int) -> tuple[mf.TensorSpec, ...]:
-    """An embedding, then layers of two matrices and a norm until there are about `size` bytes."""
+    """Lay out an embedding and layers of two matrices and a norm, about `size` bytes in all."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (VOCABULARY, WIDTH))]
     layer = [("up", (3 * WIDTH, WIDTH)), ("down", (WIDTH, 3 * WIDTH)), ("norm", (WIDTH,))]
     each = sum(math.prod(shape) for _, shape in layer)
@@ -51,8 +51,7 @@ def layout(size: int) -> tuple[mf.TensorSpec, ...]:
 
 
 def ranks_rounds(specs: tuple[mf.TensorSpec, ...], rounds: int) -> Iterator[dict[str, float]]:
-    """Of each round, CPU seconds by way; the ways follow each other. RuntimeError if the slot has
-    not the bytes of the tensors after each of them."""
+    """Yield the CPU seconds of each round by way; raise RuntimeError if the slot's bytes differ."""
     slot = SharedBytes("ranks", mf.check_tensors(specs))
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as directory:
@@ -67,7 +66,7 @@ def ranks_rounds(specs: tuple[mf.TensorSpec, ...], rounds: int) -> Iterator[dict
         write_tensors(expected, specs, ((s.name, _values(s)) for s in specs))
         for number in range(rounds + 1):
             spent = {way: _spent(pipes, way, slot, expected) for way in WAYS}
-            if number:  # the first round connects, and touches what is mapped
+            if number:  # the first round connects and touches the mapped pages
                 yield spent
         for pipe in pipes:
             pipe.send("")
@@ -83,10 +82,10 @@ def _spent(pipes: list[Connection], way: str, slot: SharedBytes, expected: np.nd
     spent = 0.0
     for rank, pipe in enumerate(pipes):
         if not pipe.poll(LIMIT_S):
-            raise RuntimeError(f"rank {rank} does not answer")
+            raise RuntimeError(f"rank {rank} did not reply within {LIMIT_S:g} s")
         spent += pipe.recv()
     if not np.array_equal(slot.view, expected):
-        raise RuntimeError(f"the slot has other bytes after {way}")
+        raise RuntimeError(f"the slot has wrong bytes after {way}")
     return spent
 
 

@@ -1,11 +1,11 @@
-"""Relay processes without a coordinator: the bulk plane with slots around it, and a pipe.
+"""Relay processes without a coordinator: the bulk plane with slots, controlled by a pipe.
 
-Reads   calls of the process that made them
-Gives   RelayProcess; Happened, what a relay reported and when
+Reads   calls of the parent process
+Gives   RelayProcess; Happened, a report of a relay with its time
 
-For benches and tests of the plane with real processes and real sockets. Slots are shared memory
-that the parent made, so that it can see (and spoil) what is in them. Forked, so that filling a
-version may be any function.
+For benchmarks and tests of the plane with real processes and real sockets. Slots are shared memory
+of the parent, which can read and corrupt them. Relays are forked, so that any function can fill a
+version.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ KEY = b"the key of the run"
 ANSWER_S = 60.0
 SLOTS = 3
 Fill = Callable[[int, np.ndarray], None]  #: (version, bytes of a slot)
-_MADV_POPULATE_WRITE = 23  # Python's mmap has no name for it
+_MADV_POPULATE_WRITE = 23  # not defined in Python's mmap
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """A report, at time.monotonic()."""
+    """A report with the time.monotonic() of its arrival."""
 
     at: float
     report: Report
@@ -53,7 +53,7 @@ class Happened:
 def draft(
     version: int, total_bytes: int, chunk_bytes: int, parts: tuple[mf.RankPart, ...] | None = None
 ) -> mf.Draft:
-    """A version of one bfloat16 tensor, written by one rank unless `parts` says otherwise."""
+    """Return a draft of one bfloat16 tensor, written by one rank unless `parts` are given."""
     return mf.Draft(
         version=version,
         step=version,
@@ -72,7 +72,7 @@ def digest_of(data: Any) -> str:
 
 
 class RelayProcess:
-    """A relay in a process of its own; calls wait for its answer."""
+    """A relay in a separate process; calls wait for its result."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RelayProcess:
         options: PlaneOptions | None = None,
         time_hashes: bool = False,
     ) -> None:
-        """`grants`: whether it gives slots to the plane. `time_hashes`: for `usage`."""
+        """Start it; `grants`: whether the plane gets slots, `time_hashes`: measure hashing."""
         context = mp.get_context("fork")
         self.name = name
         self.happened: list[Happened] = []
@@ -117,24 +117,24 @@ class RelayProcess:
         self._call("set_successor", chain, where)
 
     def connect_to(self, chain: int, name: str, host: str, port: int) -> None:
-        """Take whoever listens there for the successor."""
+        """Take any listener at that address for the successor."""
         self._call("set_successor", chain, (name, host, port))
 
     def fetch(self, version: int, holder: RelayProcess) -> None:
-        """Take this version from there, beside the chain; it is forgotten when it is here."""
+        """Fetch a version outside the chain and forget it on arrival."""
         self._call("fetch", version, (holder.name, holder.host, holder.port))
 
     def publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
-        """Fill a slot, hash and publish it; its digest, and when it went to the plane."""
+        """Fill, hash and publish a slot; return its digest and the time of the publish."""
         answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
         return answer
 
     def publish_share(self, like: mf.Draft, rank: int) -> None:
-        """Fill a slot, but count only the chunks of one rank as written."""
+        """Fill a slot but publish only the chunks of one rank."""
         self._call("publish_share", like, rank)
 
     def allow_grants(self) -> None:
-        """Give slots from now on, also the one that was asked for before."""
+        """Grant slots from now on, including a pending request."""
         self._call("allow_grants")
 
     def status(self) -> Status:
@@ -142,14 +142,14 @@ class RelayProcess:
         return answer
 
     def usage(self) -> tuple[float, float]:
-        """CPU seconds of (the thread that moves bytes, its hashing; with `time_hashes`)."""
+        """Return the CPU seconds of the transfer thread and, with `time_hashes`, its hashing."""
         answer: tuple[float, float] = self._call("usage")
         return answer
 
     def wait_for(
         self, wanted: Callable[[Report], bool], timeout_s: float = ANSWER_S, since: float = 0.0
     ) -> Happened:
-        """The first report like this, made at or after time.monotonic() `since`; TimeoutError."""
+        """Wait for the first wanted report at or after time `since`; raise TimeoutError."""
         deadline = time.monotonic() + timeout_s
         seen = 0
         while True:
@@ -160,7 +160,7 @@ class RelayProcess:
             self._next_report(deadline)
 
     def received(self, version: int, timeout_s: float = ANSWER_S) -> Happened:
-        """When this version was complete here."""
+        """Wait until this version is complete and return its report."""
         return self.wait_for(
             lambda r: isinstance(r, Received) and r.manifest.version == version, timeout_s
         )
@@ -169,7 +169,7 @@ class RelayProcess:
         return memoryview(self.memory[slot])
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.join()
 
@@ -195,13 +195,13 @@ class RelayProcess:
     def _receive(self, deadline: float) -> tuple[str, Any]:
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
             said = "\n".join(str(h.report)[:300] for h in self.happened[-20:])
-            raise TimeoutError(f"{self.name} has not said what was waited for; it said\n{said}")
+            raise TimeoutError(f"{self.name} did not send the expected report, but:\n{said}")
         message: tuple[str, Any] = self._pipe.recv()
         return message
 
 
 class _TimedHashes:
-    """The hashes that the plane uses of xxhash, and the CPU seconds they take."""
+    """The xxhash functions that the plane uses, with the CPU seconds they take."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -229,7 +229,7 @@ class _TimedHasher:
 
 
 class _Stub:
-    """What a relay's actor does with its plane, without its actor. Runs in the child."""
+    """A relay actor reduced to its plane and slots; runs in the child process."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class _Stub:
             self.slots.abandon_slot(writer)
 
     def _grant_due(self) -> None:
-        """A slot may have become free by whatever was just done."""
+        """Grant the pending slot request if a slot has become free."""
         if self.slot_due and self.grants:
             grant = self.slots.grant_slot("plane")
             if grant is not None:

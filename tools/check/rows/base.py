@@ -1,10 +1,10 @@
-"""What a row of the reliability scorecard is: a promise, two targets, and a run that tests it.
+"""Row of the reliability scorecard: a promise, two targets, and a run that tests it.
 
 Reads   nothing
-Gives   Row, Figure; the rows themselves are in the modules beside this one
+Gives   Row, Figure; the other modules of this folder define the rows
 
-A row runs at the size of a gate: "pr" for every change, "release" once by hand. What it reached is
-text for a person and a verdict for the exit code.
+A row runs at the size of a gate: "pr" for every change, "release" once by hand. Its result is a
+text for people and a verdict for the exit code.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Gate = Literal["pr", "release"]
 
 
 class Figure(NamedTuple):
-    """What one run of a row reached."""
+    """Result of one run of a row."""
 
     reached: str
     passed: bool
-    detail: str = ""  #: for a row that fell short: what broke, and how to see it again
+    detail: str = ""  #: for a row that fell short: the fault and how to reproduce it
 
 
 class Row(NamedTuple):
-    """One promise."""
+    """A promise with its targets and its test."""
 
     number: int
     promise: str
     pr: str  #: target of the PR gate
     release: str  #: target of a release
-    run: Callable[[Gate], Figure] | None  #: None: nothing tests it yet
+    run: Callable[[Gate], Figure] | None  #: None if no test exists yet

@@ -1,11 +1,11 @@
-"""Row 7: the table of events is complete, and no branch of the pure core is untested.
+"""Row 7: the event table is complete, and every branch of the pure core is tested.
 
-Reads   the list of pure modules in pyproject.toml; the tests that are about these modules and no
-        others
-Gives   ROWS; as a program, what keeps pytest from running these tests once more
+Reads   the list of pure modules in pyproject.toml; the tests of these modules
+Gives   ROWS; as a program, the pytest options that keep these tests from running a second time
 
-The tests run in two processes under coverage, whose data files are combined, the table of events
-beside them without; a branch that only some other test reaches by accident counts as not covered.
+The tests run in two processes under coverage, whose data files are combined; the event table runs
+in a third process without coverage. A branch that only an unrelated test reaches counts as not
+covered.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.event_cells import CELLS, STATUS_CELLS
 
 ROOT = Path(__file__).resolve().parents[3]
-CONTRACT = "Pure code cannot reach the world"  #: in pyproject.toml: the list of pure modules
-FOLDERS = ("core", "eventlog", "events", "net")  #: whose pure modules are measured
-#: The table of events is tried in so many situations that it would take minutes under coverage.
+CONTRACT = "Pure code cannot reach the world"  #: lists pure modules in pyproject.toml
+FOLDERS = ("core", "eventlog", "events", "net")  #: packages whose pure modules are measured
+#: Test of the event table; it tries so many situations that coverage would take minutes.
 TABLE = "tests/core/test_event_table.py"
-#: The tests that cover, and no others; two processes share them.
+#: Tests that count towards coverage, divided between two processes.
 TESTS = (
     (
         "tests/core",
@@ -44,11 +44,11 @@ TESTS = (
     ),
 )
 TIMEOUT_S = 900
-"""Of one test: under coverage it takes several times as long."""
+"""Time limit of one test; coverage slows it down several times."""
 
 
 class Summary(msgspec.Struct):
-    """Counts of one file, as coverage writes them."""
+    """Counts of one file in coverage's JSON report."""
 
     num_statements: int
     covered_lines: int
@@ -57,7 +57,7 @@ class Summary(msgspec.Struct):
 
 
 class File(msgspec.Struct):
-    """One file of coverage's report."""
+    """Entry for a file in coverage's JSON report."""
 
     summary: Summary
     missing_lines: list[int] = []
@@ -69,14 +69,14 @@ class Report(msgspec.Struct):
 
 
 class Part(NamedTuple):
-    """How much of one part the tests executed."""
+    """Coverage of one module or folder."""
 
-    percent: float  #: of statements and branches
+    percent: float  #: covered statements and branches
     missing: tuple[str, ...]  #: "file: lines ..., branches ..."
 
 
 def parts() -> dict[str, list[str]]:
-    """What is measured: the files of each pure module or folder, by its name without `laminar`."""
+    """Return the files of each measured module or folder, by its name without `laminar.`."""
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (pure,) = (c["source_modules"] for c in linter["contracts"] if c["name"] == CONTRACT)
     modules = [module for module in pure if module.split(".")[1] in FOLDERS]
@@ -84,14 +84,14 @@ def parts() -> dict[str, list[str]]:
 
 
 def _files_of(module: str) -> list[str]:
-    """A module's one file, or all files of a folder."""
+    """Return the file of a module, or all files of a folder."""
     path = ROOT / module.replace(".", "/")
     found = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     return [str(file.relative_to(ROOT)) for file in found]
 
 
 def table(gate: Gate) -> Figure:
-    """The same at both gates: it is complete or it is not."""
+    """Run the tests and return the figure of row 7, which is the same at both gates."""
     with TemporaryDirectory() as folder:
         tests = [_start(Path(folder) / f".coverage.{i}", paths) for i, paths in enumerate(TESTS)]
         tests.append(_start(None, (TABLE,)))
@@ -112,7 +112,7 @@ def table(gate: Gate) -> Figure:
 
 
 def files() -> list[str]:
-    """Every file of tests that runs."""
+    """Return every test file that this row runs."""
     paths = [path for tests in ((TABLE,), *TESTS) for path in tests]
     found = [*map(ROOT.joinpath, paths), *(f for p in paths for f in (ROOT / p).rglob("test_*.py"))]
     names = {str(file.relative_to(ROOT)) for file in found if file.is_file()}
@@ -121,7 +121,7 @@ def files() -> list[str]:
 
 
 def _start(data_file: Path | None, tests: tuple[str, ...]) -> subprocess.Popen[str]:
-    """Under coverage, or, without a file for what it finds, as they are."""
+    """Start the tests, under coverage if `data_file` is given."""
     sources = [path for paths in parts().values() for path in paths]
     traced = ["coverage", "run", "--branch", f"--include={','.join(sources)}", "-m"]
     pytest = ["pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", *tests]
@@ -140,13 +140,13 @@ def _python(*arguments: str, data_file: Path | None) -> subprocess.Popen[str]:
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[str, int]:
-    """(what it printed, its exit code)"""
+    """Wait for a process; return its output and exit code."""
     text, _ = process.communicate()
     return text, process.returncode
 
 
 def _measure(folder: Path) -> dict[str, Part]:
-    """Both data files together, file by file."""
+    """Combine the data files and return the coverage of each part."""
     data, report = folder / ".coverage", folder / "report.json"
     for arguments in (("combine", "-q"), ("json", "-q", "-o", str(report))):
         text, code = _finish(_python("coverage", *arguments, data_file=data))
@@ -157,7 +157,7 @@ def _measure(folder: Path) -> dict[str, Part]:
 
 
 def _part(names: list[str], files: dict[str, File]) -> Part:
-    """The files of one part; what no test imports counts as not covered."""
+    """Add up the files of one part; a file that no test imports counts as not covered."""
     all_, covered, missing = 0, 0, []
     for name in names:
         if name not in files:
@@ -175,7 +175,7 @@ def _part(names: list[str], files: dict[str, File]) -> Part:
 ROWS = (
     Row(
         number=7,
-        promise="Every event in every phase from every sender is handled, ignored or refused",
+        promise="every event in every phase from every sender is handled, ignored or refused",
         pr="100 % of pairs; 100 % of branches of core, eventlog, session, codec",
         release="the same",
         run=table,

@@ -1,12 +1,12 @@
-"""A coordinator whose power is cut in one disk call, and whether its successor finds everything.
+"""Power cut of a coordinator during one disk call, and the recovery by its successor.
 
 Reads   a scenario, the call in which to cut, a crash mode
-Gives   calls_of; Crash, whose `problem` is what a successor finds wrong, "" for nothing
+Gives   calls_of; Crash, whose `problem` describes what the successor finds wrong, or is empty
 
-The coordinator logs the events of a real run, with turns that sync and turns that do not, small
-segments, often a snapshot, and ends in the call. What the crash leaves is handed to a successor. It
-must know every event whose commit returned, in the state of a machine that was never stopped; no
-event that was not there; and the rest of the run must lead it where it led that machine.
+The coordinator logs the events of a real run, with and without syncs, in small segments and with
+frequent snapshots, and stops in the call. A successor then starts from the disk as the crash left
+it. It must recover every event whose commit returned, and no other event than those of the run; its
+state must equal that of a machine that never stopped, now and at the end of the run.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from tools.kit.logs import digests, real_run, records_of
 from tools.simulator.disk import CrashMode, PowerCut, SimDisk
 
 MORE = 12
-"""Events that a successor adds: enough to sync, not to sync, and begin a segment."""
+"""Events that a successor adds: enough for turns with and without sync and a new segment."""
 
 
 class Scenario(NamedTuple):
-    """What the coordinators of a run do."""
+    """Workload and log settings of the coordinators of a run."""
 
-    events: int  #: of the real run that the last one logs
-    snapshot_every: int  #: events; segments that lie before two of them are compressed
-    keep_bytes: int  #: what the segments may take, older ones are removed; 0: they stay
+    events: int  #: events of the real run that the last coordinator logs
+    snapshot_every: int  #: events between snapshots; segments older than two of them are compressed
+    keep_bytes: int  #: size limit above which the oldest segments are removed; 0 keeps all
     killed: int = 0
-    """The call in which a first coordinator's process died, while its machine went on; 0: none."""
+    """Call in which a first coordinator's process was killed, without a power cut; 0 for none."""
 
 
 @dataclass
 class Book:
-    """What is known of the run outside of the coordinators."""
+    """Progress of the run as known outside the coordinators."""
 
     handled: int = 0  #: seq of the last event that some coordinator handled
     committed: int = 0  #: seq of the last event whose commit returned
 
 
 def calls_of(scenario: Scenario) -> int:
-    """How many disk calls the last coordinator makes."""
+    """Count the disk calls of the last coordinator."""
     disk = _killed(scenario, Book())
     _live(disk, scenario, Book())
     return disk.calls
 
 
 class Crash:
-    """A disk without power, and what its coordinators had done."""
+    """A disk after a power cut, and the progress of its coordinators."""
 
     def __init__(self, scenario: Scenario, call: int) -> None:
         """Cut the power in a call of the last coordinator."""
@@ -66,14 +66,14 @@ class Crash:
         _cut(self._disk, scenario, call, self._book)
 
     def problem(self, mode: CrashMode, draw: int) -> str:
-        """What a successor finds wrong with one of the disks that the crash may have left."""
+        """Return what a successor finds wrong with one possible disk after the crash."""
         chance = random.Random(f"{self._disk.calls} {mode} {draw}")
         disk = self._disk.after_crash(mode, chance)
         try:
             machine, writer = _start(disk, self._scenario)
             found, book = _seq(machine), self._book
             if not book.committed <= found <= book.handled:
-                return f"found event {found} last of {book.committed} to {book.handled}"
+                return f"last event {found}, expected {book.committed} to {book.handled}"
             _go_on(machine, writer, found + MORE, Book())
             return _difference(disk, _seq(machine))
         except (LogCorrupt, LogTaken, LogicError) as error:
@@ -94,7 +94,7 @@ def _cut(disk: SimDisk, scenario: Scenario, call: int, book: Book) -> None:
         _live(disk, scenario, book)
     except PowerCut:
         return
-    raise ValueError(f"call {call}: there are only {disk.calls}")
+    raise ValueError(f"call {call}: the run has only {disk.calls} calls")
 
 
 # --- one coordinator --------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def _live(disk: Disk, scenario: Scenario, book: Book) -> None:
 
 
 def _start(disk: Disk, scenario: Scenario) -> tuple[StateMachine, LogWriter]:
-    """What a coordinator does first; LogicError when the log does not lead where the run did."""
+    """Restore the log and take it over; raise LogicError if the replay differs from the run."""
     restored = restore_log(disk)
     if restored.replay.difference is not None:
         raise LogicError(str(restored.replay.difference))
@@ -130,7 +130,7 @@ def _seq(machine: StateMachine) -> int:
 
 
 def _go_on(machine: StateMachine, writer: LogWriter, events: int, book: Book) -> None:
-    """Log the run up to an event."""
+    """Log the events of the run up to number `events`."""
     for stamped, _ in real_run()[_seq(machine) : events]:
         for record in records_of(stamped, machine.handle_event(stamped)):
             writer.append(record)
@@ -139,7 +139,7 @@ def _go_on(machine: StateMachine, writer: LogWriter, events: int, book: Book) ->
             writer.commit()
             book.committed = stamped.seq
             writer.snapshot_if_due(machine.state, InlineBackground())
-        else:  # a turn that has nothing to send
+        else:  # a turn with nothing to send needs no sync
             writer.flush()
 
 
@@ -147,14 +147,14 @@ def _go_on(machine: StateMachine, writer: LogWriter, events: int, book: Book) ->
 
 
 def _difference(disk: Disk, last: int) -> str:
-    """How the log differs from the run up to event `last`; its beginning may be gone."""
+    """Describe how the log differs from the run up to event `last`; its start may be removed."""
     start = find_beginning(disk)
     found = [record for _, record in read_log(disk, start=start) if isinstance(record, EventRecord)]
     expected = [records_of(stamped, [])[0] for stamped, _ in real_run()[:last]]
     if start is not None:
         expected = expected[-len(found) :]
     if found != expected:
-        return f"other events in the log than the {len(expected)} that there were: {len(found)}"
+        return f"the log has {len(found)} events, which differ from the expected {len(expected)}"
     said = _led_astray(restore_log(disk).replay, last)
     return said or ("" if start is not None else _led_astray(replay_records(disk), last))
 
@@ -163,5 +163,5 @@ def _led_astray(found: Replay, last: int) -> str:
     if found.difference is not None:
         return f"the replay differs: {found.difference}"
     if hash_state(found.machine.state) != digests()[last]:
-        return f"after event {last} the state is not what it was"
+        return f"the state differs after event {last}"
     return ""

@@ -1,11 +1,11 @@
-"""Row 15: machines of a run are cut off, in network namespaces; each cut costs its share.
+"""Row 15: machines of a run are cut off, in network namespaces; each cut costs only its share.
 
 Reads   nothing
-Gives   ROWS; so many rounds of cuts: python -m tools.check.rows.cuts ROUNDS   (as root, Linux)
+Gives   ROWS; to run a number of rounds: python -m tools.check.rows.cuts ROUNDS   (as root, Linux)
 
-Machine 0 has the coordinator, the store and the trainer. A cut of it concerns most machines, so
-nobody is given up for it; one of another machine has its relay and replicas started again once,
-where it takes longer than their lease. No answer is quarantined, and no restart counts towards
+Machine 0 runs the coordinator, the store and the trainer. Cutting it off affects most machines, so
+no process is declared lost; cutting off another machine for longer than a lease restarts its relay
+and replicas once. No trajectory is quarantined, and no restart counts towards
 recovery.max_restarts. Engines, trainer, prompts and rewards are emulated.
 """
 
@@ -45,7 +45,7 @@ SETTINGS = (
 CUT_S = 8.0
 FLAP_S, FLAPS = 2.0, 5
 SETTLE_S = 25.0
-"""After a cut: who was lost is back, and ZeroMQ and TCP have found each other again."""
+"""Wait after a cut, in which lost processes return and ZeroMQ and TCP reconnect."""
 FAULTS = (
     ("cut", 1), ("cut", 2), ("cut", 0), ("one-way", 1), ("one-way", 0), ("flapping", 2),
 )  # fmt: skip
@@ -53,7 +53,7 @@ POLL_S, WAIT_S = 0.2, 120.0
 
 
 class Cut(NamedTuple):
-    """One fault of the network."""
+    """A fault of the network."""
 
     way: str  #: "cut", "one-way" or "flapping"
     machine: int
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
 
 
 class Network:
-    """Namespaces on a bridge, each with one address."""
+    """Network namespaces on a bridge, each with one address."""
 
     def __init__(self) -> None:
         self._bridge = f"lmc{os.getpid()}"
@@ -92,18 +92,18 @@ class Network:
         return f"{self._subnet}.{machine + 1}"
 
     def cut(self, machine: int, *, cut: bool) -> None:
-        """Nothing goes in or out."""
+        """Cut off a machine in both directions, or reconnect it."""
         self._ip("link", "set", self._outer(machine), "down" if cut else "up")
 
     def mute(self, machine: int, *, cut: bool) -> None:
-        """What it sends goes nowhere; it hears the others."""
+        """Drop everything that a machine sends, while it still receives; or undo that."""
         others = [self.address(other) for other in range(MACHINES) if other != machine]
         for other in others:
             order = "add" if cut else "del"
             self._ip("-n", self.name(machine), "route", order, "blackhole", f"{other}/32")
 
     def start(self, machine: int, output: Path, *words: str) -> subprocess.Popen[bytes]:
-        """A `laminar` command on that machine."""
+        """Start a `laminar` command on that machine."""
         with output.open("ab") as said:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name(machine), *laminar(*words)],
@@ -122,7 +122,7 @@ class Network:
 
 
 class Run:
-    """A run on these machines."""
+    """A training run on these machines."""
 
     def __init__(self, network: Network, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -143,19 +143,19 @@ class Run:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             if self._parts[0].poll() is not None or time.monotonic() > deadline:
-                raise BadRun(f"not until {what}: {self.said()}")
+                raise BadRun(f"timed out or ended before {what}: {self.said()}")
             time.sleep(POLL_S)
 
     def step(self) -> int:
         return int(read_json(self.run_dir / "status.json").get("step", -1))
 
     def whole(self) -> bool:
-        """All machines take part."""
+        """Return whether all machines have joined the run."""
         found = read_json(self.run_dir / "status.json").get("processes", {})
         return sum(name.startswith(("node-", "rollout-", "relay-")) for name in found) == 12
 
     def end(self) -> None:
-        """Gracefully, after one more step."""
+        """Stop the run gracefully after one more step."""
         before = self.step()
         self.until(lambda: self.step() > before, "one more step is done")
         self._parts[0].send_signal(signal.SIGTERM)
@@ -181,18 +181,18 @@ def cut(rounds: int) -> Figure:
         try:
             cuts, started = cut_machines(Path(directory) / "run", rounds)
         except BadRun as error:
-            return Figure(f"not {rounds} rounds", False, str(error))
+            return Figure(f"{rounds} rounds not completed", False, str(error))
     return Figure(
-        f"{cuts} cuts; {started} processes of machines that were cut off started again, each "
-        "once, 0 others; 0 answers quarantined, 0 restarts counted; books agree, log replays",
+        f"{cuts} cuts; {started} processes of cut-off machines restarted, each once, 0 others; "
+        "0 trajectories quarantined, 0 restarts counted; books agree, log replays",
         True,
     )
 
 
 def cut_machines(run_dir: Path, rounds: int) -> tuple[int, int]:
-    """Run through all faults; return how many, and how many processes were restarted for them.
+    """Inject all faults; return their number and the number of processes restarted for them.
 
-    BadRun if one costs too much.
+    Raise BadRun if a fault costs more than its share.
     """
     cuts: list[Cut] = []
     with Network() as network:
@@ -225,7 +225,7 @@ def _strike(network: Network, way: str, machine: int) -> None:
 
 
 def count_restarts(run_dir: Path, cuts: Sequence[Cut]) -> int:
-    """Return how many processes were restarted for the cuts; BadRun if a cut cost more."""
+    """Return how many processes were restarted for the cuts; raise BadRun if one cost more."""
     history = list(_history(run_dir))
     ends_ns = [cut.from_ns for cut in cuts[1:]] + [time.time_ns()]
     total = 0
@@ -234,7 +234,7 @@ def count_restarts(run_dir: Path, cuts: Sequence[Cut]) -> int:
         joined = _joined(history, cut.from_ns, end_ns)
         started = Counter(name for boot_id, name in joined.items() if boot_id not in known)
         if wrong := [name for name, times in started.items() if times > 1 or not _may(cut, name)]:
-            raise BadRun(f"{', '.join(wrong)} must not be started (so often) for {cut}: {started}")
+            raise BadRun(f"{', '.join(wrong)} restarted wrongly or too often for {cut}: {started}")
         total += sum(started.values())
     exits = [event for _, event in history if isinstance(event, ev.ProcessExited)]
     excused = {command.boot_id for command in _commands(run_dir, cmd.RestartActor)
@@ -254,7 +254,7 @@ def count_restarts(run_dir: Path, cuts: Sequence[Cut]) -> int:
 
 
 def _joined(history: Sequence[tuple[int, Event]], from_ns: int, end_ns: int) -> dict[str, str]:
-    """Names of the processes that said hello in this time, by their boot ids."""
+    """Return the names of the processes that joined in this period, by boot id."""
     return {
         event.boot_id: event.name
         for at_ns, event in history
@@ -263,7 +263,7 @@ def _joined(history: Sequence[tuple[int, Event]], from_ns: int, end_ns: int) -> 
 
 
 def _may(cut: Cut, name: str) -> bool:
-    """Whether this process may be started again for the cut: relay and replicas of the machine."""
+    """Return whether the cut may restart this process: the machine's relay or a replica."""
     relay = ids.actor_name("relay", f"node-{cut.machine}", 0)
     replicas = [ids.actor_name("rollout", f"node-{cut.machine}", index) for index in range(2)]
     return cut.machine != 0 and cut.way != "flapping" and name in (relay, *replicas)
@@ -292,7 +292,7 @@ def run(gate: Gate) -> Figure:
 ROWS = (
     Row(
         15,
-        "a machine that is cut off costs its share",
+        "cutting off a machine costs only its share",
         "6: each machine, one way, flapping",
         "30, 0 lost, 0 double",
         run,

@@ -1,11 +1,11 @@
-"""Rows 26 and 27: what a run shows of itself: its secret nowhere, ports only where it is told.
+"""Rows 26 and 27: a run never exposes its secret and listens only on configured addresses.
 
 Reads   runs of real processes: their files, output, command lines, environments and sockets
-Gives   ROWS; forms_of and hits, what is searched for and where it was found
+Gives   ROWS; forms_of, the byte strings to search for; hits, the places where they were found
 
-Row 26 searches for the secret and for each key that is derived from it, in the forms in which they
-might be written. Row 27 looks at all sockets of all processes while they work. A process is looked
-at from outside, so also one that is not ours: a reward worker, or the process of Weights & Biases.
+Row 26 searches for the secret and for each key that is derived from it, in every form in which they
+might be written. Row 27 inspects all sockets of all processes while they work. Processes are
+inspected from outside, so this includes reward workers and the process of Weights & Biases.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ SMALL = (
     "trainer.test_freq=0",
     "data.train_batch_size=4",
     "data.val_size=0",
-    "trainer.total_training_steps=2000",  # it is ended when it was looked at
+    "trainer.total_training_steps=2000",  # stopped after the inspection
 )
 COMMANDS = (("report",), ("samples",), ("log", "tail"), ("audit",))
-"""What shows a run to a person; the first one writes report.html."""
+"""Commands that show a run to people; the first one writes report.html."""
 KEYS = ("curve-server", "curve-client", "bulk")
-"""What is derived from the secret and lets somebody in."""
+"""Uses of the keys that are derived from the secret and grant access."""
 ALL_INTERFACES = ("0.0.0.0", "::", "")
 
 
 @dataclass
 class Shown:
-    """What was seen of one run."""
+    """Everything that one run exposed."""
 
-    listening: set[str]  #: IP addresses
-    hits: list[str]  #: places where the secret, or a key, was found
+    listening: set[str]  #: IP addresses of listening sockets
+    hits: list[str]  #: places where the secret or a key was found
     processes: int
     files: int
-    scored: bool  #: a reward worker was among the processes
-    boards: bool  #: files of Weights & Biases were among them
+    scored: bool  #: whether a reward worker was among the processes
+    boards: bool  #: whether files of Weights & Biases were among the files
 
 
 # --- row 26 -----------------------------------------------------------------------------------
 
 
 def forms_of(secret: Secret, content: bytes) -> dict[str, bytes]:
-    """The secret and its keys, as they may be written; by a name for each."""
+    """Return the secret and its keys in every form in which they may be written, by name."""
     hidden = {"secret": content, **{use: secret.derive_key(use) for use in KEYS}}
     return {
         f"{name} as {form}": written
@@ -78,7 +78,7 @@ def forms_of(secret: Secret, content: bytes) -> dict[str, bytes]:
 
 
 def hits(forms: Mapping[str, bytes], places: Mapping[str, bytes]) -> list[str]:
-    """Where any of them is."""
+    """Return the places that contain any of the forms."""
     return [
         f"{where}: {what}"
         for where, content in places.items()
@@ -88,26 +88,26 @@ def hits(forms: Mapping[str, bytes], places: Mapping[str, bytes]) -> list[str]:
 
 
 def _processes(process: psutil.Process) -> Iterator[tuple[psutil.Process, dict[str, bytes]]]:
-    """It and all its children, each with its command line and environment."""
+    """Yield a process and all its descendants, with their command lines and environments."""
     for each in (process, *process.children(recursive=True)):
         place = Path("/proc") / str(each.pid)
         try:
             yield each, {name: (place / name).read_bytes() for name in ("cmdline", "environ")}
         except (OSError, psutil.NoSuchProcess):
-            pass  # it has ended since, as those do that look at the machine
+            pass  # it ended meanwhile, like short-lived processes that query the machine
 
 
 def _files(directory: Path) -> dict[str, bytes]:
-    """All but the secret's own."""
+    """Read all files of a directory except the secret file."""
     found = (path for path in directory.rglob("*") if path.is_file() and path.name != SECRET_FILE)
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
-# --- a run that is looked at ------------------------------------------------------------------
+# --- inspection of a run ----------------------------------------------------------------------
 
 
 def look_at(config: str, settings: Sequence[str]) -> Shown:
-    """A run that works, then one that has ended; BadRun if it does not end well."""
+    """Inspect a run while it works and after it ended; raise BadRun if it fails."""
     with tempfile.TemporaryDirectory() as directory:
         training = Run(Path(directory) / "run", config, settings)
         try:
@@ -142,7 +142,7 @@ def look_at(config: str, settings: Sequence[str]) -> Shown:
 
 @functools.cache
 def quickstart() -> Shown:
-    """With the boards, as far as they are installed; both rows look at it."""
+    """Inspect the quickstart once for both rows, with the loggers that are installed."""
     loggers = ["tensorboard", *(["wandb"] if importlib.util.find_spec("wandb") else [])]
     os.environ["WANDB_MODE"] = "offline"
     return look_at(QUICKSTART, (*SMALL, f"trainer.logger={loggers}"))
@@ -156,14 +156,14 @@ def secrets(gate: Gate) -> Figure:
         f"{shown.processes} processes, {len(COMMANDS)} outputs{boards}"
     )
     passed = shown.scored and not shown.hits
-    return Figure(reached, passed, "\n".join(shown.hits) or "there was no reward worker")
+    return Figure(reached, passed, "\n".join(shown.hits) or "no reward worker was running")
 
 
 # --- row 27 -----------------------------------------------------------------------------------
 
 
 def _listening(process: psutil.Process) -> set[str]:
-    """The addresses of its sockets that take connections, or datagrams of anybody."""
+    """Return the addresses of a process's sockets that accept connections or datagrams."""
     try:
         found = process.net_connections("inet")
     except psutil.NoSuchProcess:
@@ -173,14 +173,14 @@ def _listening(process: psutil.Process) -> set[str]:
 
 
 def own_address() -> str:
-    """One of this machine that others can reach; empty: it has none."""
+    """Return an address of this machine that others can reach, or an empty string."""
     cards = [address for found in psutil.net_if_addrs().values() for address in found]
     ips = [each.address for each in cards if each.family.name == "AF_INET"]
     return next((ip for ip in ips if not ip.startswith("127.")), "")
 
 
 def listeners(gate: Gate) -> Figure:
-    """Quickstart; an emulated run of two machines on loopback; one on an address beyond it."""
+    """Inspect the quickstart, an emulated run on two loopback addresses, and one beyond them."""
     small = (*strangers.SMALL, "rollout.replicas=1")
     wanted = {"127.0.0.1"}
     looked = [("quickstart", wanted, quickstart().listening)]
@@ -190,21 +190,21 @@ def listeners(gate: Gate) -> Figure:
     for name, wanted, setting in runs:
         looked.append((name, wanted, look_at(strangers.CONFIG, (*small, setting)).listening))
     wrong = [
-        f"{name}: {sorted(found)} and not {sorted(wanted)}"
+        f"{name}: {sorted(found)} instead of {sorted(wanted)}"
         for name, wanted, found in looked
         if found != wanted
     ]
     everywhere = [name for name, _, found in looked if found & set(ALL_INTERFACES)]
-    reached = f"{len(looked) - len(wrong)} of {len(looked)} runs listen where they are told"
-    beyond = "" if own else "; none beyond loopback: this machine has no other address"
+    reached = f"{len(looked) - len(wrong)} of {len(looked)} runs listen only where configured"
+    beyond = "" if own else "; loopback only: this machine has no other address"
     return Figure(f"{reached}, {len(everywhere)} on all interfaces{beyond}", not wrong, str(wrong))
 
 
 ROWS = (
-    Row(26, "the secret of a run and its keys appear nowhere", "0 hits", "0 hits", secrets),
+    Row(26, "the secret of a run and its keys are never exposed", "0 hits", "0 hits", secrets),
     Row(
         27,
-        "a run listens on the addresses that it is told, loopback by default, and on no other",
+        "a run listens only on the configured addresses, loopback by default",
         "quickstart, two machines on loopback, one address beyond it",
         "the same",
         listeners,

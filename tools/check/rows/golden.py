@@ -1,9 +1,9 @@
-"""Row 4: kept logs still lead to the decisions that are in them.
+"""Row 4: golden logs still replay to the decisions that they contain.
 
 Reads   tests/golden: MANIFEST.json and a file for each log
 Gives   ROWS; Golden, `manifest`, `follow`, `problem` for the test and for tools/make/golden.py
 
-A log is followed as a coordinator would: from its first event, from every snapshot, and one step
+A log is replayed as a coordinator would: from its first event, from every snapshot, and one step
 beyond its end.
 """
 
@@ -33,47 +33,47 @@ LOGS_MIN = 12
 
 
 class Refused(Exception):
-    """A coordinator does not go on from a log; the text says why."""
+    """Failure of a coordinator to continue from a log, with the reason."""
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replay of a whole log comes to."""
+    """Totals of the replay of a whole log."""
 
     events: int
-    decisions: int  #: in the log, all of them made again
-    unlogged: int  #: made by the replay, and not in the log: a coordinator died before
-    hashes: int  #: of the state, in the log
-    snapshots: int  #: beside it, each of which leads to the same state
-    digest: str  #: of the last state
+    decisions: int  #: decisions in the log, all of which the replay reproduced
+    unlogged: int  #: decisions that a coordinator died before logging; the replay makes them
+    hashes: int  #: state hashes in the log
+    snapshots: int  #: snapshots of the log, each of which leads to the same state
+    digest: str  #: digest of the last state
 
 
 class Golden(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the manifest."""
+    """An entry of the manifest."""
 
-    name: str  #: of its file, without the suffix
+    name: str  #: file name without the suffix
     what: str
-    seed: int  #: of the simulated run that wrote it
+    seed: int  #: seed of the simulated run that wrote it
     facts: Facts
 
     @property
     def file(self) -> str:
-        """Below tests/golden."""
+        """Path of the log relative to tests/golden."""
         return f"{self.name}.zst"
 
 
 def manifest(folder: Path = GOLDEN) -> list[Golden]:
-    """Every log that must be there."""
+    """Read the manifest, which lists every log that must exist."""
     return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=list[Golden])
 
 
 def packed(files: dict[str, bytes]) -> bytes:
-    """The files of a log as one."""
+    """Pack the files of a log into one compressed file."""
     data = msgspec.msgpack.encode(files, order="deterministic")
     return zstandard.ZstdCompressor(level=19, write_checksum=True).compress(data)
 
 
 def disk_of(log: Path) -> SimDisk:
-    """The files of a log, where nothing that is done with them can change them."""
+    """Unpack a log into a disk in memory, so that the file cannot change."""
     data = zstandard.ZstdDecompressor().decompress(log.read_bytes())
     return SimDisk(msgspec.msgpack.decode(data, type=dict[str, bytes]))
 
@@ -83,7 +83,7 @@ def disk_of_golden(golden: Golden) -> SimDisk:
 
 
 def problem(golden: Golden, disk: Disk) -> str:
-    """How a log is not what the manifest says; empty: it is."""
+    """Describe how a log differs from the manifest, or return an empty string."""
     try:
         facts = follow(disk)
     except Refused as error:
@@ -92,7 +92,7 @@ def problem(golden: Golden, disk: Disk) -> str:
 
 
 def follow(disk: Disk) -> Facts:
-    """Replay a log in every way, then take it over; raises Refused where that cannot be."""
+    """Replay a log in every way, then take it over; raise Refused if that fails."""
     try:
         decided: list[int] = []
         whole = _identical(
@@ -126,11 +126,11 @@ def _identical(found: Replay) -> Replay:
 def _same_state(whole: Replay, disk: Disk, snapshot: Snapshot) -> None:
     rest = _identical(replay_records(disk, snapshot=snapshot))
     if hash_state(rest.machine.state) != hash_state(whole.machine.state):
-        raise Refused(f"from {snapshot.name} on it leads to another state")
+        raise Refused(f"the replay from {snapshot.name} leads to another state")
 
 
 def _go_on(disk: Disk) -> None:
-    """What the next coordinator does first."""
+    """Take the log over and start the next coordinator, as a resumed run does."""
     restored = restore_log(disk)
     machine = _identical(restored.replay).machine
     state = machine.state
@@ -150,7 +150,7 @@ def _go_on(disk: Disk) -> None:
 
 
 def replay_all(gate: Gate) -> Figure:
-    """The same at both gates."""
+    """Replay all golden logs, at both gates alike."""
     goldens = manifest()
     problems = [said for golden in goldens if (said := problem(golden, disk_of_golden(golden)))]
     facts = [golden.facts for golden in goldens]
@@ -165,7 +165,7 @@ def replay_all(gate: Gate) -> Figure:
 ROWS = (
     Row(
         4,
-        "kept logs replay to the decisions that are in them",
+        "golden logs replay to the decisions that they contain",
         "all goldens (12 or more)",
         "the same",
         replay_all,

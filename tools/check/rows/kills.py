@@ -1,10 +1,10 @@
-"""Row 12: kill -9 of every role while a job runs; each comes back, and the books are exact.
+"""Row 12: kill -9 of every role during a run; each is restarted, and the books are exact.
 
 Reads   configs/quickstart.toml
 Gives   ROWS
 
 A run must end with exit code 0, three books that agree, a log that replays and weights that can be
-trained again from it (tools/bench/kills, which also says how long each part took).
+retrained from it (tools/bench/kills, which also measures how long each part took).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL = (
     "trainer.test_freq=0",
     "data.train_batch_size=4",
     "data.val_size=0",
-    "trainer.total_training_steps=2000",  # it is ended when the last process is back
+    "trainer.total_training_steps=2000",  # stopped when the last process is back
 )
 ROLES: dict[Gate, tuple[str, ...]] = {
     "pr": (Role.TRAINER, Role.STORE, Role.NODE),

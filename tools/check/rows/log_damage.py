@@ -1,10 +1,10 @@
-"""Rows 8 to 10: the event log cut at every byte, flipped in every byte, crashed in every disk call.
+"""Rows 8 to 10: event log cut at every byte, bit-flipped in every byte, crashed in every call.
 
 Reads   the log of a real run
-Gives   ROWS; `cut_at` and `flip_at` try one byte and say what was wrong with it, "" for nothing
+Gives   ROWS; `cut_at` and `flip_at` try one byte and return the problem, or an empty string
 
-Each case has its own disk in memory and goes the way of a coordinator that starts. A failure names
-its case, so that it can be tried again alone.
+Each case has its own disk in memory and starts a coordinator on it. A failure names its case, so
+that it can be repeated alone.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from tools.kit.logs import begin_log, real_run, records_of
 from tools.simulator.disk import CRASH_MODES, CrashMode, SimDisk
 
 FIRST = segment_name(1)
-SEGMENT_BYTES = 1 << 20  #: one segment holds the log
+SEGMENT_BYTES = 1 << 20  #: large enough for the whole log
 MARK = StateHashRecord(seq=0, digest="the last record")
 CHUNK_BYTES = 500
-SHOWN = 5  #: problems described; the others are counted
+SHOWN = 5  #: problems that are described; the others are only counted
 
 
 class Size(NamedTuple):
-    """How much a gate tries."""
+    """Size of the test at a gate."""
 
-    records: int  #: rows 8 and 9: of the log
+    records: int  #: rows 8 and 9: records of the log
     scenarios: tuple[Scenario, ...]  #: row 10: the power is cut in each call
     kills: tuple[Scenario, ...]  #: row 10: the process is killed in each call, then the power cut
-    successor_calls: int  #: in each of so many calls of its successor
-    draws: int  #: row 10: disks for each crash, in each mode that leaves something to chance
-    workers: int  #: processes
+    successor_calls: int  #: calls of the successor in which the power is cut after a kill
+    draws: int  #: row 10: disks for each crash, in each random mode
+    workers: int  #: worker processes
 
 
 SIZES: dict[Gate, Size] = {
@@ -73,16 +73,16 @@ SIZES: dict[Gate, Size] = {
 
 
 class Log(NamedTuple):
-    """One segment, durable to its end; its last record was committed alone."""
+    """A segment that is durable to its end; its last record was committed alone."""
 
     data: bytes
     records: list[Record]
-    ends: list[int]  #: of each record in `data`, bytes
+    ends: list[int]  #: end offset of each record in `data`, bytes
 
 
 @functools.cache
 def real_log(count: int) -> Log:
-    """The first `count` records of the real run, header included, one commit per event."""
+    """Log the first `count` records of the real run, header included, one commit per event."""
     disk = SimDisk()
     writer = begin_log(disk, segment_bytes=SEGMENT_BYTES)
     left = count - 2  # without the header and the last one
@@ -104,7 +104,7 @@ def real_log(count: int) -> Log:
 
 
 def cut_at(log: Log, cut: int) -> str:
-    """The first `cut` bytes are left: a successor must find their records, and go on after them."""
+    """Keep the first `cut` bytes: a successor must find their records and continue after them."""
     disk = SimDisk({FIRST: log.data[:cut]})
     whole = bisect_right(log.ends, cut)
     try:
@@ -121,17 +121,17 @@ def cut_at(log: Log, cut: int) -> str:
 
 
 def _compare(found: list[Record], before: list[Record]) -> str:
-    """A successor's log: everything from before, its own header, the mark."""
+    """Compare a successor's log with the records before it, its header and the mark."""
     kept = found[:-2]
     if kept != before:
-        return f"{len(kept)} records found, {len(before)} other ones expected"
+        return f"{len(kept)} records found, which differ from the expected {len(before)}"
     if not isinstance(found[-2], Header) or found[-1] != MARK:
-        return f"the successor's records are not there: {found[-2:]}"
+        return f"the successor's records are missing: {found[-2:]}"
     return ""
 
 
 def flip_at(log: Log, at: int) -> str:
-    """One bit of byte `at` differs: refused at its record, or torn where it is the last one."""
+    """Flip a bit of byte `at`: its record must be refused, or read as torn if it is the last."""
     damaged = bytearray(log.data)
     damaged[at] ^= 1 << at % 8
     disk = SimDisk({FIRST: damaged})
@@ -177,12 +177,12 @@ def _chunks(check: Callable[..., Result], records: int, stop: int) -> list[Job]:
 
 # --- row 10 at size ---------------------------------------------------------------------------
 
-#: Modes that leave nothing to chance need one draw.
+#: Deterministic modes, which need only one draw.
 _CERTAIN: tuple[CrashMode, ...] = ("none", "all")
 
 
 def try_crash(scenario: Scenario, call: int, draws: int) -> Result:
-    """One crash, with every mode."""
+    """Try one crash in every mode."""
     crash = Crash(scenario, call)
     cases = [(mode, n) for mode in CRASH_MODES for n in range(1 if mode in _CERTAIN else draws)]
     problems = [
@@ -218,7 +218,7 @@ def _flip_row(gate: Gate) -> Figure:
     size = SIZES[gate]
     jobs = _chunks(try_flips, size.records, len(real_log(size.records).data))
     cases, problems = _run(jobs, size.workers)
-    return _figure(f"{cases:,} flips", problems, "not found as what they are")
+    return _figure(f"{cases:,} flips", problems, "not detected as the right kind")
 
 
 def _crash_row(gate: Gate) -> Figure:
@@ -233,7 +233,7 @@ def _figure(tried: str, problems: list[str], what: str) -> Figure:
 
 
 def _run(jobs: list[Job], workers: int) -> Result:
-    """All jobs; tells how far it is."""
+    """Run all jobs and print the progress."""
     cases, problems = 0, []
     for done, (tried, found) in enumerate(_results(jobs, workers), 1):
         cases += tried
@@ -259,21 +259,21 @@ def _do(job: Job) -> Result:
 ROWS = (
     Row(
         8,
-        "a log that is cut anywhere keeps what is before the cut, and goes on",
+        "a log cut at any byte keeps the records before the cut and can be continued",
         "every byte of 33 records: 0 acknowledged lost, 0 invented",
         "every byte of 1,000 records: 0 acknowledged lost, 0 invented",
         _cut_row,
     ),
     Row(
         9,
-        "a flipped bit of the log is found, and nothing altered is read",
-        "every byte of 33 records: 100 % found, and as the right kind",
-        "every byte of 1,000 records: 100 % found, and as the right kind",
+        "a flipped bit of the log is detected, and no altered record is read",
+        "every byte of 33 records: 100 % detected as the right kind",
+        "every byte of 1,000 records: 100 % detected as the right kind",
         _flip_row,
     ),
     Row(
         10,
-        "a crash in a disk call loses nothing committed and invents nothing, whatever was kept",
+        "a crash in any disk call loses no committed record and invents none, whatever is kept",
         "every call of a small run x none, all, prefix, torn, reordered: all recovered from",
         "+ without snapshots, with old segments removed, and after a kill: all recovered from",
         _crash_row,

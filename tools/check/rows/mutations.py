@@ -1,7 +1,7 @@
-"""Ways to spoil a MessagePack message: by its bytes, by its lengths, by its meaning.
+"""Ways to corrupt a MessagePack message: its bytes, its lengths, its meaning.
 
-Reads   a message, a source of chance
-Gives   `spoil`: other bytes, at most a few times as long
+Reads   a message, a random generator
+Gives   `spoil`: a corrupted message, at most a few times as long
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-NESTING_MAX = 4_000  #: levels; Python's own recursion ends at 1,000
+NESTING_MAX = 4_000  #: levels; Python's recursion limit is 1,000
 #: Heads of strings, bytes, arrays, maps and extensions with the longest lengths they can claim.
 HUGE = tuple(
     head + b"\xff" * size
@@ -45,7 +45,7 @@ Mutation = Callable[[bytearray, random.Random], bytearray]
 
 
 def spoil(message: bytes, others: tuple[bytes, ...], chance: random.Random) -> bytes:
-    """One to three changes; the last part may be of another message."""
+    """Apply one to three random changes; the end may be taken from another message."""
     if chance.random() < 0.1:
         return _spoil_meaning(message, chance)
     data = bytearray(message)
@@ -68,7 +68,7 @@ def _flip_bits(data: bytearray, chance: random.Random) -> bytearray:
 
 
 def _any_byte(data: bytearray, chance: random.Random) -> bytearray:
-    """Heads of all types are single bytes, so this changes types and lengths."""
+    """Change a byte; type and length heads are single bytes, so this changes them too."""
     if data:
         data[int(chance.random() * len(data))] = int(chance.random() * 256)
     return data
@@ -89,7 +89,7 @@ def _cut_out(data: bytearray, chance: random.Random) -> bytearray:
 
 
 def _repeat_part(data: bytearray, chance: random.Random) -> bytearray:
-    """With a longer count in front, a key comes twice."""
+    """Repeat a part, and often increase the count of the outer map, which duplicates a key."""
     start = _at(data, chance)
     part = data[start : start + int(chance.random() * 40)]
     data[start:start] = part
@@ -130,7 +130,7 @@ _MUTATIONS: tuple[Mutation, ...] = (
 
 
 def _spoil_meaning(message: bytes, chance: random.Random) -> bytes:
-    """The bytes stay MessagePack: a field has another value, is missing, or is one too many."""
+    """Change, remove or add fields, while the message stays valid MessagePack."""
     fields = msgspec.msgpack.decode(message)
     for _ in range(chance.choice((1, 1, 2))):
         where = _some_container(fields, chance)
@@ -146,12 +146,12 @@ def _spoil_meaning(message: bytes, chance: random.Random) -> bytes:
 
 
 def _some_value(chance: random.Random) -> Any:
-    """A new object each time, for the next change may be made inside it."""
+    """Return a random value, a new object each time, because the next change may alter it."""
     return msgspec.msgpack.decode(chance.choice(VALUES))
 
 
 def _some_container(fields: Any, chance: random.Random) -> Any:
-    """The message itself, or a list or map that is not empty somewhere inside."""
+    """Return the message itself or a random non-empty list or map inside it."""
     inside = list(fields.values()) if isinstance(fields, dict) else fields
     deeper = [value for value in inside if isinstance(value, dict | list) and value]
     if deeper and chance.random() < 0.6:

@@ -1,8 +1,9 @@
-"""Row 5: the simulator finds planted bugs, each within a number of seeds; what it has no model of,
-such as tokenizers, the test finds that the bug names.
+"""Row 5: the simulator finds planted bugs, each within a number of seeds.
 
 Reads   tools/check/rows/planted.txt
-Gives   ROWS; one bug after the other: python -m tools.check.rows.planted [NAME ...]
+Gives   ROWS; to hunt for single bugs: python -m tools.check.rows.planted [NAME ...]
+
+Bugs in code that the simulator does not model, such as tokenizers, name the tests that find them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tools.check.rows.base import Figure, Gate, Row
 
 TABLE = Path(__file__).with_name("planted.txt")
 SEEDS = 300
-TIMEOUT_S = 900  #: of the seeds of one bug
+TIMEOUT_S = 900  #: time limit of all seeds of one bug
 JOBS = 2
 PYTEST = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider")
-TEST_FAILED = 1  #: exit code of pytest
-#: One from each part of the product, quickly found.
+TEST_FAILED = 1  #: exit code of pytest if a test failed
+#: Bugs from every part of the product that are found quickly.
 QUICK = (
     "lost_work_only_to_admitting_replicas",
     "closed_for_good_after_groups_per_version",
@@ -40,11 +41,11 @@ QUICK = (
 
 
 class Found(NamedTuple):
-    """What came of the hunt for one bug."""
+    """Result of the hunt for one bug."""
 
     name: str
-    seed: int  #: that broke a promise, as all before it did not; 0: none did; of a test 1
-    broke: str  #: the promise, or the test; or why there is none
+    seed: int  #: first seed that broke a promise; 0 if none did; 1 if a test found the bug
+    broke: str  #: the broken promise or the tests; if not found, the reason
 
     def __str__(self) -> str:
         return f"{self.name}: " + (
@@ -53,7 +54,7 @@ class Found(NamedTuple):
 
 
 def hunt(names: tuple[str, ...]) -> Iterator[Found]:
-    """Each bug in processes of its own."""
+    """Hunt for each bug in separate processes and yield the results as they come."""
     known = patches.read(TABLE)
     with ThreadPool(JOBS) as pool:
         yield from pool.imap_unordered(_hunt_one, [known[name] for name in names])
@@ -78,7 +79,7 @@ def _hunt_one(patch: patches.Patch) -> Found:
                 timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
-            return Found(patch.name, 0, f"no end within {TIMEOUT_S} s")
+            return Found(patch.name, 0, f"timed out after {TIMEOUT_S} s")
         if done.returncode:
             return Found(patch.name, 0, f"the seeds did not run: {done.stderr[-2_000:]}")
         found = json.loads(done.stdout)
@@ -88,7 +89,7 @@ def _hunt_one(patch: patches.Patch) -> Found:
 
 
 def _by_tests(name: str, texts: dict[str, str], tests: list[str]) -> Found:
-    """Each fails; a test that is not there any more finds nothing."""
+    """Check that each named test fails with the bug; a missing test counts as not found."""
     with patches.copy(texts, patches.WHOLE) as folder:
         for test in tests:
             done = subprocess.run(

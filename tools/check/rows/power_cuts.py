@@ -1,10 +1,10 @@
-"""Row 29: all processes of a run are killed at once, and it is resumed; the books are exact.
+"""Row 29: all processes of a run are killed at once and the run is resumed; books are exact.
 
 Reads   configs/quickstart.toml
-Gives   ROWS; so many times: python -m tools.check.rows.power_cuts TIMES
+Gives   ROWS; to run a number of cuts: python -m tools.check.rows.power_cuts TIMES
 
-What is held against the log, store and weights of the run: tools/bench/power_cuts.py. The last
-time it goes on with one step and one replica more.
+tools/bench/power_cuts.py makes the checks against the log, the store and the weights of the run.
+After the last cut the run resumes with one more step and one more replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL = (
     "trainer.test_freq=0",
     "data.train_batch_size=4",
     "data.val_size=0",
-    "trainer.total_training_steps=2000",  # it is ended when it goes on after the last cut
+    "trainer.total_training_steps=2000",  # stopped once it has resumed after the last cut
 )
 LAST = ("trainer.total_training_steps=2001", "rollout.replicas=3")
 CUTS: dict[Gate, int] = {"pr": 1, "release": 20}
@@ -40,12 +40,12 @@ def cut(cuts: int) -> Figure:
             run_dir = Path(directory) / "run"
             watch = power_cuts.run(run_dir, CONFIG, SMALL, cuts, 0, last=LAST, drained=True)
         except BadRun as error:
-            return Figure(f"not {cuts} times", False, str(error))
+            return Figure(f"{cuts} cuts not completed", False, str(error))
     resumed = sum(one.resumed for one in watch.cuts)
     over = sum(one.started_over for one in watch.cuts)
     longest = max(one.next_step_s for one in watch.cuts)
     return Figure(
-        f"{cuts} times; {len(watch.ended)} answers ended once each, {resumed} went on from their "
+        f"{cuts} times; {len(watch.ended)} responses ended once each, {resumed} continued from "
         f"tokens, {over} started over; books exact, the next step after at most {longest:.1f} s",
         True,
     )

@@ -1,11 +1,11 @@
-"""Row 24: programs that attack the machine from the sandbox for code of the model.
+"""Row 24: programs that attack the machine from the sandbox for model-written code.
 
 Reads   the real sandbox of this machine (laminar/tasks/sandbox/sandbox.py)
-Gives   ROWS; attacks, broken, aims and survivors, for tests; BROKE_OUT, what a program prints that
-        did what it may not
+Gives   ROWS; attacks, broken, aims and survivors, for tests; BROKE_OUT, the output of a program
+        whose attack succeeded
 
-A program is contained when it did not do what it may not, the process that it aims at and the files
-around it are as before, it was ended in time, and no process of its namespace is left.
+A program is contained if its attack failed, its target process and the files around it are
+unchanged, it ended in time, and no process of its namespace is left.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ REPEATS = {"pr": 1, "release": 20}
 
 
 def attacks(folder: Path, port: int) -> Mapping[str, str]:
-    """The programs of row 24. `folder` is one of the host, with the file `secret`; somebody listens
-    at `port` of loopback."""
+    """Return the programs that attack `folder` of the host, with its secret, and a local `port`."""
     out, secret = f"print({BROKE_OUT!r})", str(folder / "secret")
     places = ("/usr", "/lib", "/", str(folder))
     return {
@@ -62,25 +61,25 @@ def attacks(folder: Path, port: int) -> Mapping[str, str]:
 
 
 def namespace(session: CodeSession) -> str:
-    """The name of the process namespace that a session has."""
+    """Return the name of a session's process namespace."""
     (first,) = psutil.Process(session.pid).children()
     return os.readlink(f"/proc/{first.pid}/ns/pid")
 
 
 def survivors(spaces: set[str]) -> list[int]:
-    """Processes that are in one of these namespaces."""
+    """Return the processes in these namespaces."""
     found = []
     for pid in psutil.pids():
         try:
             if os.readlink(f"/proc/{pid}/ns/pid") in spaces:
                 found.append(pid)
         except OSError:
-            pass  # it has ended since
+            pass  # it ended meanwhile
     return found
 
 
 def broken(sandbox: Sandbox, program: str, folder: Path) -> list[str]:
-    """What the program did that it may not."""
+    """Run a program in the sandbox and return the ways in which it was not contained."""
     with sandbox.session() as session:
         space, began = namespace(session), time.monotonic()
         ran = session.run(program)
@@ -95,7 +94,7 @@ def broken(sandbox: Sandbox, program: str, folder: Path) -> list[str]:
 
 @contextmanager
 def aims() -> Iterator[tuple[Path, int]]:
-    """A folder with a secret, and a port at which somebody listens."""
+    """Create the targets: a folder with a secret, and a port with a listening socket."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         (Path(folder) / "secret").write_text("secret")
         Path(folder).chmod(0o777)
@@ -116,14 +115,14 @@ def contained(gate: Gate) -> Figure:
     floor = sorted(_start_ms(sandbox, bare=True) for _ in range(STARTS))
     reached = (
         f"{len(programs) * repeats - len(wrong)} of {len(programs)} x {repeats} contained; {MANY} "
-        f"at once, {left} processes left; p50 of a start {median(starts):.0f} ms, where that of "
-        f"Python alone is {median(floor):.0f} ms"
+        f"at once, {left} processes left; p50 of a start {median(starts):.0f} ms, of Python "
+        f"alone {median(floor):.0f} ms"
     )
     return Figure(reached, not wrong and not left, "\n".join(wrong))
 
 
 def _many(sandbox: Sandbox, program: str) -> int:
-    """Processes that are left of many sandboxes that ran side by side."""
+    """Run many sandboxes concurrently and count the processes that are left."""
     with ExitStack() as all_of_them, ThreadPoolExecutor(MANY) as threads:
         sessions = list(threads.map(lambda _: sandbox.session(), range(MANY)))
         for session in sessions:

@@ -1,9 +1,9 @@
-"""Simulator seeds until one breaks a promise: what looks for a bug in a changed package.
+"""Run simulator seeds until one breaks a promise, to find a bug in a changed package.
 
 Usage: python -m tools.check.rows.seeds FIRST LAST [FAULT ...] [KEY=VALUE ...]
-Prints one JSON object: the seed and the promise that it broke (seed 0: none did), and the package
-that ran. With FAULT these and no others, often, in worlds whose settings are VALUE ("policy": of
-worlds in which work moves often); without, all that configs/sim_small.toml has.
+Prints one JSON object: the seed and the promise that it broke (seed 0 if none did), and the package
+that ran. With FAULT, only these faults occur, but often, in worlds with the settings KEY=VALUE; the
+key "policy" chooses worlds in which work migrates often. Otherwise all of configs/sim_small.toml.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import run_seed
 
 PACKAGE = Path(laminar.__file__).parent
-EVENTS_MAX = 8_000  #: several times what a run with few kinds of faults needs
+EVENTS_MAX = 8_000  #: several times as many as a run with few kinds of faults needs
 
 
 def main() -> None:

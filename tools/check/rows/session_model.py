@@ -1,11 +1,11 @@
-"""A model of one link: a client and a server joined by a network that loses, repeats, delays and
-reorders frames, while either process may restart at any moment.
+"""Model of a client and a server over a network that loses, repeats, delays and reorders frames.
 
 Reads   choices that hypothesis draws
 Gives   LossyLink, LossyLinkWithoutRecord; `run_model` tries many runs of one of them
 
-Whatever happens: in order and exactly once within one pair of boots, acknowledged only what is
-processed, no more kept than the outbox may hold, and nothing is lost once the faults stop.
+Either process may restart at any moment. At all times messages are processed in order and exactly
+once within one pair of boots, only processed messages are acknowledged, and the outbox stays within
+its limit. Once the faults stop, every message arrives.
 """
 
 from collections import defaultdict
@@ -25,13 +25,13 @@ from laminar.net.session import MS, ClientLink, Limits, LinkState, OutboxFull, S
 
 HEARTBEAT_NS = 1_000 * MS
 LIMITS = Limits(outbox_messages=6)
-HEAL_NS = 60_000 * MS  #: far above any chain of timeouts that a healthy network may need
+HEAL_NS = 60_000 * MS  #: far longer than any chain of timeouts on a healthy network
 
 
 class LossyLink(RuleBasedStateMachine):
-    """The owner of both ends, the wire between them, and what each side can prove it saw."""
+    """Both ends of a link, the wire between them, and a record of what each side saw."""
 
-    with_record = True  #: the server remembers, over its restarts, what it has processed
+    with_record = True  #: whether the server remembers processed messages across restarts
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class LossyLink(RuleBasedStateMachine):
         self.links = {}  #: client boot -> ServerLink
         self.waiting = []  #: (client boot, number, body) delivered and not durable yet
 
-    # What the processes do; each polls after it, as a real one does after every turn.
+    # Actions of the processes; each action polls, as a real process does after every turn.
 
     @rule(count=st.integers(1, 4))
     def client_sends(self, count):
@@ -90,7 +90,7 @@ class LossyLink(RuleBasedStateMachine):
         self.poll()
 
     def queue(self, link, body):
-        """True: it is kept until it is acknowledged; a full outbox says so and takes nothing."""
+        """Queue a message until it is acknowledged; return False if the outbox is full."""
         before = len(link.outbox)
         try:
             number = link.send(body)
@@ -120,7 +120,7 @@ class LossyLink(RuleBasedStateMachine):
         for boot, link in self.links.items():
             self.wire += [(False, boot, frame) for frame in link.poll(self.now)]
 
-    # What goes wrong.
+    # Faults.
 
     @precondition(lambda self: self.wire)
     @rule(index=st.integers(0, 10_000), keep=st.booleans())
@@ -133,7 +133,7 @@ class LossyLink(RuleBasedStateMachine):
     @precondition(lambda self: self.wire)
     @rule(index=st.integers(0, 10_000))
     def delay_one(self, index):
-        """All others arrive first."""
+        """Deliver all other frames before one."""
         late = self.wire.pop(index % len(self.wire))
         self.deliver_all()
         self.wire.append(late)
@@ -152,7 +152,7 @@ class LossyLink(RuleBasedStateMachine):
 
     @rule()
     def lose_all_answers(self):
-        """Acknowledgements above all: the client does not know what has been processed."""
+        """Drop all frames to the client, so that it does not learn what was processed."""
         self.wire = [frame for frame in self.wire if frame[0]]
 
     @precondition(lambda self: self.client.boot_id in self.links)
@@ -163,7 +163,7 @@ class LossyLink(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def server_restarts_before_its_acks_arrive(self):
-        """What is processed is on record, and nobody has heard of it."""
+        """Restart the server with processed messages whose acknowledgements are lost."""
         self.server_processes(len(self.waiting))
         self.lose_all_answers()
         self.start_server()
@@ -173,7 +173,7 @@ class LossyLink(RuleBasedStateMachine):
     def client_restarts(self):
         self.start_client()
 
-    # The owners.
+    # Delivery to the owners.
 
     def arrive(self, to_server, boot, frame):
         if to_server:
@@ -205,7 +205,7 @@ class LossyLink(RuleBasedStateMachine):
             limits=LIMITS,
         )
 
-    # What must hold at every moment.
+    # Invariants at every moment.
 
     @invariant()
     def processed_in_order_exactly_once(self):
@@ -234,10 +234,10 @@ class LossyLink(RuleBasedStateMachine):
         assert self.client.state in (LinkState.JOINING, LinkState.UP)
 
     def teardown(self):
-        """Faults stop: everything arrives, in bounded time."""
+        """Check that everything arrives in bounded time once the faults stop."""
         end = self.now + HEAL_NS
         while not self.settled():
-            assert self.now < end, f"not delivered: {self.client.outbox.__dict__}"
+            assert self.now < end, f"undelivered messages: {self.client.outbox.__dict__}"
             self.deliver_all()
             self.server_processes(len(self.waiting))
             self.time_passes(50)
@@ -254,7 +254,7 @@ class LossyLink(RuleBasedStateMachine):
 
 
 class LossyLinkWithoutRecord(LossyLink):
-    """The server forgets with each restart; its handlers are idempotent."""
+    """Variant in which the server forgets at each restart, with idempotent handlers."""
 
     with_record = False
 
@@ -267,8 +267,7 @@ class LossyLinkWithoutRecord(LossyLink):
 
 
 def run_model(model, examples, steps, number, shrink=True):
-    """So many runs of a model; the same number draws the same runs. Raises what a run raised, after
-    a search for a shorter one that raises it, too."""
+    """Run examples of a model, the same for the same number; raise the error of the shortest."""
     seeded = seed(number)(type(model.__name__, (model,), {}))
     checks = settings(
         max_examples=examples,

@@ -1,10 +1,10 @@
-"""Rows 1, 3, 6, 16, 17 and 22: thousands of simulated runs with faults, looked at from all sides.
+"""Rows 1, 3, 6, 16, 17 and 22: thousands of simulated runs with faults.
 
 Reads   configs/sim_small.toml
-Gives   ROWS; one swarm of runs serves all rows of a scorecard
+Gives   ROWS; all rows share one swarm of runs
 
-Every run checks itself while it runs (tools/simulator/checks/safety.py) and at its end
-(final_checks.py): the invariants, the two books, the replay of its log from the first event and
+Every run checks itself during the run (tools/simulator/checks/safety.py) and at its end
+(final_checks.py): the invariants, the two books, and the replay of its log from the first event and
 from each snapshot.
 """
 
@@ -39,7 +39,7 @@ REPLAY_SECONDS = 20.0
 
 
 class Swarm:
-    """What many seeds came to, added up."""
+    """Totals of many simulated runs."""
 
     def __init__(self, config: SimConfig) -> None:
         self.config = config
@@ -60,7 +60,7 @@ class Swarm:
             self.broken.append(outcome)
 
     def detail(self) -> str:
-        """The first broken runs, with the way to see them again."""
+        """Describe the first broken runs, with the command that repeats each."""
         lines = []
         for outcome in self.broken[:5]:
             lines += [f"seed {outcome.seed} broke {outcome.invariant}: {outcome.details}"]
@@ -71,13 +71,13 @@ class Swarm:
 
 
 def fresh_seeds(count: int, commit: str) -> range:
-    """So many that follow from the commit: no other commit's, and the same when it is run again."""
+    """Return `count` seeds that belong to a commit: always the same, and not another's."""
     first = FIXED["release"].stop + 100_000 * int(commit[:8] or "0", 16)
     return range(first, first + count)
 
 
 def use_fresh(count: int) -> None:
-    """Of the present commit, in place of those with which every change is tried."""
+    """Use seeds of the current commit instead of the fixed ones."""
     FIXED["pr"] = FIXED["release"] = fresh_seeds(count, _commit())
 
 
@@ -88,7 +88,7 @@ def _commit() -> str:
 
 @cache
 def swarm(gate: Gate) -> Swarm:
-    """The runs of a gate, made once."""
+    """Run the seeds of a gate, once per process."""
     config, chosen = load(SMALL, KINDS), FIXED[gate]
     found, shown = Swarm(config), time.monotonic()
     for outcome in run_seeds(config, chosen, JOBS):
@@ -104,13 +104,13 @@ def fault_schedules(gate: Gate) -> Figure:
     runs = swarm(gate)
     reached = (
         f"{runs.runs:,} seeds, {runs.events:,} events, {len(runs.broken)} violations, "
-        f"{runs.failed} ended early by a loss, as they must"
+        f"{runs.failed} ended early by a loss, as expected"
     )
     return Figure(reached, not runs.broken, runs.detail())
 
 
 def replay(gate: Gate) -> Figure:
-    """Same decisions from the first event, from every snapshot, and under every hash seed."""
+    """Compare decisions replayed from the first event, every snapshot and under every hash seed."""
     runs = swarm(gate)
     different = [outcome for outcome in runs.broken if outcome.invariant == "replay_equal"]
     answers = {hash_seed: _runs_under(hash_seed, gate) for hash_seed in HASH_SEEDS}
@@ -128,7 +128,7 @@ def replay(gate: Gate) -> Figure:
 
 
 def _runs_under(hash_seed: str, gate: Gate) -> str:
-    """What the command prints of a few runs; the digest of the last state is in it."""
+    """Return the simulator's output for a few runs, which has the digest of the last state."""
     found = ""
     for seed in HASHED_RUNS[gate]:
         found += subprocess.run(
@@ -197,7 +197,7 @@ ROWS = (
     Row(
         1,
         "simulated fault schedules, 4 to 16 replicas",
-        "300 seeds, 0 violations; before an issue ends 2,000 fresh ones",
+        "300 seeds, 0 violations; 2,000 new seeds before an issue is closed",
         "20,000 seeds, 0 violations (200,000 over time)",
         fault_schedules,
     ),
@@ -210,7 +210,7 @@ ROWS = (
     ),
     Row(
         6,
-        "rare paths are gone through",
+        "rare code paths are executed",
         "90 % of the marks, with 1,000 seeds or more",
         "100 %, 10 times each",
         marks,

@@ -1,11 +1,11 @@
-"""Row 23: who is not of a run is refused by its real processes, in a sentence and within seconds.
+"""Row 23: the processes of a run refuse strangers, with a clear message and within seconds.
 
 Reads   a run with real processes and connections, in which only engine and trainer are emulated
 Gives   ROWS
 
-A stranger is refused where he tries it: at the coordinator, the store and the relay of a run that
-works, which goes on, and ends well. Its sentence is on the terminal of the stranger, where it is a
-process of ours, or in what the server answers or logs.
+Strangers connect to the coordinator, the store and the relay of a working run, which must continue
+and end successfully. The message appears on the terminal of a stranger that is a Laminar process,
+otherwise in the server's reply or log.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SMALL = (
     "emulation.step_us=2000",
     "emulation.train_s=0.3",
     "emulation.weights_mb=2",
-    "trainer.total_training_steps=2000",  # it is ended when the last stranger was refused
+    "trainer.total_training_steps=2000",  # stopped after the last stranger was refused
 )
 WITHIN_S = 5.0
-GIVEN_UP_S = 30.0  #: a stranger that is not refused
+GIVEN_UP_S = 30.0  #: timeout for a stranger that is not refused
 POLL_S = 0.02
-AGAIN_S = 0.5  #: of a client that gave up before it was refused
+AGAIN_S = 0.5  #: wait per attempt of a client that may hang up before it is refused
 ANOTHER_USER = 65534
 
 NO_HANDLER = """
@@ -75,7 +75,7 @@ print(server.address, flush=True)
 sys.stdin.read()
 print(server.drain_frames(), flush=True)
 """
-"""A server of the run whose process has no ZAP handler; last it prints who came in: nobody."""
+"""A server of the run without a ZAP handler; it prints the frames that it received: none."""
 NOT_ITS_OWNER = """
 import os
 import sys
@@ -85,15 +85,15 @@ os.geteuid = lambda: own + 1
 sys.argv[0] = "laminar-coord"
 coord.main()
 """
-"""A coordinator of another user, where this one may not give a file away."""
+"""A coordinator that appears to run as another user, where this user cannot chown a file."""
 
 
 class NotRefused(RuntimeError):
-    """A stranger was let in, or waits in silence."""
+    """Failure to refuse a stranger: it was admitted, or got no message."""
 
 
 class Refused(NamedTuple):
-    """One stranger."""
+    """A stranger and the message that refused it."""
 
     who: str
     said: str
@@ -101,7 +101,7 @@ class Refused(NamedTuple):
 
 
 class Place:
-    """A run that works, and room for strangers beside it."""
+    """A working run, with directories for strangers next to it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.secret = run_dir, read_secret(run_dir)
@@ -109,7 +109,7 @@ class Place:
 
     @cached_property
     def start_s(self) -> float:
-        """Seconds that a daemon takes to start and print its help, with this load."""
+        """Seconds that a daemon takes to start and print its help at the current load."""
         began = time.monotonic()
         command = [sys.executable, "-m", "laminar.cli.coord", "--help"]
         subprocess.run(command, capture_output=True, cwd=ROOT, timeout=GIVEN_UP_S, check=True)
@@ -119,7 +119,7 @@ class Place:
         return str(json.loads((self.run_dir / f"{server}.json").read_text())["address"])
 
     def bulk(self) -> tuple[str, int]:
-        """Where relay-0 listens beside its own address."""
+        """Find the address of relay-0 for bulk transfers."""
         (pid,) = [each.pid for each in holders(self.run_dir) if each.name == "relay-0"]
         known = int(self.address("relay-0").rpartition(":")[2])
         found = [c.laddr for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
@@ -127,7 +127,7 @@ class Place:
         return host, port
 
     def beside(self, name: str, mode: int = 0o600) -> Path:
-        """A directory with the configuration of the run and a secret of its own."""
+        """Create a directory with the configuration of the run and a different secret."""
         other = self.run_dir.with_name(name)
         other.mkdir()
         shutil.copy(self.run_dir / CONFIG_FILE, other)
@@ -136,15 +136,16 @@ class Place:
         return other
 
 
-# --- strangers: each gives the sentence with which it was refused -----------------------------
+# --- strangers: each returns the message that refused it --------------------------------------
 
 
 def plain_client(place: Place) -> str:
-    """ZeroMQ without any key, at the coordinator, which says it in its log.
+    """Connect to the coordinator with ZeroMQ but without a key; it logs the refusal.
 
-    Whichever end has read the other's mechanism first hangs up. Where that is the client, it looks
-    to the server like a process that died while it connected, which is no stranger; so it is tried
-    again, as ZeroMQ does not do by itself."""
+    The end that first reads the other's mechanism hangs up. If that is the client, the server takes
+    it for a process that died while connecting, not for a stranger. So this retries, which ZeroMQ
+    does not do by itself.
+    """
     log = place.run_dir / LOGS_DIR / "latest" / "coordinator.jsonl"
 
     def told_at_last() -> str:
@@ -158,14 +159,14 @@ def plain_client(place: Place) -> str:
 
 
 def unknown_key(place: Place) -> str:
-    """The server's public key is known, the clients' is not: at the store."""
+    """Connect to the store with the server's public key but an unknown client key."""
     keys = RunKeys(Secret(secrets.token_bytes(SECRET_BYTES)))
     keys._server_public = RunKeys(place.secret)._server_public
     return _client_of(keys, place.address("store-0"))
 
 
 def no_handler(place: Place) -> str:
-    """A server that has nobody to ask lets nobody in, of the run or not."""
+    """Connect to a server without a ZAP handler, which must refuse even members of the run."""
     command = [sys.executable, "-c", NO_HANDLER, str(place.run_dir)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as server:
@@ -173,12 +174,12 @@ def no_handler(place: Place) -> str:
         said = _client_of(RunKeys(place.secret), server.stdout.readline().strip())
         came, _ = server.communicate("")
     if came != "[]\n":
-        raise NotRefused(f"the server was given {came}")
+        raise NotRefused(f"the server received {came}")
     return said
 
 
 def secret_of_others(place: Place) -> str:
-    """One that others can read, and one that another user has made: laminar-coord refuses both."""
+    """Start laminar-coord with a secret that others can read, then one that another user owns."""
     opened = _ended_by_mistake("laminar.cli.coord", place.beside("open", 0o644))
     if "is open to other users" not in opened:
         raise NotRefused(opened)
@@ -190,18 +191,18 @@ def secret_of_others(place: Place) -> str:
 
 
 def replayed_greeting(place: Place) -> str:
-    """All that a predecessor has said to the relay, said to it once more."""
+    """Replay to the relay everything that a predecessor sent to it."""
     with socket.create_connection(place.bulk()) as sock:
         said = greet(sock, place.run, place.secret.derive_key("bulk"))
         if not isinstance(received(sock, wire.successor_decoder), wire.Welcome):
-            raise NotRefused("the greeting that is to be replayed was none")
+            raise NotRefused("the relay did not accept the handshake to replay")
     with socket.create_connection(place.bulk()) as sock:
         sock.sendall(said)
         return ended(sock).decode(errors="replace")
 
 
 def reflected_greeting(place: Place) -> str:
-    """What the relay itself has just proved, sent back to it."""
+    """Send the relay's own proof back to it."""
     with socket.create_connection(place.bulk()) as sock:
         sock.sendall(hello(run=place.run))
         challenge = received(sock, wire.successor_decoder)
@@ -210,7 +211,7 @@ def reflected_greeting(place: Place) -> str:
 
 
 def other_run(place: Place) -> str:
-    """A node of another run, whose coordinator had the port before."""
+    """Start a node of another run whose coordinator had the port before."""
     other = place.beside("other")
     shutil.copy(place.run_dir / COORDINATOR_FILE, other)
     words = [str(other), "--name", "node-1", "--roles", "relay", "--host", "127.0.0.2"]
@@ -235,13 +236,13 @@ STRANGERS: dict[Callable[[Place], str], str] = {
     reflected_greeting: "relay-9 has not the secret of run",
     other_run: "does not have the secret of this run: it is a process of another run",
 }
-"""With a part of the sentence that it must be told."""
+"""Strangers, each with a part of the message that it must get."""
 STARTS = {secret_of_others: 2, other_run: 1}
-"""Daemons that are started one after another; the time of a start is the machine's, no refusal."""
+"""Daemons that a stranger starts; their start time does not count as time to refuse."""
 
 
 def refusal(stranger: Callable[[Place], str], place: Place) -> Refused:
-    """NotRefused, or how it was refused."""
+    """Let a stranger try; return how it was refused, or raise NotRefused."""
     who = stranger.__name__.replace("_", " ")
     began = time.monotonic()
     try:
@@ -254,18 +255,18 @@ def refusal(stranger: Callable[[Place], str], place: Place) -> Refused:
     return Refused(who, said, seconds)
 
 
-# --- how it is seen ---------------------------------------------------------------------------
+# --- observation ------------------------------------------------------------------------------
 
 
 def _until(look: Callable[[], str]) -> str:
-    """What it says at last; NotRefused."""
+    """Wait until `look` returns a message; raise NotRefused after a timeout."""
     if said := _within(GIVEN_UP_S, look):
         return said
-    raise NotRefused(f"nothing was said within {GIVEN_UP_S:.0f} s")
+    raise NotRefused(f"no message within {GIVEN_UP_S:.0f} s")
 
 
 def _within(seconds: float, look: Callable[[], str]) -> str:
-    """What it says, or nothing."""
+    """Wait for a message from `look`; return an empty string after a timeout."""
     deadline = time.monotonic() + seconds
     while not (said := look()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -290,7 +291,7 @@ def _client_of(keys: RunKeys, address: str) -> str:
 
 
 def _ended_by_mistake(module: str, run_dir: Path) -> str:
-    """What a daemon says that ends with code 2; without a module: laminar-coord of another user."""
+    """Run a daemon that must exit with code 2, NOT_ITS_OWNER if unnamed; return its message."""
     what = ["-m", module] if module else ["-c", NOT_ITS_OWNER]
     command = [sys.executable, *what, str(run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=GIVEN_UP_S)
@@ -321,8 +322,8 @@ def run(gate: Gate) -> Figure:
             training.close()
     slowest = max(found, key=lambda each: each.seconds)
     reached = (
-        f"{len(found)} of {len(STRANGERS)} refused in a sentence, after at most "
-        f"{slowest.seconds:.1f} s ({slowest.who}); the run went on"
+        f"{len(found)} of {len(STRANGERS)} refused with a message, after at most "
+        f"{slowest.seconds:.1f} s ({slowest.who}); the run continued"
     )
     return Figure(reached, slowest.seconds <= WITHIN_S, "\n".join(map(str, found)))
 
@@ -330,7 +331,7 @@ def run(gate: Gate) -> Figure:
 ROWS = (
     Row(
         23,
-        "who is not of a run is refused, in a sentence and within 5 s",
+        "strangers to a run are refused with a clear message within 5 s",
         "7 of 7 refused",
         "7 of 7 refused",
         run,

@@ -1,4 +1,4 @@
-"""All rows of the scorecard, in the order of their numbers."""
+"""All rows of the scorecard, ordered by number."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Rows 20 and 21: what bytes from the network can do to a decoder, and a bad network to a session.
+"""Rows 20 and 21: decoders that receive corrupted bytes, and sessions over a bad network.
 
 Reads   wire_corpus (real messages), mutations, session_model
-Gives   ROWS; `check_bytes` tries one input again: python -m tools.check.rows.wire "event" 81a474...
+Gives   ROWS; `check_bytes` repeats one input: python -m tools.check.rows.wire "event" 81a474...
 
-A decoder either gives a message or raises its one error, quickly and without taking much memory;
-what it gave can be encoded again. Inputs are drawn from (seed, chunk), so that any of them comes
-again; the one that failed is printed as hex.
+A decoder either returns a message or raises its one error, quickly and with little memory; the
+message can be encoded again. Inputs are drawn from (seed, chunk), so each can be repeated; the one
+that failed is printed as hex.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WORKERS: dict[Gate, int] = {"pr": 1, "release": 2}
 INPUTS: dict[Gate, int] = {"pr": 50_000, "release": 10_000_000}
 
 SECONDS_MAX = 0.010
-MEMORY_SPARE_BYTES = 64 << 10  #: objects have a size of their own, which counts for short inputs
-MEASURE_EVERY = 100  #: inputs whose memory is measured: one in so many
+MEMORY_SPARE_BYTES = 64 << 10  #: fixed size of objects, which matters for short inputs
+MEASURE_EVERY = 100  #: inputs per measurement of memory
 
 MODEL_STEPS = 50
 EXAMPLES: dict[Gate, int] = {"pr": 60, "release": 20_000}
@@ -44,12 +44,12 @@ MODELS = {model.__name__: model for model in (LossyLink, LossyLinkWithoutRecord)
 
 
 class Tried(NamedTuple):
-    """What one chunk of inputs came to."""
+    """Result of one chunk of inputs."""
 
     inputs: int
-    accepted: int  #: mutated and still a message
-    seconds: float  #: the longest
-    problem: str  #: the first; empty when there is none
+    accepted: int  #: mutated inputs that are still a message
+    seconds: float  #: longest time of one input
+    problem: str  #: first problem, or empty
 
 
 def fuzz(gate: Gate) -> Figure:
@@ -67,7 +67,7 @@ def fuzz(gate: Gate) -> Figure:
 
 
 def try_chunk(chunk: int) -> Tried:
-    """CHUNK_INPUTS inputs, the same for the same chunk, until the first problem."""
+    """Try CHUNK_INPUTS inputs, which the chunk number determines, until the first problem."""
     chance = random.Random(f"{SEED}:{chunk}")
     found = targets()
     everything = tuple(message for target in found for message in target.messages)
@@ -84,7 +84,7 @@ def try_chunk(chunk: int) -> Tried:
 
 
 def _try(target: Target, data: bytes, *, measured: bool) -> tuple[str, bool, float]:
-    """(what is wrong, whether it is a message, seconds)"""
+    """Decode one input; return (problem, whether it is a message, seconds)."""
     began = time.perf_counter()
     try:
         message = target.decode(data)
@@ -130,12 +130,12 @@ def _not_encoded(target: Target, message: Any) -> str:
     try:
         target.encode(message)
     except Exception as error:
-        return f"decoded, but not encoded again ({type(error).__name__}: {error})"
+        return f"decoded, but cannot be encoded again ({type(error).__name__}: {error})"
     return ""
 
 
 def check_bytes(name: str, data: bytes) -> str:
-    """What is wrong with one input of the decoder of that name; empty for nothing."""
+    """Return the problem with one input of the named decoder, or an empty string."""
     target = next(target for target in targets() if target.name == name)
     return _try(target, data, measured=True)[0]
 
@@ -144,7 +144,7 @@ def check_bytes(name: str, data: bytes) -> str:
 
 
 class ModelRun(NamedTuple):
-    """So many examples of one model; the same number draws the same ones."""
+    """Examples of one model; the same number draws the same examples."""
 
     model: str
     examples: int
@@ -168,7 +168,7 @@ def model(gate: Gate) -> Figure:
 
 
 def try_model(run: ModelRun) -> str:
-    """What went wrong, with the shortest run that shows it; empty for nothing."""
+    """Return the problem with the shortest run that shows it, or an empty string."""
     try:
         run_model(MODELS[run.model], run.examples, MODEL_STEPS, run.number)
     except Exception as error:
@@ -181,7 +181,7 @@ def try_model(run: ModelRun) -> str:
 
 
 def _spread(work: Callable[[Any], Any], parts: Iterable[Any], workers: int) -> Iterable[Any]:
-    """The results, in order; a line on standard error now and then."""
+    """Yield the results in order, with occasional progress on standard error."""
     parts = list(parts)
     if workers == 1:
         yield from map(work, parts)
@@ -196,14 +196,14 @@ def _spread(work: Callable[[Any], Any], parts: Iterable[Any], workers: int) -> I
 ROWS = (
     Row(
         number=20,
-        promise="Decoders answer any bytes with a message or their one error, fast and in bounds",
+        promise="decoders map any bytes to a message or their one error, quickly and within bounds",
         pr="50,000 mutated inputs",
         release="10,000,000 mutated inputs: < 10 ms, memory < 8x size + 64 KiB (prompts 96x)",
         run=fuzz,
     ),
     Row(
         number=21,
-        promise="Sessions deliver in order and once over a network that loses, repeats, reorders",
+        promise="sessions deliver in order, once, over a network that loses, repeats and reorders",
         pr="60 model examples of 50 steps",
         release="20,000 model examples of 50 steps",
         run=model,
@@ -217,7 +217,7 @@ def main() -> int:
         print(f"usage: python -m tools.check.rows.wire DECODER HEX; decoders: {', '.join(names)}")
         return 2
     problem = check_bytes(sys.argv[1], bytes.fromhex(sys.argv[2]))
-    print(problem or "nothing is wrong")
+    print(problem or "no problem found")
     return 1 if problem else 0
 
 

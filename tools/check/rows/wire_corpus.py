@@ -1,6 +1,6 @@
-"""What really travels: encoded messages of every type, by the decoder that reads them.
+"""Corpus of real encoded messages of every type, by the decoder that reads them.
 
-Reads   the runs of the core's random worlds, the store's answers to the requests of its tests
+Reads   the runs of the core's random worlds, the store's replies to the requests of its tests
 Gives   Target, `targets()`
 """
 
@@ -28,22 +28,22 @@ from tools.kit.message_samples import sample
 from tools.kit.random_worlds import random_world
 
 FRAME_BYTES_MAX = 1 << 20
-SEEDS = 20  #: random worlds; they show nearly every event and command
+SEEDS = 20  #: random worlds, which produce nearly every event and command
 MEMORY_FACTOR = 8
 UNTYPED_MEMORY_FACTOR = 96
-"""A prompt keeps the user's own columns: whatever MessagePack can hold, at worst a dict of 232
-bytes for three bytes. It comes from the run's own store, which read it from the user's data."""
+"""Memory factor of prompts, which keep the user's columns: any MessagePack, at worst a dict of 232
+bytes for three bytes. They come from the run's own store, which read them from the user's data."""
 
 
 class Target(NamedTuple):
-    """One decoder of bytes that somebody else wrote."""
+    """A decoder of bytes from another process."""
 
     name: str
     decode: Callable[[bytes], Any]
-    error: type[Exception]  #: the only one that it may raise
-    encode: Callable[[Any], bytes]  #: what was decoded can be encoded again
+    error: type[Exception]  #: the only exception that it may raise
+    encode: Callable[[Any], bytes]  #: inverse of `decode`
     messages: tuple[bytes, ...]
-    memory_factor: int  #: bytes that decoding may take for one byte of input
+    memory_factor: int  #: bytes of memory that decoding may take per byte of input
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def _distinct(encode: Callable[[Any], bytes], messages: Iterable[Any]) -> Iterab
 
 
 def _encode_order(order: cmd.Envelope | tuple[cmd.Envelope, Command]) -> bytes:
-    """Of an order, or of what `decode_order` makes of one."""
+    """Encode an order, or what `decode_envelope` makes of one."""
     return codec.encode(order[0] if isinstance(order, tuple) else order)
 
 
@@ -98,8 +98,7 @@ def _server_frame(data: bytes) -> frames.ServerFrame:
 
 
 def _seen_in_runs() -> tuple[list[Event], list[Command]]:
-    """The shortest and the longest of every event and command of random runs; of one that is in
-    none of them, any."""
+    """Return the shortest and longest of each event and command in random runs, or a sample."""
     wanted = (*ev.ALL_EVENTS, *cmd.ALL_COMMANDS)
     seen: dict[type, list[Any]] = {kind: [] for kind in wanted}
     for seed in range(SEEDS):
@@ -137,7 +136,7 @@ def _server_frames(commands: list[Command]) -> list[frames.Frame]:
 
 
 def _store_messages() -> tuple[list[store.Request], list[store.Reply]]:
-    """A short life of two trajectories, and what the store answers."""
+    """Return the requests of a short life of two trajectories, and the store's replies."""
     requests: list[store.Request] = [
         samples.open_("0.0.0"),
         samples.append("0.0.0", tuple(range(40))),
