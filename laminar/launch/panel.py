@@ -145,7 +145,7 @@ class ProgressPanel:
         """Report, once each: the first reward failure, warnings, mismatches, and a failure."""
         errors = status["reward_errors"]
         if errors and errors["first"]:
-            self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
+            self._tell_once("reward", f"the reward FAILED on a response: {errors['first']}")
         for text in status["warnings"]:
             self._tell_once(text, f"WARNING: {text}")
         for line in status["left_out"]:
@@ -176,7 +176,7 @@ class ProgressPanel:
         for node in nodes:
             if node not in self._silent:
                 self._print_line(
-                    f"nothing is heard from {node}: its processes go on, none is restarted"
+                    f"no message from {node}: its processes continue, none is restarted"
                 )
         for node in self._silent:
             if node not in nodes:
@@ -194,17 +194,17 @@ class ProgressPanel:
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
                 self._print_line(
-                    f"{name} was lost{_format_reason(lost_by, name)}, and has been started again"
+                    f"{name} was lost{_format_reason(lost_by, name)}, and was restarted"
                 )
         self._pids = pids
         for name in awaited:
             if name not in self._awaited:
                 self._print_line(
-                    f"{name} is lost{_format_reason(lost_by, name)}: its node starts it again"
+                    f"{name} is lost{_format_reason(lost_by, name)}: its node restarts it"
                 )
         for name in self._awaited:
             if name not in awaited and name not in self._resumed:
-                self._print_line(f"{name} is back, or is not waited for any more")
+                self._print_line(f"{name} is back, or no longer expected")
         self._resumed &= set(awaited)
         self._awaited = awaited
 
@@ -216,7 +216,7 @@ class ProgressPanel:
             return
         if len(status["evaluations"]) > self._shown[1]:
             facts = status["evaluations"][-1]
-            self._print_line(f"held-out after step {facts['step']}: {format_evaluation(facts)}")
+            self._print_line(f"evaluation after step {facts['step']}: {format_evaluation(facts)}")
         self._shown, self._shown_at = key, now
         self._print_line(self._format_status(status))
 

@@ -125,7 +125,7 @@ def test_a_run_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
     assert "has no event log" in refused(bare)
     (bare / "events").mkdir()
     said = refused(bare)
-    assert "has an empty event log" in said and "begin it again, with --move-old" in said
+    assert "has an empty event log" in said and "start it again, with --move-old" in said
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def _foreign(directory: Path) -> None:
         (_cut, "is damaged (model.safetensors is cut off)"),
         (_header, "is damaged ("),
         (_words, "is damaged (its trainer.json is damaged"),
-        (_foreign, "is another run's"),
+        (_foreign, "belongs to another run"),
     ],
 )
 def test_a_checkpoint_that_is_no_good_is_named(
