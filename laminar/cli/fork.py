@@ -102,8 +102,8 @@ def _list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def _default_overrides(run: Path, step: int, overrides: list[str]) -> list[str]:
     """Return a name next to RUN, and automatic reward scope if the reward is overridden."""
-    beside = run.absolute()
-    found = [f"run.output_dir={beside.parent}", f"run.name={beside.name}-step-{step}"]
+    origin = run.absolute()
+    found = [f"run.output_dir={origin.parent}", f"run.name={origin.name}-step-{step}"]
     if any(setting.startswith("reward.") for setting in overrides):
         found.append("reward.scope=auto")
     return found

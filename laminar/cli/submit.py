@@ -226,8 +226,8 @@ def _job_lines(scripts: JobScripts) -> list[str]:
     """Return the lines of the plan about the jobs."""
     c, slurm = scripts.config, scripts.config.slurm
     gpus = f", {_format_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
-    beside = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
-    lines = [f"service    1 machine{gpus}: coordinator, store, trainer{beside}"]
+    replicas = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
+    lines = [f"service    1 machine{gpus}: coordinator, store, trainer{replicas}"]
     if slurm.rollouts:
         all_, own = slurm.rollouts + slurm.spares, _format_count(c.rollout.replicas, "replica")
         what = f"{slurm.rollouts} of {all_} machines at a time" if slurm.spares else ""

@@ -135,7 +135,7 @@ def test_what_was_trained_is_trained_again_to_the_same_bytes(finished: Finished,
     done = cli("retrain", str(finished.directory))
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("identical: 6 steps trained again, ")
+    assert last.startswith("identical: 6 steps repeated, ")
 
 
 @pytest.mark.long
