@@ -181,7 +181,7 @@ def test_a_disk_without_room_for_the_name_stops_nobody(
 
     monkeypatch.setattr(os, "pwrite", full)
     lock = RunLock.create(run_dir, "coordinator")
-    with pytest.raises(ConfigError, match=r"in use by whoever has .*run\.lock locked"):
+    with pytest.raises(ConfigError, match=r"in use by the process that locks .*run\.lock"):
         move_aside(run_dir)
     lock.close()
 

@@ -48,7 +48,7 @@ _START_PARTS: dict[type, str] = {
     ev.ReplicaReady: "data and models",
     ev.DataLoaded: "data and models",
     ev.WeightsLoaded: "weights",
-    ev.StepCompleted: "answers and training",
+    ev.StepCompleted: "responses and training",
 }
 """Parts of the time from the command to the first step; each ends with the last of its events
 before the next part begins."""
@@ -232,7 +232,7 @@ class ProgressPanel:
             *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
             *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
             f"{status['tokens_per_s']:.0f} tok/s",
-            *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
+            *([f"{status['repack']['moves']} migrated"] if status["repack"] else []),
             *_count_replicas(status),
         ]
         line = "  ".join(parts)
@@ -260,7 +260,7 @@ class ProgressPanel:
         errors, repack = status["reward_errors"], status["repack"]
         failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
         table.add_row("learning", "  ".join([*_format_learning(status), *failed]))
-        moved = f", {repack['moves']} moved" if repack else ""
+        moved = f", {repack['moves']} migrated" if repack else ""
         ready = f"{status['groups_ready']} groups ready"
         rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
@@ -272,7 +272,7 @@ class ProgressPanel:
             )
             table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
         for facts in status["evaluations"][-3:]:
-            table.add_row("held-out", f"after step {facts['step']}: {format_evaluation(facts)}")
+            table.add_row("evaluation", f"after step {facts['step']}: {format_evaluation(facts)}")
         return table
 
 
@@ -311,7 +311,7 @@ def failed_share(errors: dict[str, Any]) -> str:
     """Return the number of responses on which the reward failed, and the reasons."""
     by_reason = errors["by_reason"]
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
-    return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
+    return f"on {sum(by_reason.values())} of {errors['answers']} responses ({reasons})"
 
 
 def _format_cache(engine: dict[str, int] | None) -> str:

@@ -73,7 +73,7 @@ async def train(processes: Processes, trainer: Any, step: int) -> TrainedStep:
     [
         (nothing, "identical: 3 steps repeated, 3 published versions compared"),
         *(
-            (plant, "NOT identical: step 3 of 3, version 3 is the first that differs")
+            (plant, "NOT identical: step 3 of 3, version 3 is the first to differ")
             for plant in (
                 _rows(lambda samples: samples[:-1]),
                 _rows(lambda samples: samples[::-1]),

@@ -156,7 +156,7 @@ def test_a_step_that_does_not_come_out_again_is_named(
     done = cli("retrain", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last == "NOT identical: step 3 of 6, version 3 is the first that differs"
+    assert last == "NOT identical: step 3 of 6, version 3 is the first to differ"
 
 
 def test_the_books_agree(finished: Finished, cli: Cli) -> None:

@@ -72,7 +72,7 @@ def test_a_fork_goes_on_where_its_trainer_is_killed_twice_and_the_other_run_is_g
     check_books(made)
     again = laminar("retrain", str(made.directory))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"step {STEP}, with which the fork began: {_digest_of(finished, STEP)}" in again.stdout
+    assert f"step {STEP}, the start of the fork: {_digest_of(finished, STEP)}" in again.stdout
     assert "identical: 2 steps repeated" in again.stdout
     found = made.summary["forked_from"]
     assert (found["run"], found["step"], found["same_data"]) == (str(other), STEP, True)

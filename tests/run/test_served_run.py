@@ -252,7 +252,7 @@ def test_a_coordinator_that_stands_still_is_replaced(served: Served) -> None:
     service = served.serve()
     served.trains()
     os.kill(served.pid_of("coordinator"), signal.SIGSTOP)
-    until(lambda: "has made no turn for 30 s: killed" in served.output_of(service), "it is killed")
+    until(lambda: "made no progress for 30 s: killed" in served.output_of(service), "it is killed")
     served.trains()
     service.send_signal(signal.SIGTERM)
     served.ends(service)
