@@ -133,7 +133,7 @@ def test_at_the_deadline_it_names_who_is_left_and_what_to_do(
     (run_dir / STATUS_FILE).write_text('{"phase": "exporting", "step": 7, "failure": ""}')
     assert commands.run_command(["stop", str(run_dir), "--timeout", "0.3"]) == 1
     said = capsys.readouterr().err
-    assert f"still runs: coordinator (pid {deaf.pid})" in said
+    assert f"is still running: coordinator (pid {deaf.pid})" in said
     assert f"laminar stop {run_dir} --now" in said
 
 

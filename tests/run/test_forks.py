@@ -154,8 +154,8 @@ def refused(
 @pytest.mark.parametrize(
     ("words", "step", "expected"),
     [
-        ([], 5, ["no checkpoint of step 5", "have step 4, 6"]),
-        ([], 0, ["no checkpoint of step 0", "have step 4, 6"]),
+        ([], 5, ["no checkpoint of step 5", "those of step 4, 6"]),
+        ([], 0, ["no checkpoint of step 0", "those of step 4, 6"]),
         ([], 6, ["trainer.total_training_steps = 6", "step 6", "larger"]),
         (["model.name=/another"], 4, ["model.name = '/another'", "laminar train"]),
         (["rollout.engine=emulated"], 4, ["rollout.engine = 'emulated'", "another model"]),
