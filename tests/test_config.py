@@ -346,7 +346,7 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),
         ([*GOOD, "run.name=a/b"], ["run.name", "'a/b'", "run.output_dir"]),
         *(
-            ([*GOOD, f"run.name={name}"], ["run.name", "one directory"])
+            ([*GOOD, f"run.name={name}"], ["run.name", "directory name"])
             for name in ("", ".", "..", "-x", "/", " ", "a\nb", "x" * 256)
         ),
         ([*GOOD, "run.output_dir=~/runs"], ["run.output_dir", "'~/runs'"]),

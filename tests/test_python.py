@@ -76,7 +76,7 @@ def test_a_run_gives_its_tables(run_dir: Path) -> None:
 def test_a_mistake_is_the_sentence_of_the_command(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(laminar.ConfigError, match="name a run directory"):
         laminar.open_run(tmp_path / "none")
-    with pytest.raises(laminar.ConfigError, match="give one of step"):
+    with pytest.raises(laminar.ConfigError, match="give at most one of step"):
         laminar.open_run(run_dir).samples(step=1, evaluation=0)
     with pytest.raises(laminar.ConfigError, match=r"^unknown key optim\.learning_rate; "):
         laminar.train({"optim": {"learning_rate": 1e-6}})

@@ -151,9 +151,11 @@ def test_a_process_is_told_that_its_directory_is_gone_or_anothers(run_dir: Path)
     run_dir.mkdir()
     assert "run.lock was removed" in lock.find_lost_reason()
     other = RunLock.create(run_dir, "node-0")
-    assert f"{run_dir} is another run's now" in lock.find_lost_reason()
+    assert f"{run_dir} belongs to another run now" in lock.find_lost_reason()
     assert other.find_lost_reason() == ""
-    with pytest.raises(ConfigError, match="another run's now"):  # a child that is started late
+    with pytest.raises(
+        ConfigError, match="belongs to another run now"
+    ):  # a child that is started late
         RunLock.inherit(run_dir, "rollout-0", os.dup(lock.fd))
     other.close()
     shutil.rmtree(run_dir)
@@ -179,7 +181,7 @@ def test_a_disk_without_room_for_the_name_stops_nobody(
 
     monkeypatch.setattr(os, "pwrite", full)
     lock = RunLock.create(run_dir, "coordinator")
-    with pytest.raises(ConfigError, match=r"in use by whoever has .*run\.lock locked"):
+    with pytest.raises(ConfigError, match=r"in use by the process that locks .*run\.lock"):
         move_aside(run_dir)
     lock.close()
 

@@ -25,7 +25,7 @@ def run_clean(arguments: argparse.Namespace) -> int:
     for arena in swept:
         print(f"removed {arena.path} ({arena.num_bytes} bytes)")
     if not swept:
-        print("no killed run of yours has left shared memory")
+        print("no shared memory of killed runs found")
     else:
         print(f"freed {sum(arena.num_bytes for arena in swept)} bytes of shared memory")
     return 0

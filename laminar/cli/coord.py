@@ -58,8 +58,8 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     asked = parser.add_mutually_exclusive_group()
     for asking, text in (
-        (ResumeRequest.RESUME, "go on with a run that was stopped, or say why that cannot be"),
-        (ResumeRequest.RESUME_STOPPED, "go on with the run if it was stopped"),
+        (ResumeRequest.RESUME, "resume a run that was stopped, or say why it cannot be resumed"),
+        (ResumeRequest.RESUME_STOPPED, "resume the run if it was stopped"),
     ):
         asked.add_argument(
             asking,
@@ -75,7 +75,7 @@ def main() -> None:
         code = _run(parser.parse_args())
     except KeyboardInterrupt:
         code = exit_codes.STOPPED_EARLY
-        print_last_line("laminar-coord: interrupted before it began")
+        print_last_line("laminar-coord: interrupted before the start")
     except Exception as error:
         code = get_exit_code(error)
         print_last_line(f"laminar-coord: {describe_error(error)}")
@@ -87,8 +87,8 @@ def _run(arguments: argparse.Namespace) -> int:
     config = _resolve_host(run_config(run_dir))
     if config.reward.scope == "auto":  # only loading the reward function tells
         raise ConfigError(
-            f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', as no run has that was prepared; "
-            "`laminar train --prepare` with these settings writes the directory"
+            f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', so it was not prepared; write the "
+            "directory with `laminar train --prepare` and these settings"
         )
     keys = _load_keys(run_dir, resume=asking == ResumeRequest.RESUME)
     lock = RunLock.inherit(run_dir, "coordinator", arguments.lock_fd)

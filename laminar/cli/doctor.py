@@ -60,7 +60,7 @@ from laminar.weights.arena.arena import SHARED_MEMORY
 SYNC_MAX_S = 0.25
 """Slowest acceptable sync: the coordinator syncs its log before each reply to the replicas."""
 SYNCS = 5
-RESTART_HINT = "choose another run.output_dir, or have its file system mounted with them"
+RESTART_HINT = "choose another run.output_dir, or mount its file system with them"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,7 +84,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         not _print_result(run_check(name, check)) for name, check in _list_checks(arguments)
     )
     faults += sum(not _print_result(found) for found in _of_two(arguments))
-    print("nothing is wrong" if not faults else f"{faults} to be mended")
+    print("no faults found" if not faults else f"{faults} to fix")
     return exit_codes.FAILED if faults else exit_codes.COMPLETE
 
 
@@ -228,7 +228,7 @@ def _check_modes(path: Path) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     if mode := path.stat().st_mode & 0o077:
         raise ConfigError(
-            f"{path.parents[1]} has no file modes (0600 becomes {0o600 | mode:04o}), so that other "
+            f"{path.parents[1]} has no file modes (0600 becomes {0o600 | mode:04o}), so other "
             f"users could read the secret of a run: {RESTART_HINT}"
         )
 
@@ -263,7 +263,7 @@ def _sync_s(path: Path) -> float:
 
 def _check_secret(run_dir: Path) -> str:
     if not (run_dir / SECRET_FILE).exists():
-        return "is made with the run directory"
+        return "is created with the run directory"
     read_secret(run_dir)
     return f"{run_dir / SECRET_FILE}: only its owner can read it"
 
@@ -295,8 +295,8 @@ def _check_hostname(*, needed: bool = False) -> str:
         return f"{platform.node()} is {ip}"
     if needed:
         raise ConfigError(
-            f"{platform.node()} is {ip}, which only this machine reaches: set coordinator.host to "
-            "the interface or the address of its network, or have its name mended in /etc/hosts"
+            f"{platform.node()} is {ip}, which other machines cannot reach: set coordinator.host "
+            "to an interface or address of its network, or correct its name in /etc/hosts"
         )
     return f"{platform.node()} is {ip}: for several machines give coordinator.host an interface"
 
@@ -320,20 +320,20 @@ def _check_memory(config: Config | None = None) -> str:
             config = localize_model(config)
             check_model(config, here=False)
         except ConfigError:
-            return "not worked out without the model"
+            return "unknown without the model"
     if config is not None and (places := check_memory(config, config.run.nodes)):
         free = shutil.disk_usage(SHARED_MEMORY).free
         slots = next(place for place in places if place.name == str(SHARED_MEMORY))
         if slots.want > free:
             raise ConfigError(
                 f"{SHARED_MEMORY} has {free / 1e9:.1f} GB free, and the weight slots take "
-                f"{slots.want / 1e9:.1f} GB: `{shell_command('clean')}` gives back what "
-                "killed runs left, weights.slots = 3 takes less"
+                f"{slots.want / 1e9:.1f} GB: `{shell_command('clean')}` frees the memory of killed "
+                "runs, weights.slots = 3 takes less"
             )
         return "; ".join(map(str, places))
     machine = this_machine()
     return (
-        f"{machine.memory / 1e9:.1f} GB that this job may take, {machine.shared / 1e9:.1f} GB of "
+        f"{machine.memory / 1e9:.1f} GB available to this job, {machine.shared / 1e9:.1f} GB of "
         f"{SHARED_MEMORY}"
     )
 
@@ -342,4 +342,4 @@ def _check_slurm(config: Config) -> str:
     """Check that Slurm would accept the jobs: partition, account, resources."""
     check_accepted(scripts_of(config, config.run_dir))
     asked = config.slurm.partition or "the default partition"
-    return f"{asked} takes a job for the service and {config.slurm.rollouts} for rollout machines"
+    return f"{asked} accepts a job for the service and {config.slurm.rollouts} for rollout machines"

@@ -46,7 +46,7 @@ from laminar.training.trainer_state import CheckpointError, decode
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "begin a new run with a checkpoint of another one"
+    text = "start a new run from a checkpoint of another"
     parser = subparsers.add_parser("fork", help=text, description=text)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--at-step", type=int, metavar="N", required=True)
@@ -67,8 +67,8 @@ def run_fork(arguments: argparse.Namespace) -> int:
     run_dir = place_of(config, arguments.move_old)
     origin = _read_origin(before, run, directory)
     lines = [
-        f"begins     with step {step} of {run}, version {origin.version}",
-        f"data       goes on there: {len(origin.unfinished)} unfinished prompts are sampled again",
+        f"starts     from step {step} of {run}, version {origin.version}",
+        f"data       continues: {len(origin.unfinished)} unfinished prompts are sampled again",
         *(f"changed    {change}" for change in _list_changes(before, config)),
         *(f"changed    {change}" for change in _changed_files(directory, config)),
     ]
@@ -81,7 +81,7 @@ def _find_checkpoint(run: Path, step: int) -> Path:
     if step in there:
         return there[step]
     steps = ", ".join(map(str, there))
-    which = f"those there are have step {steps}" if steps else "there is none to train on from"
+    which = f"it has those of step {steps}" if steps else "it has none to fork from"
     raise ConfigError(f"{run} has no checkpoint of step {step}: {which}")
 
 
@@ -102,8 +102,8 @@ def _list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def _default_overrides(run: Path, step: int, overrides: list[str]) -> list[str]:
     """Return a name next to RUN, and automatic reward scope if the reward is overridden."""
-    beside = run.absolute()
-    found = [f"run.output_dir={beside.parent}", f"run.name={beside.name}-step-{step}"]
+    origin = run.absolute()
+    found = [f"run.output_dir={origin.parent}", f"run.name={origin.name}-step-{step}"]
     if any(setting.startswith("reward.") for setting in overrides):
         found.append("reward.scope=auto")
     return found
@@ -115,12 +115,14 @@ def _check_fork(before: Config, config: Config, run: Path, step: int) -> None:
         key = "model.name" if config.model.name != before.model.name else "rollout.engine"
         old, new = values_of(before)[key], values_of(config)[key]
         raise ConfigError(
-            f"{key} = {new!r} is another model than that of {run}, {old!r}: a fork keeps it; to "
-            "begin with another model, use laminar train"
+            f"{key} = {new!r} differs from {old!r} of {run}, and a fork keeps the model; to start "
+            "with another model, use laminar train"
         )
     _check_adapters(before, config, run)
     if config.run_dir.absolute() == run.absolute():
-        raise ConfigError(f"run.name = {config.run.name!r} is the run that is forked; give another")
+        raise ConfigError(
+            f"run.name = {config.run.name!r} is the name of the forked run; give another"
+        )
     total = config.trainer.total_training_steps
     if 0 < total <= step:
         raise ConfigError(
@@ -134,8 +136,8 @@ def _check_adapters(before: Config, config: Config, run: Path) -> None:
         old, new = values_of(before)[key], values_of(config)[key]
         if old != new and (before.lora.rank or config.lora.rank):
             raise ConfigError(
-                f"{key} = {new!r} is not what {run} has, {old!r}, and a fork goes on with its "
-                f"adapters: leave it, or begin with others by laminar train with model.name = "
+                f"{key} = {new!r} differs from {old!r} of {run}, and a fork keeps the adapters: "
+                "leave it out, or start with others by laminar train with model.name = "
                 f"{run}/export"
             )
 
@@ -148,7 +150,7 @@ def _read_origin(before: Config, run: Path, directory: Path) -> ForkOrigin:
         resume = decode((directory / RESUME_FILE).read_bytes())
     except (OSError, CheckpointError) as error:
         raise ConfigError(
-            f"checkpoint {directory} cannot be trained on: {error}; fork at another step"
+            f"checkpoint {directory} cannot be resumed: {error}; fork at another step"
         ) from error
     return build_origin(run, resume.step, resume.version, resume.digest)
 
@@ -196,8 +198,8 @@ def build_origin(run_dir: Path, step: int, version: int, digest: str) -> ev.Fork
     trained = reader.trained
     if trained is None or (trained.version, trained.chain) != (version, digest):
         raise ConfigError(
-            f"the log of {run_dir} has no step {step} of these trajectories: the checkpoint "
-            "is ahead of it, or of another run; fork at an earlier step"
+            f"the log of {run_dir} has no step {step} with these trajectories: the checkpoint is "
+            "newer, or of another run; fork at an earlier step"
         )
     return ev.ForkOrigin(
         run=str(run_dir),

@@ -33,7 +33,7 @@ WORDS = [
 
 CONFIG = """\
 # A run of your own: laminar train -c run.toml --dry-run, then without --dry-run.
-# Relative paths are looked for beside this file, then where you start it.
+# Relative paths: next to this file, then in the directory where you start it.
 # Every key with its default: {reference}
 
 [run]
@@ -51,7 +51,7 @@ val_size = 2                      # prompts held out, to see whether it learns
 
 [rollout]
 group_size = 8                    # responses to each prompt
-max_num_seqs = 16                 # that one replica generates at a time
+max_num_seqs = 16                 # responses that one replica generates at a time
 
 [reward.custom_reward_function]
 path = "reward.py"
@@ -64,13 +64,13 @@ total_training_steps = 40         # half a minute
 """
 
 REWARD = '''\
-"""The reward of this run: how much of the word stands at its place in the answer."""
+"""The reward of this run: the share of letters at their place."""
 
 import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """1.0 for the right answer, less for one with wrong letters, 0.0 for none."""
+    """Return 1.0 for the correct word, less if letters are wrong."""
     found = re.findall("<answer>(.*?)</answer>", solution_str)
     answer = found[-1] if found else solution_str.strip()
     right = sum(a == b for a, b in zip(answer, ground_truth))
@@ -86,7 +86,7 @@ QUICKSTART_MODEL = CONFIGS / "models" / "spell-0.6m"
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("init", help="write a config, a reward and ten prompts")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="made if it is not there")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="created if missing")
     parser.set_defaults(function=run_init)
 
 

@@ -51,20 +51,22 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_records(commands: Any) -> None:
     """Add the commands that show the log itself, record by record."""
-    replay = _add_command(commands, "replay", "decide everything again and compare", run_replay)
+    replay = _add_command(commands, "replay", "repeat all decisions and compare them", run_replay)
     replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    replay.add_argument("--from-snapshot", action="store_true", help="begin at the newest snapshot")
+    replay.add_argument("--from-snapshot", action="store_true", help="start at the newest snapshot")
     replay.add_argument("--until", type=parse_positive, metavar="SEQ", help="stop after this event")
     replay.add_argument("--state", action="store_true", help="print the state at the end as JSON")
     replay.add_argument("--diff", action="store_true", help="show only what differs")
 
     dumped = _add_command(commands, "dump", "one line per record", run_dump)
     dumped.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    dumped.add_argument("--raw", action="store_true", help="as JSON, of any schema, all of it")
+    dumped.add_argument("--raw", action="store_true", help="all records as JSON, of any schema")
 
     tail = _add_command(commands, "tail", "the last records", run_tail)
     tail.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    tail.add_argument("-n", type=parse_positive, default=20, metavar="N", help="how many (20)")
+    tail.add_argument(
+        "-n", type=parse_positive, default=20, metavar="N", help="number of records (20)"
+    )
 
     stats = _add_command(commands, "stats", "counts by type, bytes, time span", run_stats)
     stats.add_argument("run", type=Path, metavar="RUN", help="run directory")
@@ -72,14 +74,18 @@ def _add_records(commands: Any) -> None:
 
 def _add_questions(commands: Any) -> None:
     """Add the commands that tell the story of one thing, and its causes."""
-    parser = _add_command(commands, "story", "everything about one thing, in order", run_story)
+    parser = _add_command(
+        commands, "story", "all events of one trajectory, group, version or actor", run_story
+    )
     parser.add_argument(
         "id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor"
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--logs", action="store_true", help="with what the processes logged of it")
+    parser.add_argument(
+        "--logs", action="store_true", help="include what processes logged about it"
+    )
 
-    asked = _add_command(commands, "why", "why it moved, was idle, or waited", run_why)
+    asked = _add_command(commands, "why", "why it migrated, was idle, or waited", run_why)
     asked.add_argument("id", metavar="ID", help="trajectory 0.17.3, replica rollout-0, step-57")
     asked.add_argument("run", type=Path, metavar="RUN", help="run directory")
     when = "of a replica: seconds since the run's first event, or an event as '#1234'"
@@ -97,7 +103,7 @@ def _add_tables(commands: Any) -> None:
     exported.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "write three Parquet files into this directory"
     exported.add_argument("--parquet", type=Path, metavar="DIR", required=True, help=where)
-    exported.add_argument("--force", action="store_true", help="replace tables that are there")
+    exported.add_argument("--force", action="store_true", help="replace existing tables")
 
 
 def _add_command(commands: Any, name: str, text: str, function: Any) -> argparse.ArgumentParser:
@@ -137,7 +143,7 @@ def _replay_run(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
         return replay_log(run, until=until, must_be_identical=False), []
     found, snapshot = replay_part(run, until=until, newest=newest)
     why = f" (the first {gone} segments are gone)" if gone else ""
-    return found, [f"begun at {snapshot.name}, after event {snapshot.seq}{why}"]
+    return found, [f"started at {snapshot.name}, after event {snapshot.seq}{why}"]
 
 
 def _note_emulated(run: Path) -> None:

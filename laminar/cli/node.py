@@ -85,8 +85,8 @@ def host_of(run_dir: Path, config: Config, asked: str) -> str:
             return "127.0.0.1"
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"no coordinator has written {file}, and the address of this "
-                "machine is the one on the way to it: start laminar-coord, or give --host"
+                f"{file} does not exist, and this machine's address depends on the coordinator's: "
+                "start laminar-coord, or give --host"
             )
         time.sleep(POLL_S)
         coordinator = coordinator_address(file)

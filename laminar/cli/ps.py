@@ -30,7 +30,7 @@ COMMANDS = ("stop",)
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "show the processes of a run, or the runs that live"
+    text = "show the processes of a run, or all live runs"
     parser = subparsers.add_parser("ps", help=text, description=text)
     parser.add_argument(
         "run",
@@ -51,7 +51,7 @@ def run_ps(arguments: argparse.Namespace) -> int:
     elif place.is_dir():
         lines = of_runs(place)
     else:
-        raise ConfigError(f"{place} is no directory: name a run, or a directory of runs")
+        raise ConfigError(f"{place} is not a directory: name a run, or a directory of runs")
     for line in lines:
         print(line)
     return exit_codes.COMPLETE
@@ -70,7 +70,7 @@ def of_runs(place: Path) -> Iterator[str]:
     if rows:
         yield from format_table([["RUN", "PHASE", "STEP", "TOKENS/S", "ON", "QUEUED"], *rows])
     else:
-        yield f"no run in {place} lives, of {len(runs)} that are there"
+        yield f"no live run in {place}, of {len(runs)} there"
 
 
 def of_run(run: Path) -> Iterator[str]:
@@ -78,7 +78,7 @@ def of_run(run: Path) -> Iterator[str]:
     status, living = read_status(run), _find_holders(run)
     phase, step, rate = _format_state(status)
     if not living:
-        yield f"{run}: no process of it lives; {phase}, step {step}"
+        yield f"{run}: no live process; {phase}, step {step}"
     else:
         yield f"{run}: {phase}, step {step}, {rate} tokens/s{_format_age(run)}"
     if status.get("failure"):
@@ -102,13 +102,13 @@ def _list_processes(status: dict[str, Any], living: Sequence[Holder]) -> Iterato
         if holder is not None:
             yield [name, holder.host, str(holder.pid), does]
         elif status.get("phase") != Phase.ENDED:
-            yield [name, "-", "-", does or "is gone, or its lock is not seen from this machine"]
+            yield [name, "-", "-", does or "is gone, or its lock is not visible from this machine"]
 
 
 def _describe_activity(status: dict[str, Any], name: str) -> str:
     """Describe the activity of a process as reported by the coordinator."""
     if name in status.get("awaited", []):
-        return "lost, and awaited"
+        return "lost, restart pending"
     if name in status.get("silent_nodes", []):
         return "silent"
     if name.startswith("trainer-"):
@@ -135,7 +135,7 @@ def _sort_key(name: str) -> tuple[int, list[tuple[int, str]]]:
 def _format_state(status: dict[str, Any]) -> tuple[str, str, str]:
     """Return phase, step and tokens per second."""
     if not status:
-        return "not begun", "-", "-"
+        return "not started", "-", "-"
     phase = str(status.get("pause") or status["phase"])
     total = f"/{status['total_steps']}" if status["total_steps"] else ""
     return phase, f"{status['step']}{total}", f"{status['tokens_per_s']:.0f}"

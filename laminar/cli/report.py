@@ -25,7 +25,7 @@ SHARES_SHOWN = 3  #: time shares of a process, the largest first
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "figures, charts and samples of runs, as a page"
+    text = "write a page with figures, charts and samples of runs"
     parser = subparsers.add_parser("report", help=text, description=text)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run directory; several: side by side"
@@ -64,7 +64,7 @@ def _page_data(run: Path) -> PageData:
         why = str(error)
     data = page_data(run, decode)
     if why:
-        print_error("laminar", f"the page of {run} shows no answers: {why}")
+        print_error("laminar", f"the page of {run} shows no responses: {why}")
     return data
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "train again what the log says was trained, and compare the weights of every step"
+    text = "repeat the training of a run from its log, and compare the weights of every step"
     parser = subparsers.add_parser("retrain", help=text, description=text)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=run_retrain)
@@ -48,10 +48,10 @@ def run_retrain(arguments: argparse.Namespace) -> int:
     """Return 0 if every published version was reproduced, 1 at the first that was not."""
     config = run_config(arguments.run)
     if config.is_emulated:
-        raise ConfigError(f"{arguments.run} is emulated: it has no model that could be trained")
+        raise ConfigError(f"{arguments.run} is emulated: it has no model to train")
     found = read_trained_steps(arguments.run)
     if not found.steps:
-        raise ConfigError(f"{arguments.run} has completed no step that could be trained again")
+        raise ConfigError(f"{arguments.run} has not completed a step to repeat")
     with open_tables(arguments.run / STORE_FILE) as tables:
         begin = find_start(arguments.run, found, tables.removed_payloads())
         steps = found.steps[begin.step - found.first_step :]
@@ -94,7 +94,7 @@ async def _compare_steps(
         begin.what, await again.compute_digest(begin.version, begin.step), begin.digest
     ):
         where = begin.directory or "model.name"
-        print(f"NOT identical: {where} has other weights than {begin.what}")
+        print(f"NOT identical: the weights of {where} differ from {begin.what}")
         return exit_codes.FAILED
     compared, last = 0, begin.step + len(steps)
     for step in steps:
@@ -102,21 +102,21 @@ async def _compare_steps(
         name = f"step {step.step_index + 1} of {last}, version {step.version}"
         digest = await again.compute_digest(step.version, step.step_index + 1)
         if not _report_match(name, digest, step.digest):
-            print(f"NOT identical: {name} is the first that differs")
+            print(f"NOT identical: {name} is the first to differ")
             return exit_codes.FAILED
         compared += bool(step.digest)
-    print(f"identical: {len(steps)} steps trained again, {compared} published versions compared")
+    print(f"identical: {len(steps)} steps repeated, {compared} published versions compared")
     return exit_codes.COMPLETE
 
 
 def _report_match(name: str, digest: str, published: str) -> bool:
     """Print the digest; return whether it equals the published one, if that is known."""
     if not published:
-        print(f"{name}: {digest}, was not published", flush=True)
+        print(f"{name}: {digest}, not published", flush=True)
     elif digest == published:
         print(f"{name}: {digest}, as published", flush=True)
     else:
-        print(f"{name}: {digest}, published was {published}", flush=True)
+        print(f"{name}: {digest}, but published as {published}", flush=True)
     return published in ("", digest)
 
 
@@ -127,22 +127,22 @@ def find_start(run_dir: Path, found: TrainedSteps, removed: Set[str]) -> Retrain
     if last < 0:
         begun = found.first_step, found.first_version, found.first_digest
         if not found.first_step:
-            return RetrainStart(*begun, "the model that the run began with")
-        what = f"step {found.first_step}, with which the fork began"
+            return RetrainStart(*begun, "the initial model of the run")
+        what = f"step {found.first_step}, the start of the fork"
         return RetrainStart(*begun, what, run_dir / ORIGIN_DIR)
     later = {}
     for path in (run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}"):
         with suppress(CheckpointError, OSError):
             resume = decode(path.read_bytes())
             if resume.step > last and (step := _find_maker(resume, found)) is not None:
-                what = f"step {resume.step}, of a checkpoint"
+                what = f"step {resume.step}, a checkpoint"
                 later[resume.step] = RetrainStart(
                     resume.step, step.version, step.digest, what, path.parent
                 )
     if not later:
         raise ConfigError(
-            f"tokens that step {last + 1} trained were removed from the store (store.payload_gb), "
-            f"and {run_dir / CHECKPOINTS_DIR} has no checkpoint of a later step of this log"
+            f"tokens of step {last + 1} were removed from the store (store.payload_gb), and "
+            f"{run_dir / CHECKPOINTS_DIR} has no later checkpoint of this log"
         )
     return later[min(later)]
 
@@ -182,7 +182,7 @@ class _Retraining:
         self._parts = parts_of(config, self._gang)
 
     async def load(self) -> None:
-        """Load the model that the run began with; raise ConfigError for changed functions."""
+        """Load the initial model of the run; raise ConfigError for changed functions."""
         from laminar.weights.version import manifest
 
         layout = await self._parts.learner.load()

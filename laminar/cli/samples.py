@@ -30,15 +30,13 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "samples",
         help=text,
-        description=f"{text}. Training answers, the latest first, unless told otherwise.",
+        description=f"{text}. By default, training samples, latest first.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=parse_positive, metavar="N", help="samples trained by step N")
     which.add_argument(
-        "--step", type=parse_positive, metavar="N", help="what the N-th step trained"
-    )
-    which.add_argument(
-        "--eval", type=_parse_count, metavar="N", help="held-out answers after N completed steps"
+        "--eval", type=_parse_count, metavar="N", help="evaluation samples after N completed steps"
     )
     which.add_argument("--id", default="", metavar="ID", help="trajectory 0.17.3 or group 0.17")
     order = parser.add_mutually_exclusive_group()
@@ -49,9 +47,9 @@ def add_parser(subparsers: Any) -> None:
         "--best", type=parse_positive, default=0, metavar="K", help="highest scores first"
     )
     parser.add_argument(
-        "--search", default="", metavar="TEXT", help="only what has it in prompt or response"
+        "--search", default="", metavar="TEXT", help="only samples with TEXT in prompt or response"
     )
-    limit = f"at most so many (as text {SHOWN}, unless --worst, --best or --id say which)"
+    limit = f"maximum number of samples (as text {SHOWN}, unless --worst, --best or --id is given)"
     parser.add_argument("-n", type=parse_positive, metavar="N", help=limit)
     parser.add_argument("--jsonl", action="store_true", help="one JSON object per line")
     parser.set_defaults(function=run_samples)
@@ -79,9 +77,9 @@ def run_samples(arguments: argparse.Namespace) -> int:
         )
         shown += 1
     if not shown:
-        print_error("laminar", f"no answer{_describe_missing(arguments.search)}")
+        print_error("laminar", f"no sample{_describe_missing(arguments.search)}")
     elif limit is not None and arguments.n is None and next(found, None) is not None:
-        print_error("laminar", f"there are more than these {limit}: -n N shows N of them")
+        print_error("laminar", f"more than these {limit} match: -n N shows N of them")
     return 0
 
 
@@ -91,7 +89,7 @@ def _choose_limit(arguments: argparse.Namespace) -> int | None:
 
 
 def _describe_missing(search: str) -> str:
-    return f" has {search!r} in its prompt or response" if search else " is there yet"
+    return f" has {search!r} in its prompt or response" if search else " yet"
 
 
 def _parse_count(text: str) -> int:
@@ -121,7 +119,7 @@ def format_sample(sample: Sample) -> Iterator[str]:
     yield from _format_block("prompt", sample.prompt)
     yield from _format_block("response", sample.response)
     if sample.answer not in (None, ""):
-        yield from _format_block("right answer", str(sample.answer))
+        yield from _format_block("correct answer", str(sample.answer))
     yield ""
 
 
@@ -131,8 +129,8 @@ def _describe_use(sample: Sample) -> str:
     if sample.row.end == "dropped":
         return f"dropped: {sample.row.end_reason}"
     if sample.evaluation is not None:
-        return f"held out, after step {sample.evaluation}"
-    return {"open": "being generated", "generated": "to be scored"}.get(
+        return f"evaluated after step {sample.evaluation}"
+    return {"open": "being generated", "generated": "not scored yet"}.get(
         sample.row.status, "not trained yet"
     )
 

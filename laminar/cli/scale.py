@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         required=True,
         metavar="N",
-        help="machines beside the one with store and trainer, 1 at least",
+        help="machines in addition to the one with store and trainer, at least 1",
     )
     parser.set_defaults(function=run_scale)
 
@@ -58,7 +58,7 @@ def run_scale(arguments: argparse.Namespace) -> int:
     jobs = _jobs_of(run_dir)
     if wanted < 1:
         raise ConfigError(
-            f"--rollouts {wanted} leaves no rollout machine, and one is the least; "
+            f"--rollouts {wanted} leaves no rollout machine: give at least 1; "
             f"`{shell_command('stop', run_dir, '--pause')}` takes the run off all machines"
         )
     tasks = [t for t in list_queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
@@ -85,7 +85,7 @@ def _jobs_of(run_dir: Path) -> Jobs:
     if not list_queued([jobs.service]):
         raise ConfigError(
             f"{run_dir} has no service in the queue; "
-            f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` goes on with it"
+            f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` resumes it"
         )
     return jobs
 
@@ -95,9 +95,9 @@ def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jo
     last = jobs.tasks or config.slurm.rollouts + config.slurm.spares
     if last + count > MACHINES_MAX:
         raise ConfigError(
-            f"{count} machines more would be node-{last + 1} to node-{last + count}, and a run has "
-            f"{MACHINES_MAX} at most beside the first: "
-            f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` numbers them anew"
+            f"{count} more machines would be node-{last + 1} to node-{last + count}, and a run has "
+            f"at most {MACHINES_MAX} after the first: "
+            f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` renumbers them"
         )
     script = scripts_of(config, run_dir).get_path(ROLLOUT)
     if not script.is_file():

@@ -78,7 +78,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """Run the service or a node until it has ended; return its exit code."""
     run_dir, index = arguments.run, arguments.node
     if index < 0:
-        raise ConfigError(f"--node {index} is no machine: they are numbered from 1")
+        raise ConfigError(f"--node {index} is not a machine: give 1 or more")
     config = run_config(run_dir)
     keys = RunKeys(read_secret(run_dir))
     console = Terminal(plain=True)
@@ -133,7 +133,7 @@ def _take_in_turn(
             if not job.again or asked.level or time.monotonic() > deadline:
                 raise
             if not stood_by:
-                console.print_lines([f"stands by, for {STAND_BY_S / 60:g} min at most: {error}"])
+                console.print_lines([f"standing by for at most {STAND_BY_S / 60:g} min: {error}"])
             stood_by = True
         time.sleep(STAND_BY_POLL_S)
 
@@ -151,7 +151,7 @@ def _join_run(run_dir: Path, keys: RunKeys, stood_by: bool) -> RunLock:
         check_unserved(run_dir, keys)
         if stood_by and read_status(run_dir).get("pause") == "paused":
             going = resume_command(run_dir)
-            raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` goes on with it")
+            raise ConfigError(f"{run_dir} was paused meanwhile: `{going}` resumes it")
         if (run_dir / EVENTS_DIR).is_dir():
             create_attempt(run_dir)
             (run_dir / STATUS_FILE).unlink(missing_ok=True)  # left by the former attempt

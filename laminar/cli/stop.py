@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
     how.add_argument(
         "--pause",
         action="store_true",
-        help="complete and save the step in training; what is unfinished goes on with --resume",
+        help="complete and save the step in training; --resume continues the rest",
     )
     parser.add_argument(
         "--timeout",
@@ -82,10 +82,10 @@ def run_stop(arguments: argparse.Namespace) -> int:
     """Request the end, wait for it, and print the outcome."""
     run_dir: Path = arguments.run
     if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
     if arguments.pause and not run_config(run_dir).trainer.save_freq:
         raise ConfigError(
-            f"{run_dir} writes no checkpoints (trainer.save_freq = 0), so it cannot go on after a "
+            f"{run_dir} writes no checkpoints (trainer.save_freq = 0), so it cannot resume after a "
             f"pause; `{shell_command('stop', run_dir)}` ends it"
         )
     if not _find_holders(run_dir):
@@ -202,13 +202,13 @@ def _report_result(run_dir: Path, arguments: argparse.Namespace, ended: bool) ->
     if ended:
         print(f"{run_dir} has stopped{_describe_progress(run_dir)}")
         if arguments.pause:
-            print(f"`{resume_command(run_dir)}` goes on with it")
+            print(f"`{resume_command(run_dir)}` resumes it")
         return exit_codes.COMPLETE
     again = (
         "" if arguments.now else f"; `{shell_command('stop', run_dir, '--now')}` ends it at once"
     )
     print(
-        f"laminar: {run_dir} still runs: {format_holders(_find_holders(run_dir))}{again}",
+        f"laminar: {run_dir} is still running: {format_holders(_find_holders(run_dir))}{again}",
         file=sys.stderr,
     )
     return exit_codes.FAILED

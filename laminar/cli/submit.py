@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("submit", help=text, description=text)
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
+        "--resume", type=Path, metavar="RUN", help="resume a run that was interrupted"
     )
     parser.add_argument(
         "--print", action="store_true", help="show the plan and the batch scripts, submit nothing"
@@ -116,8 +116,8 @@ def _derive_replicas(config: Config) -> dict[str, Any]:
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if 0 < gpus < size:
         raise ConfigError(
-            f"slurm.gpus = {gpus} are fewer than rollout.vllm.tensor_parallel_size = {size}, and a "
-            "replica has all of its GPUs on one machine: raise one or lower the other"
+            f"slurm.gpus = {gpus} is less than rollout.vllm.tensor_parallel_size = {size}, and all "
+            "GPUs of a replica are on one machine: raise one or lower the other"
         )
     return {"rollout.replicas": gpus // size} if gpus else {}
 
@@ -140,20 +140,17 @@ def _derive_start_timeout(config: Config) -> dict[str, Any]:
 def _prepare_resume(arguments: argparse.Namespace) -> tuple[Config, Path]:
     """Return the settings and directory of a run to resume."""
     if arguments.move_old:
-        raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
+        raise ConfigError("--resume continues a run, and --move-old moves it aside: give one")
     if arguments.config:
-        raise ConfigError(
-            "--resume goes on with the run's own settings: give what is to change as key=value, "
-            "without -c"
-        )
+        raise ConfigError("--resume uses the run's settings: give changes as key=value, without -c")
     run_dir: Path = arguments.resume
     run_config(run_dir)
     jobs = read_jobs(run_dir)
     if jobs is not None and (living := list_queued(jobs.ids)):
         names = ", ".join(f"{task.name} ({task.state.lower()})" for task in living)
         raise ConfigError(
-            f"{run_dir} has jobs in the queue already: {names}; to submit it anew, end them first: "
-            f"scancel {' '.join(jobs.ids)}"
+            f"{run_dir} already has jobs in the queue: {names}; to submit it again, end them "
+            f"first: scancel {' '.join(jobs.ids)}"
         )
     asked = load_config([], arguments.overrides, resolved=run_dir / CONFIG_FILE).slurm
     machines = f"run.nodes={1 + asked.rollouts}"
@@ -170,7 +167,8 @@ def check_shared(run_dir: Path) -> None:
     if kind in MEMORY_FILE_SYSTEMS:
         raise ConfigError(
             f"run directory {run_dir} is in {place}, in the memory of this machine ({kind}), where "
-            "the nodes do not see it: choose a run.output_dir on a file system that they share"
+            "other machines cannot see it: choose a run.output_dir on a file system that they "
+            "share"
         )
 
 
@@ -228,8 +226,8 @@ def _job_lines(scripts: JobScripts) -> list[str]:
     """Return the lines of the plan about the jobs."""
     c, slurm = scripts.config, scripts.config.slurm
     gpus = f", {_format_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
-    beside = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
-    lines = [f"service    1 machine{gpus}: coordinator, store, trainer{beside}"]
+    replicas = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
+    lines = [f"service    1 machine{gpus}: coordinator, store, trainer{replicas}"]
     if slurm.rollouts:
         all_, own = slurm.rollouts + slurm.spares, _format_count(c.rollout.replicas, "replica")
         what = f"{slurm.rollouts} of {all_} machines at a time" if slurm.spares else ""
@@ -242,8 +240,8 @@ def _job_lines(scripts: JobScripts) -> list[str]:
         lines.append(f"asks for   {_format_count(machines * slurm.gpus, 'GPU')} at a time{until}")
     limit = slurm.time or "as the partition has it"
     before = f"{slurm.signal_before_s} s before its end the run pauses"
-    how = "in the next job of the chain" if slurm.chain else "when Slurm starts it again"
-    on = f", and goes on {how}" if slurm.max_requeues else ""
+    how = "in the next job of the chain" if slurm.chain else "when Slurm restarts it"
+    on = f", and resumes {how}" if slurm.max_requeues else ""
     lines.append(f"time       {limit}; {before}{on}")
     return lines
 

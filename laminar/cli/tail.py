@@ -49,14 +49,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only of these, such as trainer-0 or 'rollout-*'"
     )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow until Ctrl-C")
     parser.add_argument(
         "-n",
         "--lines",
         type=int,
         default=LINES,
         metavar="N",
-        help=f"the lines to begin with (default {LINES})",
+        help=f"number of lines to start with (default {LINES})",
     )
     parser.set_defaults(function=run_tail)
 

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="run everything on this machine")
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with a run that was cut off"
+        "--resume", type=Path, metavar="RUN", help="resume a run that was interrupted"
     )
     add_ways(parser)
     take_train_settings(parser)
@@ -59,11 +59,11 @@ def _prepare_run(arguments: argparse.Namespace) -> tuple[Config, Path]:
     """Return the settings, and the directory of the run."""
     if arguments.resume:
         if arguments.move_old:
-            raise ConfigError("--resume goes on with a run, and --move-old puts it aside: give one")
+            raise ConfigError("--resume continues a run, and --move-old moves it aside: give one")
         if arguments.prepare:
             raise ConfigError(
-                "--prepare writes a new run directory, and --resume goes on with a run: give one; "
-                "daemons of your own go on with `laminar-coord RUN --resume`"
+                "--prepare writes a new run directory, and --resume continues a run: give one; to "
+                "resume with separate daemons, use `laminar-coord RUN --resume`"
             )
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir

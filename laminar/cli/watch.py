@@ -33,7 +33,7 @@ ALIVE_S = 2.0
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "show how a run goes that was started elsewhere; Ctrl-C leaves it alone"
+    text = "show the progress of a run that was started elsewhere; Ctrl-C does not stop it"
     parser = subparsers.add_parser("watch", help=text, description=text)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=run_watch)
@@ -56,7 +56,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
                     alive_at = now
     except KeyboardInterrupt:
         console.print_lines(
-            [f"the run goes on; `{shell_command('watch', run_dir)}` shows it again"]
+            [f"the run continues; `{shell_command('watch', run_dir)}` shows it again"]
         )
         return exit_codes.COMPLETE
     console.print_lines(_format_end(run_dir))

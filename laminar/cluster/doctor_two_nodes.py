@@ -126,9 +126,9 @@ def _check_seen(path: Path) -> str:
     directory = path.parent.parent
     _wait(
         path.exists,
-        f"nothing that the other machine writes into {directory} is seen here within {SEEN_S:g} s: "
-        "choose a run.output_dir on a file system that all machines share, or have it mounted with "
-        "a shorter time for its caches (NFS: actimeo)",
+        f"files that the other machine writes into {directory} do not appear here within "
+        f"{SEEN_S:g} s: choose a run.output_dir on a file system that all machines share, or mount "
+        "it with a shorter cache time (NFS: actimeo)",
     )
     return f"{directory} is shared"
 
@@ -162,8 +162,8 @@ class _PeerLink:
     def open(self, *, first: bool) -> str:
         if self._other.machine != MACHINE and is_loopback(f"tcp://{self._other.host}:0"):
             raise ConfigError(
-                f"the name of {self._other.name} is {self._other.host}, which only that machine "
-                "reaches: set coordinator.host to the interface of its network, such as 'ib0'"
+                f"the name of {self._other.name} is {self._other.host}, which other machines "
+                "cannot reach: set coordinator.host to the interface of its network, such as 'ib0'"
             )
         self._own.settimeout(CONNECT_S)
         try:
@@ -239,8 +239,8 @@ def _run_second(directory: Path, link: _PeerLink, other: MachineFacts) -> Iterat
 def _check_clock(offset_s: float, other: MachineFacts) -> str:
     if abs(offset_s) > CLOCK_S:
         raise ConfigError(
-            f"the clock of {other.name} differs from this one by {offset_s:+.1f} s: have both set "
-            "by NTP, or times in logs and figures will not agree"
+            f"the clock of {other.name} differs from this one by {offset_s:+.1f} s: synchronize "
+            "both by NTP, or times in logs and figures will not agree"
         )
     return f"{offset_s * 1e3:+.1f} ms"
 
@@ -249,8 +249,8 @@ def _check_renames(directory: Path) -> str:
     page, late = directory / "page.0", directory / "late"
     took = _wait(
         lambda: page.read_bytes() == b"new" and late.exists(),
-        f"a file in {directory.parent} that the other machine has replaced is not seen within "
-        f"{SEEN_S:g} s: have it mounted with a shorter time for its caches (NFS: actimeo, "
+        f"a file in {directory.parent} that the other machine has replaced does not appear here "
+        f"within {SEEN_S:g} s: mount it with a shorter cache time (NFS: actimeo, "
         "lookupcache=positive), or choose another run.output_dir",
     )
     return f"seen after {took:.1f} s"
@@ -270,14 +270,14 @@ def _check_locks(path: Path, other: MachineFacts) -> str:
     if free:
         raise ConfigError(
             f"a file in {path.parent.parent} that {other.name} has locked can be locked here too, "
-            f"so that nothing keeps a run from being resumed beside itself; {_MEND}"
+            f"so two machines could resume one run at a time; {_MEND}"
         )
     return "seen by both machines"
 
 
 _MEND = (
-    "have it mounted with locks for all machines (NFS: without nolock and local_lock; Lustre: "
-    "flock), or choose another run.output_dir"
+    "mount it with locks for all machines (NFS: without nolock and local_lock; Lustre: flock), or "
+    "choose another run.output_dir"
 )
 
 
@@ -313,14 +313,14 @@ def check_two_nodes(config: Config, scripts: JobScripts) -> list[Found]:
                 command, capture_output=True, text=True, timeout=MACHINES_S + 4 * SEEN_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"no answer of two machines: {error}; try again") from None
+            raise ConfigError(f"no answer from two machines: {error}; try again") from None
     answers = parse_results(done.stdout)
     found = [each for answer in answers for each in answer]
     if len(answers) < 2 and all(each.sound for each in found):
         words = [line for line in done.stderr.splitlines() if line.strip()]
         raise ConfigError(
             f"two machines did not answer ({words[0] if words else 'srun gives no reason'}): try "
-            f"again when two are free, or see that {scripts.program} can be started on them"
+            f"again when two are free, or check that {scripts.program} starts on them"
         )
     return found
 

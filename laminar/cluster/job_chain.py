@@ -58,16 +58,16 @@ class JobChain:
         """Take the turn, and queue the successor."""
         jobs = self._wait_for_turn()
         if jobs is None:
-            self._note(f"slurm.chain: job {self._own} is not one that was submitted; none follows")
+            self._note(f"slurm.chain: job {self._own} was not submitted; none follows")
             return
         most = self._config.slurm.max_requeues
         if jobs.before >= most:
-            self._note(f"slurm.chain: {most} jobs went before, as slurm.max_requeues has it")
+            self._note(f"slurm.chain: {most} jobs ran before, the limit of slurm.max_requeues")
         elif not jobs.next:
             try:
                 jobs = self._enqueue_next(jobs)
             except ConfigError as error:
-                self._note(f"slurm.chain: no job can be queued that goes on after this: {error}")
+                self._note(f"slurm.chain: cannot queue the next job: {error}")
         self._next = jobs.next
 
     def cancel_next(self) -> None:
@@ -76,7 +76,7 @@ class JobChain:
             try:
                 cancel_jobs([job])
             except ConfigError as error:
-                self._note(f"job {job} may be in the queue still: {error}")
+                self._note(f"job {job} may still be in the queue: {error}")
         self._next = []
 
     def _wait_for_turn(self) -> Jobs | None:
@@ -113,5 +113,5 @@ class JobChain:
         except BaseException:
             self.cancel_next()
             raise
-        self._note(f"slurm.chain: job {self.successor} goes on where this one ends")
+        self._note(f"slurm.chain: job {self.successor} continues when this one ends")
         return jobs

@@ -79,17 +79,17 @@ class SlurmJob:
         No task stays in the queue unless this job does.
         """
         if self._chain is not None and self._chain.successor:
-            self._note(f"job {self._chain.successor} goes on with it")
+            self._note(f"job {self._chain.successor} resumes it")
         elif warned and self._chain is None and self._requeue_job("requeue"):
             return
         else:
-            self._note(f"`{shell_command('submit', '--resume', self._run_dir)}` goes on with it")
+            self._note(f"`{shell_command('submit', '--resume', self._run_dir)}` resumes it")
         jobs = read_jobs(self._run_dir)
         if jobs is not None and jobs.rollouts:
             try:
                 self._take_out(jobs.rollouts)
             except ConfigError as error:
-                self._note(f"jobs {' '.join(jobs.rollouts)} may be in the queue still: {error}")
+                self._note(f"jobs {' '.join(jobs.rollouts)} may still be in the queue: {error}")
 
     def node_paused(self) -> None:
         """Requeue and hold this node's job after a pause of the run."""
@@ -105,7 +105,7 @@ class SlurmJob:
         """Requeue this job; return False if that fails."""
         if self._restarts >= self._most:
             self._note(
-                f"job {self._id} is not put back: it was started again {self._restarts} times, and "
+                f"job {self._id} is not requeued: it was restarted {self._restarts} times, and "
                 f"slurm.max_requeues is {self._most}"
             )
             return False

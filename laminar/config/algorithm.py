@@ -32,7 +32,7 @@ class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
     ] = "2.0"
     rollout_rs: Annotated[
         str,
-        doc("what masks tokens or sequences, such as seq_mean_k1,token_k2; see docs/training.md"),
+        doc("rules that mask tokens or sequences: seq_mean_k1,token_k2; see docs/training.md"),
     ] = ""
     rollout_rs_threshold: Annotated[
         str, doc("bounds for each of rollout_rs, or for all: 0.99_1.01 for k1, else one number")
@@ -55,16 +55,16 @@ class PolicyLossConfig(Section, frozen=True, kw_only=True):
             "vanilla (PPO), gspo, cispo, ... | your function as path.py:name; see docs/training.md"
         ),
     ] = "vanilla"
-    options: Annotated[dict[str, Any], doc("what the loss takes besides the clip ratios")] = {}
+    options: Annotated[dict[str, Any], doc("loss parameters other than the clip ratios")] = {}
 
 
 class FilterGroupsConfig(Section, frozen=True, kw_only=True):
     enable: Annotated[
-        bool, doc("true: a prompt whose answers are all alike is not trained; another one is")
+        bool, doc("true: replace a prompt whose responses are all alike by another")
     ] = False
-    metric: Annotated[
-        Literal["score", "acc"], doc("what they are alike in; acc: right or wrong")
-    ] = "score"
+    metric: Annotated[Literal["score", "acc"], doc("what is compared; acc: correct or not")] = (
+        "score"
+    )
     max_num_gen_batches: Annotated[
         Natural,
         doc("batches of such prompts in a row that end the run; 0: only the end of the data does"),
@@ -81,7 +81,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "grpo"
     norm_adv_by_std_in_grpo: Annotated[bool, doc("false: Dr. GRPO")] = True
-    gamma: Annotated[Share, doc("with gae: what a token later counts for, as a factor")] = 1.0
+    gamma: Annotated[Share, doc("with gae: discount factor per token")] = 1.0
     lam: Annotated[
         Share | Literal["adaptive"],
         doc("with gae: lambda of the advantages; adaptive: 1 - 20 / length, at least 0"),
@@ -98,7 +98,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     kl_loss_type: Annotated[Literal["low_var_kl", "k2"], doc("low_var_kl is k3")] = "low_var_kl"
     entropy_coeff: Annotated[float, doc("weight of the entropy bonus")] = 0.0
     truncated: Annotated[
-        Literal["train", "mask"], doc("what happens to a response cut off at its longest")
+        Literal["train", "mask"], doc("treatment of responses cut off at the length limit")
     ] = "train"
     min_scored: Annotated[
         int,

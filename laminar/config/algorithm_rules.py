@@ -86,9 +86,9 @@ def _check_filter(config: Config) -> None:
     asked = config.algorithm.filter_groups
     if asked.enable and not asked.max_num_gen_batches and steps:
         raise ConfigError(
-            f"{key}.max_num_gen_batches = 0 lets only the end of the data end a search for prompts "
-            f"with variance, and trainer.total_training_steps = {steps} has no end of the data: "
-            "give a number of batches, or trainer.total_training_steps = 0"
+            f"{key}.max_num_gen_batches = 0 continues a search for prompts with variance to the "
+            f"end of the data, and with trainer.total_training_steps = {steps} the data has no "
+            "end: give a number of batches, or trainer.total_training_steps = 0"
         )
 
 
@@ -98,8 +98,8 @@ def weight_bounds(correction: RolloutCorrectionConfig) -> tuple[float, float]:
     low, high = _parse_bounds(key, given)
     if high < 1.0 or low > 1.0:
         raise ConfigError(
-            f"{key} = {given!r} leaves out the weight 1, which data of the present weights has: "
-            "give a cap of at least 1, or bounds around 1, such as 0.5_5.0"
+            f"{key} = {given!r} leaves out the weight 1, which on-policy data has: give a cap of "
+            "at least 1, or bounds around 1, such as 0.5_5.0"
         )
     return low, high
 

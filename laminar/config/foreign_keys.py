@@ -83,12 +83,12 @@ VERL = {
         f"{section}.{verl}": f"reward.overlong_buffer.{ours}"
         for section in ("reward_model.overlong_buffer", "reward.reward_kwargs.overlong_buffer_cfg")
         for verl, ours in (
-            ("enable", "len; 0 is without"),
+            ("enable", "len; 0 turns it off"),
             ("len", "len"),
             ("penalty_factor", "penalty_factor"),
         )
     },
-    "overlong_buffer.enable": "reward.overlong_buffer.len; 0 is without",
+    "overlong_buffer.enable": "reward.overlong_buffer.len; 0 turns it off",
     "async_training.staleness_threshold": "async.max_staleness",
     "async.staleness_threshold": "async.max_staleness",
     **dict.fromkeys(("fsdp_size", "fsdp_config.fsdp_size"), _RANKS),
@@ -153,7 +153,7 @@ TRL = {
     "peft_config.target_modules": "lora.target_modules",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.functions",
-    "vf_coef": "critic.lr; the critic has an optimizer of its own",
+    "vf_coef": "critic.lr; the critic has a separate optimizer",
     "cliprange_value": "critic.cliprange_value",
     "value_model_path": "critic.model.name",
 }
@@ -215,7 +215,7 @@ _ALL = VERL | TRL | OTHERS
 _SHARDED = "trainer.ranks divides the model among GPUs, trainer.offload keeps it in host memory"
 _WHOLE = "a rank computes whole layers of whole sequences; trainer.ranks divides what it keeps"
 _ONE_TURN = "a sample is one prompt and one response"
-_RESUME = "a run goes on with `laminar train --resume RUN`"
+_RESUME = "resume a run with `laminar train --resume RUN`"
 _LORA = "adapters have lora.rank, lora.alpha and lora.target_modules"
 
 #: Unsupported features, by a part of their keys in other systems.
@@ -225,9 +225,9 @@ UNSUPPORTED = {
     **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
     **dict.fromkeys(("deepspeed", "megatron", "zero_stage"), _SHARDED),
     **dict.fromkeys(("ulysses_sequence_parallel_size", "context_parallel_size"), _WHOLE),
-    "nnodes": "slurm.rollouts machines beside the first one, by `laminar submit`",
+    "nnodes": "slurm.rollouts machines in addition to the first, by `laminar submit`",
     **dict.fromkeys(("multi_turn", "max_turns", "tools", "environment_factory"), _ONE_TURN),
-    "reward_model": "a function of your own may call one: reward.custom_reward_function.path",
+    "reward_model": "your function may call one: reward.custom_reward_function.path",
     **dict.fromkeys(
         ("use_kl_in_reward", "kl_ctrl", "kl_penalty"),
         "the KL penalty is a term of the loss: algorithm.use_kl_loss",
@@ -243,7 +243,7 @@ UNSUPPORTED = {
     "fp16": "trainer.dtype may be bfloat16",
     **dict.fromkeys(("use_torch_compile", "torch_compile", "attn_implementation"), ""),
     "use_liger_kernel": "",
-    "vllm_mode": "replicas are processes of their own; rollout.engine",
+    "vllm_mode": "replicas are separate processes; rollout.engine",
     "push_to_hub": "the trained model is in RUN/export",
 }
 

@@ -48,7 +48,7 @@ class _HydraParser:
         """Parse the whole text as one value."""
         found = self._parse_value()
         if self._raw[self._at :].strip():
-            raise self._make_error("has something behind its end")
+            raise self._make_error("continues after its end")
         return found
 
     def _parse_value(self) -> Any:
@@ -78,7 +78,7 @@ class _HydraParser:
             return re.sub(r"\\(.)", r"\1", quoted["text"], flags=re.S)
         found = bare.match(self._raw, self._at)
         if found is None or not found[0].strip():
-            raise self._make_error("has no word where one must be")
+            raise self._make_error("lacks a word")
         self._at = found.end()
         return _convert_word(found[0].strip())
 
@@ -92,8 +92,8 @@ class _HydraParser:
 
     def _make_error(self, what: str) -> ConfigError:
         return ConfigError(
-            f"setting {self._setting!r} {what}; a list is [a,b], a table {{name:value}}, and "
-            "a word with one of these signs has quotes"
+            f"setting {self._setting!r} {what}; a list is [a,b], a table {{name:value}}, and a "
+            "word with one of these characters needs quotes"
         )
 
 

@@ -42,8 +42,8 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
         where = " nor in ".join(map(str, places))
         neither = "neither " if len(places) > 1 else "not "
         raise ConfigError(
-            f"{file}: {key} = {name!r} is {neither}in {where}; correct the path, or start where it "
-            "is"
+            f"{file}: {key} = {name!r} is {neither}in {where}; correct the path, or start in the "
+            "directory that has it"
         )
 
     return _replace_paths(value, inspect.type_info(declared.annotation), found)

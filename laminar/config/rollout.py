@@ -76,14 +76,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     ] = "drain"
     kv_on_update: Annotated[
         Literal["keep", "recompute"],
-        doc("in flight, the cache of what goes on: keep, or prefill it again with the new weights"),
+        doc("in flight, the cache of running sequences: keep, or prefill it with the new weights"),
     ] = "keep"
     load: Annotated[
         Literal["auto", "whole", "stream"],
         doc(
-            "how a replica on a machine that has no weights yet gets them: whole; or stream: while "
-            "they arrive, with the prefill of its first prompts behind them; auto: stream with "
-            "torch"
+            "how a replica loads the first weights of its machine: whole; stream: while they "
+            "arrive, and prefills its first prompts meanwhile; auto: stream with torch"
         ),
     ] = "auto"
     groups_per_version: Annotated[
@@ -96,13 +95,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     min_p: Annotated[float, doc("only 0, for the same reason")] = 0.0
     repetition_penalty: Annotated[float, doc("only 1, for the same reason")] = 1.0
     progress_interval_ms: Annotated[
-        int, Meta(ge=10), doc("from one report of a replica, with the tokens to save, to the next")
+        int, Meta(ge=10), doc("interval of a replica's reports, with the tokens to save")
     ] = 500
     device: Annotated[Device, doc("where the replicas compute")] = "auto"
     dtype: Annotated[Dtype, doc("the replicas' type; auto: weights.dtype")] = "auto"
     threads: Annotated[Count, doc("torch threads of one replica on a CPU")] = 1
     start_timeout_s: Annotated[
-        Seconds, doc("longest time for an engine to get ready; then its process is restarted")
+        Seconds, doc("timeout for an engine to get ready; then its process is restarted")
     ] = 900.0
     decode_budget_ms: Annotated[
         Count | Literal["none"],

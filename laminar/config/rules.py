@@ -145,18 +145,18 @@ def _check_machines(c: Config) -> None:
         )
     if asked.spares and not asked.rollouts:
         raise ConfigError(
-            f"slurm.spares = {asked.spares}, but slurm.rollouts = 0: spares take the place of "
-            "rollout machines; give some, or no spares"
+            f"slurm.spares = {asked.spares}, but slurm.rollouts = 0: spares replace rollout "
+            "machines; give some, or no spares"
         )
     if 0 < asked.gpus < c.trainer.ranks:
         raise ConfigError(
-            f"trainer.ranks = {c.trainer.ranks} are more than slurm.gpus = {asked.gpus}, and all "
-            "ranks are on one machine, each with a GPU of its own: raise one or lower the other"
+            f"trainer.ranks = {c.trainer.ranks} exceeds slurm.gpus = {asked.gpus}, and all ranks "
+            "are on one machine, each with its GPU: raise one or lower the other"
         )
     if (tasks := asked.rollouts + asked.spares) > MACHINES_MAX:
         raise ConfigError(
-            f"slurm.rollouts + slurm.spares = {tasks}, and a run has {MACHINES_MAX} machines at "
-            "most beside the first: lower one of them"
+            f"slurm.rollouts + slurm.spares = {tasks}, and a run has at most {MACHINES_MAX} "
+            "machines after the first: lower one of them"
         )
 
 
@@ -166,7 +166,7 @@ def _check_slurm(c: Config) -> None:
     limit_s = slurm_seconds(asked.time) if asked.time else math.inf
     if limit_s is None:
         raise ConfigError(
-            f"slurm.time = {asked.time!r} is no time of Slurm: write hours:minutes:seconds, or "
+            f"slurm.time = {asked.time!r} is not a time of Slurm: write hours:minutes:seconds, or "
             "days-hours:minutes:seconds"
         )
     if limit_s <= asked.signal_before_s:
@@ -178,11 +178,11 @@ def _check_slurm(c: Config) -> None:
     for option in asked.extra:
         if not option.startswith("-") or not option.isprintable():
             raise ConfigError(
-                f"slurm.extra has {option!r}, which is no option of sbatch: write one as --qos=long"
+                f"slurm.extra has {option!r}, which sbatch does not accept: write --qos=long"
             )
     for key in ("partition", "account", "mem"):
         if not re.fullmatch(r"[\w.,@+-]*", value := getattr(asked, key)):
-            raise ConfigError(f"slurm.{key} = {value!r} has a character that Slurm does not take")
+            raise ConfigError(f"slurm.{key} = {value!r} has a character that Slurm does not accept")
 
 
 def slurm_seconds(time: str) -> int | None:
@@ -227,8 +227,8 @@ def _check_place(c: Config) -> None:
     usable = name.strip() not in ("", ".", "..") and name.isprintable() and len(name) <= 200
     if not usable or "/" in name or name.startswith("-"):
         raise ConfigError(
-            f"run.name = {name!r:.100} cannot be the name of one directory; use letters, digits, "
-            "'_', '.' and '-', and say where it is to be with run.output_dir"
+            f"run.name = {name!r:.100} is not a directory name; use letters, digits, '_', '.' and "
+            "'-', and set its place with run.output_dir"
         )
     if c.run.output_dir.startswith("~"):
         raise ConfigError(
@@ -246,8 +246,8 @@ def _check_sampling(c: Config) -> None:
     val = c.rollout.val_kwargs
     if val.n > 1 and val.temperature <= 0:
         raise ConfigError(
-            f"rollout.val_kwargs.n = {val.n} greedy answers to a prompt would all be the same: set "
-            "rollout.val_kwargs.temperature above 0, or n = 1"
+            f"rollout.val_kwargs.n = {val.n} greedy responses to a prompt would all be the same: "
+            "set rollout.val_kwargs.temperature above 0, or n = 1"
         )
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     for name, value in neutral.items():
@@ -268,8 +268,8 @@ def _check_reward(c: Config) -> None:
     weights = [function.weight for function in c.reward.functions]
     if not all(map(math.isfinite, weights)) or (weights and not any(weights)):
         raise ConfigError(
-            f"reward.functions has the weights {weights}: each must be a finite number, and one of "
-            "them another than 0"
+            f"reward.functions has the weights {weights}: each must be a finite number, and at "
+            "least one not 0"
         )
     if c.reward.kind == "custom" and not c.reward.custom_reward_function.path:
         raise ConfigError("reward.kind = 'custom' needs reward.custom_reward_function.path")
@@ -277,7 +277,7 @@ def _check_reward(c: Config) -> None:
     if (tokens := c.reward.overlong_buffer.len) >= longest:
         raise ConfigError(
             f"reward.overlong_buffer.len = {tokens} is not below data.max_response_length = "
-            f"{longest}, so that every answer would lose reward: lower one or raise the other"
+            f"{longest}, so every response would lose reward: lower one or raise the other"
         )
 
 
@@ -295,8 +295,8 @@ def _check_environment(c: Config) -> None:
         )
     if not c.data.apply_chat_template:
         raise ConfigError(
-            f"env.path = {env.path!r} with data.apply_chat_template = false: tools and their "
-            "answers are written by the chat template; set it to true"
+            f"env.path = {env.path!r} with data.apply_chat_template = false: the chat template "
+            "writes tools and their results; set it to true"
         )
     if c.reward.scope == "group":
         raise ConfigError(
@@ -322,8 +322,8 @@ def _check_nesting(c: Config) -> None:
     for (inner, shorter), (outer, longer) in pairwise(limits):
         if shorter >= longer:
             raise ConfigError(
-                f"{inner} = {shorter:g} must be shorter than {outer} = {longer:g}, which is the "
-                "limit of what it is a part of: lower one or raise the other"
+                f"{inner} = {shorter:g} must be shorter than {outer} = {longer:g}, which includes "
+                "it: lower one or raise the other"
             )
 
 

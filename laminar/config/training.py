@@ -35,12 +35,12 @@ class LoraConfig(Section, frozen=True, kw_only=True):
 
     rank: Annotated[Natural, doc("rank of the adapters; 0: all weights are trained")] = 0
     alpha: Annotated[
-        float, Meta(gt=0), doc("what an adapter adds is multiplied by alpha / rank")
+        float, Meta(gt=0), doc("the output of an adapter is scaled by alpha / rank")
     ] = 16.0
     target_modules: Annotated[
         list[str],
         Meta(min_length=1),
-        doc('what gets an adapter in each layer: ["q_proj", "v_proj"]; all-linear: every matrix'),
+        doc('matrices with an adapter in each layer: ["q_proj", "v_proj"]; all-linear: all'),
     ] = msgspec.field(default_factory=lambda: ["all-linear"])
 
 
@@ -48,7 +48,7 @@ class CriticModelConfig(Section, frozen=True, kw_only=True):
     name: Annotated[
         str,
         path_form("model"),
-        doc("what the critic begins as, with the tokenizer of model.name; empty: model.name"),
+        doc("initial model of the critic, with the tokenizer of model.name; empty: model.name"),
     ] = ""
 
 
@@ -57,7 +57,7 @@ class CriticConfig(Section, frozen=True, kw_only=True):
 
     lr: Annotated[NonNegative, doc("learning rate")] = 1e-5
     cliprange_value: Annotated[
-        float, Meta(gt=0), doc("how far from its value before the step a value is followed")
+        float, Meta(gt=0), doc("greatest distance of a value from that before the step")
     ] = 0.5
     lam: Annotated[Share, doc("lambda of the returns that the critic is trained on")] = 1.0
     model: CriticModelConfig = CriticModelConfig()

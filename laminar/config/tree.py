@@ -79,7 +79,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     answer_key: Annotated[
         str,
         doc(
-            "the column of the right answer; empty: answer, label, ground_truth or "
+            "the column of the correct answer; empty: answer, label, ground_truth or "
             "reward_model.ground_truth"
         ),
     ] = ""
@@ -135,10 +135,10 @@ class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
 class OverlongBufferConfig(Section, frozen=True, kw_only=True):
     len: Annotated[
         Natural,
-        doc("last tokens before data.max_response_length that cost an answer reward; 0: none do"),
+        doc("last tokens before data.max_response_length that cost a response reward; 0: none do"),
     ] = 0
     penalty_factor: Annotated[
-        NonNegative, doc("what an answer of the full length loses; see docs/training.md")
+        NonNegative, doc("reward that a response of full length loses; see docs/training.md")
     ] = 1.0
 
 
@@ -194,13 +194,13 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     ] = 0
     max_turns: Annotated[Count, doc("turns of a response at most")] = 10
     max_context_tokens: Annotated[
-        Count, doc("tokens of what tools answer to one response, the template's included")
+        Count, doc("context tokens of one response: tool results, with their template")
     ] = 2_048
     tool_timeout_s: Annotated[Seconds, doc("the longest call of a tool; then it is killed")] = 30.0
-    memory_mb: Annotated[Natural, doc("memory of each process of a session; 0: any")] = 4_096
+    memory_mb: Annotated[Natural, doc("memory of each process of a session; 0: no limit")] = 4_096
     unsafe_local_code: Annotated[bool, doc("let code of the model run without a sandbox")] = False
-    turn_timeout_s: Annotated[Seconds, doc("the calls of one turn together; likewise")] = 120.0
-    trajectory_timeout_s: Annotated[Seconds, doc("the calls of all turns; likewise")] = 300.0
+    turn_timeout_s: Annotated[Seconds, doc("time limit of all calls of one turn")] = 120.0
+    trajectory_timeout_s: Annotated[Seconds, doc("time limit of all calls of a response")] = 300.0
     tools: Annotated[
         str, doc("the JSON schemas of the tools, as the class declares them when a run starts")
     ] = ""
@@ -238,7 +238,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ] = 600.0
     logger: Annotated[
         list[Literal["tensorboard", "wandb", "prometheus"]],
-        doc("besides metrics.jsonl; [] for none"),
+        doc("outputs in addition to metrics.jsonl; [] for none"),
     ] = msgspec.field(default_factory=lambda: ["tensorboard"])
     project_name: Annotated[str, doc("the project in Weights & Biases")] = "laminar"
     device: Annotated[Device, doc("where the trainer computes")] = "auto"
@@ -249,14 +249,14 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ranks: Annotated[
         Count,
         Meta(le=64),
-        doc("processes that the model is divided among, each with a GPU where there are any"),
+        doc("processes that the model is divided among, each with a GPU if available"),
     ] = 1
     offload: Annotated[
         Literal["none", "all"],
         doc("all: parameters, gradients and optimizer are in host memory, and a layer on the GPU"),
     ] = "none"
     collective_timeout_s: Annotated[
-        Seconds, doc("the trainer ends when a rank has not come to a collective after this")
+        Seconds, doc("the trainer ends if a rank does not reach a collective within this time")
     ] = 600.0
 
 
@@ -264,8 +264,8 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     payload_gb: Annotated[
         NonNegative,
         doc(
-            "10^9 bytes of tokens and log-probs kept on disk; beyond it the oldest are removed "
-            "that every kept checkpoint covers; 0: all are kept"
+            "10^9 bytes of tokens and log-probs kept on disk; beyond it, the oldest that all kept "
+            "checkpoints cover are removed; 0: all are kept"
         ),
     ] = 0.0
 
@@ -278,7 +278,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     max_bytes: Annotated[
         Natural, doc("shared memory of a relay; 0: half of what the job may take")
     ] = 0
-    delta: Annotated[bool, doc("true: relays send the change of a version where it is smaller")] = (
+    delta: Annotated[bool, doc("true: relays send the delta of a version where it is smaller")] = (
         True
     )
     rate_mbit: Annotated[Natural, doc("Mbit/s from one relay to another, at most; 0: no limit")] = 0
@@ -304,7 +304,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         Port, doc("for logger prometheus; 0: any free port, written to prometheus.json")
     ] = 0
     heartbeat_ms: Annotated[
-        int, Meta(ge=50), doc("from one sign of life of a process to the next")
+        int, Meta(ge=50), doc("interval between the heartbeats of a process")
     ] = 1_000
     lease_ms: Annotated[
         int, Meta(ge=150), doc("silence after which a replica or relay counts as lost")
@@ -316,7 +316,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         int, doc("a process without a coordinator ends after this")
     ] = 600_000
     start_timeout_s: Annotated[
-        float, Meta(ge=1), doc("the run ends when a process has not joined after this")
+        float, Meta(ge=1), doc("the run ends if a process does not join within this time")
     ] = 300.0
     log_keep_mb: Annotated[
         Natural,
@@ -335,7 +335,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
         doc("gain: where it saves time; best-fit: wherever it fits"),
     ] = "off"
     interval_ms: Annotated[
-        Count, doc("from one plan to the next; a plan is also made for each new version")
+        Count, doc("interval between plans; a plan is also made for each new version")
     ] = 5_000
     release_timeout_ms: Annotated[
         Count,
@@ -357,7 +357,7 @@ class RecoveryConfig(Section, frozen=True, kw_only=True):
         doc("the first restart in it is immediate, the next wait 1, 2, 4 ... 60 s"),
     ] = 3_600.0
     coordinator_restart_ms: Annotated[
-        Natural, doc("pause before a coordinator that died is started again")
+        Natural, doc("pause before a dead coordinator is restarted")
     ] = 1_000
 
 
@@ -374,18 +374,17 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
     ] = 0
     cpus: Annotated[Natural, doc("CPUs of each machine; 0: what Slurm gives")] = 0
     mem: Annotated[
-        str, doc("memory of each machine: 200G; empty: all of a machine of our own, else Slurm's")
+        str,
+        doc("memory of each machine: 200G; empty: all of an exclusive machine, else Slurm's"),
     ] = ""
     exclusive: Annotated[
         Literal["auto", "yes", "no"],
-        doc("whether no other job may be on our machines; auto: where we have GPUs"),
+        doc("whether the run has its machines to itself; auto: with GPUs"),
     ] = "auto"
     rollouts: Annotated[
-        Natural, Meta(le=253), doc("machines beside the one that has store and trainer")
+        Natural, Meta(le=253), doc("machines in addition to the one with store and trainer")
     ] = 0
-    spares: Annotated[
-        Natural, doc("queued machines that take the place of those that are lost")
-    ] = 0
+    spares: Annotated[Natural, doc("queued machines that replace lost ones")] = 0
     setup: Annotated[str, doc("shell lines before Laminar is started: modules, an environment")] = (
         ""
     )
@@ -394,11 +393,9 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
     signal_before_s: Annotated[
         Count, doc("seconds before the time limit at which the run is told to pause")
     ] = 300
-    max_requeues: Annotated[
-        Natural, doc("how often a job that was told to pause is put back into the queue")
-    ] = 20
+    max_requeues: Annotated[Natural, doc("how often a paused job is requeued")] = 20
     chain: Annotated[
-        bool, doc("each service queues a successor in advance; where no job can be put back")
+        bool, doc("each service queues a successor in advance; for clusters without requeueing")
     ] = False
 
 

@@ -35,9 +35,9 @@ def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> 
         lines.append(f"  row {row.index:<5}  {_format_outcome(said)}")
     if all(said.failed for said in found):
         raise ConfigError(
-            f"{RESET} of the environment in {env.path} worked for none of the {len(rows)} rows "
-            f"that it was tried on (row {rows[0].index}: {found[0].text}); correct it, or start "
-            "without the trial by reward.trial = false"
+            f"{RESET} of the environment in {env.path} failed on all {len(rows)} rows tried (row "
+            f"{rows[0].index}: {found[0].text}); correct it, or skip the trial with reward.trial = "
+            "false"
         )
     for line in lines:
         console.print(line, highlight=False, markup=False)

@@ -85,8 +85,8 @@ class NodeRestarter:
             return
         machine.again_s = now_s + pause_s
         self._note(
-            f"{machine.name} ended with exit code {code}, and its processes with it; starting it "
-            + (f"again in {pause_s:g} s" if pause_s else "again")
+            f"{machine.name} ended with exit code {code}, and its processes with it; "
+            + (f"restarting it in {pause_s:g} s" if pause_s else "restarting it")
         )
 
     def __iter__(self) -> Iterator[tuple[str, Process]]:

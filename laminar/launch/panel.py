@@ -48,7 +48,7 @@ _START_PARTS: dict[type, str] = {
     ev.ReplicaReady: "data and models",
     ev.DataLoaded: "data and models",
     ev.WeightsLoaded: "weights",
-    ev.StepCompleted: "answers and training",
+    ev.StepCompleted: "responses and training",
 }
 """Parts of the time from the command to the first step; each ends with the last of its events
 before the next part begins."""
@@ -145,7 +145,7 @@ class ProgressPanel:
         """Report, once each: the first reward failure, warnings, mismatches, and a failure."""
         errors = status["reward_errors"]
         if errors and errors["first"]:
-            self._tell_once("reward", f"the reward FAILED on an answer: {errors['first']}")
+            self._tell_once("reward", f"the reward FAILED on a response: {errors['first']}")
         for text in status["warnings"]:
             self._tell_once(text, f"WARNING: {text}")
         for line in status["left_out"]:
@@ -176,7 +176,7 @@ class ProgressPanel:
         for node in nodes:
             if node not in self._silent:
                 self._print_line(
-                    f"nothing is heard from {node}: its processes go on, none is restarted"
+                    f"no message from {node}: its processes continue, none is restarted"
                 )
         for node in self._silent:
             if node not in nodes:
@@ -194,17 +194,17 @@ class ProgressPanel:
             known = self._awaited + awaited
             if self._pids.get(name, pid) != pid and name not in known:
                 self._print_line(
-                    f"{name} was lost{_format_reason(lost_by, name)}, and has been started again"
+                    f"{name} was lost{_format_reason(lost_by, name)}, and was restarted"
                 )
         self._pids = pids
         for name in awaited:
             if name not in self._awaited:
                 self._print_line(
-                    f"{name} is lost{_format_reason(lost_by, name)}: its node starts it again"
+                    f"{name} is lost{_format_reason(lost_by, name)}: its node restarts it"
                 )
         for name in self._awaited:
             if name not in awaited and name not in self._resumed:
-                self._print_line(f"{name} is back, or is not waited for any more")
+                self._print_line(f"{name} is back, or no longer expected")
         self._resumed &= set(awaited)
         self._awaited = awaited
 
@@ -216,7 +216,7 @@ class ProgressPanel:
             return
         if len(status["evaluations"]) > self._shown[1]:
             facts = status["evaluations"][-1]
-            self._print_line(f"held-out after step {facts['step']}: {format_evaluation(facts)}")
+            self._print_line(f"evaluation after step {facts['step']}: {format_evaluation(facts)}")
         self._shown, self._shown_at = key, now
         self._print_line(self._format_status(status))
 
@@ -232,7 +232,7 @@ class ProgressPanel:
             *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
             *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
             f"{status['tokens_per_s']:.0f} tok/s",
-            *([f"{status['repack']['moves']} moved"] if status["repack"] else []),
+            *([f"{status['repack']['moves']} migrated"] if status["repack"] else []),
             *_count_replicas(status),
         ]
         line = "  ".join(parts)
@@ -260,7 +260,7 @@ class ProgressPanel:
         errors, repack = status["reward_errors"], status["repack"]
         failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
         table.add_row("learning", "  ".join([*_format_learning(status), *failed]))
-        moved = f", {repack['moves']} moved" if repack else ""
+        moved = f", {repack['moves']} migrated" if repack else ""
         ready = f"{status['groups_ready']} groups ready"
         rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
@@ -311,7 +311,7 @@ def failed_share(errors: dict[str, Any]) -> str:
     """Return the number of responses on which the reward failed, and the reasons."""
     by_reason = errors["by_reason"]
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
-    return f"on {sum(by_reason.values())} of {errors['answers']} answers ({reasons})"
+    return f"on {sum(by_reason.values())} of {errors['answers']} responses ({reasons})"
 
 
 def _format_cache(engine: dict[str, int] | None) -> str:

@@ -219,8 +219,8 @@ def check_devices(config: Config) -> None:
     ranks = config.trainer.ranks
     if config.trainer.device != "cpu" and ranks > 1 and 0 < (gpus := count_gpus()) < ranks:
         raise ConfigError(
-            f"trainer.ranks = {ranks} is more than the {gpus} GPUs of this machine that we may "
-            "use, and each rank has one of its own: give at most as many"
+            f"trainer.ranks = {ranks} exceeds the {gpus} GPUs available on this machine, and each "
+            "rank needs one: give at most as many"
         )
 
 

@@ -66,7 +66,7 @@ CHANGEABLE = (
 HEADER_MAX = 100 << 20
 """Largest header of a safetensors file in bytes, as limited by its readers."""
 _PLACE = ("run.name", "run.output_dir")
-_RESTART_HINT = "so there is nothing to resume: begin it again, with --move-old or another run.name"
+_RESTART_HINT = "so there is nothing to resume: start it again, with --move-old or another run.name"
 
 
 def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
@@ -125,20 +125,21 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
                 _format_unusable(directory, f"is damaged ({short[0].name} is cut off)")
             )
         if chains.get(resume.step, resume.digest) != resume.digest:
-            what = "is another run's: the log has other trajectories in its steps"
+            what = "belongs to another run: the log has other trajectories in its steps"
             raise ConfigError(_format_unusable(directory, what))
         found.append(resume.step)
     first = state.trained[0].step_index if state.trained else 0
     if first and not any(step in chains for step in found):
         origin = f", nor {run_dir / ORIGIN_DIR}" if state.origin is not None else ""
         raise ConfigError(
-            f"no checkpoint from step {first + 1} on is in {run_dir / CHECKPOINTS_DIR}{origin}, "
-            "and the run can go on from no other: put back those that were there"
+            f"no checkpoint of step {first + 1} or later is in "
+            f"{run_dir / CHECKPOINTS_DIR}{origin}, and the run cannot resume from earlier ones: "
+            "restore those that were there"
         )
 
 
 def _format_unusable(directory: Path, why: str) -> str:
-    return f"checkpoint {directory} {why}; put back what was there, or move it out of the way"
+    return f"checkpoint {directory} {why}; restore it, or move it away"
 
 
 def safetensors_size(path: Path) -> tuple[Path, int]:

@@ -98,9 +98,9 @@ def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult
     """Return the reason to refuse a run whose reward gave no score."""
     row, said = (
         calls[0].row,
-        f"gave no score for any answer that it was tried on ({_format_result(first)})",
+        f"gave no score for any answer tried ({_format_result(first)})",
     )
-    insist = "or start without the trial by reward.trial = false"
+    insist = "or skip the trial with reward.trial = false"
     if row.ground_truth is not None:
         return f"{_describe_functions(spec)} {said}; correct it, {insist}"
     return (
@@ -118,8 +118,8 @@ def _find_flat_reward(
     row = next(call.row for call in calls if call.row.ground_truth is not None)
     return {
         "reward-flat": f"the reward gives {pairs[0][0]:g} to the answer in the data and the same "
-        f"to an empty one, and so on each of the {len(pairs)} rows tried; where every answer gets "
-        "the same, nothing is learned: look at what the function compares the response with (row "
+        f"to an empty one, and so on each of the {len(pairs)} rows tried; if all responses get the "
+        "same, the model learns nothing: check what the function compares the response with (row "
         f"{row.index} has the answer {_short_repr(from_plain(row.ground_truth))}), and whether it "
         "takes the response as text or as messages"
     }
@@ -141,7 +141,7 @@ def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, s
     return {
         "reward-order": f"the reward gives {right:g} to the answer in the data and {empty:g} to an "
         f"empty one, and so on each of the {len(known)} rows tried, so the model learns to avoid "
-        "right answers: look at the sign of the reward and at the answer column"
+        "correct answers: check the sign of the reward and the answer column"
     }
 
 

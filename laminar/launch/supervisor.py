@@ -126,7 +126,7 @@ class Supervisor:
         with self.progress:
             over = self._watch_processes()
             if over.reason and not self._lock.find_lost_reason():  # printed last
-                self.progress.add_note(f"the run cannot go on: {over.reason}")
+                self.progress.add_note(f"the run cannot continue: {over.reason}")
             self._end_processes(self._leave_s(over))
         sweep_arenas()  # left by a relay that was killed together with its node
         return over
@@ -155,7 +155,7 @@ class Supervisor:
             code = self._coordinator.poll(now)
             if self._coordinator.kill_if_stalled():
                 self.progress.add_note(
-                    f"the coordinator has made no turn for {STILL_S:g} s: killed"
+                    f"the coordinator made no progress for {STILL_S:g} s: killed"
                 )
             if self._coordinator.has_served:
                 self._asking = ResumeRequest.NOTHING
@@ -214,8 +214,8 @@ class Supervisor:
     def _tell_restart(self, code: int, pause_s: float) -> None:
         what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
         self.progress.add_note(
-            f"the coordinator {what} (exit code {code}); starting it again in {pause_s:.1f} s, "
-            "everything else goes on"
+            f"the coordinator {what} (exit code {code}); restarting it in {pause_s:.1f} s, "
+            "everything else continues"
         )
 
     def _forward_request(self) -> None:

@@ -101,8 +101,8 @@ def run_training(
                 console.print_lines(_format_daemons(plan.config, run_dir))
                 return GiveUp(_get_exit_code(console))
             console.when_gone(
-                "nobody reads the output any more; the run goes on, and "
-                f"`{shell_command('stop', run_dir)}` ends it"
+                f"the output is closed; the run continues, and `{shell_command('stop', run_dir)}` "
+                "ends it"
             )
             asking = ResumeRequest.RESUME if arguments.resume else ResumeRequest.NOTHING
             over = Supervisor(plan.config, lock, console, asked, early, asking=asking).run()
@@ -150,7 +150,7 @@ def _format_daemons(config: Config, run_dir: Path) -> list[str]:
     """Return the commands that run a prepared run."""
     nodes = [node_args(config, machine) for machine in range(config.run.nodes)]
     return [
-        f"prepared; started in {Path.cwd()}, these run it, a laminar-node on each machine:",
+        f"prepared; start these in {Path.cwd()}, with a laminar-node on each machine:",
         f"  laminar-coord {run_dir}",
         *(f"  laminar-node {run_dir} {' '.join(words)}" for words in nodes),
     ]
@@ -163,8 +163,8 @@ def place_of(config: Config, move_old: bool) -> Path:
         raise ConfigError(in_use(run_dir))
     if os.path.lexists(run_dir) and not move_old:
         raise ConfigError(
-            f"run directory {run_dir} exists; give another run.name, --move-old to keep it "
-            f"under another name, or --resume {run_dir} to go on with it"
+            f"run directory {run_dir} exists; give another run.name, --move-old to keep it under "
+            f"another name, or --resume {run_dir} to continue it"
         )
     return run_dir
 
@@ -240,7 +240,7 @@ def _take_fork(forked: ForkStart, run_dir: Path) -> None:
     except OSError as error:
         shutil.rmtree(run_dir)
         raise ConfigError(
-            f"the checkpoint of step {forked.step} cannot be taken to {run_dir}: {error}"
+            f"the checkpoint of step {forked.step} cannot be copied to {run_dir}: {error}"
         ) from None
 
 
@@ -272,7 +272,7 @@ def _format_objective(c: Config) -> list[str]:
     loss, own = a.policy_loss.loss_mode, OWN_AGGREGATION.get(a.policy_loss.loss_mode)
     if (loss, a.adv_estimator) == ("vanilla", "grpo"):
         return []
-    summed = f"{own}, its own, whatever algorithm.loss_agg_mode says" if own else a.loss_agg_mode
+    summed = f"{own}, regardless of algorithm.loss_agg_mode" if own else a.loss_agg_mode
     return [f"loss       {loss} ({summed}), advantages {a.adv_estimator}"]
 
 
@@ -285,7 +285,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[
     lines = [""]
     failure = summary["failure"] or over.reason
     if over.code == exit_codes.PAUSED:
-        lines.append("the run is paused, with all that is unfinished")
+        lines.append("the run is paused; unfinished work is saved")
     elif over.code == exit_codes.STOPPED_EARLY:
         lines.append(f"the run ended    {failure}")
     elif failure:
@@ -348,7 +348,7 @@ def _format_evaluations(evaluations: list[dict[str, Any]]) -> list[str]:
         if shaped
         else []
     )
-    name = "held-out right   " if shaped else "held-out score   "
+    name = "accuracy         " if shaped else "held-out score   "
     return [*lines, f"{name}{format_accuracy(first)} -> {format_accuracy(last)}{of_what}"]
 
 

@@ -51,7 +51,7 @@ def node_index(node: str) -> int:
     """Return the number of a machine, "node-3" -> 3; raise ValueError for any other name."""
     match = _NODE_NAME.fullmatch(node)
     if match is None:
-        raise ValueError(f"{node!r} is no name of a machine: they are node-0, node-1, ...")
+        raise ValueError(f"{node!r} is not a node name: use node-0, node-1, ...")
     return int(match[1])
 
 

@@ -68,7 +68,7 @@ def run_config(run_dir: Path) -> Config:
         what = "is not a directory" if run_dir.exists() else "does not exist"
         raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
     if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
     return load_config([], resolved=run_dir / CONFIG_FILE)
 
 

@@ -122,7 +122,7 @@ class RunLock:
             return f"the run directory {what}: a run ends with it"
         except OSError:
             return ""  # a file system that does not respond proves nothing
-        return f"the run directory {self.run_dir} is another run's now: the former one ends"
+        return f"the run directory {self.run_dir} belongs to another run now: this run ends"
 
     def close(self) -> None:
         """Release the share, as far as this process holds it."""
@@ -195,7 +195,7 @@ def holders(run_dir: Path) -> list[Holder]:
 def in_use(run_dir: Path) -> str:
     """Return the error message for a directory whose run is alive."""
     living = holders(run_dir)
-    who = format_holders(living) if living else f"whoever has {run_dir / LOCK_FILE} locked"
+    who = format_holders(living) if living else f"the process that locks {run_dir / LOCK_FILE}"
     return (
         f"run directory {run_dir} is in use by {who}; `{shell_command('stop', run_dir)}` ends a run"
     )
@@ -204,7 +204,7 @@ def in_use(run_dir: Path) -> str:
 def _describe_sole_holder(run_dir: Path, card: Path) -> str:
     """Return the error message for a name that another process has."""
     holder = _read_live_holder(card)
-    who = format_holders([holder]) if holder else f"whoever has {card} locked"
+    who = format_holders([holder]) if holder else f"the process that locks {card}"
     return f"{run_dir} is served already, by {who}; `{shell_command('stop', run_dir)}` ends the run"
 
 

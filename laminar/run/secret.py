@@ -70,8 +70,8 @@ def read_secret(run_dir: Path) -> Secret:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} is missing, and the processes of a run recognise each other by it: put it "
-            f"back, or let `{shell_command('train', '--resume', run_dir)}` make another"
+            f"{path} is missing, and the processes of a run authenticate each other with it: "
+            f"restore it, or let `{shell_command('train', '--resume', run_dir)}` create another"
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -86,7 +86,7 @@ def read_secret(run_dir: Path) -> Secret:
 def _check_permissions(path: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path} is no file: remove it, and resume the run to make another")
+        raise ConfigError(f"{path} is not a file: remove it, and resume the run to create another")
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"{path} belongs to user {found.st_uid}, and this process to user {os.geteuid()}: "
@@ -95,11 +95,11 @@ def _check_permissions(path: Path, found: os.stat_result) -> None:
     if mode & 0o077:
         raise ConfigError(
             f"{path} is open to other users (mode {mode:04o}), who may join the run with it: end "
-            "the run, remove the file, and resume the run to make another; on a file system "
+            "the run, remove the file, and resume the run to create another; on a file system "
             "without file modes choose another run.output_dir"
         )
     if found.st_size != SECRET_BYTES:
         raise ConfigError(
-            f"{path} has {found.st_size} bytes and not {SECRET_BYTES}: remove it, and resume the "
-            "run to make another"
+            f"{path} has {found.st_size} bytes instead of {SECRET_BYTES}: remove it, and resume "
+            "the run to create another"
         )

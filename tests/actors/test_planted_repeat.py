@@ -71,9 +71,9 @@ async def train(processes: Processes, trainer: Any, step: int) -> TrainedStep:
 @pytest.mark.parametrize(
     ("plant", "verdict"),
     [
-        (nothing, "identical: 3 steps trained again, 3 published versions compared"),
+        (nothing, "identical: 3 steps repeated, 3 published versions compared"),
         *(
-            (plant, "NOT identical: step 3 of 3, version 3 is the first that differs")
+            (plant, "NOT identical: step 3 of 3, version 3 is the first to differ")
             for plant in (
                 _rows(lambda samples: samples[:-1]),
                 _rows(lambda samples: samples[::-1]),
@@ -112,7 +112,7 @@ async def test_what_was_done_again_wrongly_is_named(
         steps.append(await train(processes, again, 2))
     with open_tables(processes.run_dir / STORE_FILE) as tables:
         retrained = _Retraining(host.config, Handlers(tables), processes.run_dir, {})
-        begin = RetrainStart(0, 0, "", "the model that the run began with")
+        begin = RetrainStart(0, 0, "", "the initial model of the run")
         code = await _compare_steps(retrained, tuple(steps), begin)
     assert capsys.readouterr().out.splitlines()[-1] == verdict
     assert code == (exit_codes.COMPLETE if plant is nothing else exit_codes.FAILED)

@@ -287,7 +287,7 @@ def test_an_actor_whose_configuration_is_gone_says_so(tmp_path: Path) -> None:
     (tmp_path / "processes").mkdir()
     words = [sys.executable, "-c", WITHOUT_CONFIG, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True)
-    said = f"relay-0: {tmp_path} is no run directory: it has no config.toml\n"
+    said = f"relay-0: {tmp_path} is not a run directory: it has no config.toml\n"
     assert (done.returncode, done.stderr) == (exit_codes.USER_ERROR, said)
 
 

@@ -59,13 +59,13 @@ def test_replay_from_a_snapshot_says_so(kept: tuple[Path, LoggedRun], cli: Cli) 
     newest, older = read_snapshots(world.disk).usable
     code, out = cli("log", "replay", run_dir, "--from-snapshot", "--state")
     lines = out.splitlines()
-    assert code == 0 and lines[0] == f"begun at {newest.name}, after event {newest.seq}"
+    assert code == 0 and lines[0] == f"started at {newest.name}, after event {newest.seq}"
     assert lines[1].startswith(f"{world.state.seq - newest.seq} events, ")
     assert lines[2] == "identical"
     _, whole = cli("log", "replay", run_dir, "--state")
     assert whole.split("identical\n")[1] == out.split("identical\n")[1]
     _, out = cli("log", "replay", run_dir, "--from-snapshot", "--until", newest.seq - 1)
-    assert out.startswith(f"begun at {older.name}")
+    assert out.startswith(f"started at {older.name}")
     code, out = cli("log", "replay", run_dir, "--from-snapshot", "--until", older.seq - 1)
     assert code == 2
     assert f"holds no usable snapshot of event {older.seq - 1} or before" in out
@@ -81,7 +81,7 @@ def test_a_log_without_its_beginning_is_replayed_from_its_oldest_snapshot(
     first, second, third = out.splitlines()
     assert code == 0 and third == "identical"
     assert first == (
-        f"begun at {older.name}, after event {older.seq} (the first {gone} segments are gone)"
+        f"started at {older.name}, after event {older.seq} (the first {gone} segments are gone)"
     )
     assert second.startswith(f"{world.state.seq - older.seq} events, ")
 

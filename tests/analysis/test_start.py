@@ -21,7 +21,7 @@ def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
         "processes",
         "data and models",
         "weights",
-        "answers and training",
+        "responses and training",
     ]
     assert dict(parts)["checks"] == CHECKS_NS / 1e9
     assert all(seconds >= 0 for _, seconds in parts)

@@ -22,7 +22,7 @@ def test_dead_memory_goes_and_living_memory_stays(
     said = _clean(capsys)
     assert said == [f"removed {dead.path} (16384 bytes)", "freed 16384 bytes of shared memory"]
     assert list(tmp_path.iterdir()) == [living.path]
-    assert _clean(capsys) == ["no killed run of yours has left shared memory"]
+    assert _clean(capsys) == ["no shared memory of killed runs found"]
 
 
 def _clean(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -24,7 +24,7 @@ from laminar.run.secret import make_secret, read_secret
         (["RUN", "--verbose"], "--verbose"),
         (["nowhere"], "nowhere does not exist"),
         (["FILE"], "is not a directory"),
-        (["EMPTY"], "is no run directory: it has no config.toml"),
+        (["EMPTY"], "is not a run directory: it has no config.toml"),
         (["BROKEN"], "is not valid TOML"),
     ],
 )

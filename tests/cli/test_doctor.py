@@ -54,7 +54,7 @@ def faults(capsys: pytest.CaptureFixture[str], place: Path, *words: str) -> list
     assert all(line.startswith(("ok ", "FAULT ")) for line in lines), lines
     found = [line for line in lines if line.startswith("FAULT")]
     assert code == (exit_codes.FAILED if found else exit_codes.COMPLETE)
-    assert last == (f"{len(found)} to be mended" if found else "nothing is wrong")
+    assert last == (f"{len(found)} to fix" if found else "no faults found")
     return found
 
 

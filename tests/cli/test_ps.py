@@ -84,7 +84,7 @@ def test_processes_are_shown_with_what_they_do_and_where(
     ]
     assert rows[0].split()[1:] == [os.uname().nodename, str(os.getpid())]
     assert rows[1].endswith("waiting")
-    assert rows[2].endswith("lost, and awaited")
+    assert rows[2].endswith("lost, restart pending")
     assert rows[3].endswith("version 3, 0 running, 0 waiting, 2 in reset")
     assert rows[4].endswith("version 3, 0 running, 0 waiting")
 
@@ -94,11 +94,11 @@ def test_a_run_without_a_process_says_so(run_dir: Path, capsys: pytest.CaptureFi
         json.dumps(STATUS | {"phase": "ended", "failure": "the disk is full"})
     )
     assert shown(capsys, "ps", run_dir) == [
-        f"{run_dir}: no process of it lives; ended, step 3/6",
+        f"{run_dir}: no live process; ended, step 3/6",
         "because: the disk is full",
     ]
     (run_dir / STATUS_FILE).unlink()
-    assert "not begun" in shown(capsys, "ps", run_dir)[0]
+    assert "not started" in shown(capsys, "ps", run_dir)[0]
 
 
 def test_runs_that_live_are_listed(

@@ -83,7 +83,7 @@ def test_what_is_no_run_is_a_mistake(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert commands.run_command(["stop", str(tmp_path / name)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_whoever_is_in_charge_is_asked_and_the_others_are_waited_for(
     assert f"asked {names[0]} (pid {in_charge.pid}) {to}" in said
     assert "waiting for" in said and names[1] in said
     assert f"{run_dir} has stopped\n" in said
-    assert said.endswith("goes on with it\n") == ("--pause" in options)
+    assert said.endswith("resumes it\n") == ("--pause" in options)
 
 
 def test_at_the_deadline_it_names_who_is_left_and_what_to_do(
@@ -133,7 +133,7 @@ def test_at_the_deadline_it_names_who_is_left_and_what_to_do(
     (run_dir / STATUS_FILE).write_text('{"phase": "exporting", "step": 7, "failure": ""}')
     assert commands.run_command(["stop", str(run_dir), "--timeout", "0.3"]) == 1
     said = capsys.readouterr().err
-    assert f"still runs: coordinator (pid {deaf.pid})" in said
+    assert f"is still running: coordinator (pid {deaf.pid})" in said
     assert f"laminar stop {run_dir} --now" in said
 
 

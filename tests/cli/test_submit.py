@@ -198,7 +198,7 @@ def test_a_controller_that_does_not_answer_refuses_nothing(
 
 def test_no_task_has_a_higher_number_than_a_machine_may(submit: Submit) -> None:
     said = refused(submit, "-c", CLUSTER, "slurm.rollouts=200", "slurm.spares=54")
-    assert "slurm.rollouts + slurm.spares = 254" in said and "has 253 machines at most" in said
+    assert "slurm.rollouts + slurm.spares = 254" in said and "has at most 253 machines" in said
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_ctrl_c_leaves_the_run_alone(
     assert commands.run_command(["watch", str(run_dir)]) == exit_codes.COMPLETE
     assert lock.find_lost_reason() == ""
     lock.close()
-    assert "the run goes on" in capsys.readouterr().out
+    assert "the run continues" in capsys.readouterr().out
 
 
 def test_a_run_whose_processes_are_gone_is_not_waited_for(

@@ -60,7 +60,7 @@ def test_a_lock_that_the_other_machine_does_not_see(
 ) -> None:
     patch(try_lock=lambda fd, kind: True)
     ((subject, text),) = faults(both(directory))
-    assert subject == "locks" and "resumed beside itself" in text and "nolock" in text
+    assert subject == "locks" and "could resume one run at a time" in text and "nolock" in text
 
 
 def test_a_file_that_is_replaced_and_seen_too_late(

@@ -85,7 +85,7 @@ def test_a_pause_that_the_user_asked_for_is_his_to_end(
     )
     slurm.job(SERVICE).service_ended(exit_codes.PAUSED, "")
     assert slurm.called == ["scancel 71"]
-    assert slurm.said == [f"`{shell_command('submit', '--resume', slurm.run_dir)}` goes on with it"]
+    assert slurm.said == [f"`{shell_command('submit', '--resume', slurm.run_dir)}` resumes it"]
 
 
 def test_a_task_that_still_runs_is_waited_for_before_the_others_are_cancelled(
@@ -106,7 +106,7 @@ def test_what_slurm_or_the_user_has_decided_is_left_as_it_is(slurm: Slurm) -> No
 def test_a_job_is_put_back_so_often_and_no_more(slurm: Slurm) -> None:
     slurm.job(SERVICE, restarts=3).service_ended(exit_codes.PAUSED, "SIGUSR1")
     assert not slurm.called
-    assert "was started again 3 times, and slurm.max_requeues is 3" in slurm.said[0]
+    assert "was restarted 3 times, and slurm.max_requeues is 3" in slurm.said[0]
     assert "submit --resume" in slurm.said[1]
 
 
@@ -165,7 +165,7 @@ def test_each_service_of_a_chain_queues_its_successor(
     second = turns(slurm, slurm.job({"SLURM_JOB_ID": "1"}, *words))
     assert second == ["scancel 71", service.format("1"), rollout.format("3")]
     assert read_jobs(slurm.run_dir) == Jobs(service="1", rollouts=["2"], next=["3", "4"], before=1)
-    assert slurm.said[-1] == "slurm.chain: job 3 goes on where this one ends"
+    assert slurm.said[-1] == "slurm.chain: job 3 continues when this one ends"
 
 
 def test_a_service_of_a_chain_that_slurm_ends_leaves_its_successor(slurm: Slurm) -> None:
@@ -175,7 +175,7 @@ def test_a_service_of_a_chain_that_slurm_ends_leaves_its_successor(slurm: Slurm)
     asked = slurm.called
     job.service_ended(exit_codes.PAUSED, "SIGTERM")
     job.service_ended(exit_codes.PAUSED, "SIGUSR1")
-    assert slurm.said[-1] == "job 1 goes on with it"
+    assert slurm.said[-1] == "job 1 resumes it"
     slurm.job(TASK, CHAIN).node_paused()
     slurm.job(TASK, CHAIN).node_left("SIGUSR1")
     assert slurm.called == asked
@@ -198,7 +198,7 @@ def test_a_chain_has_so_many_jobs_and_no_more(slurm: Slurm) -> None:
     job = slurm.job(SERVICE, CHAIN)
     assert turns(slurm, job) == []
     job.service_ended(exit_codes.PAUSED, "SIGUSR1")
-    assert "3 jobs went before, as slurm.max_requeues has it" in slurm.said[0]
+    assert "3 jobs ran before, the limit of slurm.max_requeues" in slurm.said[0]
     assert "submit --resume" in slurm.said[1]
 
 
@@ -219,7 +219,7 @@ def test_a_job_that_was_not_submitted_has_no_successor(
 ) -> None:
     monkeypatch.setattr(job_chain, "SUBMIT_S", 0.0)
     slurm.job({"SLURM_JOB_ID": "99"}, CHAIN).handle_service_start()
-    assert not slurm.called and "job 99 is not one that was submitted" in slurm.said[0]
+    assert not slurm.called and "job 99 was not submitted" in slurm.said[0]
 
 
 def test_a_run_that_was_paused_in_the_very_moment_of_asking_is_left_alone(

@@ -101,7 +101,7 @@ def test_the_panel_of_a_run(tmp_path: Path, clock: None) -> None:
 def test_brackets_of_a_failure_are_no_markup(tmp_path: Path, terminal: bool) -> None:
     errors = {"reward_errors": ERRORS}
     text = drawn(tmp_path, [{}, errors, errors | {"step": 4}], terminal=terminal)
-    assert text.count("the reward FAILED on an answer: " + ERRORS["first"]) == 1
+    assert text.count("the reward FAILED on a response: " + ERRORS["first"]) == 1
 
 
 def test_a_panel_is_drawn_by_a_thread_and_stays(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_processes_of_a_resumed_run_are_no_loss(tmp_path: Path) -> None:
     waited = (["store-0", "relay-0"], ["relay-0"], [], ["store-0"])
     text = drawn(tmp_path, [{"awaited": awaited} for awaited in waited])
     told = [line for line in text.splitlines() if "-0 " in line]
-    assert told == ["store-0 is lost: its node starts it again"]
+    assert told == ["store-0 is lost: its node restarts it"]
 
 
 class Pane(io.StringIO):
@@ -221,5 +221,5 @@ def test_the_last_lines_show_the_score_with_its_error() -> None:
     shaped = [TOLD | {"share": 0.0, "share_se": 0.0}, later | {"share": 0.0, "share_se": 0.0}]
     assert _format_evaluations(shaped) == [
         "held-out score   0.750 ± 0.038 -> 0.900 ± 0.038 (the exported model)",
-        "held-out right   0.000 ± 0.000 -> 0.000 ± 0.000 (the exported model)",
+        "accuracy         0.000 ± 0.000 -> 0.000 ± 0.000 (the exported model)",
     ]

@@ -77,7 +77,7 @@ def test_each_rank_of_the_trainer_has_a_gpu(
     asked = config(tmp_path, "trainer.ranks=3", f"trainer.device={device}")
     if not refused:
         return preflight.check_devices(asked)
-    with pytest.raises(ConfigError, match=r"trainer.ranks = 3 is more than the 2 GPUs"):
+    with pytest.raises(ConfigError, match=r"trainer.ranks = 3 exceeds the 2 GPUs"):
         preflight.check_devices(asked)
 
 

@@ -118,14 +118,14 @@ def test_a_setting_that_may_not_be_changed_is_named(
 
 def test_a_run_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "is no run directory: it has no config.toml" in refused(tmp_path / "empty")
+    assert "is not a run directory: it has no config.toml" in refused(tmp_path / "empty")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.toml").write_text(dump_config(load_config([], BASE)))
     assert "has no event log" in refused(bare)
     (bare / "events").mkdir()
     said = refused(bare)
-    assert "has an empty event log" in said and "begin it again, with --move-old" in said
+    assert "has an empty event log" in said and "start it again, with --move-old" in said
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
@@ -170,7 +170,10 @@ def test_a_fork_without_a_checkpoint_of_its_own_goes_on_with_what_it_began_with(
     assert f"checkpoint {run / 'origin'} is damaged" in refused(run)
     shutil.rmtree(run / "origin")
     said = refused(run)
-    assert f"no checkpoint from step 2 on is in {run / 'checkpoints'}, nor {run / 'origin'}" in said
+    assert (
+        f"no checkpoint of step 2 or later is in {run / 'checkpoints'}, nor {run / 'origin'}"
+        in said
+    )
 
 
 def test_a_run_that_is_complete_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ def _foreign(directory: Path) -> None:
         (_cut, "is damaged (model.safetensors is cut off)"),
         (_header, "is damaged ("),
         (_words, "is damaged (its trainer.json is damaged"),
-        (_foreign, "is another run's"),
+        (_foreign, "belongs to another run"),
     ],
 )
 def test_a_checkpoint_that_is_no_good_is_named(
@@ -254,7 +257,7 @@ def test_a_checkpoint_that_is_no_good_is_named(
 def test_it_ends_with_the_code_of_a_mistake(tmp_path: Path) -> None:
     done = laminar("train", "--resume", str(tmp_path))
     assert (done.returncode, done.stdout) == (exit_codes.USER_ERROR, "")
-    assert done.stderr == (f"laminar: {tmp_path} is no run directory: it has no config.toml\n")
+    assert done.stderr == (f"laminar: {tmp_path} is not a run directory: it has no config.toml\n")
 
 
 def test_a_run_that_was_moved_is_where_it_is_now(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_what_was_trained_is_trained_again_to_the_same_bytes(finished: Finished,
     done = cli("retrain", str(finished.directory))
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("identical: 6 steps trained again, ")
+    assert last.startswith("identical: 6 steps repeated, ")
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_a_step_that_does_not_come_out_again_is_named(
     done = cli("retrain", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last == "NOT identical: step 3 of 6, version 3 is the first that differs"
+    assert last == "NOT identical: step 3 of 6, version 3 is the first to differ"
 
 
 def test_the_books_agree(finished: Finished, cli: Cli) -> None:

@@ -56,7 +56,7 @@ def test_a_fork_goes_on_where_its_trainer_is_killed_twice_and_the_other_run_is_g
     shutil.rmtree(other)
     made = Finished(tmp_path / "fork", done.returncode, done.stdout + done.stderr)
     assert made.code == 0, made.output
-    assert f"begins     with step {STEP} of {other}" in made.output
+    assert f"starts     from step {STEP} of {other}" in made.output
     assert "changed    optim.lr = 0.0005, was 0.0001" in made.output
     log = list(history(made.directory))
     ends = [item for item in log if isinstance(item, ev.ProcessExited) and item.restarting]
@@ -72,8 +72,8 @@ def test_a_fork_goes_on_where_its_trainer_is_killed_twice_and_the_other_run_is_g
     check_books(made)
     again = laminar("retrain", str(made.directory))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"step {STEP}, with which the fork began: {_digest_of(finished, STEP)}" in again.stdout
-    assert "identical: 2 steps trained again" in again.stdout
+    assert f"step {STEP}, the start of the fork: {_digest_of(finished, STEP)}" in again.stdout
+    assert "identical: 2 steps repeated" in again.stdout
     found = made.summary["forked_from"]
     assert (found["run"], found["step"], found["same_data"]) == (str(other), STEP, True)
     _can_be_forked(made)
@@ -154,8 +154,8 @@ def refused(
 @pytest.mark.parametrize(
     ("words", "step", "expected"),
     [
-        ([], 5, ["no checkpoint of step 5", "have step 4, 6"]),
-        ([], 0, ["no checkpoint of step 0", "have step 4, 6"]),
+        ([], 5, ["no checkpoint of step 5", "those of step 4, 6"]),
+        ([], 0, ["no checkpoint of step 0", "those of step 4, 6"]),
         ([], 6, ["trainer.total_training_steps = 6", "step 6", "larger"]),
         (["model.name=/another"], 4, ["model.name = '/another'", "laminar train"]),
         (["rollout.engine=emulated"], 4, ["rollout.engine = 'emulated'", "another model"]),
@@ -171,7 +171,7 @@ def test_mistakes(refused: Said, words: list[str], step: int, expected: list[str
 
 def test_what_is_no_run_is_not_forked(refused: Said, tmp_path: Path) -> None:
     assert f"{tmp_path / 'none'} does not exist" in refused(of=tmp_path / "none")
-    assert f"{tmp_path} is no run directory" in refused(of=tmp_path)
+    assert f"{tmp_path} is not a run directory" in refused(of=tmp_path)
 
 
 def test_a_directory_that_exists_is_left_as_it_is(refused: Said, finished: Finished) -> None:
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_the_log_does_not_have_is_not_taken(
     shutil.copy(checkpoint / RESUME_FILE, tmp_path)
     assert "its trainer.json is damaged" in refused(of=other)
     _write_digest(checkpoint)
-    assert f"the log of {other} has no step {STEP} of these trajectories" in refused(of=other)
+    assert f"the log of {other} has no step {STEP} with these trajectories" in refused(of=other)
 
 
 def _write_digest(checkpoint: Path) -> None:

@@ -63,7 +63,7 @@ def _failures_are_told(run: Finished) -> None:
     """Where the user looks: the terminal, before and while it runs and at its end; the figures."""
     first = "ValueError: no words with a q (r.py:5)"
     assert "': 1\n" in run.output and "'': 0\n" in run.output
-    assert run.output.count(f"the reward FAILED on an answer: {first}") == 1
+    assert run.output.count(f"the reward FAILED on a response: {first}") == 1
     assert "\nreward FAILED    on " in run.output and f"the first time   {first}" in run.output
     failed = run.summary["reward_errors"]
     assert list(failed) == ["error"] and failed["error"] < run.summary["reward_answers"] / 2

@@ -63,7 +63,7 @@ def test_a_secret_that_is_missing_or_open_or_not_ours_is_refused(
         patched.setattr(secret_module.os, "geteuid", lambda: os.getuid() + 1)
         assert "start all processes of a run as the user who made" in refused(tmp_path)
     file.write_bytes(b"short")
-    assert "has 5 bytes and not 32" in refused(tmp_path)
+    assert "has 5 bytes instead of 32" in refused(tmp_path)
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     assert "cannot be read" in refused(tmp_path)

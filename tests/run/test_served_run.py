@@ -192,7 +192,7 @@ def test_a_service_that_slurm_starts_again_stands_by_while_its_former_copy_lives
     former = served.serve()
     served.trains()
     newcomer = served.serve(**STARTED_AGAIN)
-    until(lambda: "stands by" in served.output_of(newcomer), "it waits")
+    until(lambda: "standing by" in served.output_of(newcomer), "it waits")
     assert "is served already, by serve (pid" in served.output_of(newcomer)
     served.trains()
     for process in [*psutil.Process(former.pid).children(recursive=True), former]:
@@ -212,7 +212,7 @@ def test_a_service_that_stands_by_leaves_where_it_is_not_needed(served: Served, 
     former = served.serve()
     served.trains()
     newcomer = served.serve(**STARTED_AGAIN)
-    until(lambda: "stands by" in served.output_of(newcomer), "it waits")
+    until(lambda: "standing by" in served.output_of(newcomer), "it waits")
     if end == "pause":
         assert laminar("stop", "--pause", str(served.run)).returncode == 0
         served.ends(former, exit_codes.PAUSED)
@@ -252,7 +252,7 @@ def test_a_coordinator_that_stands_still_is_replaced(served: Served) -> None:
     service = served.serve()
     served.trains()
     os.kill(served.pid_of("coordinator"), signal.SIGSTOP)
-    until(lambda: "has made no turn for 30 s: killed" in served.output_of(service), "it is killed")
+    until(lambda: "made no progress for 30 s: killed" in served.output_of(service), "it is killed")
     served.trains()
     service.send_signal(signal.SIGTERM)
     served.ends(service)
@@ -287,9 +287,9 @@ def test_a_node_that_is_cut_off_while_the_run_ends_leaves_when_it_is_back(served
     ("words", "said"),
     [
         (["nowhere"], "nowhere does not exist"),
-        (["nowhere", "--node", "-1"], "numbered from 1"),
+        (["nowhere", "--node", "-1"], "give 1 or more"),
         (["nowhere", "--node", "x"], "invalid int value"),
-        (["configs"], "is no run directory"),
+        (["configs"], "is not a run directory"),
     ],
 )
 def test_mistakes(words: list[str], said: str) -> None:

@@ -99,10 +99,10 @@ def _removed_payloads(run: Finished) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     *steps, verdict = again.stdout.splitlines()
     assert steps[0].startswith("step 3, of a checkpoint: ") and len(steps) == 4
-    assert verdict.startswith("identical: 3 steps trained again, ")
+    assert verdict.startswith("identical: 3 steps repeated, ")
     published = [e for e in history(run.directory) if isinstance(e, ev.WeightsPublished)]
     assert published[-1].step == STEPS and published[-1].digest in steps[-1]  # of the export
     shutil.rmtree(run.directory / "checkpoints")
     refused = laminar("retrain", str(run.directory))
     assert refused.returncode == exit_codes.USER_ERROR
-    assert " trained were removed from the store" in refused.stderr and not refused.stdout
+    assert " were removed from the store" in refused.stderr and not refused.stdout

@@ -42,7 +42,7 @@ def test_a_step_that_was_ordered_and_not_completed_is_not_trained(tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ('[data]\ndataset = "spell_backward"\n[model]\nname = "m"\n', "has completed no step"),
+        ('[data]\ndataset = "spell_backward"\n[model]\nname = "m"\n', "has not completed a step"),
         ('[rollout]\nengine = "emulated"\n', "is emulated"),
     ],
 )

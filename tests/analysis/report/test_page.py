@@ -185,7 +185,7 @@ def test_without_a_tokenizer_the_page_has_everything_but_answers(
     (run / "config.toml").unlink()
     code, _ = cli("report", run)
     assert code == 0 and "No answers to show" in (run / "report.html").read_text()
-    assert ["shows no answers: " in sentence for sentence in said] == [True]
+    assert ["shows no responses: " in sentence for sentence in said] == [True]
 
 
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path) -> None:

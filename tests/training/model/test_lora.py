@@ -405,7 +405,7 @@ def test_a_fork_keeps_its_adapters(make_config: Make) -> None:
     unused = make_config({"lora.rank": 0, "lora.alpha": 3})
     _check_adapters(make_config(), unused, run)
     for key, value in {"lora.rank": 0, "lora.alpha": 3, "lora.target_modules": ["q_proj"]}.items():
-        with pytest.raises(ConfigError, match=rf"^{key} = .* is not what runs/a has, .*/export"):
+        with pytest.raises(ConfigError, match=rf"^{key} = .* differs from .* of runs/a, .*/export"):
             _check_adapters(before, make_config(SETTINGS | {key: value}), run)
 
 

@@ -82,7 +82,7 @@ def newer_version(cluster: Cluster) -> int:
 
 
 def pulling(cluster: Cluster) -> Iterator[str]:
-    """Yield replicas that have been ordered to pull the newest_version version, one after the other."""
+    """Yield replicas that have been ordered to pull the newest version, one after the other."""
     version = cluster.state.newest_version
     if version < 1:
         version = newer_version(cluster)
