@@ -231,8 +231,8 @@ STRANGERS: dict[Callable[[Place], str], str] = {
     unknown_key: "refused the secret of this process",
     no_handler: "does not have the secret of this run",
     secret_of_others: "start all processes of a run as the user who made its directory",
-    replayed_greeting: "relay-9 has not the secret of run",
-    reflected_greeting: "relay-9 has not the secret of run",
+    replayed_greeting: "relay-9 does not have the secret of run",
+    reflected_greeting: "relay-9 does not have the secret of run",
     other_run: "does not have the secret of this run: it probably belongs to another run",
 }
 """With a part of the sentence that it must be told."""
