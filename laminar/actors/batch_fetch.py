@@ -30,8 +30,8 @@ async def fetch_batch(
         rows = await client.fetch(command.trajectories, with_prompt=False)
     except TokensRemoved as gone:
         raise ConfigError(
-            f"step {command.step_index + 1} cannot be trained again: {gone}, because a later "
-            f"checkpoint had it, which is not in {CHECKPOINTS_DIR}/ any more: put it back"
+            f"step {command.step_index + 1} cannot be repeated: {gone}, because a later checkpoint "
+            f"has the step, but that is missing from {CHECKPOINTS_DIR}/; restore it"
         ) from None
     return [sample_of(row) for row in rows]
 

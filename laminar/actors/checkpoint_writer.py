@@ -105,7 +105,7 @@ class CheckpointWriter:
         if not self._freq or step % self._freq:
             return
         if not self._idle.is_set():
-            self.host.log.warning("checkpoint-left-out", step=step, reason="one is being written")
+            self.host.log.warning("checkpoint-left-out", step=step, reason="still writing one")
             return
         await self._start_save(version, step, event_seq, ordered=False)
 
@@ -140,7 +140,7 @@ class CheckpointWriter:
             async with asyncio.timeout(STOP_S):
                 await self._idle.wait()
         except TimeoutError:
-            self.host.log.warning("checkpoint-left-out", reason="the trainer ends")
+            self.host.log.warning("checkpoint-left-out", reason="the trainer stops")
 
     async def _save(
         self, step: int, write: Callable[[], Awaitable[None]], *, ordered: bool

@@ -78,7 +78,7 @@ class DiskFullRetry:
             waited_s, self._since_s = self._now_s() - self._since_s, None
             if self._told:
                 self._owner.notify_user(
-                    f"{self._what}: there is room again, after {waited_s:.1f} s"
+                    f"{self._what}: there is free space again, after {waited_s:.1f} s"
                 )
 
     def _now_s(self) -> float:

@@ -213,7 +213,7 @@ class Host:
                 await self._stop.wait()
         except TimeoutError:
             return
-        raise ProcessEnding(f"{self.name} was ended while it waited")
+        raise ProcessEnding(f"{self.name} was stopped while it waited")
 
     async def hit_failpoint(self, point: str) -> None:
         """Mark a named place in the code where a test may have the process die."""
@@ -290,7 +290,7 @@ class Host:
     def _starter_gone(self) -> None:
         if self._stop.is_set():
             return
-        self.log.warning("starter-gone")
+        self.log.warning("parent-gone")
         self.spawn(self._watch_coordinator(ORPHAN_ABSENT_S))
         if self.role == "node":  # its coordinator, if any, ends the run
             return
@@ -330,14 +330,14 @@ class Host:
         try:
             self.emit(event)
         except (OutboxFull, LinkClosed) as error:
-            self.log.warning("not-said", message=str(event), reason=str(error))
+            self.log.warning("event-not-sent", message=str(event), reason=str(error))
 
     async def _watch_coordinator(self, absent_max_s: float) -> None:
         """End the process when the coordinator has been silent for too long."""
         while (absent_s := self.process.silent_ns / 1e9) <= absent_max_s:
             await asyncio.sleep(absent_max_s - absent_s + WATCH_S)
         if not self._stop.is_set():
-            reason = f"no coordinator for {absent_s:.0f} s"
+            reason = f"the coordinator was silent for {absent_s:.0f} s"
             self.fail_process(reason, exit_codes.COORDINATOR_ABSENT)
 
     async def _watch_directory(self) -> None:

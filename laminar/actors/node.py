@@ -165,7 +165,7 @@ class Node:
             self.host.notify_user(f"{child.name} ended with exit code {code}; {reason}")
         if isinstance(pause_s, float):
             if pause_s:
-                self.host.log.info("not-at-once", actor=child.name, pause_s=pause_s)
+                self.host.log.info("restart-delayed", actor=child.name, pause_s=pause_s)
                 await self.host.sleep_for(pause_s)
             await self._launch_child(child)
 

@@ -220,7 +220,7 @@ class Relay:
             self._neighbour_down(report)
         else:
             assert isinstance(report, PlaneFailed)
-            self.host.fail_process(f"the thread that moves weights failed: {report.reason}")
+            self.host.fail_process(f"the transfer thread failed: {report.reason}")
 
     async def _grant_slot(self, wanted: SlotWanted) -> None:
         """Find a slot for an offered version; a reader or a sender may delay it."""
@@ -263,7 +263,7 @@ class Relay:
         if (report.name, report.incarnation) == (command.successor, command.incarnation):
             self._report_linked()
         elif report.name == command.successor:
-            detail = f"incarnation {report.incarnation} has its address, not {command.incarnation}"
+            detail = f"incarnation {report.incarnation} is there, not {command.incarnation}"
             self._report_trouble("other-relay", report.name, -1, detail)
 
     def _neighbour_down(self, report: NeighbourDown) -> None:

@@ -88,7 +88,7 @@ class RelaySlots:
             self._spawn(self._populate_slots())
         if self._memory.slot_bytes < version_bytes:
             raise ArenaError(
-                f"the slots have {self._memory.slot_bytes} bytes, {version_bytes} were asked for"
+                f"the slots have {self._memory.slot_bytes} bytes, the version {version_bytes}"
             )
         return m.ArenaOpened(arena=self._memory.path)
 

@@ -53,7 +53,7 @@ class RestartLimit:
         count = len(self._at_s)
         if count >= self._most:
             times = f"{count} time{'' if count == 1 else 's'} within {self._window_s:g} s"
-            return f"it has been started again {times}, and recovery.max_restarts is {self._most}"
+            return f"it was restarted {times}, and recovery.max_restarts is {self._most}"
         self._at_s.append(now_s)
         return min(2.0 ** min(count - 1, 10), self._pause_max_s) if count else 0.0
 

@@ -122,7 +122,7 @@ class Store:
                 return self._open_database()
             except DatabaseHeld as held:
                 if not told:
-                    self.host.notify_user(f"{held}: waiting until it has ended")
+                    self.host.notify_user(f"{held}: waiting for its end")
                 told = True
             await self.host.sleep_for(HELD_PAUSE_S)
 
@@ -153,13 +153,15 @@ class Store:
         self._ending = False
 
     async def _handle_ends(self, requests: list[m.End]) -> list[m.Reply | NotTokenised]:
-        assert self.database is not None, "orders come when the store has reported its data"
+        assert self.database is not None, "orders come after the data is loaded"
         return self.database.handle_batch(requests)
 
     def _report_ends(self, order: cmd.Envelope, reply: m.EndReply) -> None:
         for result in reply.results:
             if result.answer != "ok":
-                return self.host.fail_process(f"ending {result.trajectory_id}: {result.reason}")
+                return self.host.fail_process(
+                    f"the store could not end {result.trajectory_id}: {result.reason}"
+                )
         ended = tuple(
             ev.EndedTrajectory(
                 trajectory_id=r.trajectory_id,  # type: ignore[arg-type]
@@ -197,7 +199,7 @@ class Store:
         Writes wait while the disk is full (raises if that takes too long); requests that need
         untokenised prompts wait for them.
         """
-        assert self.database is not None, "the server listens when the database is filled"
+        assert self.database is not None, "the server starts after the database is filled"
         if not requests:
             return []
         try:
@@ -236,7 +238,7 @@ class Store:
         self._tokenising = False
 
     async def _save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
-        assert self.database is not None, "it has said which prompts have no ids"
+        assert self.database is not None, "it listed the prompts without ids"
         self.database.save_prompt_ids(ids)
 
 

@@ -113,8 +113,8 @@ class Turns:
         room = self.config.env.max_context_tokens + self.config.data.max_prompt_length
         if len(prompt_ids) > room:
             raise SessionLost(
-                f"reset() makes a prompt of {len(prompt_ids)} tokens, and there is room for {room} "
-                "(data.max_prompt_length + env.max_context_tokens)"
+                f"reset() returned a prompt of {len(prompt_ids)} tokens, more than the limit of "
+                f"{room} (data.max_prompt_length + env.max_context_tokens)"
             )
         tokens = _encode_ids(prompt_ids)
         kept = await self._store_prompt(command, tokens)

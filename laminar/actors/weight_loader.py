@@ -429,7 +429,7 @@ def probe_failure(found: ProbeDifference, probe: mf.Probe) -> str:
     """
     pairs = (
         (found.mean, probe.mean_tolerance, "on average"),
-        (found.largest, probe.tolerance, "at one"),
+        (found.largest, probe.tolerance, "at one token"),
     )
     for difference, limit, where in pairs:
         if not difference <= limit:

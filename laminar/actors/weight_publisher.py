@@ -118,7 +118,7 @@ class WeightPublisher:
             failure = await self._commit_slot(request)
             if not failure:
                 return True
-            self.host.log.warning("publish-again", version=version, reason=failure)
+            self.host.log.warning("publish-retried", version=version, reason=failure)
         return False
 
     async def _slot_by(self, deadline_ns: int) -> bool:
@@ -161,7 +161,7 @@ class WeightPublisher:
         finally:
             self._publishing = False
             self._idle.set()
-        return "" if isinstance(taken, m.SlotCommitted) else "the relay was started again"
+        return "" if isinstance(taken, m.SlotCommitted) else "the relay was restarted"
 
     async def _commit_or_skip(self, request: m.CommitSlot, event_seq: int) -> None:
         failure = await self._commit_slot(request)

@@ -70,8 +70,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     weight_update: Annotated[
         Literal["drain", "in-flight"],
         doc(
-            "drain: a replica finishes what it has before it loads newer weights; in-flight: it "
-            "loads them at once, and what it has goes on with them"
+            "drain: a replica finishes its sequences before it loads newer weights; in-flight: "
+            "it loads newer weights at once, and its sequences continue with them"
         ),
     ] = "drain"
     kv_on_update: Annotated[

@@ -69,7 +69,7 @@ def check_vllm(config: Config) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine = "vllm", but vLLM is not installed here: '
-            f"{with_extra('vllm')}; docs/engines.md has the way for a machine without a GPU"
+            f"{with_extra('vllm')}; see docs/engines.md for a machine without a GPU"
         )
     _check_parallelism(config)
     size = config.rollout.vllm.tensor_parallel_size
@@ -78,7 +78,7 @@ def check_vllm(config: Config) -> None:
         if 0 < gpus < size:
             raise ConfigError(
                 f"rollout.vllm.tensor_parallel_size = {size} is more than the {gpus} GPUs of this "
-                "machine, and a replica has all of its GPUs on one; lower it"
+                "machine, and a replica cannot span machines; lower it"
             )
 
 
@@ -88,8 +88,8 @@ def _check_parallelism(config: Config) -> None:
         if key.endswith(PARALLEL_SUFFIXES) or key.startswith(PARALLEL_PREFIXES):
             raise ConfigError(
                 f"rollout.vllm.extra.{key} = {value!r}: a replica is one engine on one machine, "
-                "with rollout.vllm.tensor_parallel_size GPUs; leave it out, and take more GPUs by "
-                "that setting or by rollout.replicas"
+                "with rollout.vllm.tensor_parallel_size GPUs; remove it, and raise that setting or "
+                "rollout.replicas to use more GPUs"
             )
 
 
@@ -173,7 +173,7 @@ def check_embedding(hf_config: Mapping[str, Any], shapes: Shapes) -> None:
             if isinstance(wanted, int) and size != wanted:
                 raise EngineError(
                     f"config.json has {key} = {wanted}, but {name} in the weight files has "
-                    f"{size} {what}; the two must belong together: correct {key}, or download "
+                    f"{size} {what}; the two must match: correct {key}, or download "
                     "the model again"
                 )
 
@@ -186,7 +186,7 @@ def _list_weight_files(directory: Path) -> list[str]:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except FileNotFoundError:
         raise EngineError(
-            f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+            f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} exists"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"{index} cannot be read ({error!r}); download it again") from None

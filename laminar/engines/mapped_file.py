@@ -38,7 +38,7 @@ class MappedFile:
             end = source.offset + source.nbytes
             if found.st_size < end:
                 raise EngineError(
-                    f"weights {source.path} have {found.st_size} bytes, the version ends at {end}"
+                    f"weights {source.path} have {found.st_size} bytes, the version needs {end}"
                 )
             if self._bytes is None or self._file != (found.st_dev, found.st_ino):
                 memory = mmap.mmap(fd, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ)

@@ -38,7 +38,7 @@ def own_ip(host: str, key: str) -> str:
             probe.bind((ip, 0))
         except OSError:
             raise ConfigError(
-                f"{key} = {host!r} is no address, name or interface of this machine"
+                f"{key} = {host!r} is not an address, name or interface of this machine"
             ) from None
     return ip
 
@@ -49,14 +49,14 @@ def ip_of(host: str, key: str) -> str:
     ip = _parse_address(name) or _of_interface(name) or _of_name(name)
     if ip is None and _has_ipv6(name):
         raise ConfigError(
-            f"{key} = {host!r} means an IPv6 address, and the processes of a run listen on IPv4: "
-            "give an IPv4 address of that machine, or a name or an interface that has one"
+            f"{key} = {host!r} has only an IPv6 address, but the processes of a run listen on "
+            "IPv4: give an IPv4 address of that machine, or a name or interface that has one"
         )
     if ip is None:
-        raise ConfigError(f"{key} = {host!r} is no address, name or interface that is known here")
+        raise ConfigError(f"{key} = {host!r} is not a known address, name or interface")
     if ipaddress.IPv4Address(ip).is_unspecified:
         raise ConfigError(
-            f"{key} = {host!r} would listen on all interfaces: give the address, the name or the "
+            f"{key} = {host!r} would listen on all interfaces: give the address, name or "
             "interface by which the other machines reach this one"
         )
     return ip
@@ -70,7 +70,7 @@ def route_to(address: str) -> str:
             probe.connect((host, int(port)))
         except OSError as error:
             raise ConfigError(
-                f"there is no way from here to the coordinator at {address} ({error.strerror}): "
+                f"no route from here to the coordinator at {address} ({error.strerror}): "
                 "set coordinator.host to an address that this machine reaches, or --host"
             ) from None
         return str(probe.getsockname()[0])
@@ -92,9 +92,9 @@ def check_reachable(ip: str, coordinator: str) -> None:
     """
     if ip.startswith("127.") and not is_loopback(coordinator):
         raise ConfigError(
-            f"the servers of this node listen on {ip}, which only its own machine reaches, and the "
-            f"coordinator on {coordinator}: give --host an address, a name or an interface that "
-            "the other machines reach, or leave it out"
+            f"the servers of this node listen on {ip}, a loopback address, but the coordinator on "
+            f"{coordinator}: give --host an address, name or interface that the other machines "
+            "reach, or omit it"
         )
 
 

@@ -113,9 +113,9 @@ def next_event(monitor: zmq.Socket[bytes]) -> int:
 def why_refused(address: str, event: int) -> str:
     """Explain a refused handshake and its likely cause."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        what = "refused this process, whose secret is not that of its run"
+        what = "refused the secret of this process"
     elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        what = "speaks another protocol: it is no process of a run that has a secret"
+        what = "speaks another protocol: it does not belong to a run with a secret"
     else:
-        what = "does not have the secret of this run: it is a process of another run, most likely"
-    return f"what listens on {address} {what}; RUN/secret must be the same file for all processes"
+        what = "does not have the secret of this run: it probably belongs to another run"
+    return f"the server at {address} {what}; RUN/secret must be the same file for all processes"

@@ -61,9 +61,9 @@ def read_address(path: Path) -> str | None:
         return None
     if found.machine != MACHINE and is_loopback(found.address):
         raise ConfigError(
-            f"{path} gives {found.address}, which only its own machine reaches, and this is "
-            "another one: set coordinator.host, or the --host of that node, to an address, a name "
-            "or an interface that the others reach"
+            f"{path} gives {found.address}, a loopback address of another machine: set "
+            "coordinator.host, or the --host of that node, to an address, name or interface that "
+            "the other machines reach"
         )
     return found.address
 

@@ -33,7 +33,7 @@ def check_room(processes: int) -> None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise ConfigError(
-        f"a run of {processes} processes (run.nodes, rollout.replicas) is too large: one server "
-        f"may have {allowed} clients here, with at most {hard} open files; raise that limit "
-        f"(ulimit -Hn; {PEERS_MAX + SPARE} allow {PEERS_MAX} clients) or give fewer replicas"
+        f"a run of {processes} processes (run.nodes, rollout.replicas) is too large: with at most "
+        f"{hard} open files, a server can have {allowed} clients; raise that limit "
+        f"(ulimit -Hn; {PEERS_MAX + SPARE} allow {PEERS_MAX} clients) or use fewer replicas"
     )

@@ -113,7 +113,7 @@ def decode_client(frame: bytes, max_bytes: int) -> ClientFrame:
     try:
         return _client_frames.decode(frame)
     except BAD_BYTES as error:
-        raise WireError(f"not a frame of a client: {error}") from error
+        raise WireError(f"invalid client frame: {error}") from error
 
 
 def decode_server(frame: bytes, max_bytes: int) -> ServerFrame:
@@ -122,7 +122,7 @@ def decode_server(frame: bytes, max_bytes: int) -> ServerFrame:
     try:
         return _server_frames.decode(frame)
     except BAD_BYTES as error:
-        raise WireError(f"not a frame of a server: {error}") from error
+        raise WireError(f"invalid server frame: {error}") from error
 
 
 def _check_size(frame: bytes, max_bytes: int) -> None:

@@ -28,7 +28,7 @@ class RejectedPeers:
             return
         self._tell(
             f"refused {self._untold} connection{'s' if self._untold > 1 else ''} to "
-            f"{self._address}, which did not show the secret of this run: of a process of another "
-            "run, most likely, or of another program"
+            f"{self._address} without the secret of this run, probably from another run or "
+            "another program"
         )
         self._untold, self._next_s = 0, now_s + APART_S

@@ -171,6 +171,6 @@ class RpcClient:
         return (
             f"the {self._server} at {shell.address or 'an unknown address'} did not answer "
             f"request {number} ({len(body)} bytes) of {self._link.name} within "
-            f"{(now - started_ns) / 1e9:.1f} s; it was last heard "
+            f"{(now - started_ns) / 1e9:.1f} s; its last message came "
             f"{self._link.silent_ns(now) / 1e9:.1f} s ago"
         )

@@ -189,7 +189,7 @@ class Inbox:
     def mark_processed(self, seq: int) -> None:
         """Mark everything up to `seq` as processed; ValueError for an undelivered number."""
         if seq > self.delivered:
-            raise ValueError(f"{seq} is declared processed, but {self.delivered} came last")
+            raise ValueError(f"{seq} is marked processed, but only {self.delivered} were delivered")
         self.processed = max(self.processed, seq)
         self.ack_due = True
 
@@ -222,8 +222,8 @@ class LinkState(StrEnum):
 def describe_client_limit(clients: int) -> str:
     """Return the refusal for a client beyond the limit."""
     return (
-        f"{clients} clients are connected, more are not possible; start fewer processes, or raise "
-        "the limit of open files where the server runs (ulimit -n)"
+        f"the server has {clients} clients, its maximum; start fewer processes, or raise its "
+        "limit of open files (ulimit -n)"
     )
 
 
@@ -440,9 +440,9 @@ class ServerLink(_Link):
             self._heard_ns = now_ns
             return [(0, message.body)]
         elif isinstance(message, Ask):
-            raise WireError(f"{self.name} asks as the user does, on the link of a process")
+            raise WireError(f"{self.name} sent a user's request on the link of a process")
         elif isinstance(message, Bye):
-            self.state, self.reason = LinkState.CLOSED, "the client said Bye"
+            self.state, self.reason = LinkState.CLOSED, "the client sent Bye"
         else:
             return self._handle_sequenced(message, now_ns)
         self._heard_ns = now_ns
@@ -484,7 +484,7 @@ class ServerLink(_Link):
 
     def _handle_hello(self, hello: Hello) -> None:
         if (hello.name, hello.boot_id) != (self.name, self.boot_id):
-            raise WireError(f"{hello.name} speaks on the link of {self.name}")
+            raise WireError(f"Hello of {hello.name} on the link of {self.name}")
         self._answer_due = True
         self._resume_from(hello.first_seq)
 
@@ -494,7 +494,7 @@ class ServerLink(_Link):
             return
         if self._has_record:
             self.refuse_client(
-                f"{self.name} was acknowledged up to {first_seq - 1}, but the record ends at "
+                f"{self.name} was acknowledged up to {first_seq - 1}, but the log ends at "
                 f"{self.inbox.delivered}: restart it, so that its work is recovered"
             )
         else:

@@ -58,8 +58,8 @@ def send_user_event(run_dir: Path, event: Event) -> None:
     finally:
         socket.close()
     if not socket.address:
-        raise ConfigError(f"there is no {run_dir / COORDINATOR_FILE}, by which it would be found")
-    raise ConfigError(f"the coordinator at {socket.address} has not answered for {ANSWER_S:g} s")
+        raise ConfigError(f"{run_dir / COORDINATOR_FILE}, the coordinator's address, is missing")
+    raise ConfigError(f"the coordinator at {socket.address} did not answer for {ANSWER_S:g} s")
 
 
 def is_coordinator_alive(address: str, keys: RunKeys) -> bool:

@@ -47,8 +47,8 @@ def _try_loss(loss: PolicyLoss) -> None:
     together = _compute_losses(loss, order)
     if not any(gradient.any() for _, gradient in together):
         raise ConfigError(
-            f"{loss.users} returned losses whose gradient in batch.log_probs is zero; what is "
-            "trained are the log-probs, so the loss has to grow or fall with them"
+            f"{loss.users} returned losses with zero gradient in batch.log_probs; the loss must "
+            "depend on them, since they are trained"
         )
     alone = [_compute_losses(loss, [row])[0] for row in order]
     _require_same(loss, "alone", alone, together)
@@ -62,12 +62,10 @@ def _require_same(
         for figure, mine, others in zip(("losses", "gradients"), here, there, strict=True):
             if not torch.allclose(mine, others, rtol=1e-4, atol=1e-5):  # float32 sums
                 raise ConfigError(
-                    f"{loss.users} gives a sequence other {figure} {how} "
-                    f"({_format_values(mine)}) than "
-                    f"among others ({_format_values(others)}); it may look at one sequence at a "
-                    "time only "
-                    "(batch.sums, batch.means), or training would depend on how a batch is split "
-                    "into micro-batches"
+                    f"{loss.users} gives a sequence different {figure} {how} "
+                    f"({_format_values(mine)}) than among others ({_format_values(others)}); it "
+                    "must treat each sequence alone (batch.sums, batch.means), or training would "
+                    "depend on how a batch is split into micro-batches"
                 )
 
 
@@ -85,13 +83,13 @@ def _compute_losses(loss: PolicyLoss, rows: list[int]) -> list[LossAndGradient]:
         raise ConfigError(f"{loss.users} returned {bad:g} among its losses; they must be finite")
     if not found.requires_grad:
         raise ConfigError(
-            f"{loss.users} returned losses without a gradient; make them of batch.log_probs, and "
+            f"{loss.users} returned losses without a gradient; compute them from batch.log_probs, "
             "without .detach(), .item() or numpy"
         )
     (gradient,) = torch.autograd.grad((weights * found).sum(), log_probs, allow_unused=True)
     gradient = torch.zeros_like(old) if gradient is None else gradient
     if not torch.isfinite(gradient).all():
-        raise ConfigError(f"{loss.users} returned losses with a gradient that is not finite")
+        raise ConfigError(f"{loss.users} returned losses with a non-finite gradient")
     parts = zip(found.detach().split(counts), gradient.split(counts), strict=True)
     return list(parts)
 

@@ -420,7 +420,7 @@ def _check_loaded(
     if config.algorithm.use_kl_loss and reference is None:
         raise ConfigError("algorithm.use_kl_loss = true needs the reference model to be loaded")
     if config.has_critic != (critic is not None):
-        raise ConfigError('a critic is loaded with algorithm.adv_estimator = "gae", and only then')
+        raise ConfigError('a critic is loaded if and only if algorithm.adv_estimator = "gae"')
 
 
 def _oldest_behind(samples: Sequence[TrainSample]) -> dict[int, int]:
@@ -438,7 +438,7 @@ def _checked(samples: Sequence[TrainSample], vocab_limit: int) -> Sequence[Train
     if not samples:
         raise ValueError("the batch is empty; a training step needs at least one sample")
     if len({s.sample_id for s in samples}) != len(samples):
-        raise ValueError("the batch has a sample id twice; every sample is trained once")
+        raise ValueError("the batch has a sample id twice; sample ids must be unique")
     for sample in samples:
         _check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids, vocab_limit)
         _check_ids(f"the response of sample {sample.sample_id}", sample.read_ids, vocab_limit)

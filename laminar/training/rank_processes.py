@@ -156,7 +156,7 @@ class RankProcesses:
             numbers = ", ".join(map(str, late))
             self._fail_group(
                 RankError(
-                    f"rank {numbers} of the trainer has not begun within {self._start_s:g} s "
+                    f"rank {numbers} of the trainer has not started within {self._start_s:g} s "
                     "(coordinator.start_timeout_s)"
                 )
             )
@@ -235,12 +235,12 @@ class RankProcesses:
             now, who = time.monotonic(), path.read_text() or "unknown"
             if now > deadline:
                 raise RankError(
-                    f"ranks of the former trainer (process ids {who}) have {path} locked and did "
-                    f"not end within {self._start_s:g} s (coordinator.start_timeout_s)"
+                    f"ranks of the former trainer (pids {who}) still lock {path} after "
+                    f"{self._start_s:g} s (coordinator.start_timeout_s)"
                 )
             if now > say_at:
                 say_at = deadline + 1.0  # say it once
-                self._say(f"waits until ranks of the former trainer have ended (pids {who})")
+                self._say(f"waiting for ranks of the former trainer to end (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
 
     def _write_process_ids(self) -> None:

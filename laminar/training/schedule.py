@@ -20,7 +20,7 @@ def check_schedule(optim: OptimConfig, total_steps: int) -> None:
     if optim.lr_scheduler_type != "constant" and total_steps <= optim.lr_warmup_steps:
         raise ConfigError(
             f"optim.lr_scheduler_type = {optim.lr_scheduler_type!r} needs more training steps than "
-            f"optim.lr_warmup_steps = {optim.lr_warmup_steps}, and the run has {total_steps}; "
+            f"optim.lr_warmup_steps = {optim.lr_warmup_steps}, but the run has {total_steps}; "
             "raise trainer.total_training_steps"
         )
 

@@ -49,18 +49,18 @@ def check_same(before: LearnerFacts, now: LearnerFacts) -> None:
     A fork may add a KL term where the other run had none."""
     if before.adapters != now.adapters:
         raise ForeignError(
-            f"it has {before.adapters or 'no adapters'}, and this run has "
+            f"it has {before.adapters or 'no adapters'}, but this run has "
             f"{now.adapters or 'none'} (lora.rank, lora.alpha, lora.target_modules)"
         )
     if before.base != now.base:
         raise ForeignError(
-            f"its adapters belong to a base of digest {before.base}, and model.name has "
-            f"{now.base} now"
+            f"its adapters belong to a base of digest {before.base}, but model.name now has "
+            f"{now.base}"
         )
     if before.reference and now.reference not in ("", before.reference):
         raise ForeignError(
-            f"its KL term compares with a reference of digest {before.reference}, and model.name "
-            f"has {now.reference} now"
+            f"its KL term compares with a reference of digest {before.reference}, but model.name "
+            f"now has {now.reference}"
         )
 
 

@@ -169,4 +169,4 @@ def _decode_checked(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> D
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RelayWireError(f"no message of a relay: {error}") from error
+        raise RelayWireError(f"not a message of a relay: {error}") from error

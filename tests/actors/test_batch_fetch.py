@@ -18,6 +18,6 @@ async def test_a_step_without_its_tokens_names_what_is_missing() -> None:
     with pytest.raises(ConfigError) as raised:
         await fetch_batch(removed("0.3.1"), repeat)
     assert str(raised.value) == (
-        "step 5 cannot be trained again: the store has removed 0.3.1, because a later checkpoint "
-        "had it, which is not in checkpoints/ any more: put it back"
+        "step 5 cannot be repeated: the store has removed 0.3.1, because a later checkpoint has "
+        "the step, but that is missing from checkpoints/; restore it"
     )

@@ -58,7 +58,7 @@ def test_a_wait_is_told_at_its_beginning_and_its_end(tmp_path: Path) -> None:
     wait.record_success()
     begin, end = host.announced
     assert "the store cannot be written, the disk is full" in begin and "300 s" in begin
-    assert end == "the store: there is room again, after 6.0 s"
+    assert end == "the store: there is free space again, after 6.0 s"
 
 
 def test_a_disk_that_takes_one_write_and_refuses_the_next_is_told_now_and_then(

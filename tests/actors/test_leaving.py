@@ -136,7 +136,7 @@ async def test_a_node_waits_for_a_coordinator_only_while_somebody_would_start_it
     if orphaned:
         host._starter_gone()
         assert await running == exit_codes.COORDINATOR_ABSENT
-        assert host._failure is not None and "no coordinator for" in host._failure[0]
+        assert host._failure is not None and "the coordinator was silent for" in host._failure[0]
     else:
         await asyncio.sleep(0.3)
         assert not running.done()

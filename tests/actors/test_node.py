@@ -141,7 +141,7 @@ async def test_who_ends_again_and_again_is_started_max_restarts_times(
     exits = machine.host.all(ev.ProcessExited)
     assert [exited.restarting for exited in exits] == [True] * restarts + [False]
     assert [exited.boot_id for exited in exits] == [p.boot_id for p in machine.started]
-    reason = "it has been started again 3 times within 3600 s, and recovery.max_restarts is 3"
+    reason = "it was restarted 3 times within 3600 s, and recovery.max_restarts is 3"
     assert [exited.reason for exited in exits] == [""] * restarts + [reason]
     assert machine.host.announced == [f"rollout-0 ended with exit code 1; {reason}"]
     assert pauses == [1.0, 2.0]

@@ -79,4 +79,4 @@ async def test_the_mean_shows_a_wrong_tensor_and_the_largest_a_wrong_row(
 def test_one_token_may_be_off_by_more_than_the_mean_and_no_more_than_its_limit() -> None:
     probe = mf.Probe(sequences=((1, 2),), logprobs=((-1.0,),), tolerance=1.0, mean_tolerance=0.1)
     assert probe_failure(ProbeDifference(0.1, 1.0), probe) == ""
-    assert "at one, more than 1" in probe_failure(ProbeDifference(0.05, 1.01), probe)
+    assert "at one token, more than 1" in probe_failure(ProbeDifference(0.05, 1.01), probe)

@@ -172,7 +172,7 @@ async def test_another_process_at_the_address_is_no_link(machine: Make) -> None:
     first.feed(second, 1, incarnation=3)
     trouble = await first.host.wait(ev.TransferProblem)
     assert trouble.kind == "other-relay"
-    assert trouble.detail == "incarnation 4 has its address, not 3"
+    assert trouble.detail == "incarnation 4 is there, not 3"
     assert not first.host.all(ev.RelayLinked)
 
 

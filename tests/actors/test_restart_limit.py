@@ -23,7 +23,7 @@ def test_a_restart_counts_no_longer_than_the_window() -> None:
     made = limit("recovery.max_restarts=2", "recovery.restart_window_s=100")
     assert [made.record_exit(at_s) for at_s in (0.0, 60.0)] == [0.0, 1.0]
     assert made.record_exit(99.0) == (
-        "it has been started again 2 times within 100 s, and recovery.max_restarts is 2"
+        "it was restarted 2 times within 100 s, and recovery.max_restarts is 2"
     )
     assert made.record_exit(100.0) == 1.0  # that of 60 s is left
     assert made.record_exit(300.0) == 0.0

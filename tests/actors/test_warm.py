@@ -151,7 +151,9 @@ torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
 """
 
 
-@pytest.mark.parametrize(("text", "note"), [(THREADS, "started threads"), (CUDA, "begun CUDA")])
+@pytest.mark.parametrize(
+    ("text", "note"), [(THREADS, "started threads"), (CUDA, "initialized CUDA")]
+)
 async def test_a_module_that_must_not_be_forked_is_imported_by_each_actor_itself(
     machine: Machine, text: str, note: str
 ) -> None:
@@ -187,7 +189,7 @@ async def test_imports_that_do_not_end_have_a_deadline(
     monkeypatch.setattr(warm_module, "TRIES", 1)
     monkeypatch.setattr(sys.modules[__name__], "READY_S", 0.5)
     warm = machine.make_warm(machine.module("endless_module", "import time\ntime.sleep(600)\n"))
-    with pytest.raises(RuntimeError, match=r"has not answered for 0 s \(its imports\)"):
+    with pytest.raises(RuntimeError, match=r"did not answer within 0 s \(its imports\)"):
         await machine.fork(warm)
 
 

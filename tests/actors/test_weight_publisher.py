@@ -136,7 +136,7 @@ async def test_steps_go_on_while_the_relay_is_away_and_the_owed_version_follows(
     again = Machine(tmp_path, 0, incarnation=2)
     await again.start()
     await trainer.host.wait(ev.PublishSkipped, 2)
-    assert trainer.skipped()[1] == (2, "the relay was started again")
+    assert trainer.skipped()[1] == (2, "the relay was restarted")
     assert await trainer.publisher.publish_owed(3, 3)
     assert (await again.host.wait(ev.WeightsPublished)).version == 3
     assert content(await again.lease(0)) == (3, 3.0)

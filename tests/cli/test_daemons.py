@@ -97,7 +97,7 @@ def test_a_node_that_other_machines_cannot_reach_ends_when_it_finds_that(tmp_pat
     command = [sys.executable, "-m", "laminar.cli.node", str(tmp_path), "--host", "127.0.1.1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == exit_codes.USER_ERROR
-    assert "listen on 127.0.1.1, which only its own machine reaches" in ended.stderr
+    assert "listen on 127.0.1.1, a loopback address" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -154,7 +154,7 @@ def test_offload_moves_the_state_into_memory_which_may_be_too_small(large: Path)
     machine = host(400, gpu0=80, gpu1=80)
     places = check_memory(asked, 1, machine)
     assert parts(places, "GPU 0") == {
-        "layers gathered whole": 12.3, "activations": 10.8, "head and logits": 7.5,
+        "gathered layers": 12.3, "activations": 10.8, "head and logits": 7.5,
     }  # fmt: skip
     found = parts(places, "this machine")
     assert (found["parameters, offloaded"], found["Adam's moments, offloaded"]) == (32.8, 65.5)

@@ -55,7 +55,7 @@ def test_a_node_that_dies_is_started_again_after_longer_and_longer_pauses() -> N
     assert run.notes == [
         "node-1 ended with exit code -9, and its processes with it; restarting it",
         "node-1 ended with exit code -9, and its processes with it; restarting it in 1 s",
-        "node-1 ended with exit code 1; it has been started again 2 times within 3600 s, and "
+        "node-1 ended with exit code 1; it was restarted 2 times within 3600 s, and "
         "recovery.max_restarts is 2",
     ]
 

@@ -54,8 +54,8 @@ def still_serves(opened, server):
 def test_a_client_of_another_run_is_refused_and_told(opened, server):
     stranger = connected(opened, OTHER, server.address)
     assert until(stranger.find_refusal_reason) == (
-        f"what listens on {server.address} does not have the secret of this run: it is a process "
-        "of another run, most likely; RUN/secret must be the same file for all processes"
+        f"the server at {server.address} does not have the secret of this run: it probably "
+        "belongs to another run; RUN/secret must be the same file for all processes"
     )
     still_serves(opened, server)
 
@@ -65,9 +65,7 @@ def test_a_client_that_knows_the_server_but_has_another_key_is_refused(opened, s
     keys = RunKeys(Secret(b"another run"))
     keys._server_public = KEYS._server_public
     stranger = connected(opened, keys, server.address)
-    assert "refused this process, whose secret is not that of its run" in until(
-        stranger.find_refusal_reason
-    )
+    assert "refused the secret of this process" in until(stranger.find_refusal_reason)
     still_serves(opened, server)
 
 
@@ -84,7 +82,7 @@ def test_a_server_without_keys_is_given_nothing(opened):
         plain.bind("tcp://127.0.0.1:*")
         address = plain.get_string(zmq.LAST_ENDPOINT)
         client = connected(opened, KEYS, address)
-        assert f"what listens on {address} speaks another protocol" in until(
+        assert f"the server at {address} speaks another protocol" in until(
             client.find_refusal_reason
         )
         with pytest.raises(zmq.Again):
@@ -115,7 +113,7 @@ async def test_a_server_tells_of_a_stranger(opened, monkeypatch, keys):
     connected(opened, keys or KEYS, server.address)
     await until_async(lambda: told)
     many = r"\d+ connections?" if keys is OTHER else "1 connection"  # that one tries again
-    assert re.match(f"refused {many} to {server.address}, which did not show", told[0])
+    assert re.match(f"refused {many} to {server.address} without the secret", told[0])
 
 
 def test_strangers_are_told_of_at_once_and_then_once_a_minute():
@@ -123,7 +121,7 @@ def test_strangers_are_told_of_at_once_and_then_once_a_minute():
     strangers = RejectedPeers("here", told.append)
     for count, now_s in [(0, 1.0), (1, 5.0), (3, 6.0), (0, 64.9), (1, 65.0), (0, 500.0)]:
         strangers.record_rejected(count, now_s)
-    assert [text.partition(",")[0] for text in told] == [
+    assert [text.partition(" without")[0] for text in told] == [
         "refused 1 connection to here",
         "refused 4 connections to here",
     ]
@@ -180,7 +178,7 @@ def test_a_server_without_its_handler_lets_nobody_in(opened, handler):
             connected(opened, KEYS, address)  # at the question for it
         assert process.stdout.readline() == "no handler\n"
         client = connected(opened, KEYS, address)
-        assert f"what listens on {address} does not" in until(client.find_refusal_reason)
+        assert f"the server at {address} does not" in until(client.find_refusal_reason)
         said, _ = process.communicate("")
     assert said == "[]\n"
 

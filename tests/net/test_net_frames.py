@@ -109,13 +109,13 @@ def test_hostile_bytes(decode, name):
 
 @pytest.mark.parametrize("frame", [Welcome("s", 1, 0), Refused("no")])
 def test_a_client_cannot_speak_as_a_server(frame):
-    with pytest.raises(WireError, match="frame of a client"):
+    with pytest.raises(WireError, match="invalid client frame"):
         decode_client(encode(frame), LIMIT)
 
 
 @pytest.mark.parametrize("frame", [Bye(), Gauge(b""), Heartbeat("s", 0)])
 def test_a_server_cannot_speak_as_a_client(frame):
-    with pytest.raises(WireError, match="frame of a server"):
+    with pytest.raises(WireError, match="invalid server frame"):
         decode_server(encode(frame), LIMIT)
 
 

@@ -158,7 +158,7 @@ async def test_a_timeout_says_what_was_waited_for(store):
     with pytest.raises(
         TimeoutError,
         match=r"the store at an unknown address did not answer request 1 \(5 bytes\) of "
-        r"rollout-0 within 0\.\d s; it was last heard 0\.\d s ago",
+        r"rollout-0 within 0\.\d s; its last message came 0\.\d s ago",
     ):
         await client.call(b"chunk", 0.1)
     await client.close(flush_s=0.0)

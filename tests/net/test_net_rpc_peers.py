@@ -141,7 +141,7 @@ def test_ten_thousand_replicas_are_let_in_and_too_many_are_told_why(monkeypatch)
     desk.hear(IDLE, Hello("one-more", "rollout", "b", 0, 1, {}))
     desk.turn()
     assert (b"r%d" % IDLE, Refused(describe_client_limit(IDLE))) in desk.wire.sent
-    assert f"{IDLE} clients are connected" in describe_client_limit(
+    assert f"the server has {IDLE} clients" in describe_client_limit(
         IDLE
     ) and "ulimit -n" in describe_client_limit(IDLE)
 

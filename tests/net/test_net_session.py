@@ -119,7 +119,7 @@ def test_a_server_acknowledges_only_what_is_processed():
 
 
 def test_processed_beyond_delivered_is_our_mistake():
-    with pytest.raises(ValueError, match="5 is declared processed, but 0 came last"):
+    with pytest.raises(ValueError, match="5 is marked processed, but only 0 were delivered"):
         server().mark_processed(5)
 
 
@@ -212,7 +212,7 @@ def test_a_body_that_no_peer_would_take_is_refused_at_once():
 
 def test_who_comes_too_late_is_told_how_many_there_are_and_what_to_do():
     assert describe_client_limit(16_384).startswith(
-        "16384 clients are connected"
+        "the server has 16384 clients"
     ) and "ulimit -n" in describe_client_limit(16_384)
 
 
@@ -266,7 +266,7 @@ def test_a_client_acknowledged_beyond_the_record_is_refused():
     """The disk lost the end of the log: going on would lose the client's events in silence."""
     link = server(Hello("rollout-0", "rollout", "c1", 4, 9, {}), last_seq=6)
     (frame,) = said(link, 0)
-    assert "acknowledged up to 8, but the record ends at 6: restart it" in frame.reason
+    assert "acknowledged up to 8, but the log ends at 6: restart it" in frame.reason
     assert link.state is LinkState.REFUSED
 
 
@@ -339,12 +339,12 @@ def test_bye_closes_both_ends():
 
 def test_one_connection_speaks_for_one_process():
     link = server()
-    with pytest.raises(WireError, match="rollout-1 speaks on the link of rollout-0"):
+    with pytest.raises(WireError, match="Hello of rollout-1 on the link of rollout-0"):
         hear(link, Hello("rollout-1", "rollout", "c1", 0, 1, {}))
 
 
 def test_a_process_does_not_ask_as_the_user_does():
-    with pytest.raises(WireError, match="rollout-0 asks as the user does"):
+    with pytest.raises(WireError, match="rollout-0 sent a user's request"):
         hear(server(), Ask(b"stop"))
 
 

@@ -223,4 +223,4 @@ def test_nothing_outlives_a_supervisor_and_a_coordinator_that_are_killed(tmp_pat
     assert arenas(run.directory) == []
     log = (run.directory / "logs" / "latest" / "node-0.jsonl").read_text().splitlines()
     reasons = [line["reason"] for line in map(json.loads, log) if line["event"] == "failed"]
-    assert len(reasons) == 1 and reasons[0].startswith("no coordinator for")
+    assert len(reasons) == 1 and reasons[0].startswith("the coordinator was silent for")

@@ -71,16 +71,16 @@ def test_the_example_of_the_documentation_passes(tmp_path: Path, make_config: Ma
     ("body", "said"),
     [
         ("return (-batch.advantages * batch.log_probs).mean()", "a Tensor of shape ()"),
-        ("return [0.0]", "returned a list; it has to return one loss for each token"),
+        ("return [0.0]", "returned a list; it must return one loss for each token"),
         ("return batch.log_probs * float('nan')", "returned nan among its losses"),
         ("return -batch.advantages * batch.old_log_probs", "losses without a gradient"),
-        ("return 0 * batch.log_probs", "whose gradient in batch.log_probs is zero"),
+        ("return 0 * batch.log_probs", "with zero gradient in batch.log_probs"),
         (
             "return (batch.log_probs - batch.log_probs.detach()).sqrt()",
-            "gradient that is not finite",
+            "non-finite gradient",
         ),
-        ("return batch.log_probs - batch.log_probs.mean()", "a sequence other losses alone"),
-        ("return batch.log_probs - batch.log_probs[0]", "may look at one sequence at a time only"),
+        ("return batch.log_probs - batch.log_probs.mean()", "a sequence different losses alone"),
+        ("return batch.log_probs - batch.log_probs[0]", "must treat each sequence alone"),
         ("return batch.logprobs", "raised AttributeError: 'LossInputs' object has no attribute"),
         ("return batch.missing", "(my.py:2)"),
     ],
@@ -94,7 +94,7 @@ def test_each_mistake_of_a_loss_has_its_sentence(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return batch.rewards[:2]", "a ndarray of shape (2,); it has to return an array with one"),
+        ("return batch.rewards[:2]", "a ndarray of shape (2,); it must return an array with one"),
         ("return batch.rewards.mean()", "number for each sequence, here 7, or for each token"),
         ("return None", "returned a NoneType"),
         ("return batch.rewards / 0.0", "among its advantages; they must be finite numbers"),

@@ -159,7 +159,7 @@ async def test_the_file_where_ranks_met_is_the_same_after_their_end() -> None:
 
 async def test_who_does_not_begin_is_named() -> None:
     told = Told(3, "coordinator.start_timeout_s=1", mode="late")
-    with pytest.raises(RankError, match=r"^rank 1, 2 of the trainer has not begun within 1 s"):
+    with pytest.raises(RankError, match=r"^rank 1, 2 of the trainer has not started within 1 s"):
         await told.gang.start()
     await told.gang.close()
     assert not told.processes()
@@ -172,9 +172,7 @@ async def test_ranks_wait_until_those_of_the_former_trainer_are_gone(tmp_path: P
         former.flush()
         fcntl.flock(former, fcntl.LOCK_EX)
         told = Told(2, "coordinator.start_timeout_s=1.5", lock=lock)
-        with pytest.raises(
-            RankError, match=r"former trainer \(process ids 11, 12\) have .* locked"
-        ):
+        with pytest.raises(RankError, match=r"former trainer \(pids 11, 12\) still lock"):
             await told.gang.start()
         assert told.processes() == [] and "pids 11, 12" in told.said[0]
         await told.gang.close()

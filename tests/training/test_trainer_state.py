@@ -175,7 +175,7 @@ async def test_another_model_is_refused(
     trained = run()
     directory = await trained.save(tmp_path / "step_2")
     make_model(7, intermediate_size=32).save_pretrained(trained.source)
-    with pytest.raises(ConfigError, match=r"of another model: .* is F32 \(64, 32\)"):
+    with pytest.raises(ConfigError, match=r"to another model: .* is F32 \(64, 32\)"):
         checkpoint.load_checkpoint(directory, trained.fresh(trained.source))
 
 
@@ -189,5 +189,5 @@ async def test_elements_of_another_type_are_refused(
     directory = await trained.save(tmp_path / "step_2")
     short = {key: tensor.bfloat16() for key, tensor in load_file(directory / name).items()}
     save_file(short, directory / name)
-    with pytest.raises(ConfigError, match=rf"its {name} is of another .* is BF16 .* not F32"):
+    with pytest.raises(ConfigError, match=rf"its {name} belongs to another .* is BF16 .* not F32"):
         checkpoint.restore_checkpoint(directory, trained.learner)

@@ -84,7 +84,7 @@ def test_the_quickstart_learns_with_vllm_replicas(tmp_path: Path) -> None:
     ("sent", "told"),
     [
         (signal.SIGKILL, "engine core has died, killed by SIGKILL"),
-        (signal.SIGSTOP, "has ended no step for|has not answered"),
+        (signal.SIGSTOP, "has finished no step for|did not answer"),
     ],
     ids=["killed", "stopped"],
 )

@@ -316,7 +316,7 @@ def test_a_slot_is_not_reused_under_chunks_that_go_or_went_out(hold: FrameKind |
     links[:2] = join(master, b)
     master.publish(1)
     run([master, b], links[:2])
-    assert "given up while it was being sent" in links[2].failed
+    assert "evicted while it was being sent" in links[2].failed
     part(b, c)
     links[2:] = join(b, c)
     run([master, b, c], links)

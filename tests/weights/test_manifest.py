@@ -34,7 +34,7 @@ def test_layout_keeps_order_and_aligns() -> None:
     ("shapes", "dtype", "message"),
     [
         ([], "float32", "at least one"),
-        ([("a", (2,)), ("a", (2,))], "float32", "'a' is there twice"),
+        ([("a", (2,)), ("a", (2,))], "float32", "'a' is listed twice"),
         ([("a", (2, 0))], "float32", "no elements"),
         ([("a", (-2, -2))], "float32", "no elements"),
         ([("a", (2,))], "complex64", "'complex64'"),
@@ -77,7 +77,7 @@ INCONSISTENT: list[tuple[dict[str, Any], str]] = [
     ({"tensors": changed(1, name="embed")}, "twice"),
     ({"tensors": changed(1, offset=128)}, "offset 128, not 192"),
     ({"tensors": changed(1, offset=1 << 40)}, "not 192"),
-    ({"tensors": changed(0, nbytes=156)}, "says 156 bytes"),
+    ({"tensors": changed(0, nbytes=156)}, "claims 156 bytes"),
     ({"tensors": changed(0, shape=(5, 9))}, "takes 180"),
     ({"tensors": changed(2, dtype="int32")}, "'scale' is int32"),
     ({"tensors": changed(2, dtype="float33")}, "float33"),

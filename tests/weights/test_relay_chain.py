@@ -325,5 +325,5 @@ def test_relays_of_another_run_are_refused(cluster: Cluster) -> None:
     a.set_successor(1, stranger)
     trouble = a.wait_for(lambda r: isinstance(r, Trouble)).report
     assert (trouble.kind, trouble.peer) == ("refused", "b")
-    assert "not of run bench" in trouble.detail
+    assert "not belong to run bench" in trouble.detail
     assert stranger.status().refused["other-run"] >= 1

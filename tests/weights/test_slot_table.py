@@ -48,7 +48,7 @@ def test_wrong_use_names_the_state() -> None:
         table.commit(3, "trainer", 9)
     with pytest.raises(SlotError, match="no slot -1"):
         table.get_state(-1)
-    with pytest.raises(SlotError, match="never was a lease 0"):
+    with pytest.raises(SlotError, match="unknown lease 0"):
         table.release(0)
 
 

@@ -46,5 +46,5 @@ def test_what_is_sent_is_the_part_of_the_file(tmp_path: Path) -> None:
 def test_file_that_was_cut_short_ends_the_connection(tmp_path: Path) -> None:
     sender = Sender(tmp_path / "slot")
     os.ftruncate(sender.file.fileno(), 100)
-    with pytest.raises(OSError, match="cut the file of the weights short"):
+    with pytest.raises(OSError, match="the file of the weights was truncated"):
         sender.connection.flush()

@@ -179,7 +179,7 @@ def test_a_slot_that_is_too_small_is_refused() -> None:
     total = mf.check_tensors(specs)
     write_tensors(view, specs, random_tensors().items())
     manifest, small = describe(view, specs), slot(total - 1)
-    message = f"a version of {total} bytes, a slot of {total - 1}"
+    message = f"a version of {total} bytes does not fit into a slot of {total - 1}"
     with pytest.raises(mf.ManifestError, match=message):
         write_tensors(small, specs, random_tensors().items())
     with pytest.raises(mf.ManifestError, match=message):

@@ -119,7 +119,7 @@ def test_a_stranger_is_sent_away_and_counted(
         sock.sendall(data)
         said = ended(sock)
     assert relay.plane.get_status().refused == {reason: 1}
-    assert (b"not of run another" in said) == (reason == "other-run")
+    assert (b"not belong to run another" in said) == (reason == "other-run")
     told = relay.wait(PeerRejected)
     assert f"refused 1 connection to 127.0.0.1:{relay.port}" in told.what
 
@@ -167,7 +167,7 @@ def test_who_cannot_prove_that_it_is_of_the_run_is_refused(
         challenge = received(sock, wire.successor_decoder)
         assert introduction(challenge).verify_proof(KEY, SUCCESSOR, challenge.proof)
         sock.sendall(wire.encode(wire.Proof(proof=prove(challenge))))
-        assert b"relay-9 has not the secret of run run" in ended(sock)
+        assert b"relay-9 does not have the secret of run run" in ended(sock)
     assert relay.plane.get_status().refused == {"other-secret": 1}
     relay.wait(PeerRejected)
     assert drained(relay) == []
@@ -181,7 +181,7 @@ def test_a_greeting_that_was_overheard_is_refused(probe: Callable[..., Probe]) -
         assert relay.wait(NeighbourUp).name == "relay-9"
         with socket.create_connection((relay.host, relay.port)) as again:
             again.sendall(said)
-            assert b"has not the secret" in ended(again)
+            assert b"does not have the secret" in ended(again)
         assert relay.plane.get_status().predecessor == "relay-9"
     assert relay.plane.get_status().refused == {"other-secret": 1}
 
@@ -203,7 +203,7 @@ def test_relays_with_other_secrets_say_so_and_are_no_neighbours(
     relay.feed(other)
     trouble = relay.wait(Trouble)
     assert (trouble.kind, trouble.peer) == ("other-secret", "relay-1")
-    assert "what listens there has not the secret of run run" in trouble.detail
+    assert "the peer does not have the secret of run run" in trouble.detail
     assert {type(report) for report in drained(other)} <= {PeerRejected}
 
 
@@ -425,7 +425,7 @@ def test_a_fetch_proves_that_it_is_of_the_run(probe: Callable[..., Probe]) -> No
     holder, other = probe("relay-0"), probe("relay-1", "run", b"another key, as long as it")
     published(holder, 7, 1)
     other.plane.fetch(7, holder_of(holder))
-    assert "has not the secret" in other.wait(NotFetched).reason
+    assert "does not have the secret" in other.wait(NotFetched).reason
 
 
 def test_the_slot_of_a_fetch_that_breaks_comes_back(probe: Callable[..., Probe]) -> None:

@@ -24,7 +24,7 @@ def adopt_orphans() -> None:
     """Become the parent of orphans from now on; OSError if the system does not support it."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         number = ctypes.get_errno()
-        raise OSError(number, f"no child subreaper: {os.strerror(number)}")
+        raise OSError(number, f"cannot become a subreaper: {os.strerror(number)}")
 
 
 def reap_orphan(known: Container[int], seen: int) -> int:

@@ -105,7 +105,7 @@ class SystemProcess:
         return address
 
     def _report_refused(self, reason: str) -> None:
-        self.log.warning("not-let-in", reason=reason)
+        self.log.warning("join-refused", reason=reason)
         self.print_message(reason)
 
     # --- the coordinator ----------------------------------------------------------------------

@@ -119,4 +119,4 @@ class OutputLog:
                 file.write(data[:room] + (self._format_truncation() if self._full else b""))
 
     def _format_truncation(self) -> bytes:
-        return f"\n... what is printed beyond {self._bytes_max} bytes is not kept\n".encode()
+        return f"\n... output beyond {self._bytes_max} bytes is dropped\n".encode()

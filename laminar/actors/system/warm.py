@@ -154,7 +154,7 @@ class WarmProcess:
         try:
             socket.send_fds(self._socket, [msgspec.msgpack.encode(launch)], fds)
         except OSError as error:
-            raise _WarmProcessLost(f"takes no launch: {error.strerror}") from None
+            raise _WarmProcessLost(f"accepts no launch: {error.strerror}") from None
         answer = await self._read_answer(self._socket, FORK_S, "a fork")
         if isinstance(answer, ForkRefused):
             raise RuntimeError(f"{launch.name} cannot be started: {answer.reason}")
@@ -166,7 +166,7 @@ class WarmProcess:
         try:
             body = await asyncio.wait_for(loop.sock_recv(warm, MESSAGE_MAX), seconds)
         except TimeoutError:
-            raise _WarmProcessLost(f"has not answered for {seconds:.0f} s ({what})") from None
+            raise _WarmProcessLost(f"did not answer within {seconds:.0f} s ({what})") from None
         except OSError as error:
             raise _WarmProcessLost(f"is gone: {error.strerror}") from None
         if not body:

@@ -92,9 +92,9 @@ def main(fd: str, note: str, *modules: str) -> int:
     missing = import_all(modules)
     if hindrance := hindrance_to_fork():
         if not modules:
-            sys.exit(f"a warm process that has imported nothing {hindrance}")
+            sys.exit(f"the warm process {hindrance} without any import")
         _exec_without_modules(
-            fd, f"importing {', '.join(modules)} {hindrance}: each actor imports anew"
+            fd, f"importing {', '.join(modules)} {hindrance}: each actor imports them itself"
         )
     gc.collect()
     gc.freeze()  # children share these pages until a collection writes into them
@@ -122,7 +122,7 @@ def hindrance_to_fork() -> str:
     if threads := _other_threads():
         return f"has started threads ({threads})"
     torch = sys.modules.get("torch")
-    return "has begun CUDA" if torch is not None and torch.cuda.is_initialized() else ""
+    return "has initialized CUDA" if torch is not None and torch.cuda.is_initialized() else ""
 
 
 def _other_threads() -> str:

@@ -225,7 +225,7 @@ class TorchEngine:
         self.close()
         self._model.cache.clear()
         raise EngineError(
-            "the model gives logits that are not finite: the loaded weights are broken; "
+            "the model computes non-finite logits: the loaded weights are broken; "
             "all sequences were dropped, load other weights"
         )
 

@@ -149,7 +149,7 @@ class VllmEngine:
         return self._loop.create_task(self._load(source, on_update))
 
     def expect_weights(self) -> asyncio.Future[None]:
-        raise EngineError("vLLM loads whole versions only; give rollout.load = whole")
+        raise EngineError("vLLM loads whole versions only; set rollout.load = whole")
 
     def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         return self.expect_weights()
@@ -230,7 +230,7 @@ class VllmEngine:
         table = [(t.name, t.dtype, list(t.shape), t.offset) for t in source.tensors]
         where = (source.path, source.offset, source.nbytes, table, self._broken)
         answers = await self._call_core(
-            LOAD_TIMEOUT_S, "a load of weights", llm.collective_rpc("laminar_load", args=where)
+            LOAD_TIMEOUT_S, "a weight load", llm.collective_rpc("laminar_load", args=where)
         )
         # Refused while a sequence has blocks: so it also proves that the pause has cleared them.
         cleared = keeps or await self._call_core(
@@ -240,7 +240,7 @@ class VllmEngine:
         await self._call_core(RPC_TIMEOUT_S, "a label", llm.update_weight_version(label))
         failures = [answer for answer in answers if answer]
         if not cleared:
-            failures.append("vLLM kept cached keys and values of the weights before")
+            failures.append("vLLM kept cached keys and values of the old weights")
         if failures:
             self._running.drop_all()
         await self._call_core(RPC_TIMEOUT_S, "a resume", llm.resume_generation())
@@ -279,7 +279,7 @@ class VllmEngine:
 
     def _require_weights(self) -> None:
         if not self._loaded:
-            raise EngineError("the engine has no weights; load some first")
+            raise EngineError("the engine has no weights; call load first")
 
     def _require_idle(self, what: str) -> None:
         if self._running:
@@ -293,7 +293,7 @@ class VllmEngine:
         try:
             return await asyncio.wait_for(_as_coroutine(call), seconds)
         except TimeoutError:
-            self._fail_engine(f"vLLM's engine core has not answered {what} for {seconds:.0f} s")
+            self._fail_engine(f"vLLM's engine core did not answer {what} within {seconds:.0f} s")
         except EngineDeadError:
             self._fail_engine(self._describe_death())
         except EngineError:
@@ -311,8 +311,8 @@ class VllmEngine:
                 self._fail_engine(self._describe_death())
             elif self._running and not self._running.is_paused and still_s > STALL_TIMEOUT_S:
                 self._fail_engine(
-                    f"vLLM's engine core lives and has ended no step for {still_s:.0f} s with "
-                    f"{len(self._running)} requests to work on"
+                    f"vLLM's engine core is alive but has finished no step for {still_s:.0f} s, "
+                    f"with {len(self._running)} requests running"
                 )
 
     def _describe_death(self) -> str:
@@ -320,7 +320,7 @@ class VllmEngine:
         code = self._core.exitcode
         if code is None or code >= 0:
             return f"vLLM's engine core has died: {self._printed.find_failure()}"
-        memory = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        memory = " (the kernel does this when memory runs out)" if -code == signal.SIGKILL else ""
         return f"vLLM's engine core has died, {describe_exit(code)}{memory}"
 
     def _given_up(self, request_id: str, error: Exception | str) -> None:
@@ -332,7 +332,7 @@ class VllmEngine:
         elif isinstance(error, str):
             self._fail_engine(error)
         else:
-            self._fail_engine(f"vLLM gave up {request_id}: {type(error).__name__}: {error}")
+            self._fail_engine(f"vLLM failed request {request_id}: {type(error).__name__}: {error}")
 
     def _fail_engine(self, why: str) -> None:
         """Fail the engine, once, and drop all requests: no answer can come."""

@@ -64,5 +64,5 @@ class ProcessOutput:
             file.seek(self._begin)
             said = [line for line in file if line.startswith(FAILURE_MARK)]
         if not said:
-            return f"what it printed is in {self._path}"
+            return f"its output is in {self._path}"
         return said[0].removeprefix(FAILURE_MARK).decode(errors="replace").strip()

@@ -28,7 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from laminar.engines.protocol import LENGTH, STOP, GenerateRequest, TokenDelta
 
 FINISH_REASONS = {"stop": STOP, "length": LENGTH}
-NOT_FINITE = "the model gives log-probs that are not finite: the loaded weights are broken"
+NOT_FINITE = "the model computes non-finite log-probs: the loaded weights are broken"
 
 
 @dataclass

@@ -211,7 +211,7 @@ def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
     known = [field.name for field in fields if not field.name.startswith("_")]
     for key in extra:
         if key in ours:
-            return f"rollout.vllm.extra.{key} is decided by the settings of rollout; leave it out"
+            return f"rollout.vllm.extra.{key} is set by other keys of rollout; remove it"
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
             return f"rollout.vllm.extra.{key} is not an argument of vLLM; the nearest is {near}"

@@ -94,7 +94,7 @@ class LaminarWorker:
             names.discard("lm_head.weight")  # another name of the embedding
         missing = names - set(loaded) if loaded is not None else set()
         if missing:
-            raise EngineError(f"the version has nothing for {', '.join(sorted(missing)[:5])}")
+            raise EngineError(f"the version lacks {', '.join(sorted(missing)[:5])}")
 
 
 def _remove_names() -> None:

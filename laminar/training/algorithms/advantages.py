@@ -267,7 +267,7 @@ def inputs_of(samples: Sequence[TrainSample], options: Mapping[str, Any]) -> Adv
     rewards = np.array([s.trained_reward for s in samples], dtype=np.float64)
     if not np.isfinite(rewards).all():
         bad = samples[int(np.argmin(np.isfinite(rewards)))]
-        raise ValueError(f"sample {bad.sample_id} has the reward {bad.reward}, no finite one")
+        raise ValueError(f"sample {bad.sample_id} has reward {bad.reward}; it must be finite")
     numbers: dict[str, int] = {}
     names = dict.fromkeys(name for s in samples for name in s.extras)
     return AdvantageInputs(
@@ -293,7 +293,7 @@ def _validate_advantages(found: object, batch: AdvantageInputs, users: UserFunct
     if array.shape not in ((sequences,), (tokens,)):
         shape = f" of shape {array.shape}" if isinstance(found, np.ndarray) else ""
         raise ConfigError(
-            f"{users} returned a {type(found).__name__}{shape}; it has to return an array with one "
+            f"{users} returned a {type(found).__name__}{shape}; it must return an array with one "
             f"number for each sequence, here {sequences}, or for each token, here {tokens}"
         )
     if not np.isfinite(array).all():

@@ -204,7 +204,6 @@ class PolicyLoss:
             return
         shape = f" of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else ""
         raise ConfigError(
-            f"{self.users} returned a {type(losses).__name__}{shape}; it has to return one loss "
-            f"for each token, here a tensor of shape {tuple(log_probs.shape)}: neither their mean "
-            "nor their sum, which the trainer takes"
+            f"{self.users} returned a {type(losses).__name__}{shape}; it must return one loss for "
+            f"each token, here a tensor of shape {tuple(log_probs.shape)}; the trainer reduces them"
         )

@@ -84,7 +84,8 @@ def restore_checkpoint(directory: Path, learner: Learner) -> ResumeState:
         raise _make_damage_error(directory, error) from error
     except ForeignError as error:
         raise ConfigError(
-            f"checkpoint {directory} cannot be trained on: {error}; give what the run began with"
+            f"checkpoint {directory} cannot be trained on: {error}; restore the run's original "
+            "settings"
         ) from error
     return found
 
@@ -129,7 +130,7 @@ def _load_tensors(directory: Path, name: str, weights: Mapping[str, Tensor]) -> 
     with safe_open(directory / name, framework="pt") as file:
         other = sorted(set(file.keys()) ^ weights.keys())
         if other:
-            raise ForeignError(f"its {name} is of another model: {other[0]!r} differs")
+            raise ForeignError(f"its {name} belongs to another model: {other[0]!r} differs")
         for key, tensor in weights.items():
             _load_rows(name, key, tensor, file)
 
@@ -141,14 +142,14 @@ def read_back(directory: Path, learner: Learner) -> None:
             rows = rows_of(tensor)
             end = rows.first + len(rows.data)
             if not torch.equal(file.get_slice(name)[rows.first : end], rows.data.cpu()):
-                raise CheckpointError(f"{directory} has another {name!r} than was written")
+                raise CheckpointError(f"{name!r} in {directory} differs from what was written")
 
 
 def _load_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
     try:
         copy_rows(name, tensor, file.get_slice(name))
     except ValueError as error:
-        raise ForeignError(f"its {of} is of another model: {error}") from error
+        raise ForeignError(f"its {of} belongs to another model: {error}") from error
 
 
 def iter_moments(
@@ -170,7 +171,7 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: An
         kind, _, name = key.partition(".")
         parameter = parameters.get(name)
         if kind not in ADAM_STATE_KEYS or parameter is None:
-            raise ForeignError(f"its optimizer has {key!r}, which this model does not")
+            raise ForeignError(f"its optimizer has {key!r}, which this model lacks")
         state = found.setdefault(name, {})
         if kind == "step":
             state[kind] = file.get_tensor(key).to(parameter.device)

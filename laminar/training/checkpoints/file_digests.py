@@ -47,8 +47,8 @@ def check_digests(directory: Path) -> None:
         digest = _digest_file(directory / name)
         if digest != digests.get(name):
             raise CheckpointError(
-                f"its {name} is damaged: it has digest {digest}, and was written with "
-                f"{digests.get(name, 'none')}"
+                f"its {name} is damaged: its digest is {digest}, but was "
+                f"{digests.get(name, 'none')} when it was written"
             )
 
 

@@ -174,7 +174,7 @@ def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
         if way.critic is not None:  # in turn with the policy; its head is one row
             of_critic = replace(way.critic, tied=True)
             gathered = max(gathered, _gathered_bytes(of_critic, replace(way, rank=0)))
-        device["layers gathered whole"] = gathered
+        device["gathered layers"] = gathered
     if way.copies:
         copied = model.parameters + 2 * trained + (trained if way.rank else 0)
         copied += 3 * critic.parameters if critic is not None else 0

@@ -231,8 +231,8 @@ def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> No
             made = type(module)(model.config)
         except TypeError as error:
             raise ConfigError(
-                f"model {name!r} is a {type(model).__name__}, whose {lost[0]} cannot be made "
-                "again in parts; set trainer.ranks to 1 and trainer.offload to none"
+                f"model {name!r} is a {type(model).__name__}, whose {lost[0]} cannot be rebuilt "
+                "in parts; set trainer.ranks to 1 and trainer.offload to none"
             ) from error
         for key, buffer in made.named_buffers(recurse=False):
             module.register_buffer(key, buffer.to(device), persistent=False)
@@ -281,6 +281,6 @@ def copy_rows(name: str, tensor: Tensor, saved: Any, *, cast: bool = False) -> N
     rows, dtype = rows_of(tensor), DTYPES[tensor.dtype]
     shape, its = tuple(saved.get_shape()), saved.get_dtype()
     if shape != rows.shape or (its != dtype and not cast):
-        raise ValueError(f"{name!r} is {its} {shape}, and not {dtype} {rows.shape}")
+        raise ValueError(f"{name!r} is {its} {shape}, not {dtype} {rows.shape}")
     if rows.data.numel():
         rows.data.copy_(saved[rows.first : rows.first + len(rows.data)])

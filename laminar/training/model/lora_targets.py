@@ -51,8 +51,8 @@ def choose_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
     unknown = sorted(set(lora.target_modules) - set(there))
     if unknown:
         raise ConfigError(
-            f"lora.target_modules has {unknown[0]!r}, and the layers of this model have "
-            f"{', '.join(sorted(there))}: give some of these, or {ALL_LINEAR}"
+            f"lora.target_modules has {unknown[0]!r}, but the layers of this model have "
+            f"{', '.join(sorted(there))}: use some of these, or {ALL_LINEAR}"
         )
     return sorted(set(lora.target_modules))
 

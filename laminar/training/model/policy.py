@@ -146,7 +146,7 @@ class LoadedPolicy:
         if not rows.prompts:
             return {}
         if not self.prompts_once:  # its attention would read the row as one sequence
-            raise ValueError("this model cannot read rows that hold a prompt once")
+            raise ValueError("this model cannot read rows with shared prompts")
         return {"position_ids": rows.positions, "prompts": rows.prompts}
 
 
@@ -221,8 +221,8 @@ def recompute_layers(model: nn.Module) -> None:
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"trainer.activation_checkpointing: a {type(model).__name__} has no layers that "
-            "transformers names as such (GradientCheckpointingLayer); set it to off"
+            f"trainer.activation_checkpointing: a {type(model).__name__} has no layers of type "
+            "GradientCheckpointingLayer (transformers); set it to off"
         )
     for layer in layers:
         layer.forward = partial(
@@ -246,7 +246,7 @@ def check_value_head(name: str, model: PreTrainedModel) -> None:
     if not hasattr(model, "score"):
         raise ConfigError(
             f"model {name!r} cannot be a critic: a {type(model).__name__} has no head named "
-            "score, as decoders have; give a model such as Qwen2, Qwen3 or Llama"
+            "score; use a decoder such as Qwen2, Qwen3 or Llama"
         )
 
 
@@ -346,7 +346,7 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
         if found:
             raise ConfigError(
                 f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
-                " its weights and config.json must belong together"
+                " its weights and config.json must match"
             )
 
 
@@ -362,9 +362,9 @@ def check_head(name: str, policy: LoadedPolicy) -> None:
     apart = float((gather_targets(own, rows.targets) - found.log_probs).abs().max())
     if not apart <= HEAD_TOLERANCE:
         raise ConfigError(
-            f"model {name!r} is a {type(policy.model).__name__}, whose logits are not its head's "
-            f"(log-probs differ by {apart:.1g}: it scales or caps them); use a causal LM that "
-            "gives the output of its head, such as Qwen2, Qwen3 or Llama"
+            f"model {name!r} is a {type(policy.model).__name__}, which scales or caps the output "
+            f"of its head (log-probs differ by {apart:.1g}); use a causal LM that returns it "
+            "unchanged, such as Qwen2, Qwen3 or Llama"
         )
 
 

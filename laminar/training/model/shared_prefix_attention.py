@@ -58,10 +58,10 @@ def why_padded(
 
 def _find_gpu_padding_reason(config: PreTrainedConfig, dtype: torch.dtype) -> str:
     if dtype != torch.bfloat16:
-        return f"the flash kernel of a GPU takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"the flash kernel of a GPU needs bfloat16, not {str(dtype).removeprefix('torch.')}"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in GPU_HEAD_SIZES:
-        return f"the flash kernel of a GPU takes heads of a multiple of 8 up to 256, not of {size}"
+        return f"the flash kernel of a GPU takes head sizes in multiples of 8 up to 256, not {size}"
     return ""
 
 

@@ -127,7 +127,7 @@ class Arena:
         space.
         """
         if slots < 1 or slot_bytes < 1:
-            raise ArenaError(f"arena {path}: {slots} slots of {slot_bytes} bytes hold nothing")
+            raise ArenaError(f"arena {path}: {slots} slots of {slot_bytes} bytes are empty")
         fd = _create_locked(path)
         try:
             total = _file_bytes(slots, slot_bytes)
@@ -199,9 +199,9 @@ class Arena:
 
     def _make_shortage_error(self, reason: str) -> ArenaError:
         return ArenaError(
-            f"arena {self.path} has no memory for all of its {self.slots} slots of "
-            f"{self.slot_bytes} bytes any more: something else took it from {self.path.parent} "
-            f"({reason}); make room there, or set weights.max_bytes"
+            f"arena {self.path} no longer has memory for its {self.slots} slots of "
+            f"{self.slot_bytes} bytes: something else has used up {self.path.parent} "
+            f"({reason}); free some there, or set weights.max_bytes"
         )
 
     # --- slots --------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Arena:
     def get_slot_offset(self, index: int) -> int:
         """Return the byte offset of a slot in the file."""
         if not 0 <= index < self.slots:
-            raise ArenaError(f"arena {self.path} has {self.slots} slots, there is no slot {index}")
+            raise ArenaError(f"arena {self.path} has {self.slots} slots, but no slot {index}")
         return _PAGE + index * _page_aligned(self.slot_bytes)
 
     def close(self) -> None:
@@ -299,11 +299,11 @@ def _read_header(fd: int, path: Path) -> tuple[int, int]:
         raise ArenaError(f"{path} is not an arena, or its creator has not finished it")
     _, layout, slots, slot_bytes = _HEADER.unpack(data)
     if layout != _FORMAT:
-        raise ArenaError(f"arena {path} has format {layout}, this program knows {_FORMAT}")
+        raise ArenaError(f"arena {path} has format {layout}, this program reads {_FORMAT}")
     wanted, found = _file_bytes(slots, slot_bytes), os.fstat(fd).st_size
     if slots < 1 or slot_bytes < 1 or wanted != found:
         raise ArenaError(
-            f"arena {path} says {slots} slots of {slot_bytes} bytes, but has {found} bytes"
+            f"arena {path} claims {slots} slots of {slot_bytes} bytes, but has {found} bytes"
         )
     return slots, slot_bytes
 

@@ -190,7 +190,7 @@ class SlotTable:
         Raises SlotError if there never was such a lease.
         """
         if not 0 <= lease_id < self._next_lease:
-            raise self._make_error(f"there never was a lease {lease_id}")
+            raise self._make_error(f"unknown lease {lease_id}")
         return self._leases.pop(lease_id, None) is not None
 
     def revoke_leases(self, reader: str) -> tuple[ReadLease, ...]:

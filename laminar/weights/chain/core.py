@@ -249,6 +249,6 @@ class PlaneCore:
                     due.append(connection.moved_at + STALLED_S)
             elif what not in self._stalls:
                 self._stalls.add(what)
-                detail = f"{what}: nothing has moved for {STALLED_S:.0f} s"
+                detail = f"{what}: no progress for {STALLED_S:.0f} s"
                 self._notify(Trouble("stalled", moving.version, peer, detail))
         return min(due, default=None)

@@ -70,7 +70,7 @@ def answer_challenge(me: RelayIdentity, hello: Hello, challenge: Challenge) -> P
         chain=hello.chain,
     )
     if not introduction.verify_proof(me.key, SUCCESSOR, challenge.proof):
-        detail = f"what listens there has not the secret of run {hello.run}"
+        detail = f"the peer does not have the secret of run {hello.run}"
         raise BadBytes("other-secret", detail)
     return Proof(proof=introduction.compute_proof(me.key, PREDECESSOR))
 
@@ -156,7 +156,7 @@ class Downstream:
             return None
         if now >= self._deadline:
             if self.connection is not None:
-                self.end_connection(TimeoutError("it did not answer in time"))
+                self.end_connection(TimeoutError("no answer in time"))
             else:
                 self._start_connect(self._order, now)
         return self._deadline

@@ -134,7 +134,7 @@ class Fetcher:
         if self._from is None or self._slot_wanted:
             return None
         if now >= self._deadline:
-            self._fail_fetch("nothing came from it in time")
+            self._fail_fetch("it sent nothing in time")
             return now
         copy = self._copy
         if copy is None:
@@ -244,7 +244,7 @@ class Fetcher:
                 self._emit(SlotReturned(slot, fetched=True))
             return self._start_next()
         if slot < 0:
-            return self._fail_fetch("there is no slot for it here")
+            return self._fail_fetch("no slot is free for it here")
         region = self._region(slot)
         copy = VersionCopy(offer.draft, slot, region)
         copy.set_expected(offer.unpack_checksums(), offer.digest)
@@ -277,7 +277,7 @@ class Fetcher:
             return
         self._refusals += 1
         if self._refusals >= REFUSALS_MAX:
-            raise BadBytes("damaged-chunk", f"chunk {header.position}, again")
+            raise BadBytes("damaged-chunk", f"chunk {header.position}, repeatedly")
         connection.send(Resend(version=copy.version, position=header.position))
 
     # --- the end ------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ class Fetcher:
     def _finish(self, copy: VersionCopy, digest: str) -> None:
         if digest != copy.digest:
             return self._fail_fetch(
-                f"all chunks are right, but together {digest}, not {copy.digest}"
+                f"all chunks match, but the digest is {digest}, not {copy.digest}"
             )
         if self._table.get(copy.version) is not None:
-            return self._fail_fetch("it comes by the chain")
+            return self._fail_fetch("the chain delivers it")
         assert self._connection is not None
         self._copy = None
         copy.complete = True

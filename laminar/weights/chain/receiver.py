@@ -94,7 +94,7 @@ class ReceiveProgress:
             self.told, self.told_bytes = now, self.num_bytes
             left = copy.draft.total_bytes * (copy.num_chunks - copy.num_have) // copy.num_chunks
             if came and left:
-                detail = f"{copy.num_have} of {copy.num_chunks} chunks are here"
+                detail = f"{copy.num_have} of {copy.num_chunks} chunks received"
                 emit(Trouble("slow", copy.version, peer, detail, TransferPace(came, seconds, left)))
         return self.told + SLOW_S
 
@@ -171,7 +171,7 @@ class Receiver:
         if held is not None and held.complete:
             return self._confirm_held(held, offer)
         if version <= latest:
-            return self._send_decline(version, f"version {latest} is here")
+            return self._send_decline(version, f"version {latest} is held")
         if held is not None and not held.is_consistent_with(
             offer.draft, offer.unpack_checksums(), offer.digest
         ):
@@ -191,7 +191,7 @@ class Receiver:
     def _confirm_held(self, held: VersionCopy, offer: Offer) -> None:
         version = held.version
         if offer.digest not in ("", held.digest):
-            detail = f"{held.digest} is here, {offer.digest} was offered"
+            detail = f"{held.digest} is held, {offer.digest} was offered"
             self._report_trouble("wrong-digest", version, detail)
             return self._send_decline(version, detail)
         self._send(VersionDone(version=version, digest=held.digest))
@@ -320,11 +320,11 @@ class Receiver:
         name = header.kind.name.lower()
         where = f"{name} {header.position}"
         self._report_trouble(
-            f"damaged-{name}", header.version, f"{where} does not have its checksum"
+            f"damaged-{name}", header.version, f"{where} does not match its checksum"
         )
         self._refusals[header.kind, header.position] += 1
         if self._refusals[header.kind, header.position] >= REFUSALS_MAX:
-            raise BadBytes(f"damaged-{name}", f"{where} of version {header.version}, again")
+            raise BadBytes(f"damaged-{name}", f"{where} of version {header.version}, repeatedly")
 
     # --- deltas -------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class Receiver:
         if rebuild.over:
             wrong = copy.num_chunks - copy.num_have
             if wrong:
-                self._in_full(f"{wrong} of {copy.num_chunks} chunks are not those published")
+                self._in_full(f"{wrong} of {copy.num_chunks} chunks differ from those published")
             else:
                 self._end_rebuild()
 
@@ -394,7 +394,7 @@ class Receiver:
     def _finish(self, copy: VersionCopy, digest: str) -> None:
         version = copy.version
         if copy.digest != digest:
-            detail = f"all chunks are right, but together {digest}, not {copy.digest}"
+            detail = f"all chunks match, but the digest is {digest}, not {copy.digest}"
             self._report_trouble("wrong-digest", version, detail)
             self._emit(SlotReturned(self._let_go()))
             return self._send_decline(version, detail)

@@ -284,7 +284,7 @@ class Sender:
         if current is None or current.version != version:
             return
         if self._link is not None and current.wanted:  # the kernel may still read the slot
-            self._fail(f"version {version} was given up while it was being sent")
+            self._fail(f"version {version} was evicted while it was being sent")
         self._release()
 
     # --- bytes --------------------------------------------------------------------------------

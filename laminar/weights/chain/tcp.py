@@ -113,7 +113,7 @@ class Connection(Generic[Incoming]):
     def flush(self) -> None:
         """Send as much as the kernel takes; raise BadBytes, or OSError if the connection ended."""
         if self._queued_bytes > _QUEUED_BYTES_MAX:
-            raise BadBytes("never-reads", f"{self._queued_bytes} bytes wait to be taken")
+            raise BadBytes("never-reads", f"{self._queued_bytes} bytes are unread")
         while self._queue:
             first = self._queue[0]
             try:
@@ -133,7 +133,7 @@ class Connection(Generic[Incoming]):
         if region.fd != NO_FILE:
             count = os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
             if not count:
-                raise OSError(errno.EIO, "somebody has cut the file of the weights short")
+                raise OSError(errno.EIO, "the file of the weights was truncated")
             return count
         return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
 

@@ -204,7 +204,7 @@ class Upstream:
         me = self._identity
         if hello.run != me.run:
             raise self._send_refusal(
-                connection, "other-run", f"this relay is not of run {hello.run}"
+                connection, "other-run", f"this relay does not belong to run {hello.run}"
             )
         introduction = HandshakeTranscript(
             run=me.run,
@@ -231,12 +231,12 @@ class Upstream:
     ) -> None:
         """Accept a peer as predecessor, or serve its fetch, if its proof and order are valid."""
         if not of.verify_proof(self._identity.key, PREDECESSOR, proof):
-            detail = f"{of.predecessor} has not the secret of run {of.run}"
+            detail = f"{of.predecessor} does not have the secret of run {of.run}"
             raise self._send_refusal(connection, "other-secret", detail)
         if hello.fetch is not None:
             return self._serve_fetch(connection, of, hello.fetch)
         if of.chain < self._chain:
-            detail = f"chain {of.chain} is over, the present one is {self._chain}"
+            detail = f"chain {of.chain} has ended, the current one is {self._chain}"
             raise self._send_refusal(connection, OLD_CHAIN, detail)
         if self.predecessor is not None:
             self._end_connection(
@@ -259,7 +259,7 @@ class Upstream:
     def _serve_fetch(self, connection: Link, of: HandshakeTranscript, version: int) -> None:
         """Let the other side fetch this version from here."""
         if len(self._fetching) >= FETCHES_MAX:
-            detail = f"{FETCHES_MAX} relays fetch versions from {self._identity.name} already"
+            detail = f"{FETCHES_MAX} relays already fetch versions from {self._identity.name}"
             raise self._send_refusal(connection, "too-many-fetches", detail)
         del self._strangers[connection]
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX

@@ -245,7 +245,7 @@ def encode(message: FromPredecessor | FromSuccessor) -> bytes:
 def decode(decoder: msgspec.msgpack.Decoder[Decoded], header: Header, body: bytearray) -> Decoded:
     """Decode a message that `decoder` accepts from this side; raise BadBytes otherwise."""
     if xxhash.xxh3_64_intdigest(body) != header.checksum:
-        raise BadBytes("damaged-message", f"{len(body)} bytes do not have their checksum")
+        raise BadBytes("damaged-message", f"{len(body)} bytes do not match their checksum")
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

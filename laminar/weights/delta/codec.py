@@ -127,7 +127,7 @@ def apply_block(block: Block, base: Bytes, out: Bytes) -> None:
     code = _get_element_types(block.itemsize)
     _check_place(block, min(base.nbytes, out.nbytes))
     if xxhash.xxh3_64_intdigest(block.payload) != block.checksum:
-        raise _make_damage_error(block, "its payload has another checksum")
+        raise _make_damage_error(block, "its payload does not match its checksum")
     source = base[block.offset : block.offset + block.nbytes]
     target = out[block.offset : block.offset + block.nbytes]
     size = memoryview(block.payload).nbytes
@@ -202,9 +202,7 @@ def _decode(block: Block, code: _ElementTypes) -> _Patch:
         raise _make_damage_error(block, f"it changes element {where[-1]} of {elements}")
     short = short8.view(code.short)
     if np.count_nonzero(short == code.escape) != wide_values:
-        raise _make_damage_error(
-            block, "its wide values are not as many as its differences refer to"
-        )
+        raise _make_damage_error(block, "its differences refer to another number of wide values")
     return _Patch(where, short, values.view(code.bits), tail)
 
 
@@ -218,11 +216,11 @@ def _decompress_body(block: Block, code: _ElementTypes) -> bytes:
         size = zstandard.frame_content_size(block.payload)
         if not 0 <= size <= largest:
             raise _make_damage_error(
-                block, f"its frame states {size} bytes, at most {largest} are right"
+                block, f"its frame states {size} bytes, the limit is {largest}"
             )
         return zstandard.ZstdDecompressor().decompress(block.payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise _make_damage_error(block, f"its payload is no zstd frame ({error})") from None
+        raise _make_damage_error(block, f"its payload is not a zstd frame ({error})") from None
 
 
 def _decode_indices(
@@ -232,7 +230,7 @@ def _decode_indices(
     steps = gaps8.astype(np.int64)
     wide = np.flatnonzero(gaps8 == _WIDE_GAP)
     if wide.size != gaps32.size:
-        raise _make_damage_error(block, "its wide gaps are not as many as its gaps refer to")
+        raise _make_damage_error(block, "its gaps refer to another number of wide gaps")
     steps[wide] = gaps32
     steps += 1
     steps[:1] -= 1  # the first gap counts from the block's first element
@@ -252,17 +250,17 @@ def _apply_patch(patch: _Patch, code: _ElementTypes, source: Bytes, target: Byte
 def _check_place(block: Block, total_bytes: int) -> None:
     inside = block.offset >= 0 and 1 <= block.nbytes <= total_bytes - block.offset
     if not inside or block.nbytes > BLOCK_ELEMENTS * block.itemsize:
-        raise _make_damage_error(block, f"it does not lie in a version of {total_bytes} bytes")
+        raise _make_damage_error(block, f"it lies outside a version of {total_bytes} bytes")
     if block.offset % block.itemsize:
         raise _make_damage_error(
-            block, f"it does not begin at an element of {block.itemsize} bytes"
+            block, f"it does not start at an element of {block.itemsize} bytes"
         )
 
 
 def _get_element_types(itemsize: int) -> _ElementTypes:
     if itemsize not in _ELEMENT_TYPES:
         raise DeltaError(
-            f"elements of {itemsize} bytes have no delta, only {sorted(_ELEMENT_TYPES)} have"
+            f"no delta for elements of {itemsize} bytes; supported: {sorted(_ELEMENT_TYPES)}"
         )
     return _ELEMENT_TYPES[itemsize]
 

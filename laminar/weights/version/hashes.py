@@ -100,7 +100,7 @@ def verify_weights(view: Bytes, manifest: Manifest) -> None:
             )
     if digest != manifest.digest:
         raise WeightsCorrupt(
-            f"version {manifest.version}, all {len(chunks)} chunks right: "
+            f"version {manifest.version}, all {len(chunks)} chunks match: "
             f"expected xxh3_128 {manifest.digest}, found {digest}"
         )
 
@@ -120,4 +120,6 @@ def _hash_chunks(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
 def check_room(view: Bytes, total_bytes: int) -> None:
     """Raise ManifestError if a version of `total_bytes` does not fit into this slot."""
     if view.nbytes < total_bytes:
-        raise ManifestError(f"a version of {total_bytes} bytes, a slot of {view.nbytes}")
+        raise ManifestError(
+            f"a version of {total_bytes} bytes does not fit into a slot of {view.nbytes}"
+        )

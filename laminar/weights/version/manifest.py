@@ -84,9 +84,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         wanted = [len(sequence) - 1 for sequence in self.sequences]
         found = [len(row) for row in self.logprobs]
         if wanted != found:
-            raise ManifestError(
-                f"the probe's log-probs number {found}, its sequences need {wanted}"
-            )
+            raise ManifestError(f"the probe has {found} log-probs, its sequences need {wanted}")
         if not all(math.isfinite(value) for row in self.logprobs for value in row):
             raise ManifestError("a log-prob of the probe is not finite")
         for limit in (self.tolerance, self.mean_tolerance):
@@ -109,7 +107,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         if self.kind == "adapter":
-            raise ManifestError("kind 'adapter' is reserved; this program takes full versions only")
+            raise ManifestError("kind 'adapter' is reserved; only full versions are supported")
         end = check_tensors(self.tensors)
         if end != self.total_bytes:
             raise ManifestError(f"the tensors take {end} bytes, total_bytes is {self.total_bytes}")
@@ -173,7 +171,7 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> int:
     end = 0
     for spec in tensors:
         if spec.name in names:
-            raise ManifestError(f"tensor {spec.name!r} is there twice")
+            raise ManifestError(f"tensor {spec.name!r} is listed twice")
         names.add(spec.name)
         _check_size(spec)
         if spec.offset != end:
@@ -257,7 +255,7 @@ def _check_size(spec: TensorSpec) -> None:
     wanted = math.prod(spec.shape) * _get_item_bytes(spec.name, spec.dtype)
     if spec.nbytes != wanted:
         raise ManifestError(
-            f"tensor {spec.name!r} says {spec.nbytes} bytes, "
+            f"tensor {spec.name!r} claims {spec.nbytes} bytes, "
             f"{spec.dtype} of shape {spec.shape} takes {wanted}"
         )
 
@@ -272,7 +270,7 @@ def _check_parts(
         if part.offset < end or part.nbytes < 1 or part.offset + part.nbytes > total_bytes:
             raise ManifestError(
                 f"the part of rank {part.rank} at {part.offset} with {part.nbytes} bytes overlaps "
-                f"another or leaves the version of {total_bytes} bytes"
+                f"another or exceeds the version of {total_bytes} bytes"
             )
         if index < len(tensors) and part.offset > max(end, tensors[index].offset):
             break

@@ -90,7 +90,7 @@ def _locate_rows(spec: TensorSpec, first: int, rows: torch.Tensor) -> _RowSpan:
     shape = tuple(rows.shape)
     if shape[1:] != spec.shape[1:] or first + shape[0] > spec.shape[0]:
         raise ManifestError(
-            f"rows {first} on of tensor {spec.name!r} have shape {shape}, the layout says "
+            f"rows from {first} of tensor {spec.name!r} have shape {shape}, the layout says "
             f"{spec.shape}"
         )
     row_bytes = spec.nbytes // spec.shape[0]

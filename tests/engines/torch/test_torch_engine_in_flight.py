@@ -262,7 +262,7 @@ def test_broken_weights_are_found_by_the_probe_and_leave_nothing_behind() -> Non
     broken = {name: tensor.detach().clone() for name, tensor in OTHER.named_parameters()}
     broken["model.layers.0.self_attn.v_proj.weight"].fill_(float("nan"))
     engine.torch.load_weights(broken.items(), cast(KvOnUpdate, "recompute"))
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="non-finite"):
         engine.torch.compute_logprobs([[1, 2, 3, 4]])
     assert engine.torch.get_stats().running == 0
     engine.models[2] = None

@@ -122,7 +122,7 @@ def test_broken_weights_are_an_error_and_do_not_outlive_their_reload(probe: bool
     engine.load_weights(broken.items())
     if not probe:
         engine.add(ITEM)
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="non-finite"):
         engine.compute_logprobs([[1, 2, 3, 4, 5, 6]]) if probe else engine.step()
     assert engine.get_stats().running == 0
     engine.load_weights(parameters().items())

@@ -167,7 +167,7 @@ def test_the_file_of_what_is_printed_has_a_limit(tmp_path):
     log.write([b"first line\n", b"second line\n"])
     log.write([b"third line\n"])
     kept = path.read_bytes()
-    assert kept.startswith(b"first line\nsecond li") and kept.endswith(b"is not kept\n")
+    assert kept.startswith(b"first line\nsecond li") and kept.endswith(b"is dropped\n")
     OutputLog(path, bytes_max=20).write([b"of the next process\n"])  # the limit is that of the file
     assert path.read_bytes() == kept
 

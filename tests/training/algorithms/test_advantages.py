@@ -81,7 +81,7 @@ def test_a_row_that_is_left_out_is_in_no_baseline(
 
 
 def test_rewards_that_are_not_finite_are_refused(advantages: Estimate) -> None:
-    with pytest.raises(ValueError, match=r"0\.1 has the reward nan"):
+    with pytest.raises(ValueError, match=r"0\.1 has reward nan"):
         advantages([1.0, float("nan")])
 
 

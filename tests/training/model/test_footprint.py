@@ -300,12 +300,12 @@ def test_ranks_and_offload_move_the_state() -> None:
     alone, shared = (estimate_footprint(model, way("bfloat16", ranks=ranks)) for ranks in (1, 4))
     for name in ("parameters", "gradients", "Adam's moments"):
         assert 4 * shared.device[name] == alone.device[name]
-    whole = shared.device["layers gathered whole"]
-    assert whole >= 4 * model.largest_layer and "layers gathered whole" not in alone.device
+    whole = shared.device["gathered layers"]
+    assert whole >= 4 * model.largest_layer and "gathered layers" not in alone.device
     moved = estimate_footprint(model, way("bfloat16", offload="all", reference=True))
     assert sum_bytes(moved.host) == 20 * model.parameters
     assert "Adam's moments" not in moved.device
-    assert moved.device["layers gathered whole"] == whole
+    assert moved.device["gathered layers"] == whole
 
 
 def test_the_pass_is_of_the_budget_of_one_row_at_least_and_of_the_batch_at_most(

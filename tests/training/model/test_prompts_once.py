@@ -372,7 +372,7 @@ def test_a_model_with_attention_of_its_own_refuses_rows_with_shared_prompts(
     make_policy: Make, make_samples: Make
 ) -> None:
     (micro,) = build_passes(make_samples(1, 3), 100, CPU, prompts_once=True)
-    with pytest.raises(ValueError, match="cannot read rows that hold a prompt once"):
+    with pytest.raises(ValueError, match="cannot read rows with shared prompts"):
         make_policy().log_probs(micro.rows, micro.temperature, Compute(torch.float32, 64))
 
 
@@ -501,8 +501,8 @@ def test_the_calls_for_a_gpu_give_loss_and_gradient_of_padded_rows(
     ("device", "dtype", "size", "why"),
     [
         ("cuda", torch.bfloat16, 16, ""),
-        ("cuda", torch.float32, 16, "takes bfloat16, not float32"),
-        ("cuda", torch.bfloat16, 12, "a multiple of 8 up to 256, not of 12"),
+        ("cuda", torch.float32, 16, "needs bfloat16, not float32"),
+        ("cuda", torch.bfloat16, 12, "multiples of 8 up to 256, not 12"),
         ("cpu", torch.float32, 12, ""),
         ("mps", torch.bfloat16, 16, "computes on mps"),
     ],

@@ -228,13 +228,13 @@ def other_run(place: Place) -> str:
 
 
 STRANGERS: dict[Callable[[Place], str], str] = {
-    plain_client: "did not show the secret of this run",
-    unknown_key: "refused this process, whose secret is not that of its run",
+    plain_client: "without the secret of this run",
+    unknown_key: "refused the secret of this process",
     no_handler: "does not have the secret of this run",
     secret_of_others: "start all processes of a run as the user who made its directory",
-    replayed_greeting: "relay-9 has not the secret of run",
-    reflected_greeting: "relay-9 has not the secret of run",
-    other_run: "does not have the secret of this run: it is a process of another run",
+    replayed_greeting: "relay-9 does not have the secret of run",
+    reflected_greeting: "relay-9 does not have the secret of run",
+    other_run: "does not have the secret of this run: it probably belongs to another run",
 }
 """Strangers, each with a part of the message that it must get."""
 STARTS = {secret_of_others: 2, other_run: 1}
