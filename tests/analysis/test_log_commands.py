@@ -217,7 +217,7 @@ def test_a_machine_is_not_its_replicas() -> None:
 
 
 def test_a_name_that_nothing_has_is_refused(made: Path, cli: Cli) -> None:
-    with pytest.raises(ConfigError, match="names nothing"):
+    with pytest.raises(ConfigError, match="is not an id"):
         Subject.parse("0.17.3.4")
     for name in ("9.9.9", "rollout-7", "v99", "?"):
         code, message = cli("log", "story", name, made)

@@ -64,7 +64,7 @@ def test_a_part_that_is_not_of_what_was_loaded_there_then_is_found(
 
 def test_every_reader_shows_the_change(flown: Path, name: str, cli: Cli) -> None:
     _, why = cli("log", "why", name, flown)
-    assert "It went on with v" in why and "loaded in flight" in why
+    assert "It continued with v" in why and "loaded in flight" in why
     _, story = cli("log", "story", name, flown)
     assert "purpose=in-flight" in story and "weights-loaded" in story
     _, shown = cli("samples", "--id", name, flown, "--jsonl")

@@ -55,7 +55,7 @@ STORY: list[dict[str, Any]] = [
     {"step": 4, "evaluations": [TOLD], "repack": {"emptied": 2, "moves": 7}},
     {"step": 5, "silent_nodes": ["node-1"], "processes": {"trainer-0": 7, "store-0": 1}},
     {"step": 5, "awaited": ["trainer-0"], "trainer": "away", "seconds": 40.0},
-    {"step": 6, "trainer": "redoing step 2 of 3", "processes": {"trainer-0": 8, "store-0": 1}},
+    {"step": 6, "trainer": "repeating step 2 of 3", "processes": {"trainer-0": 8, "store-0": 1}},
     {"step": 6, "processes": {"trainer-0": 8, "store-0": 2}, "replicas": REPLICAS},
     {"step": 6, "failure": "the reward failed on 9 of the last 16 training answers"},
     {"step": 6, "failure": "the reward failed on 9 of the last 16 training answers"}

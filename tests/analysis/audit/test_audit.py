@@ -255,7 +255,7 @@ def test_a_trainer_that_trained_what_it_says_it_left_out_is_found(tmp_path: Path
     lines = [json.loads(line) | {"left_out": []} for line in book.read_text().splitlines()]
     book.write_text("".join(json.dumps(line) + "\n" for line in lines))
     problems = audit_run(tmp_path / "run").problems
-    assert "trainer: step 1 left out other ids than it reported" in problems
+    assert "trainer: step 1 reported other left-out ids than it recorded" in problems
 
 
 def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:
