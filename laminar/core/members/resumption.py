@@ -97,7 +97,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 def _train_on(ctx: Context) -> None:
     """Return the run to training; an existing export becomes an ordinary version."""
-    move_run(ctx.state, "go on" if ctx.state.newest >= 0 else "start again")
+    move_run(ctx.state, "resume" if ctx.state.newest >= 0 else "restart")
     publishing.forget_export(ctx)
 
 

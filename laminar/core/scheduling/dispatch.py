@@ -176,7 +176,7 @@ def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -
     """Place a released trajectory where room is reserved for it, under a new placement."""
     state = ctx.state
     _take_out(ctx, trajectory)
-    moved = transition(trajectory, "hand over")
+    moved = transition(trajectory, "migrate")
     assert moved, trajectory
     del destination.incoming[trajectory.id]
     state.progress[trajectory.id].destination = ""
