@@ -79,11 +79,11 @@ def test_half_of_a_log_is_behind_and_all_that_is_ahead_is_named(tmp_path: Path, 
         check_log(run, state_after(log, len(log) // 3))
     said = str(error.value)
     for what in (
-        "that it has never begun",
+        "that the log never began",
         "trainer_book.jsonl has step ",
-        "step_3 was made by step 3, of version 3, which it has never ordered",
-        f"put back the newest copy of {run / 'events'}",
-        f"model.name={run / 'checkpoints' / 'step_3'} to go on",
+        "step_3 was made by step 3, of version 3, which the log never ordered",
+        f"restore the newest copy of {run / 'events'}",
+        f"model.name={run / 'checkpoints' / 'step_3'} to continue",
     ):
         assert what in said, said
 
