@@ -263,7 +263,7 @@ def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: P
     bench.join("trainer-0", "b")
     bench.state.redone, bench.state.completed = 1, 3
     found = shown(tmp_path, bench)
-    assert (found["trainer"], found["awaited"]) == ("redoing step 2 of 3", ["store-0"])
+    assert (found["trainer"], found["awaited"]) == ("repeating step 2 of 3", ["store-0"])
     bench.state.redone = -1
     assert shown(tmp_path, bench)["trainer"] == "waiting"
     bench.kill("trainer-0", restarting=False)  # as when the run stops: nobody waits for it
