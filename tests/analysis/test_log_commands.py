@@ -351,7 +351,7 @@ def test_a_log_without_events_is_refused_by_what_needs_a_state(tmp_path: Path, c
     for arguments in (("log", "replay"), ("audit",), ("report",)):
         code, message = cli(*arguments, tmp_path / "run")
         assert code == 2
-        assert "no event yet" in message
+        assert "no events yet" in message
     assert cli("log", "stats", tmp_path / "run")[0] == 0
 
 

@@ -102,7 +102,7 @@ def test_the_policies_are_compared_where_there_are_two(
     assert "best-fit: +50.0 % tokens per second against off (one pair of runs" in page
     assert "migration, mean (s)" in page
     alone = render_page(runs[:1])
-    assert "Trajectories moved" in alone and "migration, mean (s)" not in alone
+    assert "Trajectories migrated" in alone and "migration, mean (s)" not in alone
 
 
 def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:

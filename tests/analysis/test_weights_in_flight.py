@@ -47,7 +47,7 @@ def test_the_books_of_a_run_with_weights_in_flight_agree(flown: Path, name: str)
         ("UPDATE chunks SET replica = 'rollout-9' WHERE \"offset\" > 0", "on rollout-9"),
         (
             'UPDATE chunks SET weight_version = 9, version_step = 9 WHERE "offset" = 0',
-            "went on with older weights",
+            "continued with older weights",
         ),
         ('DELETE FROM chunks WHERE "offset" > 0', "are not its"),
     ],
@@ -76,4 +76,4 @@ def test_every_reader_shows_the_change(flown: Path, name: str, cli: Cli) -> None
     assert cli("log", "trace", flown)[0] == 0
     trace = json.loads((flown / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
-    assert any(f"goes on with v{versions[1]}" == event.get("name") for event in events)
+    assert any(f"continues with v{versions[1]}" == event.get("name") for event in events)

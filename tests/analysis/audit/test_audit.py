@@ -116,10 +116,10 @@ def _first_line(change: Callable[[dict], object]) -> Callable[[list[dict]], list
         (lambda lines: [*lines, lines[0]], "times"),
         (lambda lines: [*lines, {**lines[0], "step": 9, "ids": []}], "step 10 was never ordered"),
         (_first_line(lambda line: line["ids"].reverse()), "other ids"),
-        (_first_line(lambda line: line["ids"].pop()), "ended other ids"),
+        (_first_line(lambda line: line["ids"].pop()), "trained other ids"),
         (_first_line(lambda line: line.update(version=5)), "another version"),
-        (_first_line(lambda line: line.update(digest="0")), "do not have their digest"),
-        (_first_line(lambda line: line.update(changed=False)), "reported otherwise"),
+        (_first_line(lambda line: line.update(digest="0")), "do not match their digest"),
+        (_first_line(lambda line: line.update(changed=False)), "reported with other values"),
         (_first_line(lambda line: line.update(ids=3)), "line 1 of"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     )
     assert trainer_book.book_problems([line], account, account) == []
     (note,) = trainer_book.find_unreported([line], account)
-    assert "came when the run had failed" in note
+    assert "arrived after the run failed" in note
 
 
 def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
@@ -209,7 +209,9 @@ def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
 
     lines = [line(1, ids), line(2, ids)]
     problems = trainer_book.book_problems(lines, account, account)
-    assert problems == [p for p in problems if "reported otherwise" in p]  # of a made-up digest
+    assert problems == [
+        p for p in problems if "reported with other values" in p
+    ]  # of a made-up digest
     (note,) = trainer_book.rolled_back(lines, account)
     assert "version 1, by incarnation 1 of the trainer" in note and "version 2" in note
     assert trainer_book.find_unreported(lines, account) == []
@@ -391,7 +393,7 @@ def test_a_batch_that_is_put_together_wrongly_is_found(
     assert not audit_run(copy).problems
     run_directory.write_book(copy, world_log())
     problems = audit_run(copy).problems
-    assert [p for p in problems if "was trained on other contents than the store has" in p]
+    assert [p for p in problems if "was trained on contents that differ from the store" in p]
 
 
 def test_a_batch_whose_tokens_are_gone_is_counted(copy: Path) -> None:

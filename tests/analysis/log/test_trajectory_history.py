@@ -76,7 +76,7 @@ def check_idle(idleness: IdleTracker, state: State) -> None:
         }
         reason = idle.spells[-1].reason
         assert holds.get(reason, _serves(replica)), (name, reason)
-        assert reason != STALENESS_BOUND or "groups fit until step" in idle.spells[-1].detail
+        assert reason != STALENESS_BOUND or "groups fit by step" in idle.spells[-1].detail
 
 
 def _serves(replica: Replica | None) -> bool:

@@ -184,7 +184,7 @@ def test_without_a_tokenizer_the_page_has_everything_but_answers(
     assert "summary>" in render_page([page_data(run, decode)])
     (run / "config.toml").unlink()
     code, _ = cli("report", run)
-    assert code == 0 and "No answers to show" in (run / "report.html").read_text()
+    assert code == 0 and "No responses to show" in (run / "report.html").read_text()
     assert ["shows no answers: " in sentence for sentence in said] == [True]
 
 

@@ -369,7 +369,7 @@ def test_the_time_that_is_asked_about(answer: Ask) -> None:
         with pytest.raises(ConfigError, match="is outside the log"):
             answer(bench, "rollout-1", outside)
     for nonsense in ("soon", "#x"):
-        with pytest.raises(ConfigError, match="is no time: give seconds"):
+        with pytest.raises(ConfigError, match="is not a time: give seconds"):
             answer(bench, "rollout-1", nonsense)
 
 
