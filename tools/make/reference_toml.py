@@ -23,7 +23,7 @@ WIDTH = 100
 HEAD = """\
 # Every key of a Laminar configuration, with its default and what it means.
 # Made by `python -m tools.make.reference_toml` from laminar/config/tree.py.
-# A run needs model.name and one of data.dataset and data.train_files; the rest may stay away.
+# A run needs model.name and one of data.dataset and data.train_files; the rest is optional.
 # Files are combined from left to right, then `key=value` of the command line: the last one wins.
 """
 

@@ -65,7 +65,7 @@ class NodeReports:
     def killed(self, node: Process, boot_id: str) -> None:
         """order_ends_whom_it_means: a node kills no process that has come after that one."""
         if not node.stopping and boot_id not in self._told:
-            what = f"{node.boot_id} kills {boot_id}, and was not told to"
+            what = f"{node.boot_id} kills {boot_id} without an order"
             raise Violation("order_ends_whom_it_means", what, node.name)
 
     def failed(self, stamped: Stamped, state: State) -> None:
@@ -107,7 +107,7 @@ class NodeReports:
     def left(self, node: Process, alive: list[str]) -> None:
         """machine_is_left_empty: a node that ends gracefully has ended its processes."""
         if alive:
-            what = f"{node.name} ends, and {', '.join(alive)} go on"
+            what = f"{node.name} ends, but {', '.join(alive)} continue"
             raise Violation("machine_is_left_empty", what, node.name)
 
     def _is_reported(self, boot_id: str) -> None:
@@ -118,7 +118,7 @@ class NodeReports:
         """who_is_started_again: the processes of which a node has said that it starts them
         again."""
         if process.boot_id == ended:
-            raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
+            raise Violation("who_is_started_again", f"{ended} is not restarted", process.name)
 
     def _later(self, node: Process, look: Callable[..., None], *args: object) -> None:
         node.call_later(LOOK_NS, self._again, LOOKS, node, look, args)

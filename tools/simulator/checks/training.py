@@ -72,7 +72,7 @@ class TrainingChecks:
         steps, path = self._paused
         saved = self.world.models.get(path)
         if command.step_index < steps and saved is not None and not saved.damaged:
-            raise Violation("pause_keeps_steps", f"{command}, and the run paused after {steps}")
+            raise Violation("pause_keeps_steps", f"{command}, but the run paused after {steps}")
 
     @property
     def book(self) -> set[str]:
@@ -102,7 +102,7 @@ class TrainingChecks:
         trainer = self.world.processes["trainer-0"]
         struck = self.world.faults.explains(trainer) or state.exported >= 0
         if steps != state.completed and not struck:
-            what = f"{state.completed} steps are completed, and {steps} are saved"
+            what = f"{state.completed} steps are completed, but {steps} are saved"
             raise Violation("pause_saves", what)
         self._paused = steps, str(RUN_DIR / state.saved[newest]) if newest >= 0 else "none"
 
@@ -117,7 +117,7 @@ class TrainingChecks:
             return
         for path in next(reversed(self._kept.values()), ()):
             if str(RUN_DIR / path) not in self.lost:
-                what = f"nobody removed {path}: {state.failed.sentence}"
+                what = f"no process removed {path}: {state.failed.sentence}"
                 raise Violation("there_is_a_checkpoint", what)
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
@@ -135,7 +135,7 @@ class TrainingChecks:
         for sample in samples:
             row = self.world.rows[sample.sample_id]
             if row.status != "rewarded" or row.end is not None:
-                what = f"{row.id} is in batch {step}, and is {row.end or row.status}"
+                what = f"{row.id} is in batch {step}, but is {row.end or row.status}"
                 raise Violation("trained_is_rewarded", what, row.id)
             if step - sample.version_step > self.world.scenario.settings.max_staleness:
                 what = f"{row.id} of step {sample.version_step} is in batch {step}"
@@ -145,7 +145,7 @@ class TrainingChecks:
         """What is done again was accepted, of these rows in this order, under this number."""
         _, version, rows = self._accepted.get(told.step_index, (0, -1, ()))
         if (told.version, told.trajectories) != (version, rows):
-            raise Violation("redone_as_logged", f"{told}, and the log has {version}: {rows}")
+            raise Violation("redone_as_logged", f"{told}, but the log has {version}: {rows}")
 
     def booked(self, line: dict[str, Any]) -> None:
         """at_most_one_trained: a line of the trainer's book is on the disk. A batch that was
@@ -217,7 +217,7 @@ class TrainingChecks:
         """one_lineage: the trainer's weights after so many steps, whichever trainer's."""
         digest = xxhash.xxh3_128_hexdigest(weights.data)
         if self._lineage.setdefault(steps, digest) != digest:
-            what = f"step {steps} has come to {digest}, and to {self._lineage[steps]} before"
+            what = f"step {steps} led to {digest}, but to {self._lineage[steps]} before"
             raise Violation("one_lineage", what)
         self._made.setdefault(steps, set()).add(digest)
 
