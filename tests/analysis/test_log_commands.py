@@ -330,7 +330,7 @@ def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
 def test_paths_that_are_no_run_directory(made: Path, tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in refusals(cli, tmp_path / "nowhere", tmp_path / "new")[0]
     assert "is not a directory" in refusals(cli, made / "store.sqlite", tmp_path / "new")[0]
-    assert "no run directory" in refusals(cli, tmp_path, tmp_path / "new")[0]
+    assert "is not a run directory" in refusals(cli, tmp_path, tmp_path / "new")[0]
     (tmp_path / "run" / "events").mkdir(parents=True)
     assert "no event log" in refusals(cli, tmp_path / "run", tmp_path / "new")[0]
     log_file(tmp_path / "run").mkdir()

@@ -49,7 +49,7 @@ def test_the_books_of_a_run_with_weights_in_flight_agree(flown: Path, name: str)
             'UPDATE chunks SET weight_version = 9, version_step = 9 WHERE "offset" = 0',
             "continued with older weights",
         ),
-        ('DELETE FROM chunks WHERE "offset" > 0', "are not its"),
+        ('DELETE FROM chunks WHERE "offset" > 0', "do not add up to its"),
     ],
 )
 def test_a_part_that_is_not_of_what_was_loaded_there_then_is_found(

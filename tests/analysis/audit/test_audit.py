@@ -265,7 +265,7 @@ def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:
     make_run(tmp_path / "run", log)
     live = next(c for s, cs in log for c in cs if isinstance(c, cmd.TrainStep)).trajectories[0]
     execute(tmp_path / "run", f"UPDATE trajectories SET \"end\" = 'trained' WHERE id = '{live}'")
-    assert any("no such decision" in problem for problem in audit_run(tmp_path / "run").problems)
+    assert any("did not decide that" in problem for problem in audit_run(tmp_path / "run").problems)
 
 
 def test_a_started_trajectory_without_its_row_is_found(tmp_path: Path) -> None:
@@ -402,4 +402,4 @@ def test_a_batch_whose_tokens_are_gone_is_counted(copy: Path) -> None:
     execute(copy, f"UPDATE chunks SET {gone} WHERE trajectory_id = {sql}")
     execute(copy, f"UPDATE trajectories SET payload_removed = 1 WHERE id = {sql}")
     found = audit_run(copy)
-    assert [n for n in found.notes if "was handed of 1 of 3 batches cannot be checked" in n]
+    assert [n for n in found.notes if "input for 1 of 3 batches cannot be checked" in n]
