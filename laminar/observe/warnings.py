@@ -196,7 +196,7 @@ def _prompts_differ(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
         yield (
             "prompts-differ",
             f"siblings began with different prompts in {differ:.0%} of the groups of a step "
-            "(groups/prompts_differ), so a group's mean is no baseline for them: reset() of the "
+            "(groups/prompts_differ), so a group's mean cannot be their baseline: reset() of the "
             "environment must return the same text to all siblings, which share a Python random "
             "seed",
         )

@@ -71,7 +71,7 @@ class IdleReport:
 
     def format_lines(self) -> Iterable[str]:
         if self.name not in self._idleness.known:
-            known = ", ".join(sorted(self._idleness.known)) or "none became ready"
+            known = ", ".join(sorted(self._idleness.known)) or "none"
             raise ConfigError(
                 f"the log has no replica {self.name} (known: {known}): {QUESTION_HINT}"
             )

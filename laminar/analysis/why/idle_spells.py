@@ -166,8 +166,8 @@ def source_of(state: State, order: cmd.PullWeights) -> str:
             others.append(f"{source.name}: failed")
         else:
             others.append(f"{source.name}: {known}")
-    beside = f", not from {', '.join(others)}" if others else ""
-    return f" from {place} ({taken}){beside}"
+    alternatives = f", not from {', '.join(others)}" if others else ""
+    return f" from {place} ({taken}){alternatives}"
 
 
 def _describe_bound(state: State, step: int) -> str:
