@@ -143,7 +143,7 @@ for (const svg of document.querySelectorAll("svg")) {
 
 def render_page(runs: Sequence[PageData]) -> str:
     """Render the whole page."""
-    title = escape(" next to ".join(data.name for data in runs))
+    title = escape(" vs ".join(data.name for data in runs))
     body = [
         *render_head(runs),
         *render_problems(runs),

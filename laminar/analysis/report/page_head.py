@@ -32,7 +32,7 @@ NO_PROBLEMS = "No problems found"
 
 
 def render_head(runs: Sequence[PageData]) -> Iterator[str]:
-    names = " next to ".join(data.name for data in runs)
+    names = " vs ".join(data.name for data in runs)
     state = _render_badge(runs[0]) if len(runs) == 1 else ""
     yield f"<h1>{escape(names)}{state}</h1>"
     yield f'<p class="faint">{escape(", ".join(str(d.run_dir) for d in runs))}</p>'
