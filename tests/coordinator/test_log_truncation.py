@@ -123,7 +123,7 @@ def test_an_answer_that_was_asked_for_again_is_known_by_its_attempt(
         for stamped, commands in log[:first]
     ]
     write_store(run, renamed)
-    with pytest.raises(ConfigError, match=r"never begun \(e0\.0-2\.0\)"):
+    with pytest.raises(ConfigError, match=r"never began \(e0\.0-2\.0\)"):
         check_log(run, state)
 
 

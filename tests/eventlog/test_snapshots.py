@@ -175,7 +175,7 @@ def packed(snapshot: object) -> bytes:
         (lambda s: b"", "it is damaged"),
         (lambda s: packed(s) + b"\x00", "it is damaged"),
         (lambda s: packed({"novel": 1}), "it was written by another release: "),
-        (lambda s: packed(msgspec.structs.replace(s, schema=99)), "it is of schema 99"),
+        (lambda s: packed(msgspec.structs.replace(s, schema=99)), "it has schema 99"),
         (lambda s: packed(msgspec.structs.replace(s, logic=99)), "it is of logic version 99"),
         (lambda s: packed(with_rule(s, "odd")), "it is of the decision rule 'odd'"),
         (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),

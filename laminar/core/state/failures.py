@@ -53,7 +53,7 @@ _SENTENCES = {
     FailureKind.REPLICAS_LOST: "no replica is left: {detail}",
     FailureKind.OVERDUE: "{subject} did not finish {detail} in time",
     FailureKind.NOT_PUBLISHED: "the relay did not publish the weights of step {detail}",
-    FailureKind.EXPORT_DIFFERS: "the export reads back with another digest: {detail}",
+    FailureKind.EXPORT_DIFFERS: "the export reads back with digest {detail}",
     FailureKind.NO_CHECKPOINT: (
         "{subject} found no checkpoint that the log confirms, although one was saved"
     ),
