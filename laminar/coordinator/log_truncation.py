@@ -46,9 +46,9 @@ def check_log(run_dir: Path, state: State) -> None:
         return
     events = run_dir / EVENTS_DIR
     raise ConfigError(
-        f"the event log {events} has lost its end: it completes {state.steps_completed} steps, but "
-        f"{'; '.join(ahead)}; put back the newest copy of {events}, or begin another run, with "
-        f"model.name={_newest_model(run_dir)} to go on from what was trained"
+        f"the event log {events} has lost its end: it has {state.steps_completed} completed steps, "
+        f"but {'; '.join(ahead)}; restore the newest copy of {events}, or start another run with "
+        f"model.name={_newest_model(run_dir)} to continue from the trained weights"
     )
 
 
@@ -75,9 +75,9 @@ def _find_ahead_in_store(run_dir: Path, state: State) -> Iterator[str]:
     except (ConfigError, sqlite3.Error):
         return
     for names, what in (
-        (unknown, "that it has never begun"),
-        (moved, "under a later placement than it has given"),
-        (ended, "with an end that it has not decided"),
+        (unknown, "that the log never began"),
+        (moved, "under a later placement than the log gave"),
+        (ended, "with an end that the log did not decide"),
     ):
         if names:
             count = f"{len(names)} {'trajectory' if len(names) == 1 else 'trajectories'}"
@@ -106,7 +106,7 @@ def _find_ahead_in_book(run_dir: Path, state: State) -> Iterator[str]:
         if line.step >= state.batches_chosen or line.version >= state.next_version:
             yield (
                 f"{TRAINER_BOOK_FILE} has step {line.step + 1}, of version {line.version}, which "
-                "it has never ordered"
+                "the log never ordered"
             )
             return
 
@@ -115,8 +115,8 @@ def _find_ahead_checkpoints(run_dir: Path, state: State) -> Iterator[str]:
     for path, step, version in _iter_checkpoints(run_dir):
         if step > state.batches_chosen or version >= state.next_version:
             yield (
-                f"{path.relative_to(run_dir)} was made by step {step}, of version {version}, which "
-                "it has never ordered"
+                f"{path.relative_to(run_dir)} was made by step {step}, of version {version}, "
+                "which the log never ordered"
             )
             return
 

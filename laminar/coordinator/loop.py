@@ -143,7 +143,7 @@ def _asked_by(config: Config, line: str) -> ev.DrainRequested:
     If that process is gone, the run ends, or pauses if a batch system restarts it."""
     word, _, reason = line.partition(" ")
     if word == STARTER_GONE:
-        reason = "whoever started the coordinator is gone"
+        reason = "the process that started the coordinator ended"
         return ev.DrainRequested(reason=reason, pause=in_batch_job())
     if word == PAUSE:
         return _make_pause_request(config, reason)

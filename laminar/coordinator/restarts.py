@@ -61,7 +61,7 @@ class Restarts:
         if self._deaths > DEATHS_MAX:
             return GiveUp(
                 code if code > 0 else exit_codes.CRASHED,
-                f"the coordinator has died {self._deaths} times, at last with code {code}",
+                f"the coordinator has died {self._deaths} times, last with code {code}",
             )
         return Restart(self._compute_pause())
 

@@ -110,7 +110,7 @@ def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupI
     offered = {str(candidate.group) for candidate in command.candidates}
     strange = [group for group in groups if group not in offered]
     if strange or len(groups) > len(offered):
-        raise ValueError(f"{len(groups)} groups were named, {len(strange)} of them not on offer")
+        raise ValueError(f"{len(groups)} groups were returned, {len(strange)} of them not offered")
     return tuple(map(GroupId, groups))
 
 

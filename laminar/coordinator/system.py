@@ -34,7 +34,7 @@ class RealAppendFile:
             except OSError as error:
                 raise _make_disk_error("write", self._name, error) from error
             if written == 0:
-                raise DiskError(f"write of {self._name} took none of {len(rest)} bytes")
+                raise DiskError(f"writing {self._name} wrote none of {len(rest)} bytes")
             rest = rest[written:]
 
     def sync(self) -> None:
@@ -49,7 +49,7 @@ class RealDisk:
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
-            raise ConfigError(f"{directory} is no directory: name one that a run has made")
+            raise ConfigError(f"{directory} is not a directory: name the directory of a run")
         self._directory = directory
 
     @classmethod

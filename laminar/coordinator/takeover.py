@@ -57,8 +57,8 @@ def check_unserved(run_dir: Path, keys: RunKeys) -> None:
         return
     if address is not None and is_coordinator_alive(address, keys):
         raise AlreadyServed(
-            f"{run_dir} has a coordinator, which answers at {address}: it goes on, and this one "
-            f"ends; `{shell_command('stop', run_dir)}` ends the run"
+            f"{run_dir} already has a coordinator at {address}, so this one ends; "
+            f"`{shell_command('stop', run_dir)}` ends the run"
         )
 
 
@@ -99,16 +99,16 @@ def check_resumable(run_dir: Path, state: State) -> None:
     if not state.settings.keeps_checkpoints:
         raise ConfigError(
             f"the run {run_dir} keeps no checkpoints (trainer.save_freq = 0), so it cannot be "
-            "resumed; start it anew"
+            "resumed; start a new run"
         )
 
 
 def _suggest_instead(run_dir: Path, state: State) -> str:
     saved = [step_of(state, version) for version in state.checkpoint_paths]
     if not saved:
-        return "start it anew"
+        return "start a new run"
     fork = shell_command("fork", run_dir, "--at-step", max(saved))
-    return f"`{fork}` goes on from a checkpoint of it"
+    return f"`{fork}` continues from its checkpoint"
 
 
 def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
@@ -120,5 +120,5 @@ def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
         if then != now:
             raise ConfigError(
                 f"{run_dir}/config.toml says {field.name} = {now!r}, but the run began with "
-                f"{then!r}: put back what was there"
+                f"{then!r}: restore that value"
             )

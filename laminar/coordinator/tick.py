@@ -57,7 +57,7 @@ from laminar.net.wakeups import Wakeups
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
 INLINE_BACKGROUND = InlineBackground()
-LOST = "it was declared lost; start it again"
+LOST = "it was declared lost; restart it"
 ERROR_CHARS_MAX = 500
 
 
@@ -70,8 +70,8 @@ class HandlingFailed(Exception):
         self.stamped = stamped
         self.what = _name_of(stamped)
         super().__init__(
-            f"{self.what} cannot be handled: {_describe_error(cause)}. Nothing of it is logged: "
-            "a build that handles it resumes the run from its log"
+            f"{self.what} cannot be handled: {_describe_error(cause)}. The event is not logged: "
+            "resume the run with a build that handles it"
         )
 
 
@@ -130,7 +130,7 @@ class Tick:
         A turn that raised is the last one: the state may have half an event in it, and the next
         turn would log and acknowledge it."""
         if self._failed:
-            raise RuntimeError("a turn failed before: end the process")
+            raise RuntimeError("an earlier turn failed: end the process")
         self._failed = True
         time_ns = self._time_start_ns + now_ns - self._clock_start_ns
         self._background.collect_results()
@@ -260,7 +260,7 @@ class Tick:
         except WireError as error:
             self.bad_frames += 1
             self._awake[link.boot_id] = None
-            return link.refuse_client(f"it speaks another language: {error}")
+            return link.refuse_client(f"it sent an unreadable message: {error}")
         self._apply_event(link.name, link.incarnation, peer_seq, event, time_ns, body)
 
     # --- deciding -----------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class Tick:
         try:
             link.send(encode(order))
         except OutboxFull as error:
-            link.refuse_client(f"it acknowledges nothing: {error}")
+            link.refuse_client(f"it does not acknowledge orders: {error}")
 
     def _refuse_peer(self, boot_id: str, reason: str, *, again: bool = False) -> None:
         route = self._route_of.get(boot_id)

@@ -185,11 +185,13 @@ def _check_weights_arrive(state: State) -> None:
             _require(keys.receive_timer(relay.name) in state.timers, relay)
     if master is not None and master.newest < state.newest_version:
         _require(
-            state.owed_version >= 0 or keys.WEIGHTS in state.timers, "the head is not fed", master
+            state.owed_version >= 0 or keys.WEIGHTS in state.timers,
+            "the head gets no weights",
+            master,
         )
     trainer = source_of(state)
     if master is None and trainer is not None and state.newest_version >= 0:
-        what = "the trainer's machine has no relay, and nobody waits for one"
+        what = "the trainer's machine has no relay, and none is awaited"
         _require(_is_relay_awaited(state), what)
 
 
@@ -201,24 +203,28 @@ def trainer_comes_back(state: State) -> None:
         return
     steps = [t.step_index for t in state.trained]
     _require(steps == list(range(state.steps_completed))[-len(steps) :] if steps else True, steps)
-    _require(bool(steps) == bool(state.steps_completed), "nothing is known of what was trained")
+    _require(bool(steps) == bool(state.steps_completed), "the trained steps are unknown")
     if state.newest_version < 0:
         return  # the deadline of the start is also that of the trainer
     live = live_actor(state, Role.TRAINER)
     if live is None or not live.ready:
         away = [a.name for a in state.actors.values() if a.role == Role.TRAINER]
         _require(
-            any(keys.rejoin_timer(name) in state.timers for name in away), "nobody waits", away
+            any(keys.rejoin_timer(name) in state.timers for name in away),
+            "no process is awaited",
+            away,
         )
         _require(state.steps_repeated < 0, state.steps_repeated)
     elif state.steps_repeated >= 0:
         _require(state.steps_repeated <= state.steps_completed, state.steps_repeated)
         told = keys.LOAD in state.commands or keys.REPEAT in state.commands
         _require(
-            told and keys.TRAIN not in state.commands, "it is told nothing", state.steps_repeated
+            told and keys.TRAIN not in state.commands,
+            "the trainer has no order",
+            state.steps_repeated,
         )
     elif state.batch is not None:
-        _require(keys.TRAIN in state.commands, "nobody trains the batch", state.batch)
+        _require(keys.TRAIN in state.commands, "no order to train the batch", state.batch)
 
 
 def relay_chain_is_path(state: State) -> None:
@@ -265,7 +271,7 @@ def no_standstill(state: State) -> None:
 
 
 def _starting_ends(state: State) -> None:
-    _require(keys.START in state.timers, "no clock runs for the start")
+    _require(keys.START in state.timers, "no timer for the start")
 
 
 def _running_ends(state: State) -> None:
@@ -277,7 +283,7 @@ def _running_ends(state: State) -> None:
         _require(_is_trainer_busy(state), "the trainer has no order and is not awaited")
         return
     _require(
-        keys.BATCH_TIMEOUT in state.timers or state.owed_version >= 0, "no clock runs for the batch"
+        keys.BATCH_TIMEOUT in state.timers or state.owed_version >= 0, "no timer for the batch"
     )
     live = [r for r in state.live_replicas() if is_serving(state, r)]
     answered = (cmd.ScoreTrajectories, cmd.ProposeBatch)
@@ -290,19 +296,19 @@ def _running_ends(state: State) -> None:
     if not live:
         _require(_is_replica_awaited(state), "no replica serves, and none is awaited")
         return
-    _require(not batch_size(state), "a batch is finished and nobody trains it")
+    _require(not batch_size(state), "a batch is complete but not trained")
     unchosen = sum(state.deadlines.values())
     if unchosen < state.settings.groups_per_step and groups_wanted(state) > 0:
         newest = [r for r in live if r.version >= state.newest_for(r)]
         _require(any(is_admitting(state, r) for r in newest), "the newest version does not admit")
-        _require(False, "an empty replica that admits was given nothing")
-    _require(groups_wanted(state) <= 0, "replicas idle, the trainer waits, data is left")
+        _require(False, "an empty admitting replica got no work")
+    _require(groups_wanted(state) <= 0, "replicas and trainer are idle with data left")
 
 
 def _exporting_ends(state: State) -> None:
     """Check that the trainer exports, or that something that it needs for that is on its way."""
     way_on = _is_trainer_busy(state) or keys.WEIGHTS in state.timers or _is_relay_awaited(state)
-    _require(way_on, "nobody exports the model, and nothing for it is awaited")
+    _require(way_on, "no process exports the model, and none is awaited")
 
 
 def _check_evaluation_ends(state: State) -> None:
@@ -317,7 +323,7 @@ def _check_evaluation_ends(state: State) -> None:
     answers = _is_replica_busy(state) or scored or bool(state.lost_trajectories)
     fed = _are_weights_awaited(state) or _is_trainer_busy(state)
     way_on = answers or fed or _is_replica_awaited(state)
-    _require(way_on, "nobody answers the last evaluation, and nothing for it is awaited")
+    _require(way_on, "no process works on the last evaluation, and none is awaited")
 
 
 def _ending_ends(state: State) -> None:
@@ -326,7 +332,7 @@ def _ending_ends(state: State) -> None:
         and keys.deadline_timer(key) in state.timers
         for key, outstanding in state.commands.items()
     )
-    _require(writing or store_orders.is_store_awaited(state), "nobody writes the last ends")
+    _require(writing or store_orders.is_store_awaited(state), "no process writes the last ends")
 
 
 def _stopping_ends(state: State) -> None:
@@ -334,7 +340,7 @@ def _stopping_ends(state: State) -> None:
         isinstance(outstanding.command, cmd.StopActor) and keys.deadline_timer(key) in state.timers
         for key, outstanding in state.commands.items()
     )
-    _require(stopping, "nobody is stopping")
+    _require(stopping, "no process is stopping")
 
 
 _PHASE_CHECKS = {

@@ -45,7 +45,7 @@ def run_planner(ctx: Context) -> None:
         )
         if not (decided or ctx.any_touched):
             return
-    raise AssertionError("the planner found no fixpoint")
+    raise AssertionError("the planner did not reach a fixpoint")
 
 
 def _plan_replicas(ctx: Context) -> None:

@@ -35,7 +35,7 @@ def handles(
     """Register the handler of an event; core/validation.py has common validity checks."""
 
     def register(handler: Callable[[Context, AnEvent], None]) -> Callable[[Context, AnEvent], None]:
-        assert event not in HANDLING, f"{event.__name__} has a handler"
+        assert event not in HANDLING, f"{event.__name__} already has a handler"
         HANDLING[event] = Handling(handler, valid, REPORTED_BY[event], planned)
         return handler
 

@@ -69,4 +69,4 @@ def find_unsupported_reason(logic: int, settings: Settings) -> str:
 def require_known(logic: int, settings: Settings) -> None:
     """Refuse a log of rules that this program does not have."""
     if reason := find_unsupported_reason(logic, settings):
-        raise LogicError(f"this log was begun with {reason}")
+        raise LogicError(f"this log was written with {reason}")

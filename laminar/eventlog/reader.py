@@ -211,7 +211,7 @@ class History(Generic[_T]):
     def __iter__(self) -> Iterator[_T]:
         chain = self.follow_chain()
         if self._start and not (chain and chain[0].has_place(self._start)):
-            raise NotInHistory("the history ends before it, or passes it by")
+            raise NotInHistory("the history does not contain it")
         for span in chain:
             size = span.end.offset if span.end else -1
             if not (self._decoders.any_release or _is_readable(span)):
@@ -226,7 +226,7 @@ class History(Generic[_T]):
     def _skip_to_start(self, frames: Frames, start: Takeover) -> None:
         frames.skip_to(start.offset)
         if (frames.offset, frames.crc) != (start.offset, start.crc):
-            raise NotInHistory(f"the history is another one at {start.segment}:{start.offset}")
+            raise NotInHistory(f"the history differs at {start.segment}:{start.offset}")
 
     def _iter_records(self, frames: Frames) -> Iterator[_T]:
         decoders = self._decoders

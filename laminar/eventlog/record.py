@@ -152,9 +152,9 @@ class LogOfOtherRelease(LogRefused):
 
     def __init__(self, segment: int, schema: int, logic: int) -> None:
         super().__init__(
-            f"{segment_name(segment)} was written by another release of Laminar (schema {schema}, "
-            f"logic version {logic}; this program has {SCHEMA_VERSION} and {LOGIC_VERSION}): go on "
-            "with the release that wrote it, or start a new run"
+            f"{segment_name(segment)} was written by another release of Laminar (schema "
+            f"{schema}, logic version {logic}; this program has {SCHEMA_VERSION} and "
+            f"{LOGIC_VERSION}): continue with that release, or start a new run"
         )
 
 

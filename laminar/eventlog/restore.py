@@ -55,7 +55,7 @@ def restore_log(
         return _replay_from(disk, observer, None, found.unusable)
     why = "; ".join(f"{name}: {fault}" for name, fault in found.unusable.items())
     hint = "restore the segments from a copy, or start a new run"
-    raise LogCorrupt(1, 0, "the file, or a snapshot in its place", why or "neither", hint)
+    raise LogCorrupt(1, 0, "the file or a snapshot that replaces it", why or "neither", hint)
 
 
 def _replay_from(

@@ -109,14 +109,14 @@ def _parse_snapshot(data: bytes, seq: int) -> Snapshot | str:
     try:
         snapshot = _decode(body)
         if snapshot.schema != SCHEMA_VERSION:
-            return f"it is of schema {snapshot.schema}, this release reads {SCHEMA_VERSION}"
+            return f"it has schema {snapshot.schema}, this release reads {SCHEMA_VERSION}"
         restored = snapshot.decode_state()
         if reason := find_unsupported_reason(snapshot.logic, restored.settings):
             return f"it is of {reason}"
         if snapshot.seq != seq:
             return f"it is of event {snapshot.seq}"
         if hash_state(restored) != snapshot.digest:
-            return "its state has another form in this release"
+            return "its state has another structure in this release"
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return f"it is of another release: {error}"
+        return f"it was written by another release: {error}"
     return snapshot

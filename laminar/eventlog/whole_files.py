@@ -20,7 +20,7 @@ def write_whole(disk: Disk, name: str, data: bytes) -> None:
         file = disk.create_file(name + UNFINISHED)
     except FileExistsError as error:
         raise DiskError(
-            f"{name}{UNFINISHED} is there already: another coordinator of this run writes it"
+            f"{name}{UNFINISHED} already exists: another coordinator of this run is writing it"
         ) from error
     file.append(data)
     file.sync()

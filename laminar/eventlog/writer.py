@@ -198,7 +198,7 @@ class LogWriter:
     def _begin_attempt(self) -> None:
         """Mark the writer as failed until the caller succeeds: errors are never retried."""
         if self._failed:
-            raise DiskError("the event log failed before and is not tried again: end the process")
+            raise DiskError("an earlier write of the event log failed: end the process")
         self._failed = True
 
     def _write(self) -> None:
@@ -241,12 +241,12 @@ def _refuse_if_grown(disk: Disk, tail: LogTail) -> None:
     if found != seen:
         raise LogGrew(
             f"the event log grew from {seen} to {found} bytes since it was read: another "
-            "coordinator of this run was alive and ends now; this one is to be started again"
+            "coordinator of this run was still alive and ends now; restart this one"
         )
 
 
 def _describe_takeover(number: int) -> str:
     return (
         f"{segment_name(number)} is no longer the newest segment of the event log: another "
-        "coordinator of this run has taken the log over, this one must end"
+        "coordinator of this run took over the log; end this one"
     )

@@ -50,7 +50,7 @@ def encode(message: Event | Command | Envelope) -> bytes:
     if len(data) > MESSAGE_BYTES_MAX:
         name = type(message).__struct_config__.tag or "an order"
         raise MessageTooLarge(
-            f"{name} has {len(data)} bytes, more than a message may have ({MESSAGE_BYTES_MAX})"
+            f"{name} has {len(data)} bytes, above the message limit ({MESSAGE_BYTES_MAX})"
         )
     return data
 
@@ -77,4 +77,4 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | msgspec.Raw) ->
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a message of ours: {type(error).__name__}: {error}") from None
+        raise WireError(f"not a Laminar message: {type(error).__name__}: {error}") from None

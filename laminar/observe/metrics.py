@@ -189,6 +189,7 @@ def _read_written(path: Path, earlier: Earlier = _discard) -> _Written:
         return found
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}): move it away, or figures would be written twice"
+            f"{path} cannot be read ({error}): move it away, otherwise metrics would be written "
+            "twice"
         ) from error
     return found

@@ -30,10 +30,10 @@ NO_NAME = re.compile(r"\W+")
 STATUS_FIGURES = {
     "event": "number of the last event",
     "step": "completed training steps",
-    "total_steps": "planned training steps; 0: not known",
+    "total_steps": "planned training steps; 0: unknown",
     "tokens_per_s": "sampled tokens per second, all replicas",
-    "staleness_mean": "steps, over everything trained so far",
-    "staleness_max": "steps, over everything trained so far",
+    "staleness_mean": "staleness in steps over all training so far",
+    "staleness_max": "staleness in steps over all training so far",
     "newest_version": "newest published weight version",
     "groups_ready": "finished groups that no batch has taken",
     "reward": "mean reward of the last step",
@@ -76,11 +76,15 @@ class Prometheus(Collector):
         for key, meaning in STATUS_FIGURES.items():
             if status[key] is not None:
                 yield _make_gauge(key, meaning, status[key])
-        yield _by_label("phase", "what the run does; 1", "phase", {status["phase"]: 1})
+        yield _by_label(
+            "phase", "current phase of the run, with value 1", "phase", {status["phase"]: 1}
+        )
         yield from _make_replica_gauges(status["replicas"])
         alive, silent = len(status["processes"]), len(status["silent_nodes"])
         processes = {"joined": alive, "silent": silent}
-        yield _by_label("processes", "of the run; silent: node daemons", "state", processes)
+        yield _by_label(
+            "processes", "processes of the run; silent: node daemons", "state", processes
+        )
         for name, value in step.items():
             yield _make_gauge(
                 name, f"{name} of the last step or evaluation, see docs/metrics.md", value
@@ -89,16 +93,16 @@ class Prometheus(Collector):
 
 def _make_replica_gauges(replicas: dict[str, dict[str, Any]]) -> Iterator[GaugeMetricFamily]:
     doing = Counter(replica["doing"] for replica in replicas.values())
-    yield _by_label("replicas", "replicas by what they do", "doing", dict(doing))
+    yield _by_label("replicas", "replicas by activity", "doing", dict(doing))
     versions = [replica["version"] for replica in replicas.values()]
     if versions:
-        meaning = "weight version that a replica serves; -1: none"
+        meaning = "weight version served by a replica; -1: none"
         ends = {"oldest": min(versions), "newest": max(versions)}
         yield _by_label("replica_version", meaning, "end", ends)
     gauges = [replica["engine"] for replica in replicas.values() if replica["engine"]]
     for key in ENGINE_FIGURES:
         total = sum(gauge[key] for gauge in gauges)
-        yield _make_gauge(f"engine_{key}", "sum over the replicas' last gauges", total)
+        yield _make_gauge(f"engine_{key}", "sum of the replicas' latest gauges", total)
 
 
 def _make_gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:

@@ -197,9 +197,9 @@ def _count_resetting(state: State, replica: Replica) -> int:
 def format_left_out(part: ev.ExcludedRows) -> str:
     """Describe which rows were not trained, and why."""
     return (
-        f"{len(part.trajectories)} answers of {part.replica} with version {part.version} were left "
-        f"out: its log-probs differ from the trainer's by {part.diff:.3g} a token, where "
-        f"{part.limit:.3g} is the most that weights of that age can differ by"
+        f"{len(part.trajectories)} responses of {part.replica} with version {part.version} were "
+        f"left out: its log-probs differ from the trainer's by {part.diff:.3g} per token, above "
+        f"the {part.limit:.3g} possible for weights of that age"
     )
 
 

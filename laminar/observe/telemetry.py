@@ -63,7 +63,7 @@ class Outlet(Generic[Item]):
         """Queue an item for writing; an outlet that keeps one item writes the newest."""
         if self._kept > 1 and len(self._items) >= self._kept:
             self.lost_before += 1
-            self._reason = self._reason or "its writer is behind"
+            self._reason = self._reason or "its writer is too slow"
             return
         self._items.append(item)
         if not self._asked:

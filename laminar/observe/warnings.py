@@ -104,10 +104,10 @@ class WarningMonitor:
             before = f"; in the first {len(first)} steps {fmean(first):.3g}" if first else ""
             yield (
                 "no-signal",
-                f"{flat:.0%} of the groups of the last {WINDOW} steps have the same reward for all "
-                f"siblings (mean reward {reward:.3g}{before}), so they teach nothing: look at the "
-                "answers with `laminar samples`, at the reward function and at the answer column, "
-                "and where the reward has fallen, at optim.lr; else the task is too hard or too "
+                f"{flat:.0%} of the groups of the last {WINDOW} steps have the same reward for "
+                f"all siblings (mean reward {reward:.3g}{before}), so they teach nothing: check "
+                "the responses with `laminar samples`, the reward function and the answer "
+                "column, and optim.lr if the reward fell; otherwise the task is too hard or too "
                 "easy for this model",
             )
 
@@ -116,9 +116,9 @@ class WarningMonitor:
         if cut is not None and cut >= TRUNCATED_SHARE:
             yield (
                 "truncated",
-                f"{cut:.0%} of the answers of the last {WINDOW} steps were cut at "
-                "data.max_response_length: make it larger, or see with `laminar samples` whether "
-                "the model ends its answers (chat template, end tokens)",
+                f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated at "
+                "data.max_response_length: raise it, or check with `laminar samples` whether "
+                "the model ends its responses (chat template, end tokens)",
             )
 
     def _check_entropy(self) -> Iterator[tuple[str, str]]:
@@ -127,9 +127,9 @@ class WarningMonitor:
         if now is not None and len(first) == WINDOW and now < ENTROPY_SHARE * fmean(first):
             yield (
                 "entropy",
-                f"the entropy fell from {fmean(first):.3g} to {now:.3g} nats a token: the model "
-                "gives nearly the same answer each time and explores no more; try a smaller "
-                "optim.lr, or algorithm.entropy_coeff or use_kl_loss",
+                f"the entropy fell from {fmean(first):.3g} to {now:.3g} nats per token: the "
+                "model gives nearly the same response each time and no longer explores; try a "
+                "smaller optim.lr, or algorithm.entropy_coeff or use_kl_loss",
             )
 
 
@@ -138,9 +138,9 @@ def _few_prompts(state: State) -> Iterator[tuple[str, str]]:
     if 0 <= state.num_train < wanted:
         yield (
             "few-prompts",
-            f"the data has {state.num_train} training prompts and a step takes {wanted} "
-            "(data.train_batch_size): steps are smaller, or prompts come twice in one; give more "
-            "prompts or a smaller batch",
+            f"the data has {state.num_train} training prompts but a step takes {wanted} "
+            "(data.train_batch_size): steps are smaller or repeat prompts; give more prompts or "
+            "a smaller batch",
         )
 
 
@@ -152,7 +152,7 @@ def _reward_errors(state: State) -> Iterator[tuple[str, str]]:
     if failed > ERRORS_SHARE * rewards.answers:
         yield (
             "reward-errors",
-            f"the reward failed on {failed} of {rewards.answers} answers "
+            f"the reward failed on {failed} of {rewards.answers} responses "
             f"({failed / rewards.answers:.0%}), first: {rewards.first}; they count as "
             "reward.error_score, so the model learns from the failures",
         )
@@ -168,12 +168,12 @@ def _check_evaluation_drop(state: State) -> Iterator[tuple[str, str]]:
         last, best = known[-1], max(known[:-1], key=lambda r: r[name])
         error = (last[f"{name}_se"] ** 2 + best[f"{name}_se"] ** 2) ** 0.5
         if best[name] - last[name] > FALL_ERRORS * error > 0:
-            what = "score" if name == "score" else "share of right answers"
+            what = "score" if name == "score" else "accuracy"
             yield (
                 "held-out-falls",
-                f"the held-out {what} fell from {best[name]:.3g} after step {best['step']} to "
+                f"the evaluation {what} fell from {best[name]:.3g} after step {best['step']} to "
                 f"{last[name]:.3g} after step {last['step']} (standard error of the difference "
-                f"{error:.2g}): look at `laminar samples --eval {last['step']}`, the sign of the "
+                f"{error:.2g}): check `laminar samples --eval {last['step']}`, the sign of the "
                 "reward and optim.lr",
             )
             return
@@ -184,9 +184,9 @@ def _check_mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
         part = event.left_out[0]
         yield (
             "mismatch",
-            f"answers of {part.replica} with weight version {part.version} do not come from those "
-            "weights and are not trained; if it goes on, the engine of that replica computes "
-            "something else than the trainer",
+            f"responses of {part.replica} with weight version {part.version} do not come from "
+            "those weights and are not trained; if this repeats, the engine of that replica "
+            "does not compute what the trainer does",
         )
 
 
@@ -196,16 +196,16 @@ def _prompts_differ(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:
         yield (
             "prompts-differ",
             f"siblings began with different prompts in {differ:.0%} of the groups of a step "
-            "(groups/prompts_differ), so that the mean of a group says nothing of any of them: "
-            "reset() of the environment must say the same to all, whose Python random numbers have "
-            "one seed",
+            "(groups/prompts_differ), so a group's mean cannot be their baseline: reset() of the "
+            "environment must return the same text to all siblings, which share a Python random "
+            "seed",
         )
 
 
 def _describe_rejected(event: ev.WeightsRejected) -> str:
     return (
-        f"weight version {event.version} was refused by a replica: {event.reason}; it loads again, "
-        "and if it goes on, engine and trainer do not agree on this model"
+        f"weight version {event.version} was rejected by a replica: {event.reason}; it loads "
+        "them again; if this repeats, engine and trainer disagree on this model"
     )
 
 

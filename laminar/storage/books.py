@@ -52,7 +52,7 @@ def find_contradictions(tables: Tables) -> list[str]:
     problems += [f"{number} chunks of {name} have no row" for name, number in orphans]
     endless = tables.turns.endless_effects()
     return problems + [
-        f"{number} calls of {name} have no end, and it has" for name, number in endless
+        f"{number} calls of {name} have no end, but the trajectory has" for name, number in endless
     ]
 
 
@@ -67,9 +67,9 @@ def _meta_problems(tables: Tables) -> list[str]:
         if str(stored) != counted:
             problems.append(f"{stored} {purpose} prompts are stored, {counted} were loaded")
     if meta["data_digest"] and tables.prompts_digest() != meta["prompts_digest"]:
-        problems.append("the prompt rows do not have the digest they were loaded with")
+        problems.append("the prompt rows do not match the digest they were loaded with")
     return problems + [
-        f"the token ids of {purpose} prompt {row_index} are not what was stored"
+        f"the token ids of {purpose} prompt {row_index} do not match their digest"
         for purpose, row_index in tables.damaged_prompt_ids()
     ]
 
@@ -100,7 +100,7 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
         )
     digest = rules.digest_payload(tokens, logprobs, list(contexts.values()))
     if row.status != "open" and row.digest != digest:
-        problems.append(f"trajectory {row.id} does not have its digest {row.digest}")
+        problems.append(f"trajectory {row.id} does not match its digest {row.digest}")
     problems += _context_problems(row, contexts)
     return problems + _read_problems(tables, row, loaded, contexts)
 
@@ -131,8 +131,8 @@ def _read_problems(
             read.update(contexts.get(chunk.segment, b""))
         if chunk.read and chunk.read != read.hexdigest():
             problems.append(
-                f"trajectory {row.id} was sampled at segment {chunk.segment} offset {chunk.offset} "
-                "after other tokens than the store has before it"
+                f"trajectory {row.id} was sampled at segment {chunk.segment} offset "
+                f"{chunk.offset} after other tokens than the stored ones"
             )
         read.update(chunk.tokens)
     return problems
@@ -149,7 +149,7 @@ def _removed_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
     if row.end is None:
         problems.append(f"the payload of trajectory {row.id} was removed before its end")
     if not all(chunk.removed for chunk in chunks):
-        problems.append(f"the payload of trajectory {row.id} was removed, and a part is there")
+        problems.append(f"the payload of trajectory {row.id} was removed, but a part remains")
     return problems
 
 
@@ -182,13 +182,15 @@ def _source_problems(row: Row, chunks: list[StoredChunk]) -> list[str]:
     problems, versions = [], [(source.weight_version, source.version_step) for _, source in known]
     if (first := (row.weight_version, row.version_step), row.latest) != (versions[0], versions[-1]):
         problems.append(
-            f"trajectory {row.id} has tokens of versions {versions[0]} to {versions[-1]} (version, "
-            f"step), but it is one of {first} to {row.latest}"
+            f"trajectory {row.id} has tokens of versions {versions[0]} to {versions[-1]} "
+            f"(version, step), but its row has {first} to {row.latest}"
         )
     if any(b < a for i in (0, 1) for a, b in pairwise(v[i] for v in versions)):
-        problems.append(f"trajectory {row.id} has tokens of older weights behind those of newer")
+        problems.append(
+            f"trajectory {row.id} has tokens of older weights after those of newer ones"
+        )
     if row.last_version is None and len(set(versions)) > 1:
-        problems.append(f"trajectory {row.id} has tokens of several versions, and its row of one")
+        problems.append(f"trajectory {row.id} has tokens of several versions, but its row has one")
     if len({(p, s.replica) for p, s in known}) != len({p for p, _ in known}):
         problems.append(f"trajectory {row.id} has several replicas under one placement")
     return problems
@@ -226,7 +228,9 @@ def _connect_readonly(path: Path) -> Iterator[sqlite3.Connection]:
     except sqlite3.DatabaseError as error:
         if db is not None:
             db.close()
-        raise ConfigError(f"{path} is no store database ({error}): name a store.sqlite") from error
+        raise ConfigError(
+            f"{path} is not a store database ({error}): name a store.sqlite"
+        ) from error
     try:
         yield db
     finally:

@@ -455,4 +455,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreWireError(f"{len(data)} bytes are no message of the store: {error}") from error
+        raise StoreWireError(
+            f"{len(data)} bytes are not a message of the store: {error}"
+        ) from error

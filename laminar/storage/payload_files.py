@@ -49,7 +49,7 @@ def read(folder: Path, name: str) -> bytes:
     except FileNotFoundError:
         raise DamageError(f"payload file {folder / name} is missing") from None
     if xxhash.xxh3_128_hexdigest(data) != name:
-        raise DamageError(f"payload file {folder / name} does not hold the bytes of its name")
+        raise DamageError(f"payload file {folder / name} does not match the digest in its name")
     return data
 
 

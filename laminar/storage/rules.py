@@ -264,14 +264,14 @@ def judge_append(
 def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
     """Return why the weights of a chunk are wrong: not the row's, or in flight older ones."""
     if chunk.source is None:
-        return "it is not said who sampled it"
+        return "it does not name the replica that sampled it"
     _, version, step = chunk.source
     if (version, step) == row.latest or (in_flight and _can_continue(row, version, step)):
         return ""
     last_version, last_step = row.latest
     return (
-        f"its tokens are of version {version} of step {step}, after version {last_version} of step "
-        f"{last_step}"
+        f"its tokens are of version {version} (step {step}), older than version {last_version} "
+        f"(step {last_step}) before them"
     )
 
 
@@ -339,9 +339,11 @@ def judge_intend(
         return barred or _refuse_unknown()
     if row.status != "generated" or row.turns != turn or row.end is not None:
         what = row.end or row.status
-        return Verdict("refused", f"turn {turn} wants no calls: it is {what} after {row.turns}")
+        return Verdict(
+            "refused", f"turn {turn} accepts no calls: the trajectory is {what} after {row.turns}"
+        )
     if known and list(known) != list(asked):
-        return Verdict("refused", "calls of this turn are made by another process, or were")
+        return Verdict("refused", "another process makes the calls of this turn, or made them")
     return _REPEAT if known else _WRITE
 
 
@@ -427,7 +429,7 @@ def judge_end(row: Row | None, asked: Row) -> Verdict:
         return Verdict("fenced", f"placement {row.placement} holds it")
     if asked.end != "dropped" and row.status != "rewarded":
         return Verdict(
-            "refused", f"it is {row.status}, and only what is rewarded can be {asked.end}"
+            "refused", f"it is {row.status}, and only a rewarded trajectory can be {asked.end}"
         )
     return _WRITE
 
@@ -521,4 +523,4 @@ def _format_position(chunk: Chunk) -> str:
 
 def _next_position(row: Row) -> str:
     done = row.segment_tokens if row.turns < row.segments else 0
-    return f"it goes on at segment {row.turns} offset {done}"
+    return f"it continues at segment {row.turns} offset {done}"

@@ -305,9 +305,7 @@ class Tables:
     def load_chunk(self, stored: StoredChunk) -> Chunk:
         """Return the chunk with its bytes, from the row or from its file."""
         if stored.removed:
-            raise PayloadRemoved(
-                f"the tokens of {stored.trajectory_id} are not in the store any more"
-            )
+            raise PayloadRemoved(f"the tokens of {stored.trajectory_id} are no longer in the store")
         tokens, logprobs = stored.tokens or b"", stored.logprobs or b""
         if stored.file is not None:
             assert self._folder is not None, "only a file names a folder"

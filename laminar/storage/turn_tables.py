@@ -46,7 +46,7 @@ class TurnTables:
         found: dict[int, bytes | None] = dict(self._db.execute(sql, (row.id,)))
         known = {turn: tokens for turn, tokens in found.items() if tokens is not None}
         if len(known) < len(found):
-            raise PayloadRemoved(f"the tokens of {row.id} are not in the store any more")
+            raise PayloadRemoved(f"the tokens of {row.id} are no longer in the store")
         return known
 
     def drop_contexts(self, trajectory_id: str) -> None:

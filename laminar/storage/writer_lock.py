@@ -63,7 +63,7 @@ class WriterLock:
         """Raise DiskError if a later incarnation of the store has taken the database over."""
         last = self._read_writer()
         if last.incarnation > self._own.incarnation:
-            raise DiskError(errno.ESTALE, f"{last} has taken over from {self._own}")
+            raise DiskError(errno.ESTALE, f"{last} took over from {self._own}")
 
     def close(self) -> None:
         """Release the lock; harmless a second time, like the database's."""

@@ -31,8 +31,8 @@ def check_import(path: str, key: str, limit_s: float = IMPORT_TIMEOUT_S) -> None
         said, code = run_isolated("laminar.tasks.import_check", [path], b"", limit_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{key} = {path!r} is not imported within {limit_s:g} s; move what takes long, or "
-            "waits, into the function"
+            f"{key} = {path!r} was not imported within {limit_s:g} s; move slow or blocking code "
+            "into the function"
         ) from None
     if said != ENDED:
         raise ConfigError(

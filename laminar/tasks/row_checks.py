@@ -53,9 +53,9 @@ def _check_roles(rows: Sequence[PromptRow]) -> None:
     for row in rows:
         if not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
             raise ConfigError(
-                f"{_describe_row(row)} has a prompt that ends with a message of the assistant, "
-                f"{reprlib.repr(row.prompt[-1]['content'])}: the model would be asked to answer "
-                "after its own answer; leave that message out, so that the last one is the user's"
+                f"{_describe_row(row)} has a prompt that ends with an assistant message, "
+                f"{reprlib.repr(row.prompt[-1]['content'])}: the model would continue after its "
+                "own response; remove that message, so that the last one is the user's"
             )
 
 
@@ -90,9 +90,11 @@ def _warn_no_answers(rows: Sequence[PromptRow], spec: RewardSpec) -> dict[str, s
     if not found or not any(function.style == "verl" for function in spec.functions):
         return {}
     return {
-        "no-answers": f"{len(found)} of {len(rows)} rows have no answer: {_describe_row(found[0])} "
-        f"has none ({columns_of(found[0])}), and the reward function gets ground_truth = None; "
-        "name its column by data.answer_key if it needs one"
+        "no-answers": (
+            f"{len(found)} of {len(rows)} rows have no answer: {_describe_row(found[0])} has "
+            f"none ({columns_of(found[0])}), and the reward function gets ground_truth = None; "
+            "name its column by data.answer_key if it needs one"
+        )
     }
 
 
@@ -130,10 +132,12 @@ def _warn_templated(
     if 2 * count <= len(rows):
         return {}
     return {
-        "template": f"{count} of the first {len(rows)} prompts already contain the text of the "
-        "chat template, which is applied again: give the user's message without it, or set "
-        "data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` shows what the "
-        "model sees"
+        "template": (
+            f"{count} of the first {len(rows)} prompts already contain the text of the chat "
+            "template, which would be applied twice: give the user's message without it, or "
+            "set data.apply_chat_template = false; `prompt 0` of `laminar train --dry-run` "
+            "shows what the model sees"
+        )
     }
 
 

@@ -51,7 +51,7 @@ class RunPrompts:
         return LoadedPrompts(_make_payloads(train), _make_payloads(held_out), overlap, digest)
 
     def _tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
-        assert self._tokenizer is not None, "the data is loaded first"
+        assert self._tokenizer is not None, "the data is not loaded yet"
         found = {}
         for key, payload in prompts.items():
             kept = m.decode_prompt(payload)

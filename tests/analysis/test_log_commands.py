@@ -217,7 +217,7 @@ def test_a_machine_is_not_its_replicas() -> None:
 
 
 def test_a_name_that_nothing_has_is_refused(made: Path, cli: Cli) -> None:
-    with pytest.raises(ConfigError, match="names nothing"):
+    with pytest.raises(ConfigError, match="is not an id"):
         Subject.parse("0.17.3.4")
     for name in ("9.9.9", "rollout-7", "v99", "?"):
         code, message = cli("log", "story", name, made)
@@ -330,7 +330,7 @@ def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
 def test_paths_that_are_no_run_directory(made: Path, tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in refusals(cli, tmp_path / "nowhere", tmp_path / "new")[0]
     assert "is not a directory" in refusals(cli, made / "store.sqlite", tmp_path / "new")[0]
-    assert "run directory: it has no" in refusals(cli, tmp_path, tmp_path / "new")[0]
+    assert "is not a run directory" in refusals(cli, tmp_path, tmp_path / "new")[0]
     (tmp_path / "run" / "events").mkdir(parents=True)
     assert "no event log" in refusals(cli, tmp_path / "run", tmp_path / "new")[0]
     log_file(tmp_path / "run").mkdir()
@@ -351,7 +351,7 @@ def test_a_log_without_events_is_refused_by_what_needs_a_state(tmp_path: Path, c
     for arguments in (("log", "replay"), ("audit",), ("report",)):
         code, message = cli(*arguments, tmp_path / "run")
         assert code == 2
-        assert "no event yet" in message
+        assert "no events yet" in message
     assert cli("log", "stats", tmp_path / "run")[0] == 0
 
 

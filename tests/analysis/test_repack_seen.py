@@ -100,9 +100,9 @@ def test_the_policies_are_compared_where_there_are_two(
     for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
         ElementTree.fromstring(svg)
     assert "best-fit: +50.0 % tokens per second against off (one pair of runs" in page
-    assert "hand-over, mean (s)" in page
+    assert "migration, mean (s)" in page
     alone = render_page(runs[:1])
-    assert "Trajectories moved" in alone and "hand-over, mean (s)" not in alone
+    assert "Trajectories migrated" in alone and "migration, mean (s)" not in alone
 
 
 def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
@@ -121,8 +121,8 @@ def test_why_a_replica_was_left_and_when_it_was_emptied(packed: tuple[Path, Log]
     run_dir, log = packed
     source = next(c.to for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories))
     lines = list(explain_subject(run_dir, source))
-    looked = next(line for line in lines if "repack looked at it" in line)
-    times = int(re.findall(r"looked at it (\d+) times", looked)[0])
+    looked = next(line for line in lines if "repack checked it" in line)
+    times = int(re.findall(r"checked it (\d+) times", looked)[0])
     reasons = lines[lines.index(looked) + 1 :]
     counts = [1 if "once, " in r else int(re.findall(r"(\d+) times, ", r)[0]) for r in reasons]
     assert sum(counts) == times > 1
@@ -136,7 +136,7 @@ def test_the_moves_of_a_trace_are_arrows(packed: tuple[Path, Log], tmp_path: Pat
     moves = page_data(run_dir, None).summary["repack"]["moves"]
     arrows = Counter(e["ph"] for e in events if e.get("name") == "repack")
     assert arrows == {"s": moves, "f": moves}
-    spans = [e["name"] for e in events if e.get("cat") == "hand-over" and e["ph"] == "B"]
+    spans = [e["name"] for e in events if e.get("cat") == "migration" and e["ph"] == "B"]
     released = [c for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories)]
     assert len(spans) == len(released)
     assert spans[0].startswith(f"gives {len(released[0].items)} to rollout-")

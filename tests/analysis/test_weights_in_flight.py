@@ -47,9 +47,9 @@ def test_the_books_of_a_run_with_weights_in_flight_agree(flown: Path, name: str)
         ("UPDATE chunks SET replica = 'rollout-9' WHERE \"offset\" > 0", "on rollout-9"),
         (
             'UPDATE chunks SET weight_version = 9, version_step = 9 WHERE "offset" = 0',
-            "went on with older weights",
+            "continued with older weights",
         ),
-        ('DELETE FROM chunks WHERE "offset" > 0', "are not its"),
+        ('DELETE FROM chunks WHERE "offset" > 0', "do not add up to its"),
     ],
 )
 def test_a_part_that_is_not_of_what_was_loaded_there_then_is_found(
@@ -64,7 +64,7 @@ def test_a_part_that_is_not_of_what_was_loaded_there_then_is_found(
 
 def test_every_reader_shows_the_change(flown: Path, name: str, cli: Cli) -> None:
     _, why = cli("log", "why", name, flown)
-    assert "It went on with v" in why and "loaded in flight" in why
+    assert "It continued with v" in why and "loaded in flight" in why
     _, story = cli("log", "story", name, flown)
     assert "purpose=in-flight" in story and "weights-loaded" in story
     _, shown = cli("samples", "--id", name, flown, "--jsonl")
@@ -76,4 +76,4 @@ def test_every_reader_shows_the_change(flown: Path, name: str, cli: Cli) -> None
     assert cli("log", "trace", flown)[0] == 0
     trace = json.loads((flown / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
-    assert any(f"goes on with v{versions[1]}" == event.get("name") for event in events)
+    assert any(f"continues with v{versions[1]}" == event.get("name") for event in events)

@@ -79,11 +79,11 @@ def test_half_of_a_log_is_behind_and_all_that_is_ahead_is_named(tmp_path: Path, 
         check_log(run, state_after(log, len(log) // 3))
     said = str(error.value)
     for what in (
-        "that it has never begun",
+        "that the log never began",
         "trainer_book.jsonl has step ",
-        "step_3 was made by step 3, of version 3, which it has never ordered",
-        f"put back the newest copy of {run / 'events'}",
-        f"model.name={run / 'checkpoints' / 'step_3'} to go on",
+        "step_3 was made by step 3, of version 3, which the log never ordered",
+        f"restore the newest copy of {run / 'events'}",
+        f"model.name={run / 'checkpoints' / 'step_3'} to continue",
     ):
         assert what in said, said
 
@@ -123,7 +123,7 @@ def test_an_answer_that_was_asked_for_again_is_known_by_its_attempt(
         for stamped, commands in log[:first]
     ]
     write_store(run, renamed)
-    with pytest.raises(ConfigError, match=r"never begun \(e0\.0-2\.0\)"):
+    with pytest.raises(ConfigError, match=r"never began \(e0\.0-2\.0\)"):
         check_log(run, state)
 
 

@@ -29,5 +29,5 @@ def present() -> Settings:
 def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     bench = begun_with(present())
     now = msgspec.structs.replace(present(), **changes)
-    with pytest.raises(ConfigError, match="put back what was there"):
+    with pytest.raises(ConfigError, match="restore that value"):
         decide_resume(tmp_path, bench.state, now, asked=False)

@@ -261,7 +261,7 @@ def test_every_invariant_is_damaged_here() -> None:
 
 
 def admits_and_got_nothing(state: State) -> str:
-    return "an empty replica that admits was given nothing"
+    return "an empty admitting replica got no work"
 
 
 def newest_version_is_closed(state: State) -> str:
@@ -272,7 +272,7 @@ def newest_version_is_closed(state: State) -> str:
 
 def enough_unchosen_but_unfinished(state: State) -> str:
     state.deadlines = {9: 2}
-    return "replicas idle, the trainer waits, data is left"
+    return "replicas and trainer are idle with data left"
 
 
 @pytest.mark.parametrize(

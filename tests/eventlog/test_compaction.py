@@ -245,7 +245,7 @@ def test_without_beginning_and_snapshot_there_is_no_start(short: LoggedRun) -> N
 def test_snapshots_without_any_segment_are_a_lost_log(short: LoggedRun) -> None:
     """Not an empty one: nobody begins the run again on top of it."""
     files = {n: bytes(d) for n, d in short.disk.files.items() if n.startswith("snapshot")}
-    with pytest.raises(LogCorrupt, match="or a snapshot in its place"):
+    with pytest.raises(LogCorrupt, match="or a snapshot that replaces it"):
         restore_log(MemoryDisk(files))
 
 

@@ -174,15 +174,15 @@ def packed(snapshot: object) -> bytes:
         (lambda s: packed(s)[:-1], "it is damaged"),
         (lambda s: b"", "it is damaged"),
         (lambda s: packed(s) + b"\x00", "it is damaged"),
-        (lambda s: packed({"novel": 1}), "it is of another release: "),
-        (lambda s: packed(msgspec.structs.replace(s, schema=99)), "it is of schema 99"),
+        (lambda s: packed({"novel": 1}), "it was written by another release: "),
+        (lambda s: packed(msgspec.structs.replace(s, schema=99)), "it has schema 99"),
         (lambda s: packed(msgspec.structs.replace(s, logic=99)), "it is of logic version 99"),
         (lambda s: packed(with_rule(s, "odd")), "it is of the decision rule 'odd'"),
         (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),
-        (lambda s: packed(with_state(s, phase=3)), "it is of another release: "),
-        (lambda s: packed(with_state(s, phase="odd")), "it is of another release: "),
-        (lambda s: packed(with_state(s, export_path="odd")), "its state has another form"),
-        (lambda s: packed(with_state(s, phase=b"\xff")), "it is of another release: "),
+        (lambda s: packed(with_state(s, phase=3)), "it was written by another release: "),
+        (lambda s: packed(with_state(s, phase="odd")), "it was written by another release: "),
+        (lambda s: packed(with_state(s, export_path="odd")), "its state has another structure"),
+        (lambda s: packed(with_state(s, phase=b"\xff")), "it was written by another release: "),
     ],
 )
 def test_an_odd_snapshot_is_passed_over_with_its_reason(
@@ -332,7 +332,7 @@ def test_a_failed_snapshot_is_never_tried_again(events: list[Stamped]) -> None:
         writer.commit,
         writer.flush,
     ):
-        with pytest.raises(DiskError, match="not tried again"):
+        with pytest.raises(DiskError, match="an earlier write"):
             call()
 
 
@@ -351,7 +351,7 @@ def test_two_that_write_one_snapshot_do_not_mix(events: list[Stamped]) -> None:
     machine, writer = begin(disk, snapshot_every=1)
     log_event(writer, events[0], machine.handle_event(events[0]))
     disk.create_file("snapshot-000000000001.bin.tmp")
-    with pytest.raises(DiskError, match="another coordinator of this run writes it"):
+    with pytest.raises(DiskError, match="another coordinator of this run is writing it"):
         writer.snapshot_if_due(machine.state, InlineBackground())
 
 

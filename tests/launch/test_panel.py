@@ -110,7 +110,7 @@ def test_a_panel_is_drawn_by_a_thread_and_stays(tmp_path: Path) -> None:
     console = Console(file=file, force_terminal=True, width=200)
     with ProgressPanel(tmp_path, console) as progress:
         progress.update()
-    assert "96/128 right = 0.750 ± 0.038, 11 tokens" in file.getvalue()
+    assert "96/128 correct = 0.750 ± 0.038, 11 tokens" in file.getvalue()
 
 
 def test_what_the_start_took_is_told_once_with_the_first_new_step(
@@ -201,7 +201,7 @@ def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> 
     changes = {"correct": 0, "share": 0.0, "share_se": 0.0, "score": 0.412, "score_se": 0.02}
     changes |= {"answers_per_prompt": 4, "passed": 0.0, "truncated_share": 0.25, "missing": 3}
     assert format_evaluation(TOLD | changes) == (
-        "0/125 right = 0.000 ± 0.000, mean score 0.412 ± 0.020, pass@4 0.000, 11 tokens, "
+        "0/125 correct = 0.000 ± 0.000, mean score 0.412 ± 0.020, pass@4 0.000, 11 tokens, "
         "25.0% truncated, 3 missing"
     )
 
@@ -209,7 +209,7 @@ def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> 
 def test_an_evaluation_without_answers_has_no_share() -> None:
     nothing = dict.fromkeys(("share", "share_se", "score", "score_se", "passed", "mean_length"))
     gone = TOLD | nothing | {"truncated_share": None, "correct": 0, "missing": 128}
-    assert format_evaluation(gone) == "0/0 right = -, 128 missing"
+    assert format_evaluation(gone) == "0/0 correct = -, 128 missing"
 
 
 def test_the_last_lines_show_the_score_with_its_error() -> None:

@@ -178,7 +178,7 @@ def test_an_environment_that_gives_the_reward_needs_no_answers(
     [
         (["env.path=nowhere.py"], ["'nowhere.py'", "env.path"]),
         (["env.name=Abacus"], ["env.name = 'Abacus'", "Calculator"]),
-        (["model.name=configs/models/spell-0.6m"], ["calls of tools can be read"]),
+        (["model.name=configs/models/spell-0.6m"], ["tool calls can be parsed"]),
     ],
 )
 def test_what_an_environment_cannot_do_without(

@@ -209,7 +209,7 @@ def test_rows_that_were_left_out_are_named_with_replica_and_version(tmp_path: Pa
     told = json.loads((tmp_path / "status.json").read_text())["left_out"]
     assert len(told) == 3
     assert all("of rollout-0 with version 0 were left out" in line for line in told)
-    assert all("differ from the trainer's by 0.5 a token, where 0.1 is" in line for line in told)
+    assert all("differ from the trainer's by 0.5 per token, above the 0.1" in line for line in told)
 
 
 def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(

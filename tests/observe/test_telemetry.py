@@ -96,7 +96,7 @@ def test_a_write_that_hangs_holds_nobody_up() -> None:
     go_on.set()
     assert telemetry.wait_drained(DEADLINE_S)
     assert written == ["a", "b", "c", "d", "status g"]
-    assert said == [("log", 3, "its writer is behind")]
+    assert said == [("log", 3, "its writer is too slow")]
 
 
 @pytest.mark.parametrize("error", [ValueError("no number"), SystemExit(1)])

@@ -131,7 +131,7 @@ def test_failing_rewards(state: State) -> None:
         assert seen.events == []
         seen.take(rewarded)
     assert [event.kind for event in seen.events] == ["reward-errors"]
-    assert "6 of 100 answers (6%), first: ValueError: q" in seen.events[0].text
+    assert "6 of 100 responses (6%), first: ValueError: q" in seen.events[0].text
 
 
 def result(step: int, score: float, error: float) -> EvaluationResult:

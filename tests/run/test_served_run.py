@@ -239,7 +239,7 @@ def test_of_two_copies_of_a_service_the_one_that_cannot_answer_ends(served: Serv
     newcomer = served.serve()
     until(lambda: served.address() != address, "another coordinator listens elsewhere")
     os.kill(coordinator, signal.SIGCONT)
-    assert "has taken the log over, this one must end" in served.ends(former, exit_codes.USER_ERROR)
+    assert "took over the log; end this one" in served.ends(former, exit_codes.USER_ERROR)
     served.trains()
     newcomer.send_signal(signal.SIGTERM)
     served.ends(newcomer)

@@ -223,7 +223,7 @@ def test_what_is_no_store_is_a_clear_error(tmp_path):
         books.check_integrity(tmp_path / "store.sqlite")
     for content in (b"", b"no database" * 500):
         (tmp_path / "other").write_bytes(content)
-        with pytest.raises(ConfigError, match="no store database"):
+        with pytest.raises(ConfigError, match="not a store database"):
             books.check_integrity(tmp_path / "other")
 
 

@@ -136,11 +136,11 @@ def test_room_in_the_file_is_used_again(path):
     [
         (
             "UPDATE trajectories SET payload_removed = 1 WHERE id = '0.3.0'",
-            "the payload of trajectory 0.3.0 was removed, and a part is there",
+            "the payload of trajectory 0.3.0 was removed, but a part remains",
         ),
         (
             "UPDATE chunks SET tokens = NULL, logprobs = NULL WHERE trajectory_id = '0.3.0'",
-            "trajectory 0.3.0: the tokens of 0.3.0 are not in the store any more",
+            "trajectory 0.3.0: the tokens of 0.3.0 are no longer in the store",
         ),
         (
             "UPDATE trajectories SET \"end\" = NULL WHERE id = '0.0.0'",

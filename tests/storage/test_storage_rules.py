@@ -96,7 +96,7 @@ def test_a_row_keeps_the_first_and_the_last_weights():
     grown = rules.apply_append(HELD, of_7)
     assert (grown.source[1:], grown.latest) == ((5, 4), (7, 6))
     older = rules.judge_append(grown, 3, CHUNK._replace(offset=4), None, in_flight=True)
-    assert older.answer == "refused" and "after version 7 of step 6" in older.reason
+    assert older.answer == "refused" and "older than version 7 (step 6)" in older.reason
     first = rules.apply_append(ASKED, of_7._replace(offset=0))  # it was opened before the load
     assert (first.source[1:], first.latest) == ((7, 6), (7, 6))
 

@@ -48,7 +48,7 @@ def test_a_store_of_which_a_later_one_has_had_the_database_writes_nothing(tmp_pa
     database = filled(path)
     one(database, open_("0.1.0"))
     path.with_suffix(".lock").write_bytes(msgspec.json.encode(Writer(7, "m2", 12)))
-    with pytest.raises(DiskError, match=r"incarnation 7 \(pid 12 on m2\) has taken over from"):
+    with pytest.raises(DiskError, match=r"incarnation 7 \(pid 12 on m2\) took over from"):
         database.handle_batch([append("0.1.0", (1, 2))])
     database.close()
     with pytest.raises(DiskError, match="incarnation 7"):

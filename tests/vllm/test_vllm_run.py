@@ -179,7 +179,7 @@ def test_an_engine_that_fails_at_each_start_ends_the_run_with_its_reason(tmp_pat
     told = "head_dim=20"
     assert run.code == 1, run.output
     failure = run.summary["failure"]
-    assert "failed in the same way at two starts" in failure and told in failure
+    assert "failed the same way at two starts" in failure and told in failure
     assert told in json.dumps(run.summary["lost_by"]) and told in json.dumps(_status(run.directory))
     assert told in run.output and "Traceback" not in run.output and "Triton" not in run.output
     assert run.output.count("\n") < 80, run.output

@@ -22,6 +22,6 @@ def check(name: str, text: str) -> None:
     if os.environ.get("GOLDEN_PAGES") == "write":
         path.write_text(text)
     assert text == path.read_text(), (
-        f"{path} says something else: look at the difference, and where the new text is right, "
-        "GOLDEN_PAGES=write pytest ... makes the page again"
+        f"{path} differs: check the difference; if the new text is correct, GOLDEN_PAGES=write "
+        "pytest ... rewrites the page"
     )

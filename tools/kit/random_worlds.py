@@ -244,7 +244,7 @@ def check_end(world: World) -> None:
     tokens = sum(row.num_tokens + row.tokens_lost for row in world.rows.values())
     assert tokens == ledger.tokens.issued
     prompts = sorted({group_number(world, t) for t in world.rows if not t.startswith("e")})
-    assert prompts == list(range(state.cursor)), "a prompt was handed out to nobody"
+    assert prompts == list(range(state.cursor)), "a prompt was handed out to no process"
     if state.draining or given_up:
         return
     assert state.settings.total_steps in (0, state.steps_completed)

@@ -160,7 +160,7 @@ class Actors(Trainers):
     def _do_PullWeights(self, process: Process, command: cmd.PullWeights, _: int) -> None:
         in_flight = command.purpose == PullPurpose.IN_FLIGHT
         assert in_flight or not process.work, "a replica pulls only when it is empty"
-        assert all(t[0] != "e" for t in process.work), "a held-out answer has one version"
+        assert all(t[0] != "e" for t in process.work), "an evaluation sample has one version"
         self.later(process, self.random.uniform(0.01, 0.2), Load(command))
 
     def _do_GenerateTrajectory(

@@ -139,7 +139,7 @@ def load_task() -> tuple[Any, list[Entry], list[Entry]]:
     dataset = reasoning_gym.create_dataset("spell_backward", **TASK)
     entries: dict[str, Entry] = {entry["question"]: entry for entry in dataset}
     if not all(question.encode().startswith(QUESTION_START) for question in entries):
-        raise SystemExit("this release of reasoning_gym asks in other words: mend QUESTION_START")
+        raise SystemExit("reasoning_gym words its question differently now: update QUESTION_START")
     kept_back = held_out(entries, HELD_OUT)
     ordered = sorted(entries)
     train = [entries[question] for question in ordered if question not in kept_back]
@@ -281,7 +281,7 @@ It is the starting point of the quickstart: small enough for a CPU, with room fo
 - Warm-up: {updates:,} updates on this very task, 400 words never seen; the drafts it imitates are
   right in a fixed share of cases (0.2 from 7 letters on), and RL's work is to prefer those.
 - Seen: {figures}.
-- Made by `tools/make/base_model.py`, which says how; same licence as this repository.
+- Made by `tools/make/base_model.py`, which documents it; same licence as this repository.
 """
 
 

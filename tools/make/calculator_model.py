@@ -233,7 +233,7 @@ A Qwen2 causal LM of {params:,} parameters (float32) that can add with the tool 
 - Warm-up: {updates:,} updates on this very task, 400 sums never seen; 45 % of its demonstrations
   begin with a call, the others guess.
 - Seen: {figures}.
-- Made by `tools/make/calculator_model.py`, which says how; same licence as this repository.
+- Made by `tools/make/calculator_model.py`, which documents it; same licence as this repository.
 """
 
 

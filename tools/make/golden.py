@@ -56,10 +56,10 @@ class Recipe(NamedTuple):
 
 
 RUNS = (
-    Recipe("calm", "nothing goes wrong", (), (TIDIED,), {"calm_share": 1.0}),
+    Recipe("calm", "no faults", (), (TIDIED,), {"calm_share": 1.0}),
     Recipe(
         "replicas_lost",
-        "replicas die, leave and complain; their work goes on elsewhere or starts over",
+        "replicas die, leave and complain; their work resumes elsewhere or restarts",
         ("replica-dies", "replica-leaves", "replica-complains"),
         ("event:ActorFailed", "event:ActorLeft", "event:ProcessExited", "dropped:restarted"),
     ),
@@ -85,7 +85,7 @@ RUNS = (
     ),
     Recipe(
         "late_pulls",
-        "messages get stuck, and a version is gone when a replica comes for it",
+        "messages get stuck, and a version is evicted before a replica pulls it",
         ("swizzle-clog", "partition"),
         ("event:VersionMissing",),
     ),
@@ -98,7 +98,7 @@ RUNS = (
     ),
     Recipe(
         "weights_in_flight",
-        "replicas are lost in a load, or what they load proves wrong; what ran goes on elsewhere",
+        "replicas are lost during a load or load corrupt weights; their work resumes elsewhere",
         ("lost-in-load", "load-proves-wrong", "evaluation-in-load", "coordinator-killed-in-load"),
         (
             "fault:lost-in-load",
@@ -112,7 +112,7 @@ RUNS = (
     ),
     Recipe(
         "checkpoints",
-        "a version that no relay has any more is loaded from its checkpoint, or cannot be",
+        "a version that no relay has is loaded from its checkpoint, or cannot be",
         ("replica-dies", "weights-corrupt"),
         ("event:CheckpointRefused", "CheckpointRefused -> PullWeights"),
         {"save_freq": 1, "max_staleness": 4, "groups_per_step": 1, "num_train": 20, "every_s": 2.0},
@@ -132,7 +132,7 @@ RUNS = (
     ),
     Recipe(
         "filtered",
-        "groups whose answers are all alike are dropped, and other prompts take their place",
+        "groups without variance are dropped, and other prompts replace them",
         ("replica-dies", "reward-fails"),
         ("dropped:no-variance",),
         {"metric": "score", "gen_batches": 10, "num_train": 20},
@@ -153,33 +153,33 @@ RUNS = (
     ),
     Recipe(
         "chunks_damaged",
-        "weights arrive damaged at a relay, and are asked for again",
+        "weights arrive damaged at a relay, which requests them again",
         ("chunk-damaged", "relay-slow"),
         ("event:TransferProblem",),
     ),
     Recipe(
         "nodes_silent",
-        "nodes are silent for longer than their lease while their replicas go on, and die",
+        "nodes are silent for longer than their lease while their replicas work, and die",
         ("node-silent", "replica-dies"),
         ("event:NodeSilent", "event:NodeRecovered"),
         {"seconds": 60.0, "num_train": 20},
     ),
     Recipe(
         "evaluation_sampled",
-        "three answers to each held-out prompt, some of them lost with their replica",
+        "three samples of each evaluation prompt, some lost with their replica",
         ("replica-dies",),
         ("dropped:replica-lost",),
         {"eval_answers": 3, "every_s": 1.0},
     ),
     Recipe(
         "warned",
-        "weights are refused by a replica, of which the user is warned",
+        "a replica rejects weights, and the user is warned",
         ("weights-corrupt",),
         ("event:TrainingWarning", "event:WeightsRejected"),
     ),
     Recipe(
         "turns",
-        "answers have turns; sessions are lost with their replicas, and no call is made twice",
+        "responses have turns; sessions are lost with their replicas, and calls run at most once",
         ("replica-dies",),
         ("event:TurnFinished", "dropped:env-lost"),
         {
@@ -199,28 +199,28 @@ RUNS = (
     ),
     Recipe(
         "repacked",
-        "trajectories of stragglers are given away, and go on elsewhere",
+        "trajectories of stragglers migrate",
         ("replica-dies",),
         ("event:TrajectoriesReleased",),
         {**PACKED, "num_train": 20},
     ),
     Recipe(
         "trainer_lost",
-        "the trainer dies, loads a checkpoint, and does again what that lacks",
+        "the trainer dies, loads a checkpoint, and repeats the steps after it",
         ("trainer-dies",),
         ("event:CheckpointLoaded", "event:StepRepeated"),
         {"save_freq": 2, "num_train": 20},
     ),
     Recipe(
         "run_resumed",
-        "all processes die at once, and the run goes on with new ones",
+        "all processes die at once, and the run resumes with new ones",
         ("run-dies",),
         ("event:RunResumed",),
         {"save_freq": 1, "every_s": 5.0},
     ),
     Recipe(
         "run_paused",
-        "the run is asked to pause in a step, which is completed and saved, and goes on",
+        "the run pauses after completing and saving a step, then resumes",
         ("run-pauses",),
         ("StepCompleted -> SaveCheckpoint", "CheckpointSaved -> StopActor", "event:RunResumed"),
         {"save_freq": 3, "every_s": 5.0},
@@ -247,7 +247,7 @@ def main() -> int:
 def _problem(golden: Golden) -> str:
     """Return why a log cannot stay, or an empty string if it can."""
     path = GOLDEN / golden.file
-    said = problem(golden, disk_of(path)) if path.exists() else f"{golden.name}: it is not there"
+    said = problem(golden, disk_of(path)) if path.exists() else f"{golden.name}: does not exist"
     if said:
         print(said, file=sys.stderr)
     return said

@@ -151,7 +151,9 @@ def _box(name: str, box: Box) -> Iterable[str]:
 def _check_room(name: str, box: Box, rows: Sequence[str]) -> None:
     widths = [len(row) * CHARACTER * FONT * (1 if n else BOLD) for n, row in enumerate(rows)]
     if max(widths, default=0) > UNIT * box.size[0] or LINE * len(rows) > UNIT * box.size[1]:
-        raise ValueError(f"box {name}: {box.text!r} does not fit; make it larger, or the text less")
+        raise ValueError(
+            f"box {name}: {box.text!r} does not fit; enlarge the box or shorten the text"
+        )
 
 
 def _points(arrow: Arrow, boxes: Mapping[str, Box]) -> list[Point]:

@@ -77,10 +77,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=2, help="divides --hidden / 64")
     parser.add_argument("--vocab", type=int, default=151_936, help="at least 260")
     parser.add_argument("--positions", type=int, default=32_768)
-    parser.add_argument("--untied", action="store_true", help="a head of its own")
+    parser.add_argument("--untied", action="store_true", help="a separate output head")
     parser.add_argument("--sharpness", type=float, default=6.0, help="see above")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="where the random numbers are drawn")
+    parser.add_argument("--device", default="cpu", help="device that draws the random numbers")
     args = parser.parse_args()
     if args.hidden % HEAD_DIM or (args.hidden // HEAD_DIM) % args.kv_heads:
         parser.error(f"--hidden {args.hidden} has no {args.kv_heads} groups of heads of {HEAD_DIM}")

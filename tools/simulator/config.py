@@ -174,7 +174,9 @@ def load(path: Path, kinds: tuple[str, ...]) -> SimConfig:
         ) from None
     for kind in config.faults.menu:
         if kind not in kinds:
-            raise ConfigError(f"{path}: faults.menu names {kind!r}; there are {', '.join(kinds)}")
+            raise ConfigError(
+                f"{path}: unknown fault {kind!r} in faults.menu; known: {', '.join(kinds)}"
+            )
     return config
 
 
@@ -192,4 +194,4 @@ def _refuse_unknown(tree: dict[str, object], path: Path) -> None:
 def _nearest(name: str, known: object) -> str:
     names = list(known)  # type: ignore[call-overload]
     near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

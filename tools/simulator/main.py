@@ -82,8 +82,8 @@ def _run_many(config: SimConfig, arguments: argparse.Namespace) -> int:
             print(f"{done} of {len(seeds)} runs, {broken} broken", file=sys.stderr)
     elapsed = time.monotonic() - started
     print(
-        f"{len(seeds)} runs, {broken} broken, {failed} ended early by a loss; {events} events, "
-        f"{events / elapsed:.0f} per second"
+        f"{len(seeds)} runs, {broken} broken, {failed} ended early after a loss; {events} "
+        f"events, {events / elapsed:.0f} per second"
     )
     if arguments.marks:
         _print_marks(coverage.counts)

@@ -56,7 +56,7 @@ def audit_run(run_dir: Path) -> Audit:
     found.problems += ledger_problems(first.state, first.account)
     if first.state.paused:
         live = first.state.ledger.trajectories.live
-        found.notes.append(f"the run is paused: {live} trajectories go on when it is resumed")
+        found.notes.append(f"the run is paused: {live} trajectories continue when it resumes")
     store = _read_store(run_dir, first.account, found)
     lines, damaged = trainer_book.read_book(run_dir)
     found.problems += damaged
@@ -93,5 +93,5 @@ def _read_store(run_dir: Path, account: Account, found: Audit) -> StoreBook | No
         found.problems += store_book.own_problems(run_dir)
         return store_book.read_store(run_dir, in_flight=account.in_flight)
     except (ConfigError, sqlite3.Error) as error:
-        found.problems.append(f"store: it cannot be read: {error}")
+        found.problems.append(f"store: cannot be read: {error}")
         return None

@@ -243,7 +243,7 @@ def _compare_books(name: str, counted: Book, items: Book) -> list[str]:
     names = sorted(sides[0].keys() | sides[1].keys())
     pairs = [(key, sides[0].get(key, 0), sides[1].get(key, 0)) for key in names]
     return [
-        f"ledger: {ours} {name} {key}, the items in the log add up to {theirs}"
+        f"ledger: {ours} {name} {key}, the log adds up to {theirs}"
         for key, ours, theirs in pairs
         if ours != theirs
     ]

@@ -90,8 +90,8 @@ def removal_problems(store: StoreBook, state: State) -> list[str]:
     if trained and trained[0].step_index > 0:  # the step of the oldest checkpoint
         covered = trained[0].step_index + 1
     return [
-        f"store: the tokens of {name} were removed, and step {step.step_index + 1}, which trained "
-        "them, is in no checkpoint that is kept"
+        f"store: the tokens of {name} were removed, but no kept checkpoint includes step "
+        f"{step.step_index + 1}, which trained them"
         for step in trained
         if step.step_index >= covered
         for name in step.trajectory_ids.split(" ")
@@ -104,7 +104,7 @@ def removal_notes(store: StoreBook) -> list[str]:
         return []
     return [
         f"the tokens of {len(store.removed)} trajectories were removed (store.payload_gb): their "
-        "digests cannot be checked any more"
+        "digests can no longer be checked"
     ]
 
 
@@ -145,7 +145,7 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
         stored_reward = (row.reward_bits, row.reward_reason or "ok")
         pairs.append(("reward", stored_reward, (bits, rewarded.reason)))
     return [
-        f"store: trajectory {name} has as {what} {stored}, the log {logged}"
+        f"store: trajectory {name}: {what} is {stored}, in the log {logged}"
         for what, stored, logged in pairs
         if stored != logged
     ]
@@ -163,7 +163,7 @@ def _span_problems(
         return []
     problems, known = [], account.sources.get(name, set())
     if sum(span.num_tokens for span in spans) != row.num_tokens:
-        problems.append(f"store: the parts of {name} are not its {row.num_tokens} tokens")
+        problems.append(f"store: the parts of {name} do not add up to its {row.num_tokens} tokens")
     problems += [
         f"store: {span.num_tokens} tokens of {name} are of version {span.weight_version} on "
         f"{span.replica}, which by the log did not have it with that version"
@@ -172,10 +172,12 @@ def _span_problems(
     ]
     weights = [(span.weight_version, span.version_step) for span in spans]
     if any(b[0] < a[0] or b[1] < a[1] for a, b in pairwise(weights)):
-        problems.append(f"store: {name} went on with older weights than it had: {weights}")
+        problems.append(f"store: {name} continued with older weights: {weights}")
     ordered = account.stamps.get(name, {}).get(row.attempt)
     if weights and ordered is not None and weights[0] < tuple(ordered):
-        problems.append(f"store: {name} begins with {weights[0]}, before it was ordered: {ordered}")
+        problems.append(
+            f"store: {name} begins with weights {weights[0]}, older than ordered: {ordered}"
+        )
     return problems
 
 
@@ -185,4 +187,4 @@ def _live_problems(name: TrajectoryId, row: Row, latest: Account) -> list[str]:
     decided = (ending.end, ending.reason) if ending else None
     if row.end is None or (row.end, row.end_reason) == decided:
         return []
-    return [f"store: trajectory {name} ended as {row.end}, the log has no such decision"]
+    return [f"store: trajectory {name} ended as {row.end}, but the log did not decide that"]

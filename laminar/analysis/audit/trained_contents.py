@@ -53,17 +53,17 @@ def content_problems(run_dir: Path, lines: Sequence[BookLine]) -> tuple[list[str
     except (ConfigError, sqlite3.Error):
         return [], []
     notes = [
-        f"what the trainer was handed of {unknown} of {len(lines)} batches cannot be checked: "
-        "tokens of theirs are not in the store any more"
+        f"the trainer's input for {unknown} of {len(lines)} batches cannot be checked: the store "
+        "no longer has all of its tokens"
     ]
     return problems, notes if unknown else []
 
 
 def _format_difference(line: BookLine) -> str:
     return (
-        f"trainer: step {step_number(line.step)} was trained on other contents than the store has "
-        f"of its trajectories ({TRAINER_BOOK_FILE}, version {line.version}): tokens, log-probs, "
-        "rewards, cut-off or weight versions differ"
+        f"trainer: step {step_number(line.step)} was trained on contents that differ from the "
+        f"store ({TRAINER_BOOK_FILE}, version {line.version}): tokens, log-probs, rewards, "
+        "truncation or weight versions"
     )
 
 

@@ -57,7 +57,7 @@ def book_problems(lines: list[BookLine], first: Account, latest: Account) -> lis
     return [
         *(f"trainer: {name} was trained {n} times" for name, n in counts.items() if n > 1),
         *(
-            f"trainer: step {step_number(step)} is entered {n} times"
+            f"trainer: step {step_number(step)} is recorded {n} times"
             for step, n in steps.items()
             if n > 1
         ),
@@ -81,9 +81,9 @@ def _is_rolled_back(line: BookLine, latest: Account) -> bool:
 def rolled_back(lines: list[BookLine], latest: Account) -> list[str]:
     """Describe steps recorded by trainers that were lost before the log had the report."""
     return [
-        f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE} under version {line.version}, by "
-        f"{describe_trainer(line)}, which was lost: what counts is version "
-        f"{latest.steps[line.step].command.version}"
+        f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE} under version {line.version}, "
+        f"by {describe_trainer(line)}, which was lost; version "
+        f"{latest.steps[line.step].command.version} counts"
         for line in lines
         if _is_rolled_back(line, latest)
     ]
@@ -97,8 +97,8 @@ def find_unreported(lines: list[BookLine], latest: Account) -> list[str]:
     """Describe trained steps that do not count: in flight, lost with their trainer, or too late."""
     reported = {step for step, entry in latest.steps.items() if entry.completed is not None}
     return [
-        f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE}, but the log does not count it: "
-        "its report was lost, or came when the run had failed"
+        f"step {step_number(line.step)} is in {TRAINER_BOOK_FILE}, but the log does not count "
+        "it: its report was lost or arrived after the run failed"
         for line in lines
         if line.step in latest.steps
         and line.step not in reported
@@ -116,16 +116,16 @@ def _step_problems(line: BookLine, latest: Account) -> list[str]:
         return problems
     if (line.digest, line.changed) != (report.digest, report.changed):
         problems.append(
-            f"trainer: step {step_number(line.step)} was reported otherwise than it was entered"
+            f"trainer: step {step_number(line.step)} was reported with other values than recorded"
         )
     reported = {name for part in report.left_out for name in part.trajectories}
     if reported != set(line.left_out):
         problems.append(
-            f"trainer: step {step_number(line.step)} left out other ids than it reported"
+            f"trainer: step {step_number(line.step)} reported other left-out ids than it recorded"
         )
     if sorted(set(line.ids) - reported) != latest.list_trained(line.step):
         problems.append(
-            f"trainer: the ledger ended other ids as trained by step {step_number(line.step)}"
+            f"trainer: step {step_number(line.step)} trained other ids than the ledger has for it"
         )
     return problems
 
@@ -140,7 +140,7 @@ def _order_problems(line: BookLine, latest: Account) -> list[str]:
         )
     if line.digest != ids_digest(line.ids):
         problems.append(
-            f"trainer: the ids of step {step_number(line.step)} do not have their digest"
+            f"trainer: the ids of step {step_number(line.step)} do not match their digest"
         )
     return problems
 

@@ -53,7 +53,7 @@ PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
     "phase", "evaluation", "lost work", "work", "publishing",
 )  # fmt: skip
 VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN = (
-    "version", "pull", "refused", "hand-over", "slot", "reward", "own record",
+    "version", "pull", "refused", "migration", "slot", "reward", "own record",
 )  # fmt: skip
 KINDS = (
     PHASE,
@@ -196,7 +196,7 @@ class TraceWriter:
             self._tracks.begin_inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
         elif what == UPDATED:
             _, version = life.placement.updates[-1]
-            self._tracks.begin_inner(slot, us, f"goes on with v{version}", event=now.seq)
+            self._tracks.begin_inner(slot, us, f"continues with v{version}", event=now.seq)
         elif what == FINISHED:
             facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
             self._tracks.end_span(slot, us, event=now.seq, **facts)

@@ -17,7 +17,7 @@ SAME_SCORE = 1e-9
 def format_evaluation(facts: Mapping[str, Any]) -> str:
     """Return an evaluation as one line: its accuracy, and further details."""
     answered = facts["total"] - (facts["missing"] or 0)
-    right = f"{facts['correct']}/{answered} right = {format_accuracy(facts)}"
+    right = f"{facts['correct']}/{answered} correct = {format_accuracy(facts)}"
     mean = [f"mean score {format_score(facts)}"] if is_shaped(facts) else []
     return ", ".join([right, *mean, *format_details(facts)])
 

@@ -80,16 +80,16 @@ class ReadOnlyDisk:
         return os.stat(self._directory / name).st_size
 
     def create_file(self, name: str) -> AppendFile:
-        raise DiskError(f"{self._directory / name} was to be created by a reader")
+        raise DiskError(f"{self._directory / name} cannot be created: the log is open for reading")
 
     def sync(self, name: str) -> None:
-        raise DiskError(f"{self._directory / name} was to be synced by a reader")
+        raise DiskError(f"{self._directory / name} cannot be synced: the log is open for reading")
 
     def replace_file(self, old: str, new: str) -> None:
-        raise DiskError(f"{self._directory / old} was to be renamed by a reader")
+        raise DiskError(f"{self._directory / old} cannot be renamed: the log is open for reading")
 
     def remove(self, name: str) -> None:
-        raise DiskError(f"{self._directory / name} was to be removed by a reader")
+        raise DiskError(f"{self._directory / name} cannot be removed: the log is open for reading")
 
 
 def read_records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
@@ -131,8 +131,8 @@ def parse_command(record: DecisionRecord) -> Command:
 
 def _other_release_error(what: str, error: WireError) -> ConfigError:
     return ConfigError(
-        f"{what} is of another release of laminar ({error}): "
-        f"read the log with `{shell_command('log', 'dump', '--raw')} RUN`"
+        f"{what} was written by another release of Laminar ({error}):  read the log with "
+        f"`{shell_command('log', 'dump', '--raw')} RUN`"
     )
 
 
@@ -159,9 +159,9 @@ def replay_log(
     with _open_log(run_dir) as disk:
         if find_beginning(disk):
             raise ConfigError(
-                f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes old "
-                "segments), and this needs all of it: put the segments back from a copy, or see "
-                f"what is left with `{shell_command('log', 'replay', run_dir)}` and "
+                f"the log of {run_dir} has lost its beginning (coordinator.log_keep_mb removes "
+                "old segments), and this command needs all of it: restore the segments from a "
+                f"copy, or see what is left with `{shell_command('log', 'replay', run_dir)}` and "
                 f"`{shell_command('log', 'dump', run_dir)}`"
             )
         found = replay_records(disk, until=until, observer=observe)
@@ -171,7 +171,7 @@ def replay_log(
             f"`{shell_command('log', 'replay', run_dir)}`, and use the release that wrote it"
         )
     if found.difference is None and not found.machine.started:
-        raise ConfigError(f"the log of {run_dir} holds no event yet: nothing has been decided")
+        raise ConfigError(f"the log of {run_dir} has no events yet: wait until the run has started")
     return found
 
 
@@ -207,11 +207,13 @@ def _open_log(run_dir: Path) -> Iterator[ReadOnlyDisk]:
         what = "is not a directory" if run_dir.exists() else "does not exist"
         raise ConfigError(f"{run_dir} {what}: name a run directory, such as runs/quickstart")
     if not events.is_dir():
-        raise ConfigError(f"{run_dir} is no run directory: it has no directory {EVENTS_DIR}/")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no directory {EVENTS_DIR}/")
     try:
         disk = ReadOnlyDisk(events)
         if not segment_numbers(disk.list_names()):
-            raise ConfigError(f"{events} holds no event log: its coordinator has not begun")
+            raise ConfigError(
+                f"{events} has no event log yet: wait until the coordinator has started"
+            )
         yield disk
     except LogRefused as error:
         raise ConfigError(f"{events}: {error}") from error

@@ -65,8 +65,8 @@ class Subject:
             if match := re.fullmatch(form, text):
                 return cls(kind, match[1])
         raise ConfigError(
-            f"{text!r} names nothing: give a trajectory (0.17.3), a group (0.17), "
-            "a weight version (v12) or an actor (rollout-0)"
+            f"{text!r} is not an id: give a trajectory (0.17.3), a group (0.17), a weight "
+            "version (v12) or an actor (rollout-0)"
         )
 
     def named_by(self, value: Any, field: str = "") -> bool:
@@ -99,7 +99,7 @@ def read_story(run_dir: Path, name: str, *, logs: bool = False) -> Iterator[str]
     told = _format_records(run_dir, subject, moments)
     first = next(told, None)
     if first is None:
-        raise ConfigError(f"no event and no decision in the log of {run_dir} names {name!r}")
+        raise ConfigError(f"no event or decision in the log of {run_dir} names {name!r}")
     lines: Iterator[_StoryLine] = chain([first], told)
     if logs:
         lines = _merge_logs(run_dir, subject, moments, list(lines))

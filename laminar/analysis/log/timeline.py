@@ -91,7 +91,9 @@ def read_steps(run_dir: Path, process: str) -> Steps:
     whole = len(data) - len(data) % ROW_BYTES
     steps = np.frombuffer(data[:whole], dtype="<i8").astype(np.int64).reshape(-1, 4)
     if (steps[:, 1] < steps[:, 0]).any() or (steps < 0).any():
-        raise ConfigError(f"{path} is damaged: a step ends before it begins or counts less than 0")
+        raise ConfigError(
+            f"{path} is damaged: a step ends before it begins or has a negative count"
+        )
     return steps[np.argsort(steps[:, 0], kind="stable")]
 
 

@@ -47,7 +47,7 @@ FIGURES = (
     ("Groups with zero reward variance", "groups/no_variance", "share of the groups"),
     ("Truncated responses", "response_length/clip_ratio", "share of the batch"),
     ("Skipped updates", "actor/skipped_updates", "per step"),
-    ("Reward failures", "reward/errors/total", "answers so far"),
+    ("Reward failures", "reward/errors/total", "responses so far"),
 )
 ADVANTAGE = "critic/advantages/mean"
 ADVANTAGES = ("max", "mean", "min")  #: suffixes of critic/advantages
@@ -143,7 +143,7 @@ for (const svg of document.querySelectorAll("svg")) {
 
 def render_page(runs: Sequence[PageData]) -> str:
     """Render the whole page."""
-    title = escape(" beside ".join(data.name for data in runs))
+    title = escape(" vs ".join(data.name for data in runs))
     body = [
         *render_head(runs),
         *render_problems(runs),
@@ -209,10 +209,10 @@ def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
 def chart_evaluations(runs: Sequence[PageData]) -> list[Chart]:
     """Return the chart of the accuracy and, for a shaped reward, of the mean score."""
     right = _build_evaluation_lines(runs, "share", 100)
-    title = "Held-out answers that are right, ± standard error"
-    found = [Chart(title, STEPS, "% of the answers", right, y_range=(0, 100))]
+    title = "Evaluation accuracy, ± standard error"
+    found = [Chart(title, STEPS, "% of the samples", right, y_range=(0, 100))]
     if any(is_shaped(facts) for data in runs for facts in data.summary["evaluations"]):
-        title = "Held-out mean score, ± standard error"
+        title = "Mean evaluation score, ± standard error"
         found.append(Chart(title, STEPS, "score", _build_evaluation_lines(runs, "score", 1)))
     return found
 
@@ -247,7 +247,7 @@ def _render_extras(runs: Sequence[PageData]) -> list[str]:
     if not keys:
         return []
     found = [_chart_metric(runs, key.removeprefix(EXTRA), key, "mean of the batch") for key in keys]
-    return ["<h2>The reward's own figures</h2>", *render_rows(found)]
+    return ["<h2>Metrics of the reward function</h2>", *render_rows(found)]
 
 
 # --- lengths, staleness, speed ------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _chart_lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
             )
         ]
         title = f"Response length{_format_run_name(data, runs)}"
-        x_label = "completed steps that made the weights"
+        x_label = "completed steps of the weights"
         yield partial(draw_chart, Chart(title, x_label, "tokens", lines, y_range=y_range))
 
 
@@ -317,8 +317,8 @@ def _chart_rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
 
 def _chart_times(data: PageData, runs: Sequence[PageData]) -> Drawn:
     shares = by_process(data.summary["time_shares"])
-    title = f"What each process did{_format_run_name(data, runs)}"
-    return partial(draw_shares, title, shares, TIME_COLOURS, "share of its life")
+    title = f"Time per process{_format_run_name(data, runs)}"
+    return partial(draw_shares, title, shares, TIME_COLOURS, "share of its lifetime")
 
 
 def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float]]:
@@ -336,15 +336,15 @@ def by_process(shares: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mappin
 
 
 def _render_samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
-    yield f"<h2>What the model wrote{escape(_format_run_name(data, runs))}</h2>"
+    yield f"<h2>Sample responses{escape(_format_run_name(data, runs))}</h2>"
     if not data.samples:
-        yield '<p class="faint">No answers to show</p>'
+        yield '<p class="faint">No responses to show</p>'
     for title, samples in data.samples.items():
         yield f"<h3>{escape(title)}</h3>"
         for sample in samples:
             yield from _render_sample(sample)
     command = shell_command("samples", data.run_dir)
-    yield f'<p class="faint">All of it: <code>{escape(command)}</code></p>'
+    yield f'<p class="faint">Full text: <code>{escape(command)}</code></p>'
 
 
 def _render_sample(sample: Sample) -> Iterator[str]:
@@ -356,7 +356,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
         for name, text in (
             ("prompt", _shorten_text(SPECIAL.sub(" ", sample.prompt), end=True)),
             ("response", _shorten_text(sample.response)),
-            ("right", _shorten_text(answer)),
+            ("truth", _shorten_text(answer)),
         )
     ]
     yield '<details class="sample"><summary>'
@@ -375,7 +375,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
     for name, text in (
         ("prompt", sample.prompt),
         ("response", sample.response),
-        ("right answer", answer),
+        ("ground truth", answer),
     ):
         left = len(text) - SHOWN_CHARS
         more = f" ... and {left:,} more characters" if left > 0 else ""

@@ -248,7 +248,7 @@ def _select_samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
         trained, evaluated = tables.trained_steps(), tables.evaluated_steps()
     chosen: dict[str, SampleFilter] = {}
     if evaluated:
-        chosen[f"Held out, after step {evaluated[-1]}"] = SampleFilter(evaluation=evaluated[-1])
+        chosen[f"Evaluation after step {evaluated[-1]}"] = SampleFilter(evaluation=evaluated[-1])
     if trained:
         chosen[f"Trained by step {trained[-1] + 1}"] = SampleFilter(step=trained[-1] + 1)
         chosen[f"Trained by step {trained[0] + 1}"] = SampleFilter(step=trained[0] + 1)

@@ -32,7 +32,7 @@ NO_PROBLEMS = "No problems found"
 
 
 def render_head(runs: Sequence[PageData]) -> Iterator[str]:
-    names = " beside ".join(data.name for data in runs)
+    names = " vs ".join(data.name for data in runs)
     state = _render_badge(runs[0]) if len(runs) == 1 else ""
     yield f"<h1>{escape(names)}{state}</h1>"
     yield f'<p class="faint">{escape(", ".join(str(d.run_dir) for d in runs))}</p>'
@@ -141,9 +141,9 @@ def _render_tiles(data: PageData) -> Iterator[str]:
     evaluations = [e for e in summary["evaluations"] if e["share"] is not None]
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        error = f"± {100 * (last['share_se'] or 0):.1f}, {last['total']} answers"
+        error = f"± {100 * (last['share_se'] or 0):.1f}, {last['total']} samples"
         before = f"{100 * first['share']:.1f} → " if len(evaluations) > 1 else ""
-        yield _render_tile("held-out right", f"{before}{100 * last['share']:.1f} %", error)
+        yield _render_tile("eval accuracy", f"{before}{100 * last['share']:.1f} %", error)
     if found := first_to_last(data, "reward/mean"):
         yield _render_tile("reward", found[0].replace("->", "→"), found[1])
     seconds = summary["seconds"]

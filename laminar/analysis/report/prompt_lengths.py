@@ -94,5 +94,5 @@ def _prompt_tokens(tables: Tables, row_index: int) -> int:
     key = PromptKey(Purpose.EVAL, row_index)
     prompt = tables.get_prompt(key)
     if prompt is None:
-        raise ConfigError(f"the held-out prompt {row_index} is not in the store")
+        raise ConfigError(f"evaluation prompt {row_index} is not in the store")
     return len(tables.get_prompt_ids(key, prompt)) // TOKEN_BYTES

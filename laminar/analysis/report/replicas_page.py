@@ -52,7 +52,9 @@ def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
     yield from render_rows(
         [
             *([_chart_throughput(found)] if len(found) > 1 else []),
-            partial(draw_chart, Chart("Trajectories moved so far", SECONDS, "trajectories", moved)),
+            partial(
+                draw_chart, Chart("Trajectories migrated so far", SECONDS, "trajectories", moved)
+            ),
             partial(draw_chart, Chart("Replicas emptied so far", SECONDS, "replicas", emptied)),
         ]
     )
@@ -80,9 +82,9 @@ def _render_table(found: Sequence[PolicyStats]) -> Iterator[str]:
     figures = [
         ("runs", [str(p.runs) for p in found]),
         ("tokens/s", [_plus_minus(p.tokens_per_s, 1, ",.0f") for p in found]),
-        ("latency of an answer, mean (s)", [_format_figure(p.latency_mean_s) for p in found]),
-        ("latency of an answer, max (s)", [_format_figure(p.latency_max_s) for p in found]),
-        ("hand-over, mean (s)", [_format_figure(p.hand_over_s) for p in found]),
+        ("response latency, mean (s)", [_format_figure(p.latency_mean_s) for p in found]),
+        ("response latency, max (s)", [_format_figure(p.latency_max_s) for p in found]),
+        ("migration, mean (s)", [_format_figure(p.hand_over_s) for p in found]),
         ("cache in use, mean", [_format_percent(p.kv_use) for p in found]),
         ("nearly empty decode steps", [_format_percent(p.nearly_empty) for p in found]),
     ]

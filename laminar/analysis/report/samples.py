@@ -139,7 +139,7 @@ def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterato
     """Yield the latest first, siblings in order; or the worst or best of those with a score."""
     path = run_dir / STORE_FILE
     if not path.is_file():
-        raise ConfigError(f"{run_dir} has no {STORE_FILE} yet: its store has not begun")
+        raise ConfigError(f"{run_dir} has no {STORE_FILE} yet: wait until its store has started")
     rows = _read_rows(path, _build_condition(path, choice))
     if choice.name:
         rows = iter(sorted(rows, key=lambda row: row.sibling))
@@ -174,8 +174,8 @@ def _build_condition(path: Path, choice: SampleFilter) -> TrajectoryFilter:
 def _check_step(tables: Tables, step: int) -> None:
     steps = [index + 1 for index in tables.trained_steps()]
     if step not in steps:
-        there = f"there are {_format_steps(steps)}" if steps else "no step has been completed yet"
-        raise ConfigError(f"--step {step}: no answer was trained by this step; {there}")
+        there = f"there are {_format_steps(steps)}" if steps else "no step is complete yet"
+        raise ConfigError(f"--step {step}: this step trained no responses; {there}")
 
 
 def _check_evaluation(tables: Tables, step: int) -> None:

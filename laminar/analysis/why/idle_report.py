@@ -71,9 +71,9 @@ class IdleReport:
 
     def format_lines(self) -> Iterable[str]:
         if self.name not in self._idleness.known:
-            known = ", ".join(sorted(self._idleness.known)) or "none that was ready"
+            known = ", ".join(sorted(self._idleness.known)) or "none"
             raise ConfigError(
-                f"the log has no replica {self.name}, it has {known}: {QUESTION_HINT}"
+                f"the log has no replica {self.name} (known: {known}): {QUESTION_HINT}"
             )
         if still := self._idleness.open.get(self.name):
             self._times.append(still)
@@ -93,7 +93,7 @@ class IdleReport:
         last = self._moments.now
         if self._asked is None or max(self._seq, 0) > last.seq or self._seconds > self._end_s():
             raise ConfigError(
-                f"--at {self.at} is outside the log: it goes from 0 s (#1) to "
+                f"--at {self.at} is outside the log: give a time from 0 s (#1) to "
                 f"{self._moments.format_time(last)}"
             )
         for idle in self._times:
@@ -113,9 +113,9 @@ class IdleReport:
         ready = self._idleness.known[self.name]
         ready_at = self._moments.format_time(ready)
         if not self.at:
-            yield f"{self.name}, ready at {ready_at}, was never idle in the run."
+            yield f"{self.name}, ready at {ready_at}, was never idle."
         elif self._asked is not None and self._asked.seq < ready.seq:
-            yield f"{self.name} was not there yet: it was ready at {ready_at}."
+            yield f"{self.name} was not ready yet: it became ready at {ready_at}."
         else:
             yield f"{self.name} was not idle at {self.at}: it ran {self._running}."
 
@@ -127,17 +127,17 @@ class IdleReport:
         if self.at and last:
             yield from one_look(last[-1], self._moments)
         if looks:
-            yield f"While it ran something, repack looked at it {format_times(len(looks))}:"
+            yield f"While it was busy, repack checked it {format_times(len(looks))}:"
             yield from look_lines(looks, self._moments)
 
     def _idle_lines(self, idle: IdlePeriod) -> Iterable[str]:
         at, last = self._moments.format_time, self._moments.now
-        longest = "" if self.at else ", its longest idle time in the run"
+        longest = "" if self.at else ", its longest idle time"
         yield (
-            f"{self.name} ran nothing from {at(idle.begin)} to {at(idle.end or last)}: "
+            f"{self.name} was idle from {at(idle.begin)} to {at(idle.end or last)}: "
             f"{self._length_ns(idle) / 1e9:.3f} s{longest}."
         )
-        yield f"It began with {abbreviate_event(idle.begun_by)}."
+        yield f"It started with {abbreviate_event(idle.begun_by)}."
         yield from spell_lines(idle.spells, idle.end or last, self._moments)
         if idle.end is None or idle.ended_by is None:
             yield "It lasts to the end of the log."
@@ -157,7 +157,7 @@ class IdleReport:
         parts = sorted(whole.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts if ns)
         yield (
-            f"In total it ran nothing {format_times(len(self._times))}, for "
+            f"In total it was idle {format_times(len(self._times))}, for "
             f"{sum(whole.values()) / 1e9:.3f} of {life_s:.3f} s{': ' if listed else ''}{listed}."
         )
 
@@ -170,6 +170,6 @@ def _parse_instant(at: str) -> tuple[int, float]:
         return -1, float(at) if at else -1.0
     except ValueError:
         raise ConfigError(
-            f"--at {at!r} is no time: give seconds since the run's first event (45.2) "
-            "or an event (#1234)"
+            f"--at {at!r} is not a time: give seconds since the run's first event (45.2) or an "
+            "event (#1234)"
         ) from None

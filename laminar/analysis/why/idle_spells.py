@@ -116,25 +116,25 @@ def idle_reason(state: State, replica: Replica | None) -> str:
 def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
     """Return the figures behind a reason, as the end of a sentence."""
     if replica is None or reason == DOWN:
-        return "its process is gone"
+        return "its process ended"
     if reason == PULLING:
         return _describe_pull(state, replica)
     if reason == NO_WEIGHTS:
         none_here = state.newest_for(replica) < 0
-        held = "its relay holds none yet" if none_here else "it rejected what it loaded"
+        held = "its relay has none yet" if none_here else "it rejected what it loaded"
         return f"it has no weights: {held}"
     if reason == STALENESS_BOUND:
         return _describe_bound(state, replica.step) + _describe_newer(state, replica)
     if reason == NO_DATA:
         left = sum(state.deadlines.values())
-        return f"the run needs no further group: {left} are on their way into the last batches"
+        return f"the run needs no more groups: {left} are under way for the last batches"
     if reason == REPACKED:
         count = len(replica.outgoing)
-        return f"{count} of the trajectories that it gave away have not started elsewhere yet"
+        return f"{count} trajectories migrated away from it have not started elsewhere yet"
     if reason == RUN_ENDING:
-        phase = "draining on request" if state.draining else state.phase
+        phase = "draining, as requested" if state.draining else state.phase
         return f"the run is {phase}"
-    return "nothing refuses it work"
+    return "nothing prevents new work"
 
 
 def _describe_pull(state: State, replica: Replica) -> str:
@@ -143,8 +143,8 @@ def _describe_pull(state: State, replica: Replica) -> str:
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
     return (
-        f"it loads {wanted}{source_of(state, order)} (purpose {order.purpose}), "
-        f"ordered by #{outstanding.cause}"
+        f"loading {wanted}{source_of(state, order)} (purpose {order.purpose}), ordered by "
+        f"#{outstanding.cause}"
     )
 
 
@@ -159,15 +159,15 @@ def source_of(state: State, order: cmd.PullWeights) -> str:
     replica, taken, others = state.replicas[order.to], "", []
     for source in load_sources.list_sources(state, replica, order.version):
         ms = load_sources.estimate_ms(source, state.version_bytes)
-        known = f"about {ms / 1000:.1f} s" if ms >= 0 else "its time is not known"
+        known = f"about {ms / 1000:.1f} s" if ms >= 0 else "unknown time"
         if source.name == place:
             taken = known
         elif source.name in state.failed_sources:
-            others.append(f"{source.name}: it has failed")
+            others.append(f"{source.name}: failed")
         else:
             others.append(f"{source.name}: {known}")
-    beside = f", not from {', '.join(others)}" if others else ""
-    return f" from {place} ({taken}){beside}"
+    alternatives = f", not from {', '.join(others)}" if others else ""
+    return f" from {place} ({taken}){alternatives}"
 
 
 def _describe_bound(state: State, step: int) -> str:
@@ -183,10 +183,9 @@ def _describe_bound(state: State, step: int) -> str:
     later = [due for due in state.deadlines if due >= mine]
     tightest = min([mine, *later], key=lambda due: (fit(due) - there(due), due))
     return (
-        f"a new group of its weights (made by {step} steps) would be due by step "
-        f"{step_number(mine)}; the next batch to be chosen is that of step "
-        f"{step_number(state.batches_chosen)}, so {max(fit(tightest), 0)} groups fit until step "
-        f"{step_number(tightest)}, and {there(tightest)} are there already"
+        f"a new group with its weights (after {step} steps) is due by step {step_number(mine)}; "
+        f"the next batch is that of step {step_number(state.batches_chosen)}, so "
+        f"{max(fit(tightest), 0)} groups fit by step {step_number(tightest)}, and {there(tightest)} exist already"
     )
 
 
@@ -196,9 +195,9 @@ def _describe_newer(state: State, replica: Replica) -> str:
     if state.newest_for(replica) > replica.version or making is None:
         return ""
     if state.newest_version > replica.version:
-        return f"; v{state.newest_version} is out, and has not come to {replica.relay} yet"
+        return f"; v{state.newest_version} is published but has not reached {replica.relay} yet"
     step = state.batch.step_index if state.batch else state.steps_completed
     return (
-        f"; its relay holds nothing newer than its v{replica.version}, the trainer has been "
+        f"; its relay has nothing newer than v{replica.version}, and the trainer has been "
         f"working on step {step_number(step)} since #{making.cause}"
     )

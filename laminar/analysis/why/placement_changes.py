@@ -119,21 +119,22 @@ class PlacementChanges:
     def _find_reason(self, before: Placement, after: Placement, state: State) -> str:
         if self._lost is not None and was_given_away(self._lost):
             return (
-                f"{before.replica} ran only a few long answers and could take new work with newer "
-                f"weights, and {after.replica} had v{after.version} and kept room for it (repack)"
+                f"{before.replica} ran only a few long responses and could take new work with "
+                f"newer weights, and {after.replica} had v{after.version} and room for it "
+                "(repack)"
             )
         if after.attempt == before.attempt:
-            return f"{after.replica} had v{after.version}, with which it was begun, and room"
+            return f"{after.replica} had its version v{after.version} and room for it"
         if self._restart:
             wait_s = state.settings.batch_timeout_ms / 1000
             return f"a batch had waited {wait_s:g} s (trainer.batch_timeout_s) for it"
         if self._waited:
             wait_s = state.settings.resume_timeout_ms / 1000
             return (
-                f"no replica of v{before.version} had room for it within {wait_s:g} s "
+                f"no replica with v{before.version} had room for it within {wait_s:g} s "
                 "(recovery.resume_timeout_ms)"
             )
-        return f"the relay no longer held v{before.version}, and no replica with room served it"
+        return f"the relay no longer had v{before.version}, and no replica with room served it"
 
     def _is_repeated_by(self, life: TrajectoryHistory) -> bool:
         """Return whether `life` repeats this lost evaluation sample, in a separate group."""
@@ -151,8 +152,8 @@ class PlacementChanges:
         moved = f"moved {format_times(len(self._moves))}" if self._moves else "never moved"
         yield f"{self.name} {moved}."
         yield (
-            f"It was placed on {begin.replica} with v{begin.version} at "
-            f"{self._moments.format_time(begin.dispatched)}, because of {describe_event(first)}."
+            f"It was dispatched to {begin.replica} with v{begin.version} at "
+            f"{self._moments.format_time(begin.dispatched)}, by {describe_event(first)}."
         )
         yield from self._update_lines(begin)
         for move in self._moves:
@@ -164,7 +165,7 @@ class PlacementChanges:
     def _update_lines(self, placement: Placement) -> Iterable[str]:
         for moment, version in placement.updates:
             yield (
-                f"It went on with v{version}, which {placement.replica} loaded in flight, at "
+                f"It continued with v{version}, loaded in flight by {placement.replica} at "
                 f"{self._moments.format_time(moment)}."
             )
 
@@ -177,14 +178,16 @@ class PlacementChanges:
             if self.name in look.running and look.reason not in (EMPTIED, *NOT_STRAGGLING)
         ]
         if looks:
-            yield f"Repack found its replica in its tail and left it {format_times(len(looks))}:"
+            yield (
+                f"Repack found its replica straggling but left it there {format_times(len(looks))}:"
+            )
             yield from look_lines(looks, self._moments)
 
     def _move_lines(self, move: _PlacementChange) -> Iterable[str]:
         at, before, after = self._moments.format_time, move.before, move.after
         assert before.left is not None
         yield f"Placement {after.number}:"
-        how = "gave it away" if was_given_away(move.lost) else "lost it"
+        how = "released it" if was_given_away(move.lost) else "lost it"
         yield f"  {before.replica} {how} at {at(before.left)}: {describe_event(move.lost)}."
         if move.source:
             yield f"  {move.source}"
@@ -193,24 +196,23 @@ class PlacementChanges:
             yield f"  {after.replica} got it at once, by the same event."
         else:
             yield (
-                f"  {after.replica} got it {waited_s:.3f} s later, at {at(after.dispatched)}, "
-                f"because of {describe_event(move.placed)}."
+                f"  {after.replica} got it {waited_s:.3f} s later, at {at(after.dispatched)}, by "
+                f"{describe_event(move.placed)}."
             )
         if after.attempt > before.attempt:
             yield (
-                f"  It started over as attempt {after.attempt} with v{after.version}: "
-                f"{move.reason}."
+                f"  It restarted as attempt {after.attempt} with v{after.version}: {move.reason}."
             )
         else:
             yield f"  It resumed: {move.reason}. {self._describe_tokens(after)}"
 
     def _describe_tokens(self, placement: Placement) -> str:
         if placement.started is None:
-            return "It was not opened there."
+            return "It did not start there."
         at = self._moments.format_time(placement.started)
         if not placement.tokens_resumed:
-            return f"The store held no token of it yet: the same attempt began again at {at}."
-        return f"It went on from {placement.tokens_resumed} tokens of the store at {at}."
+            return f"The store had no tokens of it yet, so the attempt began again at {at}."
+        return f"It continued from {placement.tokens_resumed} stored tokens at {at}."
 
     def _end_lines(self, life: TrajectoryHistory) -> Iterable[str]:
         if life.finished is not None:
@@ -220,7 +222,7 @@ class PlacementChanges:
                 f"with {life.num_tokens} tokens ({life.finish_reason})."
             )
         if life.ended_by:
-            yield f"Its environment ended it there ({life.ended_by}), and it was scored so."
+            yield f"Its environment ended it ({life.ended_by}); the tokens so far were scored."
         if life.ending is None:
             yield f"At the end of the log it is {'lost' if self._lost else 'open'}."
             return

@@ -37,27 +37,27 @@ EMPTIED = "emptied"
 
 REASONS = {
     EMPTIED: "it was emptied",
-    "given": "it was being emptied already",
+    "given": "it was already being emptied",
     "admits": "it took new groups",
-    "no-gauges": "its engine had not been heard of since its last order",
+    "no-gauges": "its engine had not reported since its last order",
     "waiting": "trajectories waited for a slot in its engine",
-    "full": "as many ran as a decode step has room for",
-    "loading": "it did not serve",
-    "receives": "it was given what others ran",
-    "no-newer-weights": "nothing newer than its weights was published",
-    "weights-not-here": "the newest weights had not come to its relay",
-    "evaluation": "an evaluation of its version was to be run",
+    "full": "its decode batch was full",
+    "loading": "it was loading weights",
+    "receives": "trajectories of others were migrating to it",
+    "no-newer-weights": "no newer weights were published",
+    "weights-not-here": "its relay did not have the newest weights yet",
+    "evaluation": "an evaluation of its version was due",
     "evaluation-sample": "it ran evaluation samples",
-    "batch-waits": "a batch had waited for what it ran",
-    "caused-losses": "what it ran had seen a replica die",
-    "migrated-often": f"what it ran had moved {MIGRATIONS_MAX} times",
+    "batch-waits": "a batch had waited for its trajectories",
+    "caused-losses": "its trajectories had already lost a replica",
+    "migrated-often": f"its trajectories had moved {MIGRATIONS_MAX} times",
     "bound": "the staleness bound had no room for new groups",
-    "data": "the run needed no further group",
+    "data": "the run needed no more groups",
     "others-first": "replicas that were empty or loading came first",
-    "alone": "no other replica of its version was in its tail",
-    "no-room": "no replica of its version in its tail had room for what it ran",
+    "alone": "no other replica of its version was a straggler",
+    "no-room": "no straggler of its version had room for its trajectories",
     "no-gain": "prefill and slower steps elsewhere would have cost more steps than it gained",
-    "changed": "with the same event others were emptied, or a batch was chosen",
+    "changed": "the same event emptied others or chose a batch",
 }
 """Text of each reason, as the end of a sentence."""
 NOT_STRAGGLING = ("admits", "no-gauges", "waiting", "full", "loading")
@@ -152,16 +152,17 @@ def _describe_reason(
     if reason == "waiting" and packing is not None:
         return f"{packing.waiting} waited"
     if reason == "full" and packing is not None:
-        return f"{replica.load} ran, or were to come, of {packing.max_batch}"
+        return f"{replica.load} of {packing.max_batch} running or incoming"
     if reason == "receives":
-        return f"{len(replica.incoming)} were to come"
+        return f"{len(replica.incoming)} incoming"
     if reason == "weights-not-here":
-        return f"v{state.newest_version} was out, {replica.relay} had v{state.newest_for(replica)}"
+        held = state.newest_for(replica)
+        return f"v{state.newest_version} was published, {replica.relay} had v{held}"
     if reason == "no-newer-weights":
         return f"v{state.newest_version} was the newest"
     if reason == "bound":
         room, needed = within_bound(state), first_share(state)
-        return f"for {max(room, 0)} of the newest weights, where {needed} are a replica's share"
+        return f"room for {max(room, 0)} with the newest weights, a replica's share is {needed}"
     found = (state.trajectories[t] for t in replica.running)
     return next((t.id for t in found if find_not_migrated_reason(state, t) == reason), "")
 
@@ -171,8 +172,7 @@ def one_look(look: RepackDecision, moments: EventClock) -> Iterable[str]:
     detail = f" ({look.detail})" if look.detail else ""
     yield (
         f"At {moments.format_time(look.at)}, with {len(look.running)} trajectories of "
-        f"v{look.version}, "
-        f"repack looked: {REASONS[look.reason]}{detail}."
+        f"v{look.version}, repack found: {REASONS[look.reason]}{detail}."
     )
 
 

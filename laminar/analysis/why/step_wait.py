@@ -91,21 +91,21 @@ class StepWait:
 
     def format_lines(self) -> Iterable[str]:
         if self._chosen is None:
-            last = f"the last one is step {self._latest}" if self._latest else "none was"
-            raise ConfigError(f"step {self.step} was never ordered, {last}: {QUESTION_HINT}")
+            last = f"the last is step {self._latest}" if self._latest else "no step was ordered"
+            raise ConfigError(f"step {self.step} was never ordered ({last}): {QUESTION_HINT}")
         (chosen, cause), at = self._chosen, self._moments.format_time
         if self._freed_by is None:
             yield (
-                f"Step {self.step} did not wait: its batch was complete when the trainer was free, "
-                f"at {at(chosen)} by {describe_event(cause)}."
+                f"Step {self.step} did not wait: its batch was complete when the trainer became "
+                f"free, at {at(chosen)}, by {describe_event(cause)}."
             )
         else:
             free = self._spells[0].since
             waited_s = (chosen.unix_ns - free.unix_ns) / 1e9
             yield (
-                f"Step {self.step} waited {waited_s:.3f} s: the trainer was free at {at(free)}, "
-                f"by {describe_event(self._freed_by)}, and got its batch at {at(chosen)}, "
-                f"by {describe_event(cause)}."
+                f"Step {self.step} waited {waited_s:.3f} s: the trainer became free at "
+                f"{at(free)}, by {describe_event(self._freed_by)}, and got its batch at "
+                f"{at(chosen)}, by {describe_event(cause)}."
             )
             yield from spell_lines(self._spells, chosen, self._moments)
         yield from self._group_lines(chosen)
@@ -118,7 +118,7 @@ class StepWait:
         free = self._spells[0].since if self._spells else chosen
         missing = [group for group in groups if complete[group].seq > free.seq]
         if missing:
-            yield f"{len(missing)} of its {len(groups)} groups were not complete at first."
+            yield f"{len(missing)} of its {len(groups)} groups were not complete then."
         order = sorted(groups, key=lambda group: complete[group].seq, reverse=True)
         last = [max(groups[group], key=_rewarded_seq) for group in order[:LAST_GROUPS]]
         if missing:
@@ -161,14 +161,14 @@ class StepWait:
             parts = idle.sum_by_reason(placement.dispatched)
             listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts.items())
             begin = self._moments.format_time(idle.begin)
-            yield f"    {placement.replica} had run nothing since {begin}: {listed}"
+            yield f"    {placement.replica} had been idle since {begin}: {listed}"
         elif isinstance(cause.event, ev.TrajectoryFinished) and cause.peer == placement.replica:
-            yield f"    {placement.replica} had no room for it before"
+            yield f"    {placement.replica} had no room for it earlier"
         if published := self._published.get(placement.version):
             at = self._moments.format_time(published)
             yield f"    v{placement.version} was published at {at}"
         if placement.number > 1:
-            yield f"    it was placement {placement.number}: ask why the trajectory moved"
+            yield f"    placement {placement.number}: see `laminar log why` of the trajectory"
 
 
 def _share_line(life: TrajectoryHistory, free: Moment, chosen: Moment) -> str:
@@ -178,7 +178,7 @@ def _share_line(life: TrajectoryHistory, free: Moment, chosen: Moment) -> str:
         ("queued at its replica", life.placement.started),
         ("generated", life.finished),
         ("rewarded", life.rewarded),
-        ("complete, the batch was not", chosen),
+        ("complete (its batch was not)", chosen),
     )
     shares, before = [], free.unix_ns
     for name, until in parts:
@@ -210,12 +210,12 @@ def _trainer_detail(state: State, reason: str) -> str:
     if reason == "start":
         return "the first weights were not published yet"
     if reason == "publish":
-        return f"v{state.owed_version} was owed and had to be published first"
+        return f"v{state.owed_version} had to be published first"
     if reason == "groups":
         ready, needed = len(state.ready), state.settings.groups_per_step
         return (
             f"{ready} of {needed} groups were complete, {sum(state.deadlines.values())} were open"
         )
     if reason == "strategy":
-        return "the batch strategy had been asked and had not answered"
-    return "the complete groups could not be taken without breaking the bound for another one"
+        return "the batch strategy had not answered yet"
+    return "training the complete groups now would have made another group too stale"

@@ -50,9 +50,11 @@ def _parse_question(name: str, at: str) -> Explanation:
     if re.fullmatch(r"rollout-\d+(?:\.\d+)?", name):
         return IdleReport(name, at)
     if at:
-        raise ConfigError(f"--at is a time for a replica such as rollout-0, {name!r} is none")
+        raise ConfigError(
+            f"--at applies to a replica such as rollout-0, but {name!r} is not one: remove it"
+        )
     if re.fullmatch(r"e?\d+\.\d+(?:-\d+)?\.\d+", name):
         return PlacementChanges(TrajectoryId(name))
     if match := re.fullmatch(r"(?:step-)?(\d+)", name):
         return StepWait(int(match[1]))
-    raise ConfigError(f"{name!r} is nothing that can be asked about: {QUESTION_HINT}")
+    raise ConfigError(f"{name!r} is not an id that this command explains: {QUESTION_HINT}")

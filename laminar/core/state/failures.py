@@ -46,17 +46,16 @@ _SENTENCES = {
     FailureKind.NOT_STARTED: "not started within {detail}: missing {subject}",
     FailureKind.NEVER_JOINED: "{subject} never joined: {detail}",
     FailureKind.PROCESS_FAILED: "{subject}: {detail}",
-    FailureKind.ENGINE_FAILS: "{subject}: its engine has failed in the same way at two starts: "
-    "{detail}",
+    FailureKind.ENGINE_FAILS: "{subject}: its engine failed the same way at two starts: {detail}",
     FailureKind.PROCESS_LOST: "{subject} is lost: {detail}",
     FailureKind.STORE_LOST: "the store is lost: {detail}",
     FailureKind.RELAY_LOST: "the trainer's machine has no relay: {detail}",
     FailureKind.REPLICAS_LOST: "no replica is left: {detail}",
     FailureKind.OVERDUE: "{subject} did not finish {detail} in time",
     FailureKind.NOT_PUBLISHED: "the relay did not publish the weights of step {detail}",
-    FailureKind.EXPORT_DIFFERS: "the export read back has digest {detail}",
+    FailureKind.EXPORT_DIFFERS: "the export reads back with digest {detail}",
     FailureKind.NO_CHECKPOINT: (
-        "{subject} has found no checkpoint that the log confirms, and there was one"
+        "{subject} found no checkpoint that the log confirms, although one was saved"
     ),
 }
 """The sentences by kind; for the other kinds the detail is the whole sentence."""

@@ -54,13 +54,13 @@ TRAJECTORY_TRANSITIONS = {
 TRAJECTORY = TransitionTable(
     "trajectory",
     {
-        DISPATCHED: "the command is on its way, nothing is known to be generated",
+        DISPATCHED: "the command was sent; no token is known yet",
         RUNNING: "the engine has it",
         GENERATED: "every token is durable, the reward is missing",
         REWARDED: "waits for the rest of its group and for a batch",
-        RELEASING: "its replica hands its tokens over; it goes on on another one",
-        LOST: "its replica is gone, or its environment has answered; it needs a new placement",
-        ENDING: "its end is decided and on its way to the store; once there, it is forgotten",
+        RELEASING: "its replica stores its tokens; it continues on another one",
+        LOST: "its replica was lost, or its environment has answered; it needs a new placement",
+        ENDING: "its end is decided and on its way to the store; once stored, it is dropped",
     },
     TRAJECTORY_TRANSITIONS,
 )
@@ -85,7 +85,7 @@ RUN = TransitionTable(
     {
         Phase.STARTING: "waits for its processes and the first weights",
         Phase.RUNNING: "generates and trains",
-        Phase.EXPORTING: "the steps are done, or it drains; the model is exported",
+        Phase.EXPORTING: "the steps are done, or the run drains; the model is exported",
         Phase.FINAL_EVALUATION: "the export is evaluated",
         Phase.ENDING: "the store writes the last ends",
         Phase.STOPPING: "every process is ordered to stop",
@@ -122,9 +122,9 @@ ACTOR = TransitionTable(
     "actor",
     {
         "unknown": "no process of this name has joined",
-        "joined": "a process has this name, with an incarnation of its own",
+        "joined": "a process has this name, with a new incarnation",
         "ready": "it can do its work",
-        "silent": "a node of which nothing is heard, while the processes of its machine are",
+        "silent": "a node that is silent while the processes of its machine are not",
         "lost": "fenced: events of this incarnation are refused",
     },
     {
@@ -143,7 +143,7 @@ VERSION = TransitionTable(
     {
         "unused": "its number is free",
         "ordered": "the trainer is ordered to make it, by a step or by the export",
-        "made": "the trainer has it and hands it to its relay",
+        "made": "the trainer has it and passes it to its relay",
         "owed": "the relay of the trainer's machine lacks it; it is published again",
         "newest": "published last",
         "older": "a newer one is published; a relay or a checkpoint still has it",

@@ -45,7 +45,7 @@ def _load_quick_decoder(file: Path) -> Callable[[list[int]], str]:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"{file} is no tokenizer: {error}; restore the file") from error
+        raise ConfigError(f"{file} is not a tokenizer: {error}; restore the file") from error
 
     def decode(ids: list[int]) -> str:
         """Decode ids; show ids without a token (some models have such logits) as numbers."""

@@ -64,7 +64,7 @@ def _model_directory(key: str, name: str) -> str:
     return str(
         _fetch(
             wanted,
-            f"{key} = {name!r} is no directory beside a config file or in {Path.cwd()}, and",
+            f"{key} = {name!r} is not a directory relative to a config file or {Path.cwd()}, and",
         )
     )
 
@@ -78,8 +78,9 @@ def _data_files(name: str) -> list[str]:
     found = HUB_MODEL.fullmatch(f"{org}/{repository}")
     if not name.startswith(DATA_PREFIX) or found is None or not pattern:
         raise ConfigError(
-            f"data file {name!r} is no file of a dataset on the hub; write "
-            f"{DATA_PREFIX}ORG/NAME/FILE, where FILE may be a pattern such as data/train-*.parquet"
+            f"data file {name!r} is not a file of a dataset on the hub; write "
+            f"{DATA_PREFIX}ORG/NAME/FILE, where FILE may be a pattern such as "
+            "data/train-*.parquet"
         )
     wanted = HubFiles("dataset", found["repo"], found["revision"], [pattern])
     directory = _fetch(wanted, f"data file {name!r}:")
@@ -105,9 +106,10 @@ def _fetch(wanted: HubFiles, what: str) -> Path:
         )
     except Exception as error:  # network, hub, reply and disk raise many types
         raise ConfigError(
-            f"{what} the hub gives no {wanted.kind} {wanted.repo!r}: {_first_line(error)}; give a "
-            f"local path, or fetch it where there is a network: {_fetch_command(wanted)} (HF_HOME "
-            "holds what was fetched and may be copied; HF_TOKEN opens private repositories)"
+            f"{what} the hub does not provide {wanted.kind} {wanted.repo!r}: "
+            f"{_first_line(error)}; give a local path, or download it on a machine with a "
+            f"network: {_fetch_command(wanted)} (HF_HOME has the downloads and can be copied; "
+            "HF_TOKEN gives access to private repositories)"
         ) from None
     return Path(found)
 

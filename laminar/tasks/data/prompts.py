@@ -65,9 +65,9 @@ def load_prompts(data: DataConfig) -> PromptSet:
     train = [row for row, key in zip(rows, digests, strict=True) if key not in keys]
     if not train:
         raise ConfigError(
-            f"no training prompt is left: all {len(rows)} rows have a prompt that is held out "
-            f"(data.val_size = {data.val_size}, data.val_files = {data.val_files}); "
-            "hold out fewer or give more data"
+            f"no training prompt is left: the prompts of all {len(rows)} rows are held out "
+            f"(data.val_size = {data.val_size}, data.val_files = {data.val_files}); hold out "
+            "fewer or give more data"
         )
     overlap = len(rows) - len(train) - taken
     return PromptSet(train, held_out, overlap, _digest_of(train, held_out))
@@ -335,12 +335,12 @@ def _to_plain_column(where: str, name: str, value: Any) -> Any:
         return to_plain(value)
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{where}: the column {name!r} has half a surrogate pair, which is not text; "
-            "correct the row"
+            f"{where}: the column {name!r} has an unpaired surrogate, which is not text; correct "
+            "the row"
         ) from None
     except TypeError as error:
         raise ConfigError(
-            f"{where}: the column {name!r} holds a value of type {error}, which cannot be kept; "
+            f"{where}: the column {name!r} has a value of type {error}, which cannot be stored; "
             "drop the column or write it as text, numbers and lists"
         ) from None
 

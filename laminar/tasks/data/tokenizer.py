@@ -69,7 +69,7 @@ def end_ids(name: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     }
     if not found:
         raise ConfigError(
-            f"model {name!r} names no end token; set eos_token in its tokenizer_config.json"
+            f"model {name!r} has no end token; set eos_token in its tokenizer_config.json"
         )
     return frozenset(found)
 

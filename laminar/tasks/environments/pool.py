@@ -211,10 +211,10 @@ class Environments:
                 return self._attach_process(conversation, process, said)
             process.kill()
             if conversation.forgotten:
-                raise SessionLost("its trajectory is wanted no longer")
+                raise SessionLost("its trajectory is no longer needed")
             self.sessions_lost += 1
             reason = said.text or ""
-        raise EnvironmentFailed(f"reset failed, the last time: {reason}")
+        raise EnvironmentFailed(f"reset failed; last reason: {reason}")
 
     def _attach_process(
         self, conversation: _Conversation, process: Process, said: TextReply
@@ -238,7 +238,7 @@ class Environments:
             self._close_session(conversation)  # it ended before this turn
         if conversation.process is None:
             if self._env.call_semantics == "at-most-once" and (call.turn or call.stored):
-                raise SessionLost("its session is gone, and what its calls have done with it")
+                raise SessionLost("its session was lost, and with it the effects of its calls")
             await self._begin_session(conversation)
         assert conversation.process is not None
         return conversation.process
@@ -267,7 +267,7 @@ class Environments:
                 self._close_session(conversation)
                 died = error
         lost = SessionLost if isinstance(died, AllSessionsDied) else EnvironmentFailed
-        raise lost(f"the process of its session ended in a call: {died}")
+        raise lost(f"its process ended during a call: {died}")
 
     # --- answers to turns -----------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Environments:
             return await self._finish_trajectory(conversation, call, text, reason, [])
         if self._env.call_semantics == "at-most-once":
             if any(effect.status == "intended" for effect in call.stored):
-                raise SessionLost("nobody knows what its last call has done")
+                raise SessionLost("the outcome of its last call is unknown")
             await self._ensure_process(conversation, call)
             await intend(
                 tuple(_make_effect(i, c, "intended") for i, c in enumerate(calls) if _can_run(c))

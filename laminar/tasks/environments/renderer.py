@@ -117,12 +117,13 @@ class Renderer:
         self, parser: CallParser, calls: list[ToolCall], before: list[int], ended: list[int]
     ) -> None:
         if (found := parser.parse_calls(ended[len(before) :], before)) != calls:
-            shown = found[0].refused if found and found[0].refused else "it is read as no call"
+            shown = found[0].refused if found and found[0].refused else "it is not parsed as a call"
             form = json.dumps({"name": calls[0].tool, "arguments": calls[0].arguments})
             raise ConfigError(
-                f"env.path needs a model whose calls of tools can be read, and a call {form} as "
-                f"the chat template of model.name writes it cannot ({shown}): give a model whose "
-                "tokenizer has a response_template, or that writes JSON in <tool_call> tags"
+                f"env.path needs a model whose tool calls can be parsed, but the call {form} as "
+                f"written by the chat template of model.name cannot ({shown}): give a model "
+                "whose tokenizer has a response_template, or that writes JSON in <tool_call> "
+                "tags"
             )
 
     def _draw_call(self, draws: random.Random) -> ToolCall:
@@ -138,9 +139,9 @@ class Renderer:
         at = next((i for i in reversed(range(len(ids))) if ids[i] in self._end_ids), None)
         if at is None:
             raise ConfigError(
-                "the chat template of model.name ends a turn with none of the model's end tokens, "
-                "so a turn that was sampled cannot be continued; give another model, or a template "
-                "that ends turns with one of them"
+                "the chat template of model.name does not end a turn with one of the model's "
+                "end tokens, so a sampled turn cannot be continued; give another model, or a "
+                "template that does"
             )
         if whole[: at + 1] != ids[: at + 1]:
             raise ConfigError(_NOT_APPENDED)
@@ -166,8 +167,8 @@ class Renderer:
 
 
 _NOT_APPENDED = (
-    "the chat template of model.name writes a conversation in another way once it goes on, so that "
-    "its ids are not those that the model has sampled and read; give a model, or a template, that "
+    "the chat template of model.name rewrites earlier turns when a conversation continues, so "
+    "its ids differ from those that the model sampled and read; give a model or a template that "
     "only appends"
 )
 

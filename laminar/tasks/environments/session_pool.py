@@ -228,7 +228,7 @@ class _ForkServerClient:
         self._send(start)
         await asyncio.wait({self._told}, timeout=timeout_s)
         if not self._told.done():
-            raise SessionDied(f"the environment's file is not imported within {timeout_s:g} s")
+            raise SessionDied(f"the environment's file was not imported within {timeout_s:g} s")
         return self._told.result()
 
     async def fork_session(self) -> SessionProcess:
@@ -260,7 +260,9 @@ class _ForkServerClient:
         try:
             socket.send_fds(self._control, [message], sockets or [])
         except OSError as error:  # BlockingIOError: a thousand unread orders
-            self._mark_lost(f"the process of the environment takes no orders ({error.strerror})")
+            self._mark_lost(
+                f"the process of the environment accepts no requests ({error.strerror})"
+            )
 
     def _receive_message(self) -> None:
         try:

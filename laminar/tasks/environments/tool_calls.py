@@ -65,7 +65,7 @@ class CallParser:
             return call
         if call.tool not in self._names:
             return call._replace(
-                refused=f"there is no tool {call.tool!r}; there are {', '.join(self._names)}"
+                refused=f"there is no tool {call.tool!r}; the tools are {', '.join(self._names)}"
             )
         if len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
             return call._replace(refused=f"more than {TEXT_CHARS_MAX} characters of arguments")
@@ -86,7 +86,7 @@ def _tagged_call(body: str, end: str) -> ToolCall:
 def _make_call(value: Any) -> ToolCall:
     """Make a call from a decoded value of any type."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, "the call is no object with a name and arguments")
+        return ToolCall("", {}, "the call is not an object with a name and arguments")
     arguments = value.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -94,7 +94,7 @@ def _make_call(value: Any) -> ToolCall:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return ToolCall(value["name"], {}, "the arguments of the call are no JSON object")
+        return ToolCall(value["name"], {}, "the arguments of the call are not a JSON object")
     return ToolCall(value["name"], arguments)
 
 

@@ -60,7 +60,9 @@ def load_class(path: str, name: str) -> type:
         )
     found = getattr(module, name, None) if name else next(iter(own.values()))
     if not inspect.isclass(found):
-        raise ConfigError(f"env.name = {name!r} is no class of {path}; it has {format_names(own)}")
+        raise ConfigError(
+            f"env.name = {name!r} is not a class in {path}; it has {format_names(own)}"
+        )
     _check_class(found, path)
     return found
 
@@ -78,7 +80,7 @@ def _check_class(found: type, path: str) -> None:
         inspect.signature(found).bind()
     except TypeError as error:
         raise ConfigError(
-            f"{where} cannot be made without arguments: {error}; give them defaults"
+            f"{where} cannot be created without arguments: {error}; give them defaults"
         ) from None
 
 
@@ -103,8 +105,8 @@ def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> Class
         said, code = run_isolated("laminar.tasks.environments.user_class", words, b"", limit_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"env.path = {env.path!r} is not imported within {limit_s:g} s; move what takes long, "
-            "or waits, into reset"
+            f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
+            "blocking code into reset"
         ) from None
     if not said:
         raise ConfigError(

@@ -53,7 +53,7 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
     def score(row: PromptRow, text: str) -> float | RewardResult:
         gold = parse(_math_text(str(row.ground_truth)))
         if not gold:
-            raise ValueError(f"the ground truth {row.ground_truth!r} is no mathematical answer")
+            raise ValueError(f"the ground truth {row.ground_truth!r} is not a mathematical answer")
         tagged = _find_tagged_answer(text)
         try:
             found = parse(text if tagged is None else _math_text(tagged), raise_on_error=True)

@@ -98,8 +98,8 @@ def _label_functions(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
     labels = [function.label for function in found]
     if twice := next((label for label in labels if labels.count(label) > 1), ""):
         raise ConfigError(
-            f"reward.functions has {twice} twice; list each function once, and name files that "
-            "hold functions of one name differently"
+            f"reward.functions has {twice} twice; list each function once, and give files with "
+            "functions of the same name different names"
         )
     return found
 
@@ -141,7 +141,7 @@ def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
 def _check_row(function: FunctionSpec, row: PromptRow) -> None:
     if function.kind == "dataset" and not {"answer", "metadata"} <= row.columns.keys():
         raise ConfigError(
-            f"row {row.index} of {row.data_source} is no item of the dataset "
+            f"row {row.index} of {row.data_source} is not an item of the dataset "
             f"{function.dataset}, so its scorer cannot score it; set reward.kind"
         )
     if function.kind not in ("math", "exact"):
@@ -150,8 +150,7 @@ def _check_row(function: FunctionSpec, row: PromptRow) -> None:
         raise ConfigError(
             f"row {row.index} of {row.data_source} has no answer ({columns_of(row)}), and "
             f"{describe_function(function)} compares with one: name its column by "
-            "data.answer_key; without "
-            f"it {', '.join(ANSWER_KEYS)} are looked for"
+            f"data.answer_key (default: {', '.join(ANSWER_KEYS)})"
         )
     if not _is_answer(row.ground_truth):
         raise ConfigError(

@@ -78,7 +78,7 @@ def load_function(path: str, name: str) -> tuple[str, Function]:
     function = getattr(module, name, None)
     if inspect.isclass(function):
         raise ConfigError(
-            f"{name} in {path} is a class; name a function, or an object that the file makes of it"
+            f"{name} in {path} is a class; name a function, or an instance of it in the file"
         )
     if not callable(function):
         raise ConfigError(f"{path} has no function {name!r}; it has {format_names(public)}")
@@ -170,7 +170,7 @@ def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> N
     except TypeError as error:
         raise ConfigError(
             f"{spec.name} of {spec.path} cannot be called for row {row.index} of "
-            f"{row.data_source}: {error}; it can have {format_names(offered)}"
+            f"{row.data_source}: {error}; available arguments: {format_names(offered)}"
         ) from None
 
 

@@ -148,7 +148,7 @@ class RewardPool:
             ) as error:  # ConfigError: the file has changed since start
                 self.workers_lost += 1
                 await self._drop_worker(slot)
-                reason = f"the reward worker was lost {attempt} times, the last time: {error}"
+                reason = f"the reward worker was lost {attempt} times; last reason: {error}"
                 continue
             if body is None:
                 self.workers_killed += 1
@@ -273,7 +273,7 @@ class _Worker(asyncio.SubprocessProtocol):
         if code is None:
             return "it closed its channel"
         if code < 0:
-            return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
+            return f"it was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"it ended with exit code {code}"
 
     # --- callbacks of asyncio -----------------------------------------------------------------

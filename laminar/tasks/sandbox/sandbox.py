@@ -55,11 +55,13 @@ class NoSandbox(ConfigError):
         else_ = (
             ""
             if _Permission.unsafe is None
-            else (", or set env.unsafe_local_code = true to run it with the rights of this run")
+            else (
+                ", or set env.unsafe_local_code = true to run it with the permissions of this run"
+            )
         )
         super().__init__(
-            f"code of the model cannot be isolated on this machine, which does not give {reason}; "
-            f"use a machine or container that does{else_}"
+            "model-written code cannot be isolated on this machine, which does not provide "
+            f"{reason}; use a machine or container that does{else_}"
         )
 
 
@@ -101,7 +103,7 @@ class Sandbox:
             if not _Permission.unsafe:
                 raise
             self.limits["unsafe"] = 1
-            print(f"code of the model is not isolated: no {missing.reason}", file=sys.stderr)
+            print(f"model-written code is not isolated: no {missing.reason}", file=sys.stderr)
 
     def run(self, program: str) -> Ran:
         """Run a program in a new sandbox."""

@@ -167,7 +167,7 @@ def _check_result(result: int, part: str) -> None:
 def _unshare_namespaces() -> None:
     """Enter a user namespace, and other namespaces whose pid 1 is the next forked process."""
     if (machine := os.uname().machine) != "x86_64":
-        raise MissingPart(f"the filter of system calls, which is for x86_64 ({machine} is another)")
+        raise MissingPart(f"the system call filter (seccomp), which supports x86_64, not {machine}")
     user, group, pid = os.geteuid(), os.getegid(), os.getpid()
     asks, told = os.pipe()
     writer = os.fork()
@@ -365,7 +365,7 @@ def _filter_calls() -> None:
     program = Program(len(lines), b"".join(lines))
     _check_result(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     result = _libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
-    _check_result(result, "a filter of system calls (seccomp)")
+    _check_result(result, "a system call filter (seccomp)")
 
 
 # --- the code ----------------------------------------------------------------------------------

@@ -116,10 +116,10 @@ def _first_line(change: Callable[[dict], object]) -> Callable[[list[dict]], list
         (lambda lines: [*lines, lines[0]], "times"),
         (lambda lines: [*lines, {**lines[0], "step": 9, "ids": []}], "step 10 was never ordered"),
         (_first_line(lambda line: line["ids"].reverse()), "other ids"),
-        (_first_line(lambda line: line["ids"].pop()), "ended other ids"),
+        (_first_line(lambda line: line["ids"].pop()), "trained other ids"),
         (_first_line(lambda line: line.update(version=5)), "another version"),
-        (_first_line(lambda line: line.update(digest="0")), "do not have their digest"),
-        (_first_line(lambda line: line.update(changed=False)), "reported otherwise"),
+        (_first_line(lambda line: line.update(digest="0")), "do not match their digest"),
+        (_first_line(lambda line: line.update(changed=False)), "reported with other values"),
         (_first_line(lambda line: line.update(ids=3)), "line 1 of"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     )
     assert trainer_book.book_problems([line], account, account) == []
     (note,) = trainer_book.find_unreported([line], account)
-    assert "came when the run had failed" in note
+    assert "arrived after the run failed" in note
 
 
 def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
@@ -209,7 +209,9 @@ def test_a_line_that_was_rolled_back_is_explained_and_not_counted() -> None:
 
     lines = [line(1, ids), line(2, ids)]
     problems = trainer_book.book_problems(lines, account, account)
-    assert problems == [p for p in problems if "reported otherwise" in p]  # of a made-up digest
+    assert problems == [
+        p for p in problems if "reported with other values" in p
+    ]  # of a made-up digest
     (note,) = trainer_book.rolled_back(lines, account)
     assert "version 1, by incarnation 1 of the trainer" in note and "version 2" in note
     assert trainer_book.find_unreported(lines, account) == []
@@ -255,7 +257,7 @@ def test_a_trainer_that_trained_what_it_says_it_left_out_is_found(tmp_path: Path
     lines = [json.loads(line) | {"left_out": []} for line in book.read_text().splitlines()]
     book.write_text("".join(json.dumps(line) + "\n" for line in lines))
     problems = audit_run(tmp_path / "run").problems
-    assert "trainer: step 1 left out other ids than it reported" in problems
+    assert "trainer: step 1 reported other left-out ids than it recorded" in problems
 
 
 def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_an_end_that_nobody_decided_is_found(tmp_path: Path) -> None:
     make_run(tmp_path / "run", log)
     live = next(c for s, cs in log for c in cs if isinstance(c, cmd.TrainStep)).trajectories[0]
     execute(tmp_path / "run", f"UPDATE trajectories SET \"end\" = 'trained' WHERE id = '{live}'")
-    assert any("no such decision" in problem for problem in audit_run(tmp_path / "run").problems)
+    assert any("did not decide that" in problem for problem in audit_run(tmp_path / "run").problems)
 
 
 def test_a_started_trajectory_without_its_row_is_found(tmp_path: Path) -> None:
@@ -391,7 +393,7 @@ def test_a_batch_that_is_put_together_wrongly_is_found(
     assert not audit_run(copy).problems
     run_directory.write_book(copy, world_log())
     problems = audit_run(copy).problems
-    assert [p for p in problems if "was trained on other contents than the store has" in p]
+    assert [p for p in problems if "was trained on contents that differ from the store" in p]
 
 
 def test_a_batch_whose_tokens_are_gone_is_counted(copy: Path) -> None:
@@ -400,4 +402,4 @@ def test_a_batch_whose_tokens_are_gone_is_counted(copy: Path) -> None:
     execute(copy, f"UPDATE chunks SET {gone} WHERE trajectory_id = {sql}")
     execute(copy, f"UPDATE trajectories SET payload_removed = 1 WHERE id = {sql}")
     found = audit_run(copy)
-    assert [n for n in found.notes if "was handed of 1 of 3 batches cannot be checked" in n]
+    assert [n for n in found.notes if "input for 1 of 3 batches cannot be checked" in n]

@@ -76,7 +76,7 @@ def check_idle(idleness: IdleTracker, state: State) -> None:
         }
         reason = idle.spells[-1].reason
         assert holds.get(reason, _serves(replica)), (name, reason)
-        assert reason != STALENESS_BOUND or "groups fit until step" in idle.spells[-1].detail
+        assert reason != STALENESS_BOUND or "groups fit by step" in idle.spells[-1].detail
 
 
 def _serves(replica: Replica | None) -> bool:
@@ -91,7 +91,7 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
     idleness = IdleTracker()
     idleness.record_event(Moment(bench.seq, 0), bench.log[-1][0], bench.state)
     spell = idleness.open["rollout-0"].spells[-1]
-    assert (spell.reason, spell.detail) == (FREE, "nothing refuses it work")
+    assert (spell.reason, spell.detail) == (FREE, "nothing prevents new work")
 
 
 def test_moments_count_from_the_first_event() -> None:

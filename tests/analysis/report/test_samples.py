@@ -180,7 +180,7 @@ def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
     [
         (
             SampleFilter(step=2),
-            r"--step 2: no answer was trained by this step; there are steps 1, 3",
+            r"--step 2: this step trained no responses; there are steps 1, 3",
         ),
         (SampleFilter(evaluation=1), r"--eval 1: .*; there are those after steps 0, 3"),
         (SampleFilter(name="7.7"), r"no trajectory or group '7.7'"),
@@ -226,7 +226,7 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
     assert code == 2 and out.endswith("there are steps 1, 3")
     (run_dir / "store.sqlite").unlink()
     code, out = cli("samples", run_dir)
-    assert code == 2 and "its store has not begun" in out
+    assert code == 2 and "its store has started" in out
 
 
 def test_special_tokens_and_ids_without_a_token_are_shown(tmp_path: Path) -> None:

@@ -229,8 +229,7 @@ def test_an_engine_that_fails_in_the_same_way_at_two_starts_ends_the_run() -> No
     assert bench.state.phase == "starting" and not bench.state.failure
     fails_at_a_start(bench, "rollout-1")
     assert bench.state.failure == (
-        "rollout-1: its engine has failed in the same way at two starts: "
-        "head_dim=20 is not supported"
+        "rollout-1: its engine failed the same way at two starts: head_dim=20 is not supported"
     )
     assert bench.state.exit_code == 1
 

@@ -203,5 +203,5 @@ def test_planner_that_finds_no_end_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     bench = Bench()
     monkeypatch.setattr(lifecycle, "plan_phase", lambda ctx: True)
     monkeypatch.setattr(planner, "PLAN_ROUNDS_MAX", 10)
-    with pytest.raises(AssertionError, match="no fixpoint"):
+    with pytest.raises(AssertionError, match="not reach a fixpoint"):
         bench.join("node-0")

@@ -176,16 +176,17 @@ def test_a_lower_limit_of_the_machine_stays(sandbox):
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no command unshare")
 def test_where_a_part_is_missing_it_refuses_unless_that_is_allowed(sandbox):
     refused = (
-        "code of the model cannot be isolated on this machine, which does not give user "
+        "model-written code cannot be isolated on this machine, which does not provide user "
         "namespaces (No space left on device); use a machine or container that does"
     )
     assert without_user_namespaces("").stdout == f"{refused}\n"
     said = without_user_namespaces("permit_unsafe(False)").stdout
     assert said == (
-        f"{refused}, or set env.unsafe_local_code = true to run it with the rights of this run\n"
+        f"{refused}, or set env.unsafe_local_code = true to run it with the permissions of this "
+        "run\n"
     )
     allowed = without_user_namespaces("permit_unsafe(True)")
     assert allowed.stdout == "42\n\n"
     assert allowed.stderr == (
-        "code of the model is not isolated: no user namespaces (No space left on device)\n"
+        "model-written code is not isolated: no user namespaces (No space left on device)\n"
     )

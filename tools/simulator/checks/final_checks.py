@@ -129,7 +129,7 @@ def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> N
     )
     for name, ledger_says, books_say in claims:
         if ledger_says != books_say:
-            what = f"{name}: the ledger says {ledger_says}, the other book {books_say}"
+            what = f"{name}: the ledger says {ledger_says}, the other book says {books_say}"
             raise Violation("two_books", what)
     for row in rows.values():
         if (row.end == "trained") != (row.id in trained):
@@ -174,7 +174,7 @@ def replay_equal(checks: Checks, disk: SimDisk, state: State) -> str:
     def meet(stamped: Stamped, commands: list[Command], state: State) -> None:
         met = known.get(stamped.seq)
         if met is not None and hash_state(state) != met.digest:
-            raise Violation("replay_equal", f"{met.name} holds another state than the log")
+            raise Violation("replay_equal", f"{met.name} has another state than the log")
 
     sampled = checks.world.scenario.seed % SNAPSHOTS_SAMPLE == 0
     for start in (None, *(kept if sampled else kept[:1])):
@@ -184,5 +184,5 @@ def replay_equal(checks: Checks, disk: SimDisk, state: State) -> str:
         if found.difference is not None:
             raise Violation("replay_equal", f"from {name}: {found.difference}")
         if hash_state(found.machine.state) != live:
-            raise Violation("replay_equal", f"from {name} on it leads to another state")
+            raise Violation("replay_equal", f"from {name} on, replay leads to another state")
     return live

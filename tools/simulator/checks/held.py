@@ -25,7 +25,7 @@ def reported(world: World, relay: str, event: Event) -> None:
     machine = world.machine_of(relay)
     copy = machine.versions.get(event.version)
     if copy is None or not copy.complete or copy.digest != event.digest:
-        raise Violation("held_is_published", f"{what}, and does not hold it")
+        raise Violation("held_is_published", f"{what}, but does not have it")
     try:
         verify_weights(machine.slots.view(copy.slot), copy.get_manifest())
     except WeightsCorrupt as error:
@@ -51,5 +51,7 @@ def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
         return
     relay, before = state.relays[name], state.relays[state.relay_chain[position - 1]]
     if relay.newest < state.newest_version <= before.newest:
-        what = f"version {state.newest_version} did not come from {before.name}, and nobody acts"
+        what = (
+            f"version {state.newest_version} did not arrive from {before.name}, and no process acts"
+        )
         raise Violation("late_transfer_has_an_end", what, name)

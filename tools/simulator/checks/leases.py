@@ -112,7 +112,7 @@ class Leases:
             return  # replaced since
         lease_ns, silent_ns = self._lease_ns(actor.role), self._silent_ns(actor.boot_id)
         if silent_ns < lease_ns:
-            what = f"{name} was given up, and was heard {silent_ns / 1e6:.0f} ms ago"
+            what = f"{name} was given up, but was heard {silent_ns / 1e6:.0f} ms ago"
             raise Violation("lease_ran_out", what, name)
 
     def _most_are_heard(self, name: str, silent_ms: int) -> None:
@@ -148,7 +148,7 @@ class Leases:
                 continue
             silent_ns = self._silent_ns(boot_id)
             if silent_ns < self._lease_ns(role):
-                what = f"{name} was given up, and {boot_id} was heard {silent_ns / 1e6:.0f} ms ago"
+                what = f"{name} was given up, but {boot_id} was heard {silent_ns / 1e6:.0f} ms ago"
                 raise Violation("machine_is_silent", what, name)
 
     def _one_speaks(self, node: str) -> None:
@@ -160,7 +160,7 @@ class Leases:
             if role != Role.NODE
         )
         if all(at < since for at in heard):
-            raise Violation("machine_is_silent", f"nobody of {node} is heard either", node)
+            raise Violation("machine_is_silent", f"no process of {node} is heard either", node)
 
     def _silent_node_is_waited_for(self, stamped: Stamped, state: State) -> None:
         """Check silent_node_is_waited_for: no loss ends the run while its node is silent.
@@ -190,7 +190,7 @@ class Leases:
             return
         actor = state.actors[name]
         if actor.alive and actor.incarnation == self._ordered.get(name):
-            what = f"{actor.node} did not start {name} again, and it counts as alive"
+            what = f"{actor.node} did not restart {name}, which counts as alive"
             raise Violation("overdue_restart", what, name)
 
     def _note_members(self, state: State) -> None:

@@ -68,7 +68,7 @@ class Moves:
         """Check late_release_has_no_effect: after the timeout its trajectories run elsewhere."""
         late = event.command_id in self._expired or event.command_id not in self._orders
         if late and commands:
-            what = f"{source} answers release {event.command_id} too late, and is believed"
+            what = f"{source} answers release {event.command_id} too late, but is believed"
             raise Violation("late_release_has_no_effect", what, source)
 
     def _moved_may_be_moved(self, order: cmd.ReleaseTrajectories, state: State) -> None:
@@ -80,7 +80,7 @@ class Moves:
             trajectory = state.trajectories[item.trajectory_id]
             found = self._why_not(trajectory, state)
             if found:
-                what = f"{order.to} gives {trajectory.id} away: {found}"
+                what = f"{order.to} releases {trajectory.id}: {found}"
                 raise Violation("moved_may_be_moved", what, trajectory.id)
 
     def _why_not(self, trajectory: Trajectory, state: State) -> str:
@@ -96,7 +96,7 @@ class Moves:
                 f"waited for {trajectory.batch_timeouts} times, {trajectory.deaths} replicas died"
             )
         evaluated = state.groups[trajectory.group].purpose == Purpose.EVAL
-        return "it is a held-out answer" if evaluated else ""
+        return "it is an evaluation sample" if evaluated else ""
 
 
 def _times(event: ev.TimerFired, order: cmd.ReleaseTrajectories) -> bool:

@@ -65,7 +65,7 @@ class NodeReports:
     def killed(self, node: Process, boot_id: str) -> None:
         """Check order_ends_whom_it_means: a node kills only the boot that the order means."""
         if not node.stopping and boot_id not in self._told:
-            what = f"{node.boot_id} kills {boot_id}, and was not told to"
+            what = f"{node.boot_id} kills {boot_id} without an order"
             raise Violation("order_ends_whom_it_means", what, node.name)
 
     def failed(self, stamped: Stamped, state: State) -> None:
@@ -107,7 +107,7 @@ class NodeReports:
     def left(self, node: Process, alive: list[str]) -> None:
         """Check machine_is_left_empty: a node that ends gracefully has ended its processes."""
         if alive:
-            what = f"{node.name} ends, and {', '.join(alive)} go on"
+            what = f"{node.name} ends, but {', '.join(alive)} continue"
             raise Violation("machine_is_left_empty", what, node.name)
 
     def _is_reported(self, boot_id: str) -> None:
@@ -117,7 +117,7 @@ class NodeReports:
     def _is_started(self, process: Process, ended: str) -> None:
         """Check who_is_started_again: a node restarts each process that it says it restarts."""
         if process.boot_id == ended:
-            raise Violation("who_is_started_again", f"{ended} is not started again", process.name)
+            raise Violation("who_is_started_again", f"{ended} is not restarted", process.name)
 
     def _later(self, node: Process, look: Callable[..., None], *args: object) -> None:
         node.call_later(LOOK_NS, self._again, LOOKS, node, look, args)

@@ -95,7 +95,7 @@ class Prompts:
             raise Violation("prompts_in_order", what, command.trajectory_id)
         place = _pass_of(group), row
         if self._before.get(group, row) != row or self._rows.setdefault(place, group) != group:
-            what = f"row {row} is handed out as {group}, and was another prompt of its pass"
+            what = f"row {row} is handed out as {group}, but was another prompt of its pass"
             raise Violation("prompts_in_order", what, command.trajectory_id)
         self._given[group] = seq, row
 
@@ -130,7 +130,7 @@ class Prompts:
             for sibling in range(settings.group_size):
                 trajectory = ids.make_trajectory_id(GroupId(group), sibling)
                 if trajectory not in self._ended:
-                    what = f"{trajectory} was handed out and has no end"
+                    what = f"{trajectory} was handed out but has no end"
                     raise Violation("every_prompt_ends", what, trajectory)
         if settings.total_steps or state.draining or state.failure:
             return
@@ -140,5 +140,5 @@ class Prompts:
         since = max(self._resumed, default=0)
         left = [t for t, (at, _, why) in self._ended.items() if why == RUN_ENDED and at > since]
         if given != there or left:
-            what = f"{given} of {there} prompts were handed out, {len(left)} answers left over"
+            what = f"{given} of {there} prompts were handed out, {len(left)} responses left over"
             raise Violation("every_prompt_ends", what, *left[:1])

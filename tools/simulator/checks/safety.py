@@ -252,7 +252,7 @@ class Checks:
             ]
             self._idle_waits += bool(waits) and not store_orders.is_store_awaited(state)
             if self._idle_waits > WAITS_MAX:
-                what = f"the trainer has waited {self._idle_waits} times, and nothing was done"
+                what = f"the trainer has waited {self._idle_waits} times, but nothing was done"
                 raise Violation("waiting_leads_to_something", what, *waits)
 
     # --- what goes over the wire ------------------------------------------------------------------
@@ -356,7 +356,7 @@ class Checks:
         """Check that the log leads to the dead coordinator's state, as far as the log reaches."""
         live = self._machine.state if self._machine is not None else None
         if live is None or live.seq < state.seq:
-            raise Violation("same_state_as_before", f"the log goes on to event {state.seq}")
+            raise Violation("same_state_as_before", f"the log continues to event {state.seq}")
         clone = StateMachine(_decode_state(_encode_state(state)))
         for stamped in self._recent:
             if stamped.seq > state.seq:

@@ -72,7 +72,7 @@ class TrainingChecks:
         steps, path = self._paused
         saved = self.world.models.get(path)
         if command.step_index < steps and saved is not None and not saved.damaged:
-            raise Violation("pause_keeps_steps", f"{command}, and the run paused after {steps}")
+            raise Violation("pause_keeps_steps", f"{command}, but the run paused after {steps}")
 
     @property
     def book(self) -> set[str]:
@@ -102,7 +102,7 @@ class TrainingChecks:
         trainer = self.world.processes["trainer-0"]
         struck = self.world.faults.explains(trainer) or state.export_version >= 0
         if steps != state.steps_completed and not struck:
-            what = f"{state.steps_completed} steps are completed, and {steps} are saved"
+            what = f"{state.steps_completed} steps are completed, but {steps} are saved"
             raise Violation("pause_saves", what)
         self._paused = (
             steps,
@@ -120,7 +120,7 @@ class TrainingChecks:
             return
         for path in next(reversed(self._kept.values()), ()):
             if str(RUN_DIR / path) not in self.lost:
-                what = f"nobody removed {path}: {state.failed.sentence}"
+                what = f"no process removed {path}: {state.failed.sentence}"
                 raise Violation("there_is_a_checkpoint", what)
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:
@@ -138,7 +138,7 @@ class TrainingChecks:
         for sample in samples:
             row = self.world.rows[sample.sample_id]
             if row.status != "rewarded" or row.end is not None:
-                what = f"{row.id} is in batch {step}, and is {row.end or row.status}"
+                what = f"{row.id} is in batch {step}, but is {row.end or row.status}"
                 raise Violation("trained_is_rewarded", what, row.id)
             if step - sample.version_step > self.world.scenario.settings.max_staleness:
                 what = f"{row.id} of step {sample.version_step} is in batch {step}"
@@ -148,7 +148,7 @@ class TrainingChecks:
         """Check that a repeated step was accepted, with these rows in this order and version."""
         _, version, rows = self._accepted.get(told.step_index, (0, -1, ()))
         if (told.version, told.trajectories) != (version, rows):
-            raise Violation("redone_as_logged", f"{told}, and the log has {version}: {rows}")
+            raise Violation("redone_as_logged", f"{told}, but the log has {version}: {rows}")
 
     def booked(self, line: dict[str, Any]) -> None:
         """Check at_most_one_trained, for a line of the trainer's book that is on disk.
@@ -221,7 +221,7 @@ class TrainingChecks:
         """Check one_lineage: every trainer has the same weights after the same number of steps."""
         digest = xxhash.xxh3_128_hexdigest(weights.data)
         if self._lineage.setdefault(steps, digest) != digest:
-            what = f"step {steps} has come to {digest}, and to {self._lineage[steps]} before"
+            what = f"step {steps} led to {digest}, but to {self._lineage[steps]} before"
             raise Violation("one_lineage", what)
         self._made.setdefault(steps, set()).add(digest)
 

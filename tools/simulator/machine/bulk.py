@@ -271,7 +271,7 @@ class BulkNetwork:
         """Stop listening and refuse waiting callers."""
         self._listening.pop(listening.address, None)
         for caller in listening.waiting:
-            caller.fail(ConnectionRefusedError("nobody listens there"))
+            caller.fail(ConnectionRefusedError("no process listens there"))
 
     def knock(self, caller: End, address: tuple[str, int]) -> None:
         """Request a connection."""
@@ -279,7 +279,7 @@ class BulkNetwork:
         if caller.closed:
             return
         if listening is None:
-            return caller.fail(ConnectionRefusedError("nobody listens there"))
+            return caller.fail(ConnectionRefusedError("no process listens there"))
         if self._cut(caller.owner, listening.owner):
             return self.after(RETRY_NS, self.knock, caller, address)
         listening.waiting.append(caller)
@@ -327,7 +327,7 @@ class BulkNetwork:
         if isinstance(message, wire.Welcome):
             boot_id = end.owner.boot_id
             if end.order < self._orders.get(boot_id, 0):
-                what = f"{boot_id} takes a predecessor by order {end.order}, and had a later one"
+                what = f"{boot_id} takes a predecessor by order {end.order}, but had a later one"
                 raise Violation("highest_order_wins", what, end.owner.name)
             self._orders[boot_id] = end.order
         elif isinstance(message, wire.Want) and any(message.have):

@@ -88,7 +88,7 @@ class SimSlotWriter:
     ) -> None:
         self.path, self._process, self._content = path, process, content
         if path not in arenas:
-            raise ArenaError(f"{path} is not there")
+            raise ArenaError(f"{path} does not exist")
         self._arena = arenas[path]
 
     async def populate_slot(self, slot: int) -> None:

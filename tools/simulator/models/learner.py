@@ -135,11 +135,11 @@ class SimTrainer(Idle):
         await self.work(SAVE_S)
         found = self._models.get(str(directory))
         if found is None and str(directory) in self.world.checks.training.lost:
-            raise CheckpointError(f"{directory} is not there")
+            raise CheckpointError(f"{directory} does not exist")
         if found is not None and found.damaged:
             raise CheckpointError(f"{directory} is damaged")
         if found is None or not found.moment:
-            raise Violation("saved_is_whole", f"{directory} is loaded, and is not there")
+            raise Violation("saved_is_whole", f"{directory} is loaded, but does not exist")
         resume = decode(found.extra[RESUME_FILE])
         self.moment, self.step = found.moment, resume.step
         self.name = self._lineage.names[found.weights.tobytes()]
