@@ -185,7 +185,8 @@ def _describe_bound(state: State, step: int) -> str:
     return (
         f"a new group with its weights (after {step} steps) is due by step {step_number(mine)}; "
         f"the next batch is that of step {step_number(state.batches_chosen)}, so "
-        f"{max(fit(tightest), 0)} groups fit by step {step_number(tightest)}, and {there(tightest)} exist already"
+        f"{max(fit(tightest), 0)} groups fit by step {step_number(tightest)}, and "
+        f"{there(tightest)} exist already"
     )
 
 
