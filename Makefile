@@ -109,7 +109,7 @@ docs: .venv-docs/.installed
 .venv-docs/.installed: pyproject.toml constraints.txt
 	@[ -d .venv-docs ] || echo "Setting up .venv-docs (half a minute the first time) ..."
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$($(PYTHON) -c '$(DOCS_EXTRA)')
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt $$($(PYTHON) -c '$(DOCS_EXTRA)')
 	@touch $@
 
 # The packages of the extra `docs`, without those of Laminar, which the site does not need.
