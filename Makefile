@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel test smoke test-all test-slurm test-vllm test-agents lint setup clean
+.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents lint setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
+	@echo "make docs         set up mkdocs in .venv-docs, then build the documentation site in build/site"
 	@echo "make lint         ruff, mypy --strict, import contracts"
 
 setup: .venv/.installed
@@ -100,6 +101,20 @@ wheel: setup
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@ls dist/laminar_rl-*.whl
 
+# The documentation site; every broken link or anchor is an error. To read it with its search:
+# python3 -m http.server -d build/site
+docs: .venv-docs/.installed
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	@[ -d .venv-docs ] || echo "Setting up .venv-docs (half a minute the first time) ..."
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt $$($(PYTHON) -c '$(DOCS_EXTRA)')
+	@touch $@
+
+# The packages of the extra `docs`, without those of Laminar, which the site does not need.
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -107,4 +122,4 @@ lint: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-agents .venv-docs build dist *.egg-info
