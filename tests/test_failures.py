@@ -24,7 +24,11 @@ ROWS = [
 BY_ROLE = {row[0]: row for row in ROWS}
 NO_ROLES = ("rank of the trainer", "reward worker", "warm process", "`laminar train`")
 LEASES = ("coordinator.lease_ms", "coordinator.node_lease_ms")
-ENDS, FIRST, OTHERS = "ends", "ends with the machine of store and trainer, else goes on", "goes on"
+ENDS, FIRST, OTHERS = (
+    "ends",
+    "ends with the machine of store and trainer, else continues",
+    "continues",
+)
 
 
 def test_every_role_has_a_row_of_six() -> None:

@@ -45,7 +45,7 @@ class DropReason(StrEnum):
     RESTARTED = "restarted"  #: tokens of an attempt that began again
     RUN_ENDED = "run-ended"
     TOO_FEW_SCORED = "too-few-scored"  #: too few siblings of its group
-    VERSION_GONE = "version-missing"  #: no process can load the weights of an evaluation sample
+    VERSION_MISSING = "version-missing"  #: no process can load the weights of an evaluation sample
     #: given up by its replica (FailureReason)
     STORE_REFUSED = "store-refused"
     UNSCORED = "unscored"

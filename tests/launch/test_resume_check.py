@@ -206,8 +206,8 @@ def test_another_file_of_the_users_loss_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, f"{key}={mine}:loss")
     said = refused(run)
     now = file_digests({key: f"{mine}:loss"})[key]
-    assert f"{key}: its file has digest {now} now, and the run began with one of digest" in said
-    assert "put that one back" in said
+    assert f"{key}: its file now has digest {now}, but the run began with" in said
+    assert "restore that file" in said
     mine.unlink()
     assert f"{key} = '{mine}:loss' cannot be read" in refused(run)
 

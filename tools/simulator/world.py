@@ -174,7 +174,7 @@ class World(Context):
         calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.checks
         gauges = self.coverage.counts.get("event:TokenProgress", 0)  # they come with time
         if events - gauges > limit.events_max:
-            what = f"the run does not end within {limit.events_max} events besides gauges"
+            what = f"the run does not end within {limit.events_max} events, gauges excluded"
             raise Violation("progress", what)
         if calls > CALLS_PER_EVENT * (events + 1_000):
             raise Violation("progress", f"{calls} calls led to {events} events")

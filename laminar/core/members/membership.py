@@ -109,7 +109,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
     if event.role == Role.RELAY and event.name != broadcast.name_of(event.node):
-        return f"{event.name!r} is no name for the relay of {event.node!r}"
+        return f"{event.name!r} is not the name of the relay of {event.node!r}"
     known = ctx.state.actors.get(event.name)
     if _has_ended(ctx.state, event, known):
         return REPLACED
@@ -287,7 +287,7 @@ def handle_rejoin_timeout(ctx: Context, name: str) -> None:
     actor = ctx.state.actors.get(name)
     node = ctx.state.actors.get(actor.node) if actor is not None else None
     if node is not None and node.alive and node.silent:
-        why = f"{name} is lost; nothing is heard from {node.name}, which would start it again"
+        why = f"{name} is lost, and {node.name}, which would restart it, is silent"
     elif node is None or node.alive:
         why = f"{name} was restarted and never joined"
     else:

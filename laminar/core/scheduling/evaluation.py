@@ -171,7 +171,7 @@ def _move_on(ctx: Context) -> None:
     state.evaluation, state.evaluation_due = None, state.newest_version
     for group in list(state.groups.values()):
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
-            groups.drop_group(ctx, group, DropReason.VERSION_GONE)
+            groups.drop_group(ctx, group, DropReason.VERSION_MISSING)
     _pin_everywhere(ctx)
     ctx.touch_all()
 

@@ -104,10 +104,10 @@ def _check_reward_failures(ctx: Context, found: RewardErrors) -> None:
     share = f"reward.max_error_share = {permille / 1000:g}"
     if attempts >= _get_min_attempts(ctx) and found.failed * 1000 > permille * attempts:
         first = found.first or "its reason did not arrive"
-        what = f"the reward failed on {found.failed} of the last {attempts} training answers"
+        what = f"the reward failed on {found.failed} of the last {attempts} training responses"
         what = f"{what}, more than {share}; the first failure: {first}"
         drain_run(ctx, FailureKind.REWARD_FAILS, REWARD, what)
     elif permille < 1000 and found.unscored_in_row >= _get_window_size(ctx):
-        what = f"no score for any of the last {found.unscored_in_row} training answers"
+        what = f"no score for any of the last {found.unscored_in_row} training responses"
         what = f"{what}: the reward function gave None for each ({share})"
         drain_run(ctx, FailureKind.NO_SCORES, REWARD, what)

@@ -141,9 +141,9 @@ def other_function(then: dict[str, str], now: dict[str, str]) -> str:
     for setting, digest in now.items():
         if then.get(setting) != digest:
             return (
-                f"{setting}: its file has digest {digest} now, and the run began with one of "
-                f"digest {then.get(setting)}: put that one back, or go on with this one in another "
-                "run, by laminar fork"
+                f"{setting}: its file now has digest {digest}, but the run began with "
+                f"{then.get(setting)}: restore that file, or fork the run to continue with this "
+                "one (laminar fork)"
             )
     return ""
 

@@ -151,7 +151,8 @@ def link_expired(ctx: Context, name: str, successor: str) -> None:
     ctx.end_command(keys.forward_key(name))
     relay.failed_links += 1
     at_fault = successor if successor and relay.failed_links < UNLINKED_MAX else name
-    ctx.restart_actor(at_fault, f"{name} could not be connected to {successor or 'nobody'} in time")
+    target = successor or "no successor"
+    ctx.restart_actor(at_fault, f"{name} could not be connected to {target} in time")
 
 
 # --- held versions --------------------------------------------------------------------------------

@@ -61,8 +61,7 @@ def test_last_replica_whose_node_stays_silent_ends_the_run_when_a_start_would_be
     assert not bench.state.failure
     bench.wait(1)
     assert bench.state.failure == (
-        "no replica is left: rollout-0 is lost; nothing is heard from node-0, which would start it "
-        "again"
+        "no replica is left: rollout-0 is lost, and node-0, which would restart it, is silent"
     )
 
 
@@ -81,7 +80,7 @@ def test_relay_of_the_trainer_whose_node_stays_silent_ends_the_run_when_a_start_
     assert not bench.state.failure
     bench.wait(bench.settings.start_timeout_ms)
     assert bench.state.failure.startswith("the trainer's machine has no relay: relay-0 is lost")
-    assert "nothing is heard from node-0" in bench.state.failure
+    assert "node-0, which would restart it, is silent" in bench.state.failure
 
 
 def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:

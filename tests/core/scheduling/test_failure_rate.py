@@ -71,7 +71,7 @@ def test_a_reward_that_always_fails_ends_the_run_after_one_batch() -> None:
     scores.all("e" * BATCH)
     assert scores.ending
     assert scores.bench.state.drained_for == (
-        "the reward failed on 4 of the last 4 training answers, more than "
+        "the reward failed on 4 of the last 4 training responses, more than "
         "reward.max_error_share = 0.5; the first failure: KeyError: 'x' (reward.py:4)"
     )
 

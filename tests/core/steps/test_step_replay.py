@@ -307,7 +307,7 @@ def test_with_another_loss_of_the_user_the_run_ends() -> None:
         loss = ev.TrainFunction(setting="loss", digest=digest)
         bench.say(NAME, ev.TrainerReady(num_parameters=1, weights_bytes=4, functions=(loss,)))
         assert bool(bench.state.failure) == (digest == "d2")
-    said = "trainer-0: loss: its file has digest d2 now, and the run began with one of digest d1"
+    said = "trainer-0: loss: its file now has digest d2, but the run began with d1"
     assert said in bench.state.failure and bench.state.exit_code == 2
 
 
