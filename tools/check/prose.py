@@ -30,7 +30,7 @@ PHRASES = re.compile(
     r"|the like)\b",
     re.IGNORECASE,
 )
-CODE = re.compile(r"`[^`]*`|```.*?```", re.DOTALL)
+CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 
 TEXT = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 

@@ -1,9 +1,8 @@
 """Draw the pictures of the documents: boxes and arrows on a grid from a text source, as SVG.
 
-Usage: python tools/make/pictures.py [RUN]
-Reads   docs/pictures/*.toml; the summary of a finished run, such as runs/quickstart
-Writes  docs/pictures/*.svg, next to each source; a test compares them. With RUN also
-        docs/pictures/learning_curve.svg: the held-out chart of its report, alone
+Usage: python tools/make/pictures.py
+Reads   docs/pictures/*.toml
+Writes  docs/pictures/*.svg, next to each source; a test compares them
 Gives   Picture, read, svg: also for pictures whose source is a table of the program
 Raises  ValueError: text that does not fit its box, an arrow from or to a missing box
 
@@ -40,7 +39,6 @@ UNIT = 10  #: pixels
 FONT, LINE = 13, 17  #: pixels
 CHARACTER = 0.56  #: generous width of a sans-serif character, relative to the font size
 BOLD = 1.09
-CURVE_WIDTH = 640  #: pixels
 MARGIN = 1.0  #: units around everything
 HEAD = "M0,0 L9,4.5 L0,9 z"
 
@@ -192,19 +190,7 @@ def _said(arrow: Arrow, boxes: Mapping[str, Box]) -> Iterable[str]:
         yield f'<text class="said" {at} text-anchor="middle">{escape(row)}</text>'
 
 
-def learning_curve(run: Path) -> str:
-    """Return a chart of the held-out accuracy over the steps, with standard errors."""
-    from laminar.analysis.report.charts import build_svg_file, draw_chart
-    from laminar.analysis.report.page import chart_evaluations
-    from laminar.analysis.report.page_data import page_data
-
-    right, *_ = chart_evaluations([page_data(run, None)])
-    return build_svg_file(draw_chart(right, CURVE_WIDTH))
-
-
 def main() -> int:
-    for run in sys.argv[1:]:
-        (FOLDER / "learning_curve.svg").write_text(learning_curve(Path(run)))
     for source in sorted(FOLDER.glob("*.toml")):
         source.with_suffix(".svg").write_text(svg(read(source)))
         print(source.with_suffix(".svg"))

@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines with error bars or bands, bars of figures, bars of shares.
 
 Reads   numbers, the width of a chart on its page
-Gives   self-contained SVG text: no script, no font, no link; build_svg_file makes it a file
+Gives   self-contained SVG text: no script, no font, no link
 
 A chart has a title, its axes have a unit, and every point shows its values on mouse hover
 (`<title>`). More points than can be distinguished are drawn as the means of neighbours. Lines with
@@ -104,14 +104,6 @@ def draw_chart(chart: Chart, width: float = WIDTH) -> str:
     lower = LEGEND_HEIGHT * max(len(rows) - 1, 0)
     body = [f'<g transform="translate(0 {lower})">', *plot, "</g>", *_draw_legend(rows, width)]
     return _build_svg(chart.title, width, HEIGHT + lower, body)
-
-
-def build_svg_file(svg: str) -> str:
-    """Return a chart as a standalone SVG file with a white background."""
-    head, _, body = svg.partition(">")
-    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    name = 'xmlns="http://www.w3.org/2000/svg"'
-    return f"{head} {name}><style>{STYLE}</style>{ground}{body}\n"
 
 
 def _build_svg(title: str, width: float, height: float, body: Iterable[str]) -> str:

@@ -56,7 +56,7 @@ class Lengths(NamedTuple):
 
     parts: tuple[tuple[float, ResponseLengths], ...]
 
-    def of(self, seed: int) -> int:
+    def draw_length(self, seed: int) -> int:
         """Return the length of the response for a trajectory's seed, in tokens."""
         drawn, upto = ids.hash64(seed, "part") / 2**64, 0.0
         for share, lengths in self.parts[:-1]:

@@ -21,7 +21,7 @@ SAMPLE_S = 5.0
 class Lengths(Protocol):
     """A distribution of response lengths."""
 
-    def of(self, seed: int) -> int: ...
+    def draw_length(self, seed: int) -> int: ...
 
 
 class Setup(NamedTuple):

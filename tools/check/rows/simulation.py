@@ -151,7 +151,7 @@ def _runs_under(hash_seed: str, gate: Gate) -> str:
 
 
 def _replay_of_a_million() -> float:
-    bench = [sys.executable, str(ROOT / "tools" / "bench" / "replay.py"), "--replicas", "16"]
+    bench = [sys.executable, "-m", "tools.bench.core.replay", "--replicas", "16"]
     printed = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     figures = {row["name"]: row["value"] for row in map(json.loads, printed.splitlines())}
     return float(figures["replay_seconds_per_million"])
