@@ -34,7 +34,7 @@ __all__ = ["ConfigError", "Run", "RunFailed", "open_run", "train"]
 WHOLE_NUMBERS = ("step", "event", "time_ns")
 """Columns of `Run.metrics` with integer values."""
 SAMPLE_COLUMNS = (
-    "id", "group", "purpose", "step", "evaluation", "prompt", "response", "answer", "score",
+    "id", "group", "purpose", "step", "evaluation", "prompt", "response", "answer", "reward",
     "reason", "exception", "extras", "length", "truncated", "version", "version_step", "replica",
     "spans", "status",
 )  # fmt: skip
@@ -190,7 +190,7 @@ def _build_table(samples: Iterable[Sample]) -> pa.Table:
     span = [("replica", text), ("weight_version", whole), ("version_step", whole)]
     kinds = {
         **dict.fromkeys(("step", "evaluation", "length", "version", "version_step"), whole),
-        "score": pa.float64(),
+        "reward": pa.float64(),
         "truncated": pa.bool_(),
         "extras": text,  # JSON
         "spans": pa.list_(pa.struct([*span, ("num_tokens", whole)])),

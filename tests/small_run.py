@@ -24,7 +24,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.names.ids import hash64
-from laminar.storage.rules import Source, Span
+from laminar.storage.rules import Source, TokenSpan
 from laminar.training.learner import Learner, StepResult
 from laminar.training.model.policy import LoadedPolicy, named_weights
 from laminar.training.steps import TrainSample
@@ -157,7 +157,7 @@ class SmallRun:
                 reward=float(np.mean(np.array(replica.tokens[name]) < 40)),
                 temperature=temperature,
                 truncated=True,
-                spans=(Span(*source, len(replica.tokens[name])),),
+                spans=(TokenSpan(*source, len(replica.tokens[name])),),
             )
             for name, request in requests.items()
         ]

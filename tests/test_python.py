@@ -66,8 +66,8 @@ def test_a_run_gives_its_tables(run_dir: Path) -> None:
     assert set(trained["step"].to_pylist()) == {1} and set(trained["status"].to_pylist()) == {
         "trained"
     }
-    (worst,) = run.samples(worst=1)["score"].to_pylist()
-    assert worst == min(s for s in run.samples()["score"].to_pylist() if s is not None)
+    (worst,) = run.samples(worst=1)["reward"].to_pylist()
+    assert worst == min(s for s in run.samples()["reward"].to_pylist() if s is not None)
     assert run.samples(n=2).num_rows == 2
     nothing = run.samples(search="is in no answer")
     assert nothing.num_rows == 0 and nothing.column_names == trained.column_names

@@ -190,7 +190,7 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         kinds_of(warm_process.Answer),
         lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Answer),
     ),
-    "log records": ((record.Header, *kinds_of(record.LaterRecord)), through_the_log),
+    "log records": ((record.SegmentHeader, *kinds_of(record.LaterRecord)), through_the_log),
 }
 CASES = [
     pytest.param(kind, there_and_back, id=f"{wire}: {kind.__name__}")

@@ -36,9 +36,9 @@ async def fetch_batch(
     return [sample_of(row) for row in rows]
 
 
-def sample_of(row: store.Trajectory) -> TrainSample:
+def sample_of(row: store.StoredTrajectory) -> TrainSample:
     """Convert a stored trajectory to the learner's form."""
-    if row.score is None or row.temperature is None:
+    if row.reward is None or row.temperature is None:
         raise RuntimeError(f"{row.trajectory_id} is in a batch but has no reward")
     truncated = is_cut_off(row.finish_reason)
     return TrainSample(
@@ -47,10 +47,10 @@ def sample_of(row: store.Trajectory) -> TrainSample:
         prompt_ids=np.frombuffer(row.prompt_ids, dtype="<i4"),
         response_ids=np.frombuffer(row.tokens, dtype="<i4"),
         logprobs=np.frombuffer(row.logprobs, dtype="<f4"),
-        reward=row.score,
+        reward=row.reward,
         temperature=row.temperature,
         truncated=truncated,
-        correct=is_correct(row.score, truncated=truncated),
+        correct=is_correct(row.reward, truncated=truncated),
         spans=row.spans,
         extras=select_numbers(row.extras),
         turns=row.segment_lengths if row.contexts else (),

@@ -20,7 +20,7 @@ from laminar.actors.admission_requests import AdmissionRequests
 from laminar.actors.host import Host
 from laminar.config import Config
 from laminar.config.rollout import RolloutConfig
-from laminar.engines.protocol import ReplicaEngine, StepRecord
+from laminar.engines.protocol import EngineStep, ReplicaEngine
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 
@@ -123,7 +123,7 @@ class DecodeSpeed:
     def __init__(self) -> None:
         self._latest: dict[int, deque[int]] = {}  #: durations in ns by number of sequences
 
-    def add(self, records: Iterable[StepRecord]) -> None:
+    def add(self, records: Iterable[EngineStep]) -> None:
         """Add the decode steps; one that gave a sequence several tokens does not count."""
         for record in records:
             if record.running and record.tokens == record.running:

@@ -50,7 +50,7 @@ class ProcessEnding(RuntimeError):
     """A wait was abandoned because this process is to end, which is not a failure."""
 
 
-class Actor(Protocol):
+class ActorRole(Protocol):
     """The role of a process."""
 
     async def start(self) -> None:
@@ -63,7 +63,7 @@ class Actor(Protocol):
         """Flush and release everything."""
 
 
-class Outlet(Protocol[ItemIn]):
+class TelemetryQueue(Protocol[ItemIn]):
     """A queue of items that are written in order by a background thread."""
 
     def put(self, item: ItemIn) -> None:
@@ -137,7 +137,7 @@ class Process(Protocol):
 
     def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = ...
-    ) -> Outlet[Item]: ...
+    ) -> TelemetryQueue[Item]: ...
 
     def watch_for_stop(
         self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
@@ -171,7 +171,7 @@ class Host:
         self.now_ns = process.now_ns  #: monotonic clock with an arbitrary zero
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Envelope, Command]] = []
-        self._actor: Actor | None = None
+        self._actor: ActorRole | None = None
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: set by the first welcome, or by an earlier end
         self._failure: tuple[str, int, bool] | None = None  #: reason, code, engine failed
@@ -241,7 +241,7 @@ class Host:
 
     def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = 10_000
-    ) -> Outlet[Item]:
+    ) -> TelemetryQueue[Item]:
         """Add an outlet with a background writer; `kept`: the most items that may wait."""
         return self.process.add_outlet(name, write, kept=kept)
 
@@ -260,7 +260,7 @@ class Host:
     def ending(self) -> bool:
         return self._stop.is_set()
 
-    async def run(self, actor: Actor) -> int:
+    async def run(self, actor: ActorRole) -> int:
         """Run the actor from joining to leaving; return the exit code."""
         self._actor = actor
         asyncio.get_running_loop().set_exception_handler(self._handle_loop_error)
@@ -297,7 +297,7 @@ class Host:
         self.process.force_exit_after(ORPHAN_EXIT_S)
         self.fail_process(f"its node, {self.node}, is gone")
 
-    async def _start(self, actor: Actor) -> None:
+    async def _start(self, actor: ActorRole) -> None:
         try:
             await actor.start()
         except ConfigError as error:
@@ -306,7 +306,7 @@ class Host:
             self._handle_error(error, "start-failed")
         self.process.freeze_heap()
 
-    async def _shut_down(self, actor: Actor) -> int:
+    async def _shut_down(self, actor: ActorRole) -> int:
         paused = self._paused and self.role == "node"
         code = exit_codes.PAUSED if paused else exit_codes.COMPLETE
         if self._failure is not None:

@@ -29,7 +29,7 @@ from laminar.actors.engine_metrics import EngineMetrics, gauge_interval_s, large
 from laminar.actors.host import Host
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.service_clients import RelayClient, StoreClient
-from laminar.actors.turns import Environments, Turns, make_turn, turn_seed
+from laminar.actors.turns import Turns, TurnSessions, make_turn, turn_seed
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
 from laminar.config import ConfigError
 from laminar.engines.protocol import (
@@ -64,7 +64,7 @@ class ReplicaParts(Protocol):
     def rewards(self) -> RewardWorkers: ...
 
     @property
-    def environments(self) -> Environments | None:
+    def environments(self) -> TurnSessions | None:
         """The sessions of the run's environment, if it has one; set once the engine has started."""
         ...
 

@@ -136,7 +136,7 @@ class Scorer:
         if row.status == "open":
             return self._report_continued(order, item, len(row.contexts))
         if row.status == "rewarded":
-            found = RewardResult(row.score, row.reward_reason or "ok", "", dict(row.extras))
+            found = RewardResult(row.reward, row.reward_reason or "ok", "", dict(row.extras))
             return self._report_rewarded(order, item, row, _make_stored_reward(row), found)
         await self.host.hit_failpoint("rollout-score")
         try:
@@ -153,7 +153,7 @@ class Scorer:
         turns: Turns,
         order: cmd.Envelope,
         item: cmd.PlacedTrajectory,
-        row: m.Trajectory,
+        row: m.StoredTrajectory,
         answer: NextTurn,
     ) -> None:
         turn = len(row.contexts) + 1
@@ -174,7 +174,7 @@ class Scorer:
         self,
         order: cmd.Envelope,
         item: cmd.PlacedTrajectory,
-        row: m.Trajectory,
+        row: m.StoredTrajectory,
         answer: TrajectoryDone,
     ) -> None:
         """Store the environment's score, or else that of the reward functions."""
@@ -194,7 +194,7 @@ class Scorer:
         self,
         order: cmd.Envelope,
         placed: Sequence[cmd.PlacedTrajectory],
-        rows: list[m.Trajectory],
+        rows: list[m.StoredTrajectory],
         texts: list[str],
         results: list[RewardResult],
         answer: TrajectoryDone | None = None,
@@ -204,7 +204,7 @@ class Scorer:
             m.RewardItem(
                 trajectory_id=item.trajectory_id,
                 placement=item.placement,
-                score=result.score,
+                reward=result.reward,
                 reason=result.reason[:256],
                 detail=result.detail[:2000],
                 text=text,
@@ -226,13 +226,13 @@ class Scorer:
         self,
         order: cmd.Envelope,
         item: cmd.PlacedTrajectory,
-        row: m.Trajectory,
+        row: m.StoredTrajectory,
         stored: m.StoredReward,
         result: RewardResult,
     ) -> None:
         """Report the stored reward, which may be an earlier one than `result`."""
         reason = stored.reward_reason or "ok"
-        if stored.score is None:
+        if stored.reward is None:
             return self._report_failed(
                 order, item, FailureReason.UNSCORED, "no reward function could score it"
             )
@@ -240,8 +240,8 @@ class Scorer:
         event = ev.TrajectoryRewarded(
             trajectory_id=item.trajectory_id,
             placement=item.placement,
-            reward_bits=bits_of(stored.score),
-            correct=is_correct(stored.score, truncated=truncated),
+            reward_bits=bits_of(stored.reward),
+            correct=is_correct(stored.reward, truncated=truncated),
             reason=RewardOutcome(reason),
             num_tokens=len(row.tokens) // 4,
             detail=""
@@ -252,7 +252,7 @@ class Scorer:
             extras=select_numbers(result.extras) if row.purpose == Purpose.EVAL else {},
         )
         self.host.emit(
-            event, event_seq=order.cause, trajectory=item.trajectory_id, score=stored.score
+            event, event_seq=order.cause, trajectory=item.trajectory_id, reward=stored.reward
         )
 
     def _log_first_failures(
@@ -283,17 +283,17 @@ class Scorer:
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, reason=reason)
 
 
-def _decode_token_ids(row: m.Trajectory) -> list[int]:
+def _decode_token_ids(row: m.StoredTrajectory) -> list[int]:
     tokens: list[int] = np.frombuffer(row.tokens, dtype="<i4").tolist()
     return tokens
 
 
-def _make_stored_reward(row: m.Trajectory) -> m.StoredReward:
+def _make_stored_reward(row: m.StoredTrajectory) -> m.StoredReward:
     """Return a row's reward in the form of the store's answer."""
     return m.StoredReward(
         trajectory_id=row.trajectory_id,
         answer="already",
-        score=row.score,
+        reward=row.reward,
         reward_reason=row.reward_reason,
         finish_reason=row.finish_reason,
     )

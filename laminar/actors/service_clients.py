@@ -55,13 +55,13 @@ class StoreClient:
             removed += part
         return removed
 
-    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.Trajectory]:
+    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[store.StoredTrajectory]:
         """Return trajectories in the order of `ids`, by several requests if they are large.
 
         RpcError, TimeoutError. TokensRemoved: the order came late and its group was dropped
         meanwhile, or the checkpoint of a repeated step was removed by hand.
         """
-        found: dict[str, store.Trajectory] = {}
+        found: dict[str, store.StoredTrajectory] = {}
         missing = deque(ids)  # a deque is not searched for every reply: a batch can be 200,000
         asked = store.MAX_ITEMS
         while missing:

@@ -72,7 +72,7 @@ PROBE_OUTLIER = 10.0
 """Factor by which a single token may exceed the tolerance."""
 
 
-class Learner(Protocol):
+class TrainerModel(Protocol):
     """The model that is trained, and its optimizer."""
 
     async def load(self) -> ModelLayout:
@@ -94,7 +94,7 @@ class Learner(Protocol):
         """Restore a checkpoint; CheckpointError: damaged, ConfigError: another model's."""
 
 
-class Book(Protocol):
+class TrainingRecord(Protocol):
     """The record of what was trained, for audits of the run."""
 
     async def enter(self, line: bytes) -> None:
@@ -107,7 +107,12 @@ class Trainer:
     """Learner, store client and relay client of one trainer process."""
 
     def __init__(
-        self, host: Host, learner: Learner, attach: Attach, files: ModelFiles, book: Book
+        self,
+        host: Host,
+        learner: TrainerModel,
+        attach: Attach,
+        files: ModelFiles,
+        book: TrainingRecord,
     ) -> None:
         """Create the actor.
 

@@ -36,7 +36,7 @@ from laminar.tasks.environments.turns import (
 Ids = tuple[int, ...]
 
 
-class Environments(Protocol):
+class TurnSessions(Protocol):
     """The sessions of one replica."""
 
     async def start(self) -> None:
@@ -91,7 +91,7 @@ def turn_seed(seed: int, turn: int) -> int:
 class Turns:
     """The environments of one replica, connected to the store."""
 
-    def __init__(self, host: Host, store: StoreClient, environments: Environments) -> None:
+    def __init__(self, host: Host, store: StoreClient, environments: TurnSessions) -> None:
         self.host, self.store, self.environments = host, store, environments
         self.config: Config = host.config
 
@@ -133,7 +133,7 @@ class Turns:
         return reply.results[0]
 
     async def answer_turn(
-        self, item: cmd.PlacedTrajectory, row: m.Trajectory
+        self, item: cmd.PlacedTrajectory, row: m.StoredTrajectory
     ) -> NextTurn | TrajectoryDone:
         """Return the environment's answer to the turn that has ended; SessionLost."""
         effects = tuple(
@@ -182,11 +182,11 @@ class Turns:
         reply = await self.store.send_request(m.Continue(items=(context,)), m.ContinueReply)
         return reply.results[0]
 
-    def _make_session(self, row: m.Trajectory) -> Session:
+    def _make_session(self, row: m.StoredTrajectory) -> Session:
         seed = ids.hash64(self.config.seed, "environment", row.group_id)
         return Session(row.trajectory_id, row.attempt, seed, prompt_row(row), row.purpose)
 
-    def _count_context_room(self, row: m.Trajectory) -> int:
+    def _count_context_room(self, row: m.StoredTrajectory) -> int:
         """Return how many context tokens still fit; a prompt over the limit counts."""
         longer = len(row.prompt_ids) // 4 - self.config.data.max_prompt_length
         used = sum(map(len, row.contexts)) // 4 + max(longer, 0)
@@ -195,7 +195,7 @@ class Turns:
         return max(self.config.env.max_context_tokens - used, 0)
 
 
-def split_turns(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
+def split_turns(row: m.StoredTrajectory) -> tuple[tuple[bool, Ids], ...]:
     """Return turns and contexts in order: whether the model sampled them, and token ids."""
     sampled, parts = _decode_ids(row.tokens), list[tuple[bool, Ids]]()
     ends = list(accumulate(row.segment_lengths, initial=0))
@@ -206,7 +206,7 @@ def split_turns(row: m.Trajectory) -> tuple[tuple[bool, Ids], ...]:
     return tuple(parts)
 
 
-def prompt_row(row: m.Trajectory) -> PromptRow:
+def prompt_row(row: m.StoredTrajectory) -> PromptRow:
     """Return the prompt in the form for reward functions and environments."""
     if row.prompt is None:
         raise RuntimeError(f"the store sent {row.trajectory_id} without its prompt")

@@ -37,7 +37,7 @@ For a publish the coordinator's deadline decides, which is extended while bytes 
 """
 
 
-class SlotWriter(Protocol):
+class WeightArena(Protocol):
     """An arena, mapped by this process, whose slots receive the weights."""
 
     path: str
@@ -52,7 +52,7 @@ class SlotWriter(Protocol):
         """Close the arena and abandon slots that are being prepared."""
 
 
-Attach = Callable[[str], SlotWriter]
+Attach = Callable[[str], WeightArena]
 """Maps the arena of this path; ArenaError if it cannot be mapped."""
 
 
@@ -70,7 +70,7 @@ class WeightPublisher:
         """Create the publisher. `specs`: the published layout. `probe`: of the present weights."""
         self.host, self.relay = host, relay
         self._attach, self._specs, self._probe = attach, specs, probe
-        self._arena: SlotWriter | None = None
+        self._arena: WeightArena | None = None
         self._slot = -1  #: slot that is granted and not written, or -1
         self._granted = asyncio.Event()  #: set while there is such a slot
         self._publishing = False  #: between the copy and the relay's answer

@@ -33,7 +33,7 @@ from laminar.analysis.log.run_log import (
 from laminar.analysis.log.story import dump_log, read_story
 from laminar.analysis.log.timeline import cut_timelines
 from laminar.analysis.why.why import explain_subject
-from laminar.eventlog.record import DecisionRecord, EventRecord, Header
+from laminar.eventlog.record import DecisionRecord, EventRecord, SegmentHeader
 from laminar.eventlog.replay import Difference, Replay
 from laminar.launch.emulated_note import list_notes
 
@@ -237,7 +237,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
     clock, times = WallClock(), []
     segments = set[int]()
     for record in read_records(arguments.run):
-        if isinstance(record, Header):
+        if isinstance(record, SegmentHeader):
             segments.add(record.segment)
         elif isinstance(record, EventRecord):
             event = parse_event(record)

@@ -1,4 +1,4 @@
-"""laminar samples RUN: print the model's responses, with prompts and scores.
+"""laminar samples RUN: print the model's responses, with prompts and rewards.
 
 Reads   the store of a run, active or ended; its configuration and tokenizer
 Writes  standard output: text, or one JSON object per line; stderr: a note if more exist, or none
@@ -26,7 +26,7 @@ SHOWN = 10
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "read what the model wrote: prompts, responses, scores"
+    text = "read what the model wrote: prompts, responses, rewards"
     parser = subparsers.add_parser(
         "samples",
         help=text,
@@ -41,10 +41,10 @@ def add_parser(subparsers: Any) -> None:
     which.add_argument("--id", default="", metavar="ID", help="trajectory 0.17.3 or group 0.17")
     order = parser.add_mutually_exclusive_group()
     order.add_argument(
-        "--worst", type=parse_positive, default=0, metavar="K", help="lowest scores first"
+        "--worst", type=parse_positive, default=0, metavar="K", help="lowest rewards first"
     )
     order.add_argument(
-        "--best", type=parse_positive, default=0, metavar="K", help="highest scores first"
+        "--best", type=parse_positive, default=0, metavar="K", help="highest rewards first"
     )
     parser.add_argument(
         "--search", default="", metavar="TEXT", help="only samples with TEXT in prompt or response"
@@ -111,7 +111,7 @@ def format_sample(sample: Sample) -> Iterator[str]:
     """Yield a header, then prompt, response and reference answer, each indented."""
     row = sample.row
     yield f"{row.id}  {_describe_use(sample)}"
-    yield f"  score {_format_score(sample)}"
+    yield f"  reward {_format_reward(sample)}"
     if sample.extras:
         yield f"  {', '.join(f'{name} {_format_value(v)}' for name, v in sample.extras.items())}"
     cut = ", truncated" if sample.truncated else ""
@@ -135,12 +135,12 @@ def _describe_use(sample: Sample) -> str:
     )
 
 
-def _format_score(sample: Sample) -> str:
-    """Return the score of a sample, with the error, if any."""
-    score = "-" if sample.score is None else f"{sample.score:.4g}"
+def _format_reward(sample: Sample) -> str:
+    """Return the reward of a sample, with the error, if any."""
+    reward = "-" if sample.reward is None else f"{sample.reward:.4g}"
     reason = sample.row.reward_reason or "ok"
     failed = "" if reason == "ok" else f"  reward FAILED: {reason}"
-    return score + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")
+    return reward + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")
 
 
 def _format_value(value: float | str) -> str:

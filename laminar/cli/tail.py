@@ -35,7 +35,7 @@ ENDINGS = (".jsonl", ".reward.log", ".engine.log", ".log")
 _HEAD = ("run", "process", "timestamp", "level", "event", "exception")
 
 
-class Line(NamedTuple):
+class PrintedLine(NamedTuple):
     """Line to print, with its sort key."""
 
     unix_s: float
@@ -81,7 +81,7 @@ def run_tail(arguments: argparse.Namespace) -> int:
     return exit_codes.COMPLETE
 
 
-def _print_lines(lines: Iterable[Line]) -> None:
+def _print_lines(lines: Iterable[PrintedLine]) -> None:
     for line in lines:
         print(line.text)
     print(end="", flush=True)
@@ -100,7 +100,7 @@ class RunLogs:
         """Processes and jobs whose logs are read."""
         return {name_of(path) for path in self._files}
 
-    def read_lines(self) -> Iterator[Line]:
+    def read_lines(self) -> Iterator[PrintedLine]:
         """Yield the lines since the last call; at first, those at the end of the files."""
         for path in files_of(self._run_dir):
             name = name_of(path)
@@ -127,7 +127,7 @@ class LogFile:
             if size > last_bytes:
                 self._file.readline()  # an incomplete line
 
-    def read_lines(self) -> Iterator[Line]:
+    def read_lines(self) -> Iterator[PrintedLine]:
         """Yield the new complete lines."""
         if self._file is None and not self._open():
             return
@@ -154,7 +154,7 @@ class LogFile:
         except FileNotFoundError:
             return False
 
-    def _read(self, file: BinaryIO) -> Iterator[Line]:
+    def _read(self, file: BinaryIO) -> Iterator[PrintedLine]:
         *whole, self._rest = (self._rest + file.read()).split(b"\n")
         written_s = os.fstat(file.fileno()).st_mtime
         for line in whole:
@@ -162,10 +162,10 @@ class LogFile:
             if self._path.suffix == ".jsonl":
                 yield parse_line(text, self._name, written_s)
             elif text.strip():
-                yield Line(written_s, _format_row(written_s, self._name, text))
+                yield PrintedLine(written_s, _format_row(written_s, self._name, text))
 
 
-def parse_line(text: str, name: str, written_s: float) -> Line:
+def parse_line(text: str, name: str, written_s: float) -> PrintedLine:
     """Parse a line of a process's log; a truncated line is shown as it is."""
     try:
         found = json.loads(text)
@@ -174,9 +174,11 @@ def parse_line(text: str, name: str, written_s: float) -> Line:
         level = [] if found["level"] == "info" else [str(found["level"]).upper()]
         words = " ".join([*level, str(found["event"]), *fields])
         trace = str(found.get("exception", ""))
-        return Line(unix_s, "\n    ".join([_format_row(unix_s, name, words), *trace.splitlines()]))
+        return PrintedLine(
+            unix_s, "\n    ".join([_format_row(unix_s, name, words), *trace.splitlines()])
+        )
     except (ValueError, KeyError, TypeError):
-        return Line(written_s, _format_row(written_s, name, text))
+        return PrintedLine(written_s, _format_row(written_s, name, text))
 
 
 def _format_row(unix_s: float, name: str, words: str) -> str:

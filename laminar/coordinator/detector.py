@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from laminar.core.state.state import Actor
+from laminar.core.state.state import ActorState
 from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
 from laminar.names.roles import Role
 
@@ -82,7 +82,7 @@ class FailureDetector:
         return read_up_to_ns
 
     def judge_silence(
-        self, now_ns: int, actors: Mapping[str, Actor], heard_ns: Mapping[str, int]
+        self, now_ns: int, actors: Mapping[str, ActorState], heard_ns: Mapping[str, int]
     ) -> list[DetectorEvent]:
         """Return the events that follow from silence until `now_ns`.
 
@@ -99,7 +99,7 @@ class FailureDetector:
         self._look_who_is_back(now_ns, silent)
         heard: list[DetectorEvent] = []
         lost: list[DetectorEvent] = []
-        nodes: list[Actor] = []
+        nodes: list[ActorState] = []
         quiet_ns: dict[str, int] = {}  #: silence of all but the node, by machine
         for actor in living:
             if actor.role == Role.NODE:
@@ -123,7 +123,7 @@ class FailureDetector:
         return heard + lost
 
     def _measure_machines_ns(
-        self, now_ns: int, living: list[Actor], heard_ns: Mapping[str, int]
+        self, now_ns: int, living: list[ActorState], heard_ns: Mapping[str, int]
     ) -> dict[str, int]:
         """Return how long each machine has been silent."""
         found: dict[str, int] = {}
@@ -154,14 +154,14 @@ class FailureDetector:
             if self._silent_at_ns.get(machine, -1) >= self._back_at_ns.get(machine, 0):
                 self._back_at_ns[machine] = now_ns
 
-    def _was_cut_off(self, actor: Actor, heard_ns: Mapping[str, int]) -> bool:
+    def _was_cut_off(self, actor: ActorState, heard_ns: Mapping[str, int]) -> bool:
         """Return whether the actor was not heard since its whole machine was silent."""
         return heard_ns.get(actor.boot_id, 0) <= self._silent_at_ns.get(actor.node, -1)
 
     def _lease_now_ns(self, role: str) -> int:
         return self.node_lease_ns if self._cut_off else self.get_lease_ns(role)
 
-    def _silent_ns(self, now_ns: int, actor: Actor, heard_ns: Mapping[str, int]) -> int:
+    def _silent_ns(self, now_ns: int, actor: ActorState, heard_ns: Mapping[str, int]) -> int:
         """Return how long an actor has been silent; schedule the next check.
 
         It is due when the actor's lease ends, at the latest. A node may stay alive after that."""
@@ -173,7 +173,7 @@ class FailureDetector:
         return now_ns - last_ns
 
     def _report_heard_node(
-        self, now_ns: int, node: Actor, heard_ns: Mapping[str, int]
+        self, now_ns: int, node: ActorState, heard_ns: Mapping[str, int]
     ) -> list[DetectorEvent]:
         """Report a silent node that responds again; a restarted lease does not count."""
         last_ns = heard_ns.get(node.boot_id)
@@ -181,7 +181,9 @@ class FailureDetector:
             return []
         return [NodeRecovered(node=node.name, node_incarnation=node.incarnation)]
 
-    def _judge_node(self, node: Actor, silent_ns: int, quiet_ns: int | None) -> list[DetectorEvent]:
+    def _judge_node(
+        self, node: ActorState, silent_ns: int, quiet_ns: int | None
+    ) -> list[DetectorEvent]:
         """Report a node as lost with its machine, or as silent alone; wait if it may be either."""
         if quiet_ns is None:
             return [_make_heartbeat_lost(node, silent_ns, cut_off=True)]
@@ -192,7 +194,7 @@ class FailureDetector:
         return [NodeSilent(node=node.name, node_incarnation=incarnation, silent_ms=silent_ms)]
 
 
-def _make_heartbeat_lost(actor: Actor, silent_ns: int, *, cut_off: bool) -> HeartbeatLost:
+def _make_heartbeat_lost(actor: ActorState, silent_ns: int, *, cut_off: bool) -> HeartbeatLost:
     return HeartbeatLost(
         actor=actor.name,
         actor_incarnation=actor.incarnation,

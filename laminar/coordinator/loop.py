@@ -41,7 +41,7 @@ from laminar.core.rules import LOGIC_VERSION, NEW_RUN, rules_of
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.reader import NotInHistory
 from laminar.eventlog.replay import Observer
-from laminar.eventlog.restore import Restored, restore_log, take_over_log
+from laminar.eventlog.restore import RestoredRun, restore_log, take_over_log
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event, Settings
@@ -242,7 +242,7 @@ class Coordinator:
         asked = self._asking.applies_to(self.run_dir, machine.state)
         return takeover.decide_resume(self.run_dir, machine.state, settings, asked=asked)
 
-    def _open_tick(self, disk: RealDisk, restored: Restored) -> None:
+    def _open_tick(self, disk: RealDisk, restored: RestoredRun) -> None:
         self._incarnation = restored.incarnation
         text, settings, machine = (
             dump_config(self.config),
@@ -272,7 +272,7 @@ class Coordinator:
         )
         self._log_start(restored, text, settings)
 
-    def _log_start(self, restored: Restored, text: str, settings: Settings) -> None:
+    def _log_start(self, restored: RestoredRun, text: str, settings: Settings) -> None:
         machine = restored.replay.machine
         self.log.info(
             "started",

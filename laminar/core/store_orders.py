@@ -15,7 +15,7 @@ from laminar.core.context import Context
 from laminar.core.state import keys
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.keys import CommandKey
-from laminar.core.state.state import Actor, State
+from laminar.core.state.state import ActorState, State
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
@@ -54,7 +54,7 @@ def handle_store_lost(ctx: Context, name: str) -> None:
         ctx.set_timer(keys.rejoin_timer(name), ctx.state.settings.start_timeout_ms)
 
 
-def handle_store_joined(state: State, actor: Actor) -> None:
+def handle_store_joined(state: State, actor: ActorState) -> None:
     """Readdress waiting orders to the new process; they are sent once it is accepted."""
     if actor.role == Role.STORE:
         for key in _list_store_orders(state, actor.name):

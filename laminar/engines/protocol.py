@@ -77,7 +77,7 @@ class EngineStats:
     prefix_cache_hits: int = 0  #: so far: tokens found
 
 
-class StepRecord(NamedTuple):
+class EngineStep(NamedTuple):
     """A step of the engine, for decode gaps and for overlap with training."""
 
     start_ns: int  #: from time.monotonic_ns
@@ -170,7 +170,7 @@ class ReplicaEngine(Protocol):
         """Return the engine's state as of the latest step or call."""
         ...
 
-    def drain_steps(self) -> list[StepRecord]:
+    def drain_steps(self) -> list[EngineStep]:
         """Return the records since the last call, in order."""
         ...
 

@@ -29,9 +29,9 @@ from laminar.engines.protocol import (
     Engine,
     EngineError,
     EngineStats,
+    EngineStep,
     GenerateRequest,
     KvOnUpdate,
-    StepRecord,
     TokenDelta,
     WeightSource,
 )
@@ -61,7 +61,7 @@ class EngineRunner:
         #: resolves with the exception that stopped the engine, or with None after `close`
         self.failed: asyncio.Future[None] = loop.create_future()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        self._steps: deque[EngineStep] = deque(maxlen=MAX_STEP_RECORDS)
         self._undelivered: list[TokenDelta] = []
         self._delivery_due = False
         self._lock = threading.Lock()  # guards the two above
@@ -117,7 +117,7 @@ class EngineRunner:
         """Return the engine's state as of the latest step or call."""
         return self._stats
 
-    def drain_steps(self) -> list[StepRecord]:
+    def drain_steps(self) -> list[EngineStep]:
         """Return the records since the last call, in order."""
         records = []
         while self._steps:
@@ -203,7 +203,7 @@ class EngineRunner:
         end = time.monotonic_ns()
         self._stats = self._engine.get_stats()
         tokens = sum(len(delta.token_ids) for delta in deltas)
-        self._steps.append(StepRecord(start, end, len(deltas), tokens))
+        self._steps.append(EngineStep(start, end, len(deltas), tokens))
         with self._lock:
             self._undelivered += deltas
             due = bool(self._undelivered) and not self._delivery_due

@@ -27,7 +27,7 @@ def round_up(length: int) -> int:
     return -(-length // KV_ROUND) * KV_ROUND
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Neighbouring slots that share an attention call."""
 
     first: int
@@ -79,14 +79,14 @@ class SpanPlanner:
     def discard_plan(self) -> None:
         self._firsts = []
 
-    def compute_spans(self, lengths: Lengths) -> list[Span]:
+    def compute_spans(self, lengths: Lengths) -> list[SlotSpan]:
         """Return the spans of a step over rows of these lengths."""
         if not self._firsts:
             self._plan_spans(lengths)
         self._lost += self._excess
         kv_lens = map(round_up, np.maximum.reduceat(lengths, self._firsts).tolist())
         stops = [*self._firsts[1:], len(lengths)]
-        return [Span(*span) for span in zip(self._firsts, stops, kv_lens, strict=True)]
+        return [SlotSpan(*span) for span in zip(self._firsts, stops, kv_lens, strict=True)]
 
     def choose_order(self, lengths: Lengths) -> list[int] | None:
         """Return the rows, longest first, once the steps have lost the cost of moving them."""

@@ -33,12 +33,12 @@ from laminar.eventlog.record import (
     UNDECODABLE,
     EventRecord,
     Frames,
-    Header,
     LaterRecord,
     LogOfOtherRelease,
     LogTail,
     Position,
     Record,
+    SegmentHeader,
     Takeover,
     frame_end,
     segment_name,
@@ -77,7 +77,9 @@ class _Decoders(NamedTuple, Generic[_T]):
 
 _opening = msgspec.msgpack.Decoder(_Opening)
 _TYPED: _Decoders[Record] = _Decoders(
-    msgspec.msgpack.Decoder(Header).decode, msgspec.msgpack.Decoder(LaterRecord).decode, False
+    msgspec.msgpack.Decoder(SegmentHeader).decode,
+    msgspec.msgpack.Decoder(LaterRecord).decode,
+    False,
 )
 
 

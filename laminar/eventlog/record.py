@@ -63,7 +63,7 @@ class Takeover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc: int  #: chained CRC32 at that offset
 
 
-class Header(
+class SegmentHeader(
     msgspec.Struct, tag_field="kind", tag="header", frozen=True, forbid_unknown_fields=True
 ):
     """The first record of a segment; `takes_over` is None where the history begins."""
@@ -131,7 +131,7 @@ class StateHashRecord(
 
 
 LaterRecord: TypeAlias = EventRecord | DecisionRecord | StateHashRecord  #: after the header
-Record: TypeAlias = Header | LaterRecord
+Record: TypeAlias = SegmentHeader | LaterRecord
 
 
 class LogTail(msgspec.Struct, frozen=True):
@@ -190,7 +190,7 @@ def encode_frame(record: Record, crc: int, *, settled: bool = False) -> tuple[by
 
     Raise ValueError if it is too long."""
     body = _encode(record)
-    limit = MAX_HEADER_BYTES if isinstance(record, Header) else MAX_BODY_BYTES
+    limit = MAX_HEADER_BYTES if isinstance(record, SegmentHeader) else MAX_BODY_BYTES
     if len(body) > limit:
         raise ValueError(
             f"a {type(record).__name__} of {len(body)} bytes is above the log's limit of {limit}: "

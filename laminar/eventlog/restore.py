@@ -23,7 +23,7 @@ from laminar.names.ports import Disk
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRun:
     """The restored state and log of a new coordinator."""
 
     replay: Replay  #: check its difference first
@@ -39,7 +39,7 @@ class Restored:
 
 def restore_log(
     disk: Disk, observer: Observer | None = None, *, observe_from: int | None = None
-) -> Restored:
+) -> RestoredRun:
     """Replay from the newest usable snapshot; `observer` sees the events after it.
 
     With `observe_from` the observer is to see that event and all that follow: a later snapshot is
@@ -60,12 +60,12 @@ def restore_log(
 
 def _replay_from(
     disk: Disk, observer: Observer | None, snapshot: Snapshot | None, unusable: dict[str, str]
-) -> Restored:
+) -> RestoredRun:
     replayed = replay_records(disk, observer=observer, snapshot=snapshot)
     tail = replayed.tail  # None: it stopped at a difference
     if tail is None:
         tail = scan_log(disk, snapshot.position if snapshot else None)
-    return Restored(replayed, tail, snapshot, unusable)
+    return RestoredRun(replayed, tail, snapshot, unusable)
 
 
 def _to_try(usable: list[Snapshot], observe_from: int | None, whole: bool) -> list[Snapshot]:
@@ -82,7 +82,7 @@ def _is_log_whole(disk: Disk, found: SnapshotFiles) -> bool:
 
 def take_over_log(
     disk: Disk,
-    restored: Restored,
+    restored: RestoredRun,
     *,
     logic: int,
     run: str,

@@ -27,9 +27,9 @@ from laminar.eventlog.record import (
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
     SEGMENT_BYTES,
-    Header,
     LogTail,
     Record,
+    SegmentHeader,
     Takeover,
     encode_frame,
     segment_name,
@@ -58,7 +58,7 @@ class LogWriter:
     def __init__(
         self,
         disk: Disk,
-        header: Header,
+        header: SegmentHeader,
         *,
         segment_bytes: int,
         snapshot_every: int,
@@ -105,7 +105,7 @@ class LogWriter:
         one that the history was read from: the next is taken `snapshot_every` events after it. With
         `keep_bytes` the oldest segments are removed until all take no more, as far as no start
         needs them. Raises LogGrew when the log grew since the scan."""
-        header = Header(
+        header = SegmentHeader(
             schema=SCHEMA_VERSION,
             logic=logic,
             incarnation=incarnation,

@@ -230,7 +230,7 @@ class BatchCandidate(
     step: int
     order: int
     num_tokens: int
-    scores: tuple[float, ...]
+    rewards: tuple[float, ...]
 
 
 @carried_out_by(Role.STRATEGY)

@@ -151,7 +151,7 @@ def has_failed(result: RewardResult) -> bool:
 
 def _get_score(result: RewardResult) -> float | None:
     """Return the function's score, or None where it failed (and has reward.error_score)."""
-    return None if has_failed(result) else result.score
+    return None if has_failed(result) else result.reward
 
 
 def _run_calls(
@@ -225,7 +225,7 @@ def _format_result(result: RewardResult) -> str:
     if has_failed(result):
         return f"FAILED, {result.reason}: {result.detail}"
     extras = "".join(f", {name} {_short_value(value)}" for name, value in result.extras.items())
-    return ("None (it does not apply)" if result.score is None else f"{result.score:g}") + extras
+    return ("None (it does not apply)" if result.reward is None else f"{result.reward:g}") + extras
 
 
 def _short_value(value: float | str) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 
 
 class Content(NamedTuple):
@@ -31,7 +31,7 @@ class Content(NamedTuple):
     reward: float
     temperature: float
     truncated: bool  #: the engine stopped it at the maximum response length
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     turns: tuple[int, ...] = ()  #: tokens of each turn, if there are several
     contexts: tuple[bytes, ...] = ()  #: tokens read between two turns
 

@@ -143,7 +143,7 @@ class Handlers:
 
     def _fetch(self, request: m.Fetch) -> m.FetchReply:
         room = _Room()
-        trajectories: list[m.Trajectory] = []
+        trajectories: list[m.StoredTrajectory] = []
         left_out: list[str] = []
         removed: list[str] = []
         rows = {wanted: self._rows.get_row(wanted) for wanted in request.ids}
@@ -184,11 +184,11 @@ class Handlers:
 
     def _load_trajectory(
         self, row: Row, prompt_ids: bytes, with_prompt: bool, prompt: bytes
-    ) -> m.Trajectory:
+    ) -> m.StoredTrajectory:
         chunks, contexts = self._rows.load_chunks(row.id), self._rows.turns.get_contexts(row)
         tokens, logprobs = _join_payload(chunks)
         effects = self._rows.turns.get_effects(row, row.turns) if with_prompt else []
-        return m.Trajectory(
+        return m.StoredTrajectory(
             trajectory_id=row.id,
             **row.identity._asdict(),
             **row.stamp._asdict(),
@@ -198,7 +198,7 @@ class Handlers:
             status=row.status,
             finish_reason=row.finish_reason,
             digest=row.digest,
-            score=rules.score_of(row.reward_bits),
+            reward=rules.decode_reward(row.reward_bits),
             reward_reason=row.reward_reason,
             reward_detail=row.reward_detail,
             end=row.end,
@@ -219,7 +219,7 @@ class Handlers:
 
     def _reward_one(self, item: m.RewardItem) -> m.StoredReward:
         row = self._rows.get_row(item.trajectory_id)
-        verdict = rules.judge_reward(row, item.placement, item.score, item.reason, item.detail)
+        verdict = rules.judge_reward(row, item.placement, item.reward, item.reason, item.detail)
         if row is not None and verdict.changes:
             row = self._save_reward(row, item)
         return _reward_result(item.trajectory_id, verdict, row)
@@ -227,14 +227,14 @@ class Handlers:
     def _save_reward(self, row: Row, item: m.RewardItem) -> Row:
         after = row._replace(
             status="rewarded",
-            reward_bits=rules.reward_bits(item.score),
+            reward_bits=rules.encode_reward(item.reward),
             reward_reason=item.reason,
             reward_detail=item.detail,
             finish_reason=item.finish_reason or row.finish_reason,
         )
         self._turns.end_effects(row, row.turns, item.effects)
         self._rows.save(row, after)
-        self._rows.set_reward_text(row.id, item.score, item.text, item.extras)
+        self._rows.set_reward_text(row.id, item.reward, item.text, item.extras)
         return after
 
     def _end_trajectories(self, request: m.End) -> m.EndReply:
@@ -360,7 +360,7 @@ def _open_result(
         weight_version=row.weight_version,
         version_step=row.version_step,
         finish_reason=row.finish_reason,
-        score=rules.score_of(row.reward_bits),
+        reward=rules.decode_reward(row.reward_bits),
         reward_reason=row.reward_reason,
     )
 
@@ -375,7 +375,7 @@ def _reward_result(
         return result
     return msgspec.structs.replace(
         result,
-        score=rules.score_of(row.reward_bits),
+        reward=rules.decode_reward(row.reward_bits),
         reward_reason=row.reward_reason,
         finish_reason=row.finish_reason,
     )

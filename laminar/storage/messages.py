@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from laminar.names.ids import Purpose
-from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, Span
+from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, TokenSpan
 
 MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket minus its envelope
 REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; the excess is left out
@@ -160,7 +160,7 @@ class Fetch(Message, frozen=True, kw_only=True):
 class RewardItem(Item, frozen=True, kw_only=True):
     trajectory_id: Name
     placement: Count
-    score: float | None  #: finite; None: no reward function could score it
+    reward: float | None  #: finite; None: no reward function could score it
     reason: Reason = ""
     detail: Detail = ""
     text: str | None = None  #: the response as text, for people who read the run
@@ -255,7 +255,7 @@ class OpenResult(Item, frozen=True, kw_only=True):
     weight_version: int | None = None
     version_step: int | None = None
     finish_reason: str | None = None
-    score: float | None = None
+    reward: float | None = None
     reward_reason: str | None = None
     contexts: tuple[bytes, ...] = ()  #: token ids after each turn that the environment answered
     #: whether `prompt_ids` are the environment's instead of the row's
@@ -289,7 +289,7 @@ class ContinueReply(Message, frozen=True, kw_only=True):
     results: tuple[Result, ...]
 
 
-class Trajectory(Item, frozen=True, kw_only=True):
+class StoredTrajectory(Item, frozen=True, kw_only=True):
     trajectory_id: str
     group_id: str
     sibling: int
@@ -304,7 +304,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     status: str
     finish_reason: str | None
     digest: str | None
-    score: float | None
+    reward: float | None
     reward_reason: str | None
     reward_detail: str | None
     end: str | None
@@ -312,7 +312,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
     tokens: bytes
     logprobs: bytes
     segment_lengths: tuple[int, ...]
-    spans: tuple[Span, ...]  #: sources of the tokens, in order
+    spans: tuple[TokenSpan, ...]  #: sources of the tokens, in order
     prompt: bytes | None = None  #: for `decode_prompt`
     extras: dict[str, float | str] = {}
     #: token ids after each turn that the environment answered; `tokens` are only the sampled ones,
@@ -323,7 +323,7 @@ class Trajectory(Item, frozen=True, kw_only=True):
 
 
 class FetchReply(Message, frozen=True, kw_only=True):
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[StoredTrajectory, ...]
     left_out: tuple[str, ...] = ()  #: the reply is full; request them again
     unknown: tuple[str, ...] = ()  #: neither opened nor ended
     removed: tuple[str, ...] = ()  #: ended, and their tokens were removed by RemovePayloads
@@ -335,7 +335,7 @@ class StoredReward(Item, frozen=True, kw_only=True):
     trajectory_id: str
     answer: RewardAnswer
     reason: str = ""
-    score: float | None = None
+    reward: float | None = None
     reward_reason: str | None = None
     finish_reason: str | None = None
 

@@ -39,7 +39,7 @@ class Response(NamedTuple):
     """The length and the outcome of a response."""
 
     num_tokens: int
-    score: float | None
+    reward: float | None
     version_step: int  #: completed steps of the weights that sampled it
     trained: int | None  #: 1 if it was trained
     end_step: int | None  #: index of the batch that trained it, from 0

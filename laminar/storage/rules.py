@@ -63,7 +63,7 @@ class Source(NamedTuple):
     version_step: int  #: the trainer step that made these weights
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of a response from one source, whose fields come first."""
 
     replica: str
@@ -401,7 +401,7 @@ def judge_reward(
         return RewardVerdict("refused", f"the score {score} is not finite")
     if row.status == "rewarded":
         stored = (row.reward_bits, row.reward_reason, row.reward_detail)
-        same = stored == (reward_bits(score), reason, detail)
+        same = stored == (encode_reward(score), reason, detail)
         return RewardVerdict("ok" if same else "already")
     if row.status != "generated" or row.end is not None:
         return RewardVerdict("refused", f"it is {row.end or row.status}, not generated")
@@ -474,23 +474,23 @@ def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def compute_spans(row: Row, chunks: Sequence[Chunk]) -> tuple[Span, ...]:
+def compute_spans(row: Row, chunks: Sequence[Chunk]) -> tuple[TokenSpan, ...]:
     """Split the row's response by source, given all of its chunks in order.
 
     Chunks of releases without sources are attributed to the replica that opened the row last.
     """
     parts = groupby(chunks, lambda chunk: chunk.source or row.source)
     return tuple(
-        Span._make((*source, sum(len(chunk.tokens) for chunk in part) // TOKEN_BYTES))
+        TokenSpan._make((*source, sum(len(chunk.tokens) for chunk in part) // TOKEN_BYTES))
         for source, part in parts
     )
 
 
-def reward_bits(score: float | None) -> bytes | None:
+def encode_reward(score: float | None) -> bytes | None:
     return None if score is None else struct.pack("<d", score)
 
 
-def score_of(bits: bytes | None) -> float | None:
+def decode_reward(bits: bytes | None) -> float | None:
     return None if bits is None else float(struct.unpack("<d", bits)[0])
 
 

@@ -20,7 +20,7 @@ import xxhash
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
 from laminar.storage.rows import PayloadRemoved, PromptKey, Response
-from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, Span
+from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, TokenSpan
 from laminar.storage.schema import (
     LATER_COLUMNS,
     LATER_INDEX,
@@ -293,10 +293,12 @@ class Tables:
         stored = None if found is None else StoredChunk(*found)
         return None if stored is None or stored.removed else self.load_chunk(stored)
 
-    def get_spans(self, row: Row) -> tuple[Span, ...]:
+    def get_spans(self, row: Row) -> tuple[TokenSpan, ...]:
         """Return the row's spans, like `rules.compute_spans`, also of a removed payload."""
         parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source or row.source)
-        return tuple(Span._make((*who, sum(c.num_tokens for c in part))) for who, part in parts)
+        return tuple(
+            TokenSpan._make((*who, sum(c.num_tokens for c in part))) for who, part in parts
+        )
 
     def load_chunks(self, trajectory_id: str) -> list[Chunk]:
         """Return all chunks in order; DamageError, PayloadRemoved."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.config import Config
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training import shared_safetensors
 from laminar.training.checkpoints import checkpoint, export
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
@@ -70,7 +70,7 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     temperature: float
     truncated: bool
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     correct: bool
     extras: Mapping[str, float]
     turns: tuple[int, ...]

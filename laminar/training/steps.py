@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from laminar.names.ids import hash_batch
 from laminar.storage.contents import Content
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 
 # Reasons why an update is skipped.
 NO_SIGNAL = "no-signal"  #: every trained advantage is 0, and there is no KL or entropy term
@@ -30,7 +30,7 @@ Origin = tuple[str, int]
 """(replica, weight version) that sampled tokens."""
 
 
-def get_origin(span: Span) -> Origin:
+def get_origin(span: TokenSpan) -> Origin:
     return span.replica, span.weight_version
 
 
@@ -41,7 +41,7 @@ class SpanPart(NamedTuple):
     went_on: bool  #: whether its replica had begun the response with older weights
 
 
-def parts_of(spans: Sequence[Span]) -> list[SpanPart]:
+def parts_of(spans: Sequence[TokenSpan]) -> list[SpanPart]:
     """Return the parts of the spans of one response, in order."""
     before = [None, *spans[:-1]]
     return [
@@ -90,7 +90,7 @@ class TrainSample:
     reward: float
     temperature: float  #: of the sampling; above 0
     truncated: bool  #: whether the engine's finish reason was the length limit
-    spans: tuple[Span, ...]  #: parts of the response by origin, in order
+    spans: tuple[TokenSpan, ...]  #: parts of the response by origin, in order
     correct: bool = False  #: full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: extra figures of the reward
     penalty: float | None = None  #: penalty for length, at most 0; None: there is none
@@ -148,7 +148,7 @@ class TrainSample:
         return self._oldest.version_step
 
     @property
-    def _oldest(self) -> Span:
+    def _oldest(self) -> TokenSpan:
         return min(self.spans, key=lambda span: span.version_step)
 
     @property

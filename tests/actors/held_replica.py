@@ -15,7 +15,7 @@ from laminar.actors.active_sequence import LoadedWeights
 from laminar.actors.engine_metrics import EngineMetrics
 from laminar.actors.rollout import Rollout
 from laminar.actors.system.replica import RealParts
-from laminar.engines.protocol import EngineStats, GenerateRequest, StepRecord, TokenDelta
+from laminar.engines.protocol import EngineStats, EngineStep, GenerateRequest, TokenDelta
 from laminar.events import commands as cmd
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.run.directory import TIMELINE_DIR
@@ -75,7 +75,7 @@ class FakeEngine:
         self.busy = False  #: with a step
         self._jobs: list[tuple[asyncio.Future[Any], Any]] = []
         self.waiting = 2
-        self.steps: list[StepRecord] = []
+        self.steps: list[EngineStep] = []
         self.running: set[str] = set()
         self.added: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -107,7 +107,7 @@ class FakeEngine:
     def get_stats(self) -> EngineStats:
         return EngineStats(50, 900, len(self.running), self.waiting, 3, 400, 100)
 
-    def drain_steps(self) -> list[StepRecord]:
+    def drain_steps(self) -> list[EngineStep]:
         steps, self.steps = self.steps, []
         return steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from laminar.actors.engine_metrics import STEPS_KEPT, DecodeSpeed, fit_batch_size
-from laminar.engines.protocol import StepRecord
+from laminar.engines.protocol import EngineStep
 
 MS = 1e6
 
@@ -43,8 +43,8 @@ def test_steps_that_take_no_longer_with_more(
     assert fit_batch_size(line(10, each_ms, 2, 8), budget_ms * MS, 64) == sequences
 
 
-def record(size: int, ms: float, tokens: int | None = None) -> StepRecord:
-    return StepRecord(7, 7 + int(ms * MS), size, size if tokens is None else tokens)
+def record(size: int, ms: float, tokens: int | None = None) -> EngineStep:
+    return EngineStep(7, 7 + int(ms * MS), size, size if tokens is None else tokens)
 
 
 def test_a_step_that_was_held_up_changes_nothing() -> None:

@@ -40,7 +40,7 @@ class FakeStore:
     def __init__(self) -> None:
         self.items: list[m.RewardItem] = []
 
-    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[m.Trajectory]:
+    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[m.StoredTrajectory]:
         prompt = msgspec.msgpack.encode(
             {
                 "prompt": "q",
@@ -59,7 +59,7 @@ class FakeStore:
                 m.StoredReward(
                     trajectory_id=i.trajectory_id,
                     answer="ok",
-                    score=i.score,
+                    reward=i.reward,
                     reward_reason=i.reason,
                 )
                 for i in request.items
@@ -67,11 +67,11 @@ class FakeStore:
         )
 
 
-def _row(name: str, prompt: bytes) -> m.Trajectory:
+def _row(name: str, prompt: bytes) -> m.StoredTrajectory:
     known: dict[str, Any] = {"trajectory_id": name, "row_index": 0, "purpose": "train"}
     known |= {"tokens": b"\1\0\0\0", "prompt_ids": b"", "prompt": prompt, "logprobs": b""}
-    fields = {field.name: None for field in msgspec.structs.fields(m.Trajectory)}
-    return m.Trajectory(**(fields | known))
+    fields = {field.name: None for field in msgspec.structs.fields(m.StoredTrajectory)}
+    return m.StoredTrajectory(**(fields | known))
 
 
 def scoring(*names: str) -> tuple[cmd.Envelope, cmd.ScoreTrajectories]:

@@ -36,17 +36,17 @@ class Store:
         self.row, self.reply = row, reply
         self.asked: list[m.PutRewards] = []
 
-    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[m.Trajectory]:
-        fields = {field.name: None for field in msgspec.structs.fields(m.Trajectory)}
+    async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[m.StoredTrajectory]:
+        fields = {field.name: None for field in msgspec.structs.fields(m.StoredTrajectory)}
         fields |= {"purpose": "train", "finish_reason": "stop", "version_step": 4, "row_index": 0}
         fields |= {"tokens": b"\5\0\0\0\7\0\0\0", "prompt": PROMPT} | self.row
-        return [m.Trajectory(**(fields | {"trajectory_id": name})) for name in ids]
+        return [m.StoredTrajectory(**(fields | {"trajectory_id": name})) for name in ids]
 
     async def send_request(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
         self.asked.append(request)
         results = []
         for item in request.items:
-            stored = {"answer": "ok", "score": item.score, "reward_reason": item.reason}
+            stored = {"answer": "ok", "score": item.reward, "reward_reason": item.reason}
             results.append(m.StoredReward(trajectory_id=item.trajectory_id, **stored | self.reply))
         return m.PutRewardsReply(results=tuple(results))
 
@@ -111,7 +111,7 @@ async def test_the_answer_is_scored_as_text_and_reported_once_the_store_has_it(
     (call,) = scored.pool.calls
     assert (call.completions, call.step) == ([("text of [5, 7]", [5, 7])], 4)
     (item,) = store.asked[0].items
-    assert (item.trajectory_id, item.placement, item.score) == ("0.0.0", 3, 1.0)
+    assert (item.trajectory_id, item.placement, item.reward) == ("0.0.0", 3, 1.0)
     assert (item.text, item.extras) == ("text of [5, 7]", {"acc": 1.0, "pred": "seven"})
     event = scored.rewarded()
     assert (event.trajectory_id, event.placement, event.num_tokens) == ("0.0.0", 3, 2)
@@ -202,7 +202,7 @@ class Turns:
     def __init__(self, answer: str) -> None:
         self.stored = m.Result(trajectory_id="0.0.0", answer=answer)  # type: ignore[arg-type]
 
-    async def answer_turn(self, item: cmd.PlacedTrajectory, row: m.Trajectory) -> NextTurn:
+    async def answer_turn(self, item: cmd.PlacedTrajectory, row: m.StoredTrajectory) -> NextTurn:
         return NextTurn((7,))
 
     async def store_context(

@@ -12,8 +12,8 @@ from laminar.net.rpc_client import RpcClient
 from laminar.storage import messages as m
 
 
-def row(name: str) -> m.Trajectory:
-    return m.Trajectory(
+def row(name: str) -> m.StoredTrajectory:
+    return m.StoredTrajectory(
         trajectory_id=name,
         group_id="0.0",
         sibling=0,
@@ -29,7 +29,7 @@ def row(name: str) -> m.Trajectory:
         status="rewarded",
         finish_reason=None,
         digest=None,
-        score=None,
+        reward=None,
         reward_reason=None,
         reward_detail=None,
         end=None,

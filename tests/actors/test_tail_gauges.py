@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from laminar.actors.engine_metrics import gauge_interval_s, largest_batch
 from laminar.config import load_config
-from laminar.engines.protocol import StepRecord
+from laminar.engines.protocol import EngineStep
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 from tests.actors.held_replica import Replica, T, abort, generate, ids, pull
@@ -37,8 +37,8 @@ def told(replica: Replica) -> ev.TokenProgress:
     return reports._add_straggler_fields(reports._measure_progress())
 
 
-def decoded(*sizes_ms: tuple[int, float]) -> list[StepRecord]:
-    return [StepRecord(0, int(ms * 1e6), size, size) for size, ms in sizes_ms]
+def decoded(*sizes_ms: tuple[int, float]) -> list[EngineStep]:
+    return [EngineStep(0, int(ms * 1e6), size, size) for size, ms in sizes_ms]
 
 
 async def test_an_order_is_known_once_the_engine_has_it(replica: Replica) -> None:

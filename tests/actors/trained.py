@@ -103,7 +103,7 @@ async def stored(trainer: Trainer, group: int, sibling: int, *parts: tuple[str, 
     who = {"trajectory_id": name, "placement": len(parts)}
     whole = m.FinishItem(**who, finish_reason="length", num_tokens=len(RESPONSE))
     await ask(m.Finish(items=(whole,)), m.FinishReply)
-    reward = m.RewardItem(**who, score=float(sibling), reason="ok")
+    reward = m.RewardItem(**who, reward=float(sibling), reason="ok")
     await ask(m.PutRewards(items=(reward,)), m.PutRewardsReply)
     return name
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from laminar.coordinator.detector import ROUND_FRAMES, DetectorEvent, FailureDetector
-from laminar.core.state.state import Actor
+from laminar.core.state.state import ActorState
 from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
 
 LEASE, NODE_LEASE = 3_000, 12_000
 
 
-def actor(name: str, role: str = "rollout", *, alive: bool = True) -> Actor:
-    return Actor(
+def actor(name: str, role: str = "rollout", *, alive: bool = True) -> ActorState:
+    return ActorState(
         name=name,
         role=role,
         node="node-0",
@@ -98,7 +98,7 @@ def losses(news: Sequence[DetectorEvent]) -> list[HeartbeatLost]:
     return [event for event in news if isinstance(event, HeartbeatLost)]
 
 
-def machine(*roles: str, silent: bool = False) -> dict[str, Actor]:
+def machine(*roles: str, silent: bool = False) -> dict[str, ActorState]:
     """A node with processes of these roles, each by its role."""
     actors = {role: actor(role, role) for role in ("node", *roles)}
     for name, each in actors.items():
@@ -107,7 +107,7 @@ def machine(*roles: str, silent: bool = False) -> dict[str, Actor]:
     return actors
 
 
-def judged(now: int, actors: dict[str, Actor], heard: dict[str, int]) -> list[DetectorEvent]:
+def judged(now: int, actors: dict[str, ActorState], heard: dict[str, int]) -> list[DetectorEvent]:
     detector = FailureDetector(LEASE, NODE_LEASE, 0)
     run(detector, 0, now)
     return detector.judge_silence(now, actors, heard)
@@ -163,9 +163,9 @@ def test_silent_node_that_speaks_is_told_of_before_anybody_is_lost() -> None:
 # --- machines that are silent as a whole ----------------------------------------------------------
 
 
-def machines(count: int) -> dict[str, Actor]:
+def machines(count: int) -> dict[str, ActorState]:
     """Each with its node and a replica, which are told apart by their names."""
-    actors: dict[str, Actor] = {}
+    actors: dict[str, ActorState] = {}
     for number in range(count):
         for name, role in ((f"node-{number}", "node"), (f"replica-{number}", "rollout")):
             actors[name] = actor(name, role)

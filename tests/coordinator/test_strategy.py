@@ -25,7 +25,7 @@ def question(step: int = 3) -> cmd.ProposeBatch:
             step=3,
             order=i,
             num_tokens=100 - i,
-            scores=(0.0, 1.0),
+            rewards=(0.0, 1.0),
         )
         for i in range(4)
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 from laminar.core import invariants
 from laminar.core.machine import StateMachine
-from laminar.core.state.state import Actor, State, decode, encode, hash_state
+from laminar.core.state.state import ActorState, State, decode, encode, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, REPORTED_BY, Command, Event, Stamped
@@ -137,7 +137,7 @@ class ProbedWorld(World):
                 self._try_spoiled(trial, sender, told)
         trial.end()
 
-    def _try_spoiled(self, trial: Trial, sender: Actor, told: list[Event]) -> None:
+    def _try_spoiled(self, trial: Trial, sender: ActorState, told: list[Event]) -> None:
         """What a broken process would say. (The coordinator does not lie about its start.)"""
         told = [event for event in told if not isinstance(event, ev.CoordinatorStarted)]
         for event in self.sampler.chance.choices(told, k=SPOILED_PER_SENDER):
@@ -150,9 +150,9 @@ class ProbedWorld(World):
             self.sampler.note(StatusCell(trajectory.status, type(event)), verdict)
 
 
-def _senders(state: State) -> list[tuple[Actor, str, str]]:
+def _senders(state: State) -> list[tuple[ActorState, str, str]]:
     """(who, role, liveness): the coordinator; of each role one of every liveness."""
-    nobody = Actor(name="", role="", node="node-0", pid=1, boot_id="b", incarnation=0)
+    nobody = ActorState(name="", role="", node="node-0", pid=1, boot_id="b", incarnation=0)
     found = [(_named(nobody, COORDINATOR, 0), COORDINATOR, "alive")]
     for role in ACTOR_ROLES:
         of_role = [actor for actor in state.actors.values() if actor.role == role]
@@ -163,7 +163,7 @@ def _senders(state: State) -> list[tuple[Actor, str, str]]:
     return found
 
 
-def _named(actor: Actor, name: str, incarnation: int) -> Actor:
+def _named(actor: ActorState, name: str, incarnation: int) -> ActorState:
     other = copy.copy(actor)
     other.name, other.incarnation = name, incarnation
     return other

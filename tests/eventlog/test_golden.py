@@ -16,9 +16,9 @@ from laminar.eventlog.record import (
     SCHEMA_VERSION,
     DecisionRecord,
     EventRecord,
-    Header,
     LogOfOtherRelease,
     Record,
+    SegmentHeader,
 )
 from laminar.eventlog.restore import restore_log
 from laminar.events import codec
@@ -93,7 +93,7 @@ def test_log_with_another_decision_is_restored_with_the_difference_and_its_end()
 
 def of_another_release(records: list[Record], **changes: int) -> Iterable[Record]:
     for record in records:
-        is_header = isinstance(record, Header)
+        is_header = isinstance(record, SegmentHeader)
         yield msgspec.structs.replace(record, **changes) if is_header else record
 
 

@@ -21,10 +21,10 @@ from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
     Frames,
-    Header,
     LogOfOtherRelease,
     LogTail,
     Record,
+    SegmentHeader,
     StateHashRecord,
     Takeover,
     encode_frame,
@@ -65,8 +65,8 @@ def seqs(disk: MemoryDisk) -> list[int]:
     return [record.seq for record in history(disk) if isinstance(record, EventRecord)]
 
 
-def headers(disk: MemoryDisk) -> list[Header]:
-    return [record for record in history(disk) if isinstance(record, Header)]
+def headers(disk: MemoryDisk) -> list[SegmentHeader]:
+    return [record for record in history(disk) if isinstance(record, SegmentHeader)]
 
 
 def test_an_empty_directory_is_an_empty_history() -> None:
@@ -78,7 +78,7 @@ def test_an_empty_directory_is_an_empty_history() -> None:
 def test_begin_makes_its_header_durable() -> None:
     disk = MemoryDisk()
     begin(disk)
-    expected = Header(SCHEMA_VERSION, LOGIC_VERSION, 1, "demo", 2**64 - 1, "00ff", 1, None)
+    expected = SegmentHeader(SCHEMA_VERSION, LOGIC_VERSION, 1, "demo", 2**64 - 1, "00ff", 1, None)
     assert history(disk.crash(keep_unsynced=False)) == [expected]
 
 
@@ -93,7 +93,7 @@ def test_the_frame_is_little_endian_length_chained_crc_and_a_plain_map() -> None
 @pytest.mark.parametrize(
     "record",
     [
-        Header(1, 1, 1, "r", 0, "", 2, Takeover(1, 2, 3)),
+        SegmentHeader(1, 1, 1, "r", 0, "", 2, Takeover(1, 2, 3)),
         event(1),
         DecisionRecord(1, 0, raw({})),
         StateHashRecord(1, ""),
@@ -223,7 +223,7 @@ def test_a_replaced_writer_is_refused_and_its_later_bytes_are_not_history() -> N
         old.commit()
     assert b"zombie" in disk.read(FIRST)
     write(new, 2)
-    assert [type(record) for record in history(disk)] == [Header, EventRecord] * 2
+    assert [type(record) for record in history(disk)] == [SegmentHeader, EventRecord] * 2
     assert seqs(disk) == [1, 2]
     assert b"zombie" not in b"".join(bytes(getattr(r, "event", b"")) for r in history(disk))
 
@@ -408,6 +408,6 @@ def test_round_trip(steps: list[tuple[Record, str]]) -> None:
         if after == "restart":
             writer = begin(disk, segment_bytes=MAX_HEADER_BYTES)
     writer.commit()
-    found = [record for record in history(disk) if not isinstance(record, Header)]
+    found = [record for record in history(disk) if not isinstance(record, SegmentHeader)]
     assert found == [record for record, _ in steps]
     assert scan_log(disk).torn_bytes == 0

@@ -19,10 +19,10 @@ from laminar.eventlog.record import (
     SETTLED,
     DecisionRecord,
     EventRecord,
-    Header,
     LogCorrupt,
     LogTail,
     Record,
+    SegmentHeader,
     StateHashRecord,
     Takeover,
     encode_frame,
@@ -55,7 +55,7 @@ def begin(disk: MemoryDisk) -> LogWriter:
 
 
 def one_segment(count: int = RECORDS) -> tuple[bytes, list[Record]]:
-    header = Header(SCHEMA_VERSION, LOGIC_VERSION, 1, "r", 0, "0", 1, None)
+    header = SegmentHeader(SCHEMA_VERSION, LOGIC_VERSION, 1, "r", 0, "0", 1, None)
     records = [header, *map(record, range(count))]
     data, crc = b"", 0
     for each in records:
@@ -257,8 +257,8 @@ def frames(*records: Record, crc: int = 0) -> bytes:
     return data
 
 
-def header(segment: int, takes_over: Takeover | None) -> Header:
-    return Header(SCHEMA_VERSION, LOGIC_VERSION, 1, "r", 0, "0", segment, takes_over)
+def header(segment: int, takes_over: Takeover | None) -> SegmentHeader:
+    return SegmentHeader(SCHEMA_VERSION, LOGIC_VERSION, 1, "r", 0, "0", segment, takes_over)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -16,8 +16,8 @@ from laminar.eventlog.record import (
     MAX_HEADER_BYTES,
     DecisionRecord,
     EventRecord,
-    Header,
     Record,
+    SegmentHeader,
     StateHashRecord,
 )
 from laminar.eventlog.replay import Replay, replay_records
@@ -46,7 +46,7 @@ def log_of(
     the next coordinator (or, without `incarnations`, of the same one)."""
     disk = MemoryDisk()
     writer = begin_log(disk, incarnation=1)
-    for i, record in enumerate(r for r in records if not isinstance(r, Header)):
+    for i, record in enumerate(r for r in records if not isinstance(r, SegmentHeader)):
         if i in takeovers:
             writer.commit()
             writer = begin_log(disk, incarnation=1 + incarnations)
@@ -228,7 +228,7 @@ def end_of_a_decision(records: list[Record]) -> int:
 
 
 def without_headers(records: list[Record]) -> list[Record]:
-    return [r for r in records if not isinstance(r, Header)]
+    return [r for r in records if not isinstance(r, SegmentHeader)]
 
 
 def test_missing_decisions_at_a_takeover_have_to_follow_its_header(records: list[Record]) -> None:

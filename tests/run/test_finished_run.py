@@ -78,7 +78,7 @@ def test_what_the_model_wrote_can_be_read(
         assert sample["response"].endswith("<eos>") is not sample["truncated"]
         assert sample["step"] - 1 - sample["version_step"] <= 2
         if f"<answer>{sample['answer']}</answer>" in sample["response"][-40:]:
-            assert sample["score"] == 1.0
+            assert sample["reward"] == 1.0
 
 
 def test_the_report_has_every_chart(

@@ -73,7 +73,7 @@ def test_row_without_an_end(world: World) -> None:
 def test_words_that_the_store_does_not_bear_out(world: World) -> None:
     """Of what is not there, is not so far, or has other numbers; and none of what is right."""
     row = next(row for row in world.rows.values() if row.end == "trained")
-    score, reason = rules.score_of(row.reward_bits) or 0.0, row.reward_reason or ""
+    score, reason = rules.decode_reward(row.reward_bits) or 0.0, row.reward_reason or ""
     name = TrajectoryId(row.id)
     finished = ev.TrajectoryFinished(
         trajectory_id=name, placement=1, num_tokens=row.num_tokens, finish_reason="stop"
@@ -166,7 +166,7 @@ def test_groups_that_a_filter_drops_and_keeps(
     one = next(row for row in world.rows.values() if row.end == "trained")
     one = one._replace(end=end, end_reason="no-variance" if end == "dropped" else None)
     rows = {
-        str(i): one._replace(id=str(i), reward_bits=rules.reward_bits(score))
+        str(i): one._replace(id=str(i), reward_bits=rules.encode_reward(score))
         for i, score in enumerate(scores)
     }
     settings = replace(world.scenario.settings, filter_metric=metric)

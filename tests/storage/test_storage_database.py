@@ -96,7 +96,7 @@ def test_a_whole_life(database):
     kept = fetched(database, "0.1.0")
     assert kept.tokens == ints(1, 2, 3, 4, 5, 6) and kept.segment_lengths == (6,)
     assert kept.logprobs == floats(-0.25, -0.5, -0.75, -1, -1.25, -1.5)
-    assert (kept.score, kept.reward_reason, kept.reward_detail) == (0.1, "right", "d")
+    assert (kept.reward, kept.reward_reason, kept.reward_detail) == (0.1, "right", "d")
     assert (kept.status, kept.end, kept.finish_reason) == ("rewarded", "trained", "stop")
     assert (kept.weight_version, kept.version_step, kept.temperature) == (5, 4, 0.7)
     assert (kept.group_id, kept.sibling, kept.purpose, kept.row_index) == ("0.1", 0, "train", 1)
@@ -173,7 +173,7 @@ def test_what_is_fetched_says_who_sampled_which_part(database):
     assert found.spans == m.decode_reply(m.encode(reply_with(found))).trajectories[0].spans
 
 
-def reply_with(found: m.Trajectory) -> m.FetchReply:
+def reply_with(found: m.StoredTrajectory) -> m.FetchReply:
     return m.FetchReply(trajectories=(found,))
 
 
@@ -188,7 +188,7 @@ def test_chunks_of_one_request_see_one_another(database):
 def test_what_no_function_could_score_is_rewarded_without_a_score(database):
     answers(database, open_("0.1.0"), finish("0.1.0", 0), reward("0.1.0", None, reason="none"))
     kept = fetched(database, "0.1.0")
-    assert (kept.status, kept.score, kept.reward_reason) == ("rewarded", None, "none")
+    assert (kept.status, kept.reward, kept.reward_reason) == ("rewarded", None, "none")
 
 
 def test_unknown_prompts_and_ids(database, path):

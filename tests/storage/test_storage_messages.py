@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.storage import messages as m
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from tools.kit.store_samples import (
     CALL,
     DONE,
@@ -77,7 +77,7 @@ def test_replies_come_back():
 def test_a_score_comes_back_to_the_bit():
     score = math.nextafter(0.1, 1)
     item = m.decode_request(m.encode(reward("0.0.0", score))).items[0]
-    assert item.score.hex() == score.hex() != (0.1).hex()
+    assert item.reward.hex() == score.hex() != (0.1).hex()
 
 
 def test_a_prompt_comes_back():
@@ -135,7 +135,7 @@ def test_the_size_limit_holds_both_ways():
 
 
 def test_no_span_takes_more_than_a_reply_has_room_for():
-    largest = Span("\U0001f600" * 64, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+    largest = TokenSpan("\U0001f600" * 64, 2**63 - 1, 2**63 - 1, 2**63 - 1)
     assert len(msgspec.msgpack.encode(largest)) < m.SPAN_BYTES
 
 

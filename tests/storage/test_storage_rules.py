@@ -305,5 +305,5 @@ def test_spans_join_what_one_source_sampled_in_a_row():
 
 @pytest.mark.parametrize("score", [0.1, -0.0, 1e300, 5e-324])
 def test_a_score_keeps_its_bits(score):
-    bits = rules.reward_bits(score)
-    assert struct.pack("<d", rules.score_of(bits)) == bits == struct.pack("<d", score)
+    bits = rules.encode_reward(score)
+    assert struct.pack("<d", rules.decode_reward(bits)) == bits == struct.pack("<d", score)

@@ -14,7 +14,7 @@ from laminar.actors.turns import make_turn, split_turns
 from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.storage.rules import Span, digest_payload
+from laminar.storage.rules import TokenSpan, digest_payload
 from tools.kit.store_samples import (
     CALL,
     DONE,
@@ -198,7 +198,7 @@ def test_a_sample_is_the_same_however_its_turns_were_cut(path: Path, chunk: int)
     assert sample.response_ids.tolist() == list(range(20))
     assert sample.logprobs.tolist() == [-0.25 * (token % 7) for token in range(20)]
     assert sample.turns == (10, 10) and [c.tolist() for c in sample.contexts] == [[7, 8]]
-    assert sample.spans == (Span("rollout-0", 5, 4, 20),)
+    assert sample.spans == (TokenSpan("rollout-0", 5, 4, 20),)
     whole = ints(*range(20)), sample.logprobs.tobytes(), [ints(7, 8)]
     assert row.digest == digest_payload(*whole)
     database.close()

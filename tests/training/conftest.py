@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from laminar.config import Config, resolve_config
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.model.policy import LoadedPolicy
 from laminar.training.steps import TrainSample
 from tools.kit.rank_group import RankGroup
@@ -111,7 +111,7 @@ def make_samples() -> Callable[..., list[TrainSample]]:
                     "truncated": k == 1,
                 }
                 found_source = source or (f"rollout-{g % 2}", 3 + k % 2, 3 + k % 2)
-                values["spans"] = (Span(*found_source, length),)
+                values["spans"] = (TokenSpan(*found_source, length),)
                 if turns and k % 2 and length > 2:
                     contexts = (rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 1))
                     values |= {"turns": (1, length - 2, 1), "contexts": tuple(contexts)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.engine_mismatch import (
     FEW_TOKENS,
     MOVEMENT_FACTOR,
@@ -69,7 +69,7 @@ def moved(sample: TrainSample, *origins: Origin) -> TrainSample:
     """The same response, sampled by these in turns of equal length."""
     parts = np.array_split(sample.response_ids, len(origins))
     spans = (
-        Span(*origin, sample.version_step, len(part))
+        TokenSpan(*origin, sample.version_step, len(part))
         for origin, part in zip(origins, parts, strict=True)
     )
     return replace(sample, spans=tuple(span for span in spans if span.num_tokens))
@@ -175,7 +175,7 @@ def test_rows_may_be_as_far_off_as_the_trainer_has_moved_since(
         fresh = make_samples(seed=step + 1, source=("rollout-0", step, step))
         assert learner.train_step(honest(learner, fresh), step).left_out == {}
     newest = [
-        replace(s, spans=(Span(f"rollout-{i % 2}", 3, 3, len(s.response_ids)),))
+        replace(s, spans=(TokenSpan(f"rollout-{i % 2}", 3, 3, len(s.response_ids)),))
         for i, s in enumerate(old)
     ]
     ids = [replace(s, sample_id=f"x{s.sample_id}", group_id=f"x{s.group_id}") for s in newest]
@@ -313,7 +313,7 @@ def test_tokens_without_doubt_have_not_moved_far(make_samples: Make) -> None:
 
 def test_siblings_are_counted_by_origin(make_samples: Make) -> None:
     samples = make_samples(groups=2, siblings=3, source=(*WELL, 4))
-    sick = [replace(s, spans=(Span(*SICK, 4, len(s.response_ids)),)) for s in samples]
+    sick = [replace(s, spans=(TokenSpan(*SICK, 4, len(s.response_ids)),)) for s in samples]
     both = [sick[i] if i in (0, 1, 3, 4) else s for i, s in enumerate(samples)]
     assert count_siblings(both) == {SICK: 2.0, WELL: 1.0}
 

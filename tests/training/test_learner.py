@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from laminar.config import ConfigError
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.learner import Learner
 from laminar.training.metrics import reward_by_version
 from laminar.training.model.policy import LoadedPolicy, digest_base_weights
@@ -261,8 +261,8 @@ def test_staleness_is_also_given_by_length(
     for i, s in enumerate(make_samples(groups=2, siblings=4)):
         ids = np.resize(s.response_ids, i + 1).astype(np.int32)
         logprobs = np.resize(s.logprobs, i + 1).astype(np.float32)
-        went_on = Span("rollout-0", 2, 2, 1), Span("rollout-0", 4, 4, i)
-        spans = went_on if i >= 6 else (Span("rollout-0", 5, 5, i + 1),)
+        went_on = TokenSpan("rollout-0", 2, 2, 1), TokenSpan("rollout-0", 4, 4, i)
+        spans = went_on if i >= 6 else (TokenSpan("rollout-0", 5, 5, i + 1),)
         samples.append(replace(s, response_ids=ids, logprobs=logprobs, spans=spans))
     found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
     name = "training/off_policy/trajectory_staleness/length_q"

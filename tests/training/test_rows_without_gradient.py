@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training import learner as learner_module
 from laminar.training.algorithms import policy_losses
 from laminar.training.algorithms.advantages import Estimator
@@ -165,7 +165,7 @@ def test_one_row_of_each_replica_and_version_is_scored(
 
 def test_a_row_that_several_sampled_proves_them_all() -> None:
     first, second, third = make_samples(lengths=(6, 6, 6), replicas=1)
-    spans = (Span("rollout-1", 4, 4, 2), Span("rollout-0", 3, 3, 4))
+    spans = (TokenSpan("rollout-1", 4, 4, 2), TokenSpan("rollout-0", 3, 3, 4))
     both = replace(first, spans=spans)
     assert select_one_per_origin([both, second, third]) == [both]
     assert select_one_per_origin([second, third, both]) == [second, both]
@@ -174,7 +174,7 @@ def test_a_row_that_several_sampled_proves_them_all() -> None:
 def test_an_engine_whose_rows_have_no_gradient_is_found_and_left_out() -> None:
     """Its rows leave the counts, as any that came from other weights."""
     sick = [replace(s, logprobs=s.logprobs - 10) for s in FLAT[:4]]
-    sick = [replace(s, spans=(Span("rollout-7", 3, 3, len(s.response_ids)),)) for s in sick]
+    sick = [replace(s, spans=(TokenSpan("rollout-7", 3, 3, len(s.response_ids)),)) for s in sick]
     found, of_some = gradient(None, SUSPECT, sick + FLAT[4:])
     assert found.left_out.keys() == {s.sample_id for s in sick}
     expected, of_all = gradient(None, SUSPECT, FLAT[4:])
@@ -281,7 +281,7 @@ def test_a_left_out_row_in_a_baseline_is_seen() -> None:
     rewards = (9.0, 0.5, 0.5, 0.5)
     group = [replace(s, reward=r) for s, r in zip(FLAT[:4], rewards, strict=True)]
     other = replace(group[0], logprobs=group[0].logprobs - 10)
-    other = replace(other, spans=(Span("rollout-7", 3, 3, len(other.response_ids)),))
+    other = replace(other, spans=(TokenSpan("rollout-7", 3, 3, len(other.response_ids)),))
     samples = [other, *group[1:], *FLAT[8:]]
     expected, of_all = gradient(None, SUSPECT, samples[1:])
     found, of_some = gradient(None, SUSPECT, samples)

@@ -15,7 +15,7 @@ import torch
 
 from laminar.actors.batch_fetch import sample_of
 from laminar.config.algorithm import LossAggMode
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.learner import Learner
@@ -36,7 +36,7 @@ from tools.kit.store_samples import (
 )
 
 CPU = torch.device("cpu")
-SPAN = Span("rollout-0", 0, 0, 6)
+SPAN = TokenSpan("rollout-0", 0, 0, 6)
 Make = Callable[..., Any]
 
 

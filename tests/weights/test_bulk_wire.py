@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.wire import BadBytes, FrameKind, Header
+from laminar.weights.chain.wire import BadBytes, FrameHeader, FrameKind
 from laminar.weights.version import manifest as mf
 from tools.bench.weights.relay_process import draft
 
 DIGEST = "0123456789abcdef" * 2
 DOWN = [
-    wire.Hello(run="r", name="relay-0", incarnation=3, chain=7, nonce=bytes(16)),
+    wire.ChainHello(run="r", name="relay-0", incarnation=3, chain=7, nonce=bytes(16)),
     wire.Offer(number=1, draft=draft(4, 256, 64), checksums=b"x" * 32, digest=DIGEST, base=None),
     wire.Offer(
         number=2,
@@ -29,7 +29,7 @@ DOWN = [
 ]
 UP = [
     wire.Challenge(name="relay-1", incarnation=2, nonce=bytes(16), proof=bytes(32)),
-    wire.Welcome(held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
+    wire.ChainWelcome(held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
     wire.PeerRefused(reason="another run"),
     wire.ShareStarted(version=6),
     wire.Want(offer=1, have=b"\xa0", from_block=None),
@@ -47,7 +47,7 @@ def decoded(decoder: Any, data: bytes, limit: int = wire.MESSAGE_BYTES_MAX) -> A
 
 def framed(body: bytes) -> bytes:
     """A message whose body is anything, with the right checksum."""
-    header = Header(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
+    header = FrameHeader(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
     return wire.pack_header(header) + body
 
 
@@ -63,7 +63,7 @@ def test_messages_come_back_to_the_side_that_may_have_sent_them() -> None:
 
 
 def test_a_header_comes_back() -> None:
-    header = Header(FrameKind.CHUNK, 1 << 20, 17, 1 << 40, (1 << 64) - 1)
+    header = FrameHeader(FrameKind.CHUNK, 1 << 20, 17, 1 << 40, (1 << 64) - 1)
     assert wire.unpack_header(wire.pack_header(header), 100) == header
 
 
@@ -73,13 +73,13 @@ def test_a_header_comes_back() -> None:
         (b"GET / HTTP/1.1\r\nHost: relay-1.lan\r", "not-a-relay"),
         (b"LMRW\x02" + bytes(27), "wire-version"),
         (b"LMRW\x01\x09" + bytes(26), "unknown-kind"),
-        (wire.pack_header(Header(FrameKind.MESSAGE, 101, 0, 0, 0)), "bad-length"),
+        (wire.pack_header(FrameHeader(FrameKind.MESSAGE, 101, 0, 0, 0)), "bad-length"),
         (
-            wire.pack_header(Header(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 0, 0)),
+            wire.pack_header(FrameHeader(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 0, 0)),
             "bad-length",
         ),
         (
-            wire.pack_header(Header(FrameKind.BLOCK, wire.BLOCK_BYTES_MAX + 1, 0, 0, 0)),
+            wire.pack_header(FrameHeader(FrameKind.BLOCK, wire.BLOCK_BYTES_MAX + 1, 0, 0, 0)),
             "bad-length",
         ),
     ],

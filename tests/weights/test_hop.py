@@ -29,7 +29,7 @@ from laminar.weights.chain.reports import (
     Trouble,
 )
 from laminar.weights.chain.sender import Sender
-from laminar.weights.chain.wire import BadBytes, FrameKind, Header
+from laminar.weights.chain.wire import BadBytes, FrameHeader, FrameKind
 from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy, pack_have
@@ -54,8 +54,8 @@ class Link:
 
     def __init__(self, decoder: Any, handler: Any) -> None:
         self.decoder, self.handler = decoder, handler
-        self.frames: deque[tuple[Header, bytes]] = deque()
-        self.spoil: Callable[[Header, bytes], bytes] = lambda header, body: body
+        self.frames: deque[tuple[FrameHeader, bytes]] = deque()
+        self.spoil: Callable[[FrameHeader, bytes], bytes] = lambda header, body: body
         self.failed = ""
         self.said: list[Any] = []  #: messages so far
         self.hold: FrameKind | None = None  #: stop before the first body of this kind
@@ -71,7 +71,7 @@ class Link:
         header = wire.unpack_header(data[: wire.HEADER_BYTES], wire.MESSAGE_BYTES_MAX)
         self.frames.append((header, data[wire.HEADER_BYTES :]))
 
-    def push(self, header: Header, body: Region) -> None:
+    def push(self, header: FrameHeader, body: Region) -> None:
         assert self.idle
         self.stopped = header.kind == self.hold
         self.frames.append((header, bytes(body.view)))
@@ -199,7 +199,7 @@ def join(first: Relay, second: Relay) -> tuple[Link, Link]:
     """Make `second` the successor of `first`; the links to it and from it."""
     down = Link(wire.predecessor_decoder, second.receiver)
     up = Link(wire.successor_decoder, first.sender)
-    welcome = wire.Welcome(
+    welcome = wire.ChainWelcome(
         held=second.table.get_complete_digests(),
         partial=second.table.list_partial(),
     )
@@ -341,7 +341,7 @@ def test_a_damaged_chunk_is_asked_for_again_and_never_forwarded() -> None:
     links = [*join(a, b), *join(b, c)]
     damage = [2, 2, 5]
 
-    def spoil(header: Header, body: bytes) -> bytes:
+    def spoil(header: FrameHeader, body: bytes) -> bytes:
         if header.position in damage:
             damage.remove(header.position)
             return body[:-1] + bytes([body[-1] ^ 1])
@@ -374,10 +374,10 @@ def test_chunks_nobody_asked_for_end_the_connection() -> None:
     a.publish(0)
     run([a, b], links, lambda: chunks_here(b) == 3)
     for header in (
-        Header(FrameKind.CHUNK, CHUNK, 0, 0, 0),  # proved already
-        Header(FrameKind.CHUNK, CHUNK, CHUNKS, 0, 0),
-        Header(FrameKind.CHUNK, CHUNK, 5, 9, 0),
-        Header(FrameKind.CHUNK, CHUNK - 1, 5, 0, 0),
+        FrameHeader(FrameKind.CHUNK, CHUNK, 0, 0, 0),  # proved already
+        FrameHeader(FrameKind.CHUNK, CHUNK, CHUNKS, 0, 0),
+        FrameHeader(FrameKind.CHUNK, CHUNK, 5, 9, 0),
+        FrameHeader(FrameKind.CHUNK, CHUNK - 1, 5, 0, 0),
     ):
         with pytest.raises(BadBytes, match="unasked-chunk"):
             b.receiver.get_buffer(header)
@@ -399,7 +399,7 @@ def test_wrong_answers_end_the_connection() -> None:
             a.sender.handle_message(message)
     with pytest.raises(BadBytes, match="second-hello"):
         b.receiver.handle_message(
-            wire.Hello(run="r", name="a", incarnation=1, chain=1, nonce=bytes(16))
+            wire.ChainHello(run="r", name="a", incarnation=1, chain=1, nonce=bytes(16))
         )
     with pytest.raises(BadBytes, match="bad-checksums"):
         like = draft(1, SIZE, CHUNK)
@@ -563,7 +563,7 @@ def test_a_damaged_block_is_sent_again(damages: int) -> None:
     settle([a, b], links, lambda: b.holds(0))
     left = [damages]
 
-    def spoil(header: Header, body: bytes) -> bytes:
+    def spoil(header: FrameHeader, body: bytes) -> bytes:
         left[0] -= 1
         return bytes(len(body)) if left[0] >= 0 else body
 
@@ -621,7 +621,7 @@ class Chain:
         if self.hops.pop(index, None) is not None:
             part(self.relays[index], self.relays[index + 1])
 
-    def spoil(self, header: Header, body: bytes) -> bytes:
+    def spoil(self, header: FrameHeader, body: bytes) -> bytes:
         if body and self.random.random() < self.damage:
             at = self.random.randrange(len(body))
             return body[:at] + bytes([body[at] ^ 0xFF]) + body[at + 1 :]

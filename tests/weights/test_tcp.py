@@ -13,7 +13,7 @@ import pytest
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.tcp import Connection
-from laminar.weights.chain.wire import FrameKind, Header
+from laminar.weights.chain.wire import FrameHeader, FrameKind
 
 BYTES = bytes(range(256)) * 16
 
@@ -31,7 +31,7 @@ class Sender:
             msgspec.msgpack.Decoder(wire.FromSuccessor),
             self,  # type: ignore[arg-type]
         )
-        header = Header(FrameKind.CHUNK, len(BYTES) - 256, 0, 0, 0)
+        header = FrameHeader(FrameKind.CHUNK, len(BYTES) - 256, 0, 0, 0)
         body = Region(memoryview(memory), self.file.fileno()).slice_bytes(256, len(BYTES))
         self.connection.push(header, body)
 

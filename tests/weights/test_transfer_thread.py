@@ -30,7 +30,7 @@ from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
 from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.transport import FrameHandler
 from laminar.weights.chain.upstream import RelayIdentity
-from laminar.weights.chain.wire import FrameKind, Header
+from laminar.weights.chain.wire import FrameHeader, FrameKind
 from laminar.weights.version import manifest as mf
 from tools.bench.weights.relay_process import digest_of, draft
 from tools.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
@@ -94,16 +94,16 @@ def drained(each: Probe) -> list[Report]:
     return found
 
 
-def framed(header: Header, body: bytes = b"") -> bytes:
+def framed(header: FrameHeader, body: bytes = b"") -> bytes:
     return wire.pack_header(header) + body
 
 
 STRANGERS = [
     (b"GET / HTTP/1.1\r\nHost: relay-1:5555\r\n\r\n", "not-a-relay"),
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40), "not-a-relay"),
-    (framed(Header(FrameKind.MESSAGE, wire.HANDSHAKE_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
-    (framed(Header(FrameKind.MESSAGE, 3, 0, 0, 7), b"abc"), "damaged-message"),
-    (framed(Header(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
+    (framed(FrameHeader(FrameKind.MESSAGE, wire.HANDSHAKE_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
+    (framed(FrameHeader(FrameKind.MESSAGE, 3, 0, 0, 7), b"abc"), "damaged-message"),
+    (framed(FrameHeader(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
     (wire.encode(wire.Seal(version=1, digest=DIGEST)), "no-hello"),
     (wire.encode(wire.VersionDone(version=1, digest=DIGEST)), "not-a-message"),
     (hello(run="another"), "other-run"),
@@ -226,10 +226,10 @@ def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
 
 HOSTILE = [
     (hello(), "second-hello"),
-    (framed(Header(FrameKind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
-    (framed(Header(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 3, 0)), "bad-length"),
+    (framed(FrameHeader(FrameKind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
+    (framed(FrameHeader(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 3, 0)), "bad-length"),
     (b"\0" * wire.HEADER_BYTES, "not-a-relay"),
-    (framed(Header(FrameKind.MESSAGE, 0, 0, 0, 0)), "damaged-message"),
+    (framed(FrameHeader(FrameKind.MESSAGE, 0, 0, 0, 0)), "damaged-message"),
 ]
 
 
@@ -240,7 +240,7 @@ def test_a_predecessor_that_goes_wrong_is_reported(
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
         greet(sock)
-        assert isinstance(received(sock, wire.successor_decoder), wire.Welcome)
+        assert isinstance(received(sock, wire.successor_decoder), wire.ChainWelcome)
         sock.sendall(data)
         ended(sock)
     assert relay.wait(NeighbourUp) == NeighbourUp(Side.PREDECESSOR, "relay-9", 1)
@@ -257,8 +257,8 @@ def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe])
     offer = wire.Offer(number=1, draft=draft(1, 4096, 1024), checksums=b"", digest="", base=None)
     with socket.create_connection((relay.host, relay.port)) as sock:
         greet(sock)
-        sock.sendall(framed(Header(FrameKind.BLOCK, 8, 0, 3, 0), bytes(8)))
-        sock.sendall(framed(Header(FrameKind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
+        sock.sendall(framed(FrameHeader(FrameKind.BLOCK, 8, 0, 3, 0), bytes(8)))
+        sock.sendall(framed(FrameHeader(FrameKind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
         assert relay.wait(SlotWanted) == SlotWanted(1, 4096)
 
 
@@ -311,7 +311,7 @@ def test_a_successor_that_is_no_relay_is_reported(
         for answer in (
             b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\n",
             wire.encode(wire.VersionDone(version=1, digest=DIGEST)),
-            framed(Header(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)),
+            framed(FrameHeader(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)),
         ):
             sock, _ = server.accept()
             with sock:

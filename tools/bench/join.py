@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.analysis.log.process_logs import LogLine, log_lines
-from laminar.analysis.log.timeline import Span, read_spans, read_steps
+from laminar.analysis.log.timeline import TimelineSpan, read_spans, read_steps
 from laminar.names.ids import actor_name
 from tools.bench.weights import network as net
 from tools.kit.real_run import ROOT, laminar, read_json
@@ -97,7 +97,7 @@ class Joiner:
         }
 
 
-def _of_version(spans: list[Span], version: int) -> Span:
+def _of_version(spans: list[TimelineSpan], version: int) -> TimelineSpan:
     return next(span for span in spans if span.version == version)
 
 

@@ -18,7 +18,7 @@ KEY, NONCE = b"key", bytes(16)
 
 def hello(**changes: Any) -> bytes:
     fields = {"run": "run", "name": "relay-9", "incarnation": 1, "chain": 1, "nonce": NONCE}
-    return wire.encode(wire.Hello(**(fields | changes)))
+    return wire.encode(wire.ChainHello(**(fields | changes)))
 
 
 def introduction(challenge: wire.Challenge, run: str = "run") -> HandshakeTranscript:

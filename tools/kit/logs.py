@@ -21,9 +21,9 @@ from laminar.eventlog.reader import scan_log
 from laminar.eventlog.record import (
     DecisionRecord,
     EventRecord,
-    Header,
     LogTail,
     Record,
+    SegmentHeader,
     StateHashRecord,
     Takeover,
     encode_frame,
@@ -85,13 +85,13 @@ def rewritten(records: Iterable[Record]) -> dict[str, bytes]:
     files: dict[str, bytearray] = {}
     crc, number = 0, 0
     for record in records:
-        if isinstance(record, Header):
+        if isinstance(record, SegmentHeader):
             before = Takeover(number, len(files[segment_name(number)]), crc) if number else None
             while number < record.segment:
                 number += 1
                 files[segment_name(number)] = bytearray()
             record = msgspec.structs.replace(record, takes_over=before)
-        frame, crc = encode_frame(record, crc, settled=isinstance(record, Header))
+        frame, crc = encode_frame(record, crc, settled=isinstance(record, SegmentHeader))
         files[segment_name(number)] += frame
     return {name: bytes(data) for name, data in files.items()}
 

@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassificat
 from laminar.actors.trainer import NO_PROBE
 from laminar.config import Config, resolve_config
 from laminar.run.directory import RESUME_FILE
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training import distributed_learner
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.checkpoints.checkpoint import iter_moments
@@ -140,7 +140,7 @@ def make_samples(
                 reward=0.5 if i // 4 in flat else float(rng.random()),
                 temperature=(0.7, 1.0, 1.3)[i % 3],
                 truncated=i % 4 == 1,
-                spans=(Span(replica, 3, 3, length),),
+                spans=(TokenSpan(replica, 3, 3, length),),
             )
         )
     return found

@@ -129,7 +129,7 @@ def _requests(
         item = m.RewardItem(
             trajectory_id=event.trajectory_id,
             placement=event.placement,
-            score=score,
+            reward=score,
             reason=event.reason,
         )
         yield m.PutRewards(items=(item,))

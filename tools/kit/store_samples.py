@@ -122,7 +122,7 @@ def go_on(
 
 
 def reward(name: str, score: float | None, placement: int = 1, **fields: Any) -> m.PutRewards:
-    item = m.RewardItem(trajectory_id=name, placement=placement, score=score, **fields)
+    item = m.RewardItem(trajectory_id=name, placement=placement, reward=score, **fields)
     return m.PutRewards(items=(item,))
 
 
@@ -150,7 +150,7 @@ def answers(database: Database, *requests: m.Request) -> list[str]:
     return [one(database, request).answer for request in requests]
 
 
-def fetched(database: Database, name: str) -> m.Trajectory:
+def fetched(database: Database, name: str) -> m.StoredTrajectory:
     (reply,) = database.handle_batch([m.Fetch(ids=(name,), with_prompt=True)])
     (trajectory,) = reply.trajectories
     return trajectory

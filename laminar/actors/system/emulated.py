@@ -39,7 +39,7 @@ from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
 from laminar.training.trainer_state import CheckpointError, LearnerFacts, ResumeState, decode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, build_manifest
-from laminar.weights.version.restored import Restored, restore_version
+from laminar.weights.version.restored import RestoredVersion, restore_version
 
 WEIGHTS_FILE = "emulated_weights.bin"
 TENSORS = 8
@@ -223,7 +223,7 @@ def _write(directory: Path, files: Mapping[str, bytes]) -> None:
         (directory / name).write_bytes(content)
 
 
-def read_checkpoint(directory: Path, version: int) -> Restored:
+def read_checkpoint(directory: Path, version: int) -> RestoredVersion:
     """Restore a saved version; CheckpointError."""
 
     def fill(view: Bytes, manifest: mf.Manifest) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from laminar.actors.model_files import ModelFiles
-from laminar.actors.trainer import Learner
+from laminar.actors.trainer import TrainerModel
 from laminar.actors.weight_publisher import Attach
 from laminar.config import Config
 from laminar.tasks.data.tokenizer import get_tokenizer_size, load_tokenizer
@@ -34,7 +34,7 @@ from laminar.weights.version.tensors import write_tensors
 class LearnerParts(NamedTuple):
     """The learner, its files and the arena of the trainer actor."""
 
-    learner: Learner
+    learner: TrainerModel
     files: ModelFiles
     attach: Attach
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.config import Config, ConfigError
 from laminar.events.base import Event
 from laminar.events.codec import decode_envelope, encode
@@ -229,7 +229,7 @@ def run_actors(
     role: str,
     node: str,
     address: str,
-    make: Callable[[Host], Actor],
+    make: Callable[[Host], ActorRole],
 ) -> int:
     """Run these actors as the body of a process; return its exit code."""
     import uvloop

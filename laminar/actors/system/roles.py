@@ -17,8 +17,8 @@ from laminar.config import Config
 from laminar.engines.environment import build_environment, engine_modules
 
 if TYPE_CHECKING:
-    from laminar.actors.host import Actor, Host
-    from laminar.actors.trainer import Book
+    from laminar.actors.host import ActorRole, Host
+    from laminar.actors.trainer import TrainingRecord
     from laminar.training.rank_processes import RankProcesses
 
 COMMON = "torch"
@@ -94,7 +94,7 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
     return found
 
 
-def make_actor(host: Host) -> Actor:
+def make_actor(host: Host) -> ActorRole:
     """Return the actor of a role; each role imports only what it needs."""
     if host.role == "store":
         return _make_store(host)
@@ -106,7 +106,7 @@ def make_actor(host: Host) -> Actor:
     return _make_trainer(host) if host.role == "trainer" else _make_rollout(host)
 
 
-def _make_store(host: Host) -> Actor:
+def _make_store(host: Host) -> ActorRole:
     from laminar.actors.store import Store
     from laminar.run.directory import STORE_FILE
     from laminar.storage.database import Database
@@ -124,7 +124,7 @@ def _make_store(host: Host) -> Actor:
     return Store(host, open_database, RunPrompts(host.config))
 
 
-def _make_rollout(host: Host) -> Actor:
+def _make_rollout(host: Host) -> ActorRole:
     from laminar.actors.rollout import Rollout
 
     if host.config.is_emulated:
@@ -136,7 +136,7 @@ def _make_rollout(host: Host) -> Actor:
     return Rollout(host, RealParts(host))
 
 
-def _make_trainer(host: Host) -> Actor:
+def _make_trainer(host: Host) -> ActorRole:
     from laminar.actors.trainer import Trainer
     from laminar.run.directory import TRAINER_BOOK_FILE
     from laminar.storage.durable_lines import DurableLines
@@ -156,7 +156,7 @@ def _make_trainer(host: Host) -> Actor:
     return _real_trainer(host, book)
 
 
-def _real_trainer(host: Host, book: Book) -> Actor:
+def _real_trainer(host: Host, book: TrainingRecord) -> ActorRole:
     from laminar.actors.system.learners import is_ranked, parts_of
     from laminar.actors.trainer import Trainer
     from laminar.run.fail_points import FailPoints

@@ -15,13 +15,13 @@ from laminar.weights.arena.arena import Arena
 from laminar.weights.arena.region import ArenaError
 from laminar.weights.version.hashes import Bytes, verify_weights
 from laminar.weights.version.manifest import Manifest
-from laminar.weights.version.restored import Restored, VersionRestoreError
+from laminar.weights.version.restored import RestoredVersion, VersionRestoreError
 
 
 class ReplicaFiles:
     """The weight files that one replica can reach."""
 
-    def __init__(self, read: Callable[[Path, int], Restored]) -> None:
+    def __init__(self, read: Callable[[Path, int], RestoredVersion]) -> None:
         """Use `read(directory, version)` to read a checkpoint's version; CheckpointError."""
         self._read = read
 
@@ -31,7 +31,7 @@ class ReplicaFiles:
         except ArenaError as error:
             raise NotReadable(str(error)) from error
 
-    async def read_checkpoint(self, directory: Path, version: int) -> Restored:
+    async def read_checkpoint(self, directory: Path, version: int) -> RestoredVersion:
         try:
             return await asyncio.to_thread(self._read, directory, version)
         except VersionRestoreError as error:

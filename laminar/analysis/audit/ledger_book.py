@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from laminar.core.context import COMMANDS_PER_EVENT_MAX
-from laminar.core.state.ledger import Book
+from laminar.core.state.ledger import LedgerCounts
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
@@ -199,9 +199,9 @@ def ledger_problems(state: State, account: Account) -> list[str]:
     return problems
 
 
-def _group_book(account: Account) -> Book:
+def _group_book(account: Account) -> LedgerCounts:
     """Count groups: each ends with its last sibling, as trained if any was; reasons are merged."""
-    book = Book(issued=len(account.groups))
+    book = LedgerCounts(issued=len(account.groups))
     ends: dict[GroupId, list[EndKind]] = {}
     for closed in account.closed.values():
         ends.setdefault(closed.ending.group, []).append(closed.ending.end)
@@ -212,16 +212,16 @@ def _group_book(account: Account) -> Book:
     return book
 
 
-def _trajectory_book(account: Account) -> Book:
-    book = Book(issued=len(account.issued))
+def _trajectory_book(account: Account) -> LedgerCounts:
+    book = LedgerCounts(issued=len(account.issued))
     for closed in account.closed.values():
         book.record_end(closed.ending.end, closed.ending.reason)
     return book
 
 
-def _token_book(state: State, account: Account) -> Book:
+def _token_book(state: State, account: Account) -> LedgerCounts:
     """Count tokens: issued are those of ended trajectories and those known of live ones."""
-    book = Book(issued=sum(t.num_tokens for t in state.trajectories.values()))
+    book = LedgerCounts(issued=sum(t.num_tokens for t in state.trajectories.values()))
     for closed in account.closed.values():
         book.issued += closed.num_tokens + closed.tokens_lost
         book.record_end(closed.ending.end, closed.ending.reason, closed.num_tokens)
@@ -233,7 +233,7 @@ def _sum_dropped(dropped: dict[str, int]) -> dict[str, int]:
     return {ANY_REASON: sum(dropped.values())}
 
 
-def _compare_books(name: str, counted: Book, items: Book) -> list[str]:
+def _compare_books(name: str, counted: LedgerCounts, items: LedgerCounts) -> list[str]:
     """Compare two books class by class; an absent class counts 0."""
     sides = [
         {"issued": b.issued, "trained": b.trained, "evaluated": b.evaluated, "live": b.live}

@@ -24,7 +24,7 @@ from laminar.core.state.versions import step_of
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books
-from laminar.storage.rules import Row, Span
+from laminar.storage.rules import Row, TokenSpan
 
 
 class EndRecord(NamedTuple):
@@ -43,7 +43,7 @@ class StoreBook(NamedTuple):
     meta: dict[str, str]
     removed: set[str]  #: trajectories whose tokens were removed
     #: replica and weights of each part, by trajectory; only with weight updates in flight
-    spans: dict[TrajectoryId, tuple[Span, ...]]
+    spans: dict[TrajectoryId, tuple[TokenSpan, ...]]
 
     def bad_rewards(self) -> dict[str, int]:
         """Count the stored rewards that no reward function gave, by reason."""
@@ -152,7 +152,7 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
 
 
 def _span_problems(
-    name: TrajectoryId, row: Row, spans: Sequence[Span], account: Account
+    name: TrajectoryId, row: Row, spans: Sequence[TokenSpan], account: Account
 ) -> list[str]:
     """Check the parts of a trajectory of a run with in-flight weight updates.
 

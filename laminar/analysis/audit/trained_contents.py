@@ -24,7 +24,7 @@ from laminar.run.directory import STORE_FILE, TRAINER_BOOK_FILE
 from laminar.storage import books
 from laminar.storage.contents import Content, digest_batch
 from laminar.storage.rows import DamageError, PromptKey
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.storage.tables import StoredChunk, Tables
 
 STOPPED = "stop"
@@ -101,14 +101,14 @@ def _count_turn_tokens(chunks: Sequence[StoredChunk]) -> tuple[int, ...]:
     return tuple(counts[segment] for segment in sorted(counts))
 
 
-def _merge_spans(chunks: Sequence[StoredChunk]) -> tuple[Span, ...]:
+def _merge_spans(chunks: Sequence[StoredChunk]) -> tuple[TokenSpan, ...]:
     """Merge neighbouring chunks of the same source into one span."""
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for chunk in chunks:
         if chunk.source is None:
             raise _MissingContent
         if spans and spans[-1][:3] == tuple(chunk.source):
             spans[-1] = spans[-1]._replace(num_tokens=spans[-1].num_tokens + chunk.num_tokens)
         else:
-            spans.append(Span(*chunk.source, chunk.num_tokens))
+            spans.append(TokenSpan(*chunk.source, chunk.num_tokens))
     return tuple(spans)

@@ -83,7 +83,7 @@ SCHEMAS = {
             ("tokens", pa.int64()),
             ("tokens_lost", pa.int64()),
             ("finish_reason", pa.string()),
-            ("score", pa.float64()),
+            ("reward", pa.float64()),
             ("reward_reason", pa.string()),
             ("end", pa.string()),  # trained | evaluated | dropped; null while it is open
             ("end_reason", pa.string()),
@@ -212,7 +212,7 @@ def _build_trajectory_row(life: TrajectoryHistory) -> Row:
         life.num_tokens,
         life.tokens_lost,
         life.finish_reason or None,
-        life.score,
+        life.reward,
         life.reward_reason or None,
         life.end or None,
         life.end_reason or None,

@@ -207,7 +207,7 @@ class TraceWriter:
             span = self._scoring[life.trajectory_id] = (life.scorer, REWARD, life.trajectory_id)
             self._tracks.begin_span(span, us, life.trajectory_id, event=now.seq)
         elif what == REWARDED:
-            self._end_scoring(life, us, event=now.seq, score=life.score)
+            self._end_scoring(life, us, event=now.seq, reward=life.reward)
         elif what == ENDING:
             facts = {"end": life.end, "reason": life.end_reason}
             self._tracks.end_span(slot, us, event=now.seq, **facts)

@@ -38,7 +38,7 @@ def display_fields(message: Event | Command) -> dict[str, Any]:
             if ending["end"] == "trained":
                 ending["step"] = step_number(ending["step"])
     elif isinstance(message, ev.TrajectoryRewarded):
-        score = float_of(message.reward_bits)
-        named = (("score", score) if k == "reward_bits" else (k, v) for k, v in fields.items())
+        reward = float_of(message.reward_bits)
+        named = (("reward", reward) if k == "reward_bits" else (k, v) for k, v in fields.items())
         return dict(named)
     return fields

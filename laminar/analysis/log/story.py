@@ -26,7 +26,7 @@ from laminar.analysis.log.process_logs import LogLine, log_lines
 from laminar.analysis.log.run_log import parse_command, parse_event, read_records
 from laminar.analysis.log.trajectory_history import EventClock
 from laminar.config import ConfigError
-from laminar.eventlog.record import DecisionRecord, EventRecord, Header, Record
+from laminar.eventlog.record import DecisionRecord, EventRecord, Record, SegmentHeader
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
@@ -189,7 +189,7 @@ def _decision_line(cause: int, command: Command, seconds: float, subject: Subjec
 
 
 def _other_line(record: Record) -> str:
-    tag = "header" if isinstance(record, Header) else "state-hash"
+    tag = "header" if isinstance(record, SegmentHeader) else "state-hash"
     return f"{'':>8} {'':>10}  {tag:<11} {_format_fields(msgspec.structs.asdict(record), None)}"
 
 

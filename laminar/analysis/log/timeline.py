@@ -32,7 +32,7 @@ Steps = NDArray[np.int64]
 EMPTY_STEPS: Steps = np.zeros((0, 4), dtype=np.int64)
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """Activity of a process."""
 
     state: str
@@ -42,7 +42,7 @@ class Span(NamedTuple):
     version: int  #: -1 if there is none
 
 
-def read_spans(run_dir: Path, process: str) -> list[Span]:
+def read_spans(run_dir: Path, process: str) -> list[TimelineSpan]:
     """Return the spans in the order in which they ended; empty if the process wrote none."""
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
@@ -102,7 +102,7 @@ def merge_steps(steps: Iterable[Steps]) -> Intervals:
     return merge_intervals(np.concatenate([EMPTY_STEPS, *steps])[:, :2], gap_ns=JOIN_NS)
 
 
-def select_state(spans: Iterable[Span], state: str) -> Intervals:
+def select_state(spans: Iterable[TimelineSpan], state: str) -> Intervals:
     return merge_intervals((span.start_ns, span.end_ns) for span in spans if span.state == state)
 
 
@@ -114,9 +114,9 @@ def _parse_fields(line: str) -> Any:
         return None
 
 
-def _parse_span(path: Path, number: int, fields: Any) -> Span:
+def _parse_span(path: Path, number: int, fields: Any) -> TimelineSpan:
     try:
-        return Span(
+        return TimelineSpan(
             str(fields["state"]),
             int(fields["start_ns"]),
             int(fields["end_ns"]),

@@ -103,7 +103,7 @@ class TrajectoryHistory:
     ended_by: str = ""  #: reason why its environment ended it
     scorer: str = ""  #: replica asked to score it
     rewarded: Moment | None = None
-    score: float | None = None
+    reward: float | None = None
     reward_reason: str = ""
     chosen: Moment | None = None
     ending: Moment | None = None  #: when its end was decided
@@ -213,7 +213,7 @@ class HistoryTracker:
         if life is None or trajectory is None or life.rewarded is not None:
             return
         if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
-            life.rewarded, life.score = now, float_of(event.reward_bits)
+            life.rewarded, life.reward = now, float_of(event.reward_bits)
             life.reward_reason, life.ended_by = event.reason, event.ended_by
             yield Change(REWARDED, life)
 

@@ -35,7 +35,7 @@ STYLE = (
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """Points in order of x; y is None where a point has no value."""
 
     name: str
@@ -56,7 +56,7 @@ class Chart:
     title: str
     x_label: str
     y_label: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     y_range: tuple[float, float] | None = None  #: None: the range of the values
     x_range: tuple[float, float] | None = None
     note: str = ""
@@ -114,9 +114,9 @@ def _build_svg(title: str, width: float, height: float, body: Iterable[str]) -> 
     )
 
 
-def _merge_equal_lines(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
+def _merge_equal_lines(lines: Iterable[tuple[str, ChartLine]]) -> list[tuple[str, ChartLine]]:
     """Merge lines that would cover each other exactly."""
-    found: dict[object, tuple[str, Line]] = {}
+    found: dict[object, tuple[str, ChartLine]] = {}
     for colour, line in lines:
         values = (*line.x,), (*line.y,), (*line.error,), (*line.band,)
         key = values if len(line.x) else line.name
@@ -128,25 +128,25 @@ def _merge_equal_lines(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Lin
     return list(found.values())
 
 
-def _band_ends(lines: Iterable[Line]) -> Iterator[tuple[float, float, float]]:
+def _band_ends(lines: Iterable[ChartLine]) -> Iterator[tuple[float, float, float]]:
     """Yield the ends of the bands, as points without an error."""
     for line in lines:
         for x, ends in zip(line.x, line.band, strict=bool(line.band)):
             yield from ((x, end, 0.0) for end in ends)
 
 
-def _pick_colour(line: Line, place: int) -> str:
+def _pick_colour(line: ChartLine, place: int) -> str:
     return COLOURS[(line.colour if line.colour >= 0 else place) % len(COLOURS)]
 
 
-def _thin_line(line: Line) -> Line:
+def _thin_line(line: ChartLine) -> ChartLine:
     """Replace neighbouring points by their means, so that at most POINTS_MAX remain."""
     per = -(-len(line.x) // POINTS_MAX)
     if per < 2:
         return line
     parts = [slice(i, i + per) for i in range(0, len(line.x), per)]
     ys = [[v for v in line.y[part] if v is not None] for part in parts]
-    return Line(
+    return ChartLine(
         line.name,
         [_mean(line.x[part]) for part in parts],
         [_mean(values) if values else None for values in ys],
@@ -160,7 +160,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _list_points(line: Line) -> Iterator[tuple[float, float, float]]:
+def _list_points(line: ChartLine) -> Iterator[tuple[float, float, float]]:
     """Yield (x, y, half of the error bar) of every point that has a finite value."""
     errors = line.error or [0.0] * len(line.x)
     for x, y, error in zip(line.x, line.y, errors, strict=True):
@@ -251,7 +251,7 @@ def _draw_text(
     return f"<text {place}{name}{more}>{escape(text)}</text>"
 
 
-def _draw_line(line: Line, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
+def _draw_line(line: ChartLine, colour: str, x: _Scale, y: _Scale) -> Iterator[str]:
     points = list(_list_points(line))
     places = [(x(px), y(py)) for px, py, _ in points]
     dash = ' stroke-dasharray="5 4"' if line.dashed else ""
@@ -302,9 +302,11 @@ def _error_bar(x: float, low: float, high: float, colour: str) -> str:
     return f'<path d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" stroke="{colour}" fill="none"/>'
 
 
-def _split_legend(lines: Sequence[tuple[str, Line]], width: float) -> list[list[tuple[str, Line]]]:
+def _split_legend(
+    lines: Sequence[tuple[str, ChartLine]], width: float
+) -> list[list[tuple[str, ChartLine]]]:
     """Split a legend into rows that fit the width; a single line needs no legend."""
-    rows: list[list[tuple[str, Line]]] = []
+    rows: list[list[tuple[str, ChartLine]]] = []
     left = 0.0
     for colour, line in lines if len(lines) > 1 else ():
         if not rows or _entry_width(line) > left:
@@ -315,11 +317,11 @@ def _split_legend(lines: Sequence[tuple[str, Line]], width: float) -> list[list[
     return rows
 
 
-def _entry_width(line: Line) -> float:
+def _entry_width(line: ChartLine) -> float:
     return 6.6 * len(line.name) + 36
 
 
-def _draw_legend(rows: Sequence[Sequence[tuple[str, Line]]], width: float) -> Iterator[str]:
+def _draw_legend(rows: Sequence[Sequence[tuple[str, ChartLine]]], width: float) -> Iterator[str]:
     """Yield the legend above the plot, each row aligned to the right."""
     for number, row in enumerate(rows):
         at, y = float(width - RIGHT), 29 + LEGEND_HEIGHT * number

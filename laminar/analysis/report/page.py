@@ -17,7 +17,7 @@ from html import escape
 
 from laminar.analysis.log.evaluations import is_shaped
 from laminar.analysis.report import charts
-from laminar.analysis.report.charts import Chart, Line, draw_chart, draw_shares, format_number
+from laminar.analysis.report.charts import Chart, ChartLine, draw_chart, draw_shares, format_number
 from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.page_head import render_head, render_problems
 from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, render_rows
@@ -106,7 +106,7 @@ code { font: 12.5px ui-monospace, monospace; } .settings { margin: 0 0 10px; }
   align-items: baseline; } .sample > summary::marker { content: ""; }
 .glance { font: 12.5px ui-monospace, monospace; color: #333; overflow: hidden;
   text-overflow: ellipsis; white-space: nowrap; } .of { color: #8c959f; }
-.score { font-weight: 600; white-space: nowrap; }
+.reward { font-weight: 600; white-space: nowrap; }
 #tip { position: fixed; display: none; pointer-events: none;
   background: #24292f; color: #fff; font-size: 12px; line-height: 1.45; padding: 5px 9px;
   border-radius: 5px; white-space: pre; z-index: 2; }
@@ -207,17 +207,17 @@ def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
 
 
 def chart_evaluations(runs: Sequence[PageData]) -> list[Chart]:
-    """Return the chart of the accuracy and, for a shaped reward, of the mean score."""
+    """Return the chart of the accuracy and, for a shaped reward, of the mean reward."""
     right = _build_evaluation_lines(runs, "share", 100)
     title = "Evaluation accuracy, ± standard error"
     found = [Chart(title, STEPS, "% of the samples", right, y_range=(0, 100))]
     if any(is_shaped(facts) for data in runs for facts in data.summary["evaluations"]):
-        title = "Mean evaluation score, ± standard error"
-        found.append(Chart(title, STEPS, "score", _build_evaluation_lines(runs, "score", 1)))
+        title = "Mean evaluation reward, ± standard error"
+        found.append(Chart(title, STEPS, "reward", _build_evaluation_lines(runs, "score", 1)))
     return found
 
 
-def _build_evaluation_lines(runs: Sequence[PageData], key: str, factor: float) -> list[Line]:
+def _build_evaluation_lines(runs: Sequence[PageData], key: str, factor: float) -> list[ChartLine]:
     """Return a line per run: one figure of every evaluation that has it."""
     lines = []
     for data in runs:
@@ -225,18 +225,18 @@ def _build_evaluation_lines(runs: Sequence[PageData], key: str, factor: float) -
         steps = [float(facts["step"]) for facts in found]
         values = [factor * facts[key] for facts in found]
         errors = [factor * (facts[f"{key}_se"] or 0.0) for facts in found]
-        lines.append(Line(data.name, steps, values, errors, marks=True))
+        lines.append(ChartLine(data.name, steps, values, errors, marks=True))
     return lines
 
 
 def _chart_metric(runs: Sequence[PageData], title: str, key: str, unit: str) -> Drawn:
-    lines = [Line(data.name, *data.get_points(key)) for data in runs]
+    lines = [ChartLine(data.name, *data.get_points(key)) for data in runs]
     return partial(draw_chart, Chart(title, STEPS, unit, lines))
 
 
 def _chart_advantages(data: PageData, runs: Sequence[PageData]) -> Drawn:
     found = [data.get_points(f"critic/advantages/{name}") for name in ADVANTAGES]
-    lines = [Line(name, *points) for name, points in zip(ADVANTAGES, found, strict=True)]
+    lines = [ChartLine(name, *points) for name, points in zip(ADVANTAGES, found, strict=True)]
     title = f"Advantages of the batch{_format_run_name(data, runs)}"
     return partial(draw_chart, Chart(title, STEPS, "advantage", lines))
 
@@ -264,7 +264,7 @@ def _chart_lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
     parts = [[*data.lengths.trained.values(), *data.lengths.generated.values()] for data in runs]
     y_range = _same_y(runs, parts)
     for data in runs:
-        lines = [Line(name, *points, stairs=True) for name, points in data.histogram.items()]
+        lines = [ChartLine(name, *points, stairs=True) for name, points in data.histogram.items()]
         title = f"Trained response lengths{_format_run_name(data, runs)}"
         longest = max((x for line in lines for x in line.x), default=1.0)
         yield partial(
@@ -273,7 +273,7 @@ def _chart_lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
         )
     for data in runs:
         lines = [
-            Line(f"{what} p{q}", *points, dashed=dashed, colour=colour)
+            ChartLine(f"{what} p{q}", *points, dashed=dashed, colour=colour)
             for colour, q in enumerate(data.lengths.trained)
             for what, dashed, points in (
                 ("trained", False, data.lengths.trained[q]),
@@ -301,15 +301,18 @@ def _chart_staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
 
 
 def _chart_scores(runs: Sequence[PageData]) -> Drawn:
-    lines = [Line(data.name, *data.scores, marks=True) for data in runs]
-    title = "Mean score of trained responses by their length"
-    return partial(draw_chart, Chart(title, "tokens", "score", lines))
+    lines = [ChartLine(data.name, *data.scores, marks=True) for data in runs]
+    title = "Mean reward of trained responses by their length"
+    return partial(draw_chart, Chart(title, "tokens", "reward", lines))
 
 
 def _chart_rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
     y_range = _same_y(runs, [[data.rates.generated, data.rates.trained] for data in runs])
     for data in runs:
-        lines = [Line("generated", *data.rates.generated), Line("trained", *data.rates.trained)]
+        lines = [
+            ChartLine("generated", *data.rates.generated),
+            ChartLine("trained", *data.rates.trained),
+        ]
         title = f"Response tokens per second{_format_run_name(data, runs)}"
         x_label = "seconds since the start"
         yield partial(draw_chart, Chart(title, x_label, "tokens/s", lines, y_range=y_range))
@@ -349,7 +352,7 @@ def _render_samples(data: PageData, runs: Sequence[PageData]) -> Iterator[str]:
 
 def _render_sample(sample: Sample) -> Iterator[str]:
     row = sample.row
-    score = "-" if sample.score is None else f"{sample.score:.3g}"
+    reward = "-" if sample.reward is None else f"{sample.reward:.3g}"
     answer = "" if sample.answer is None else str(sample.answer)
     glances = [
         f'<span class="glance"><span class="of">{name}</span> {escape(text)}</span>'
@@ -360,7 +363,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
         )
     ]
     yield '<details class="sample"><summary>'
-    yield f'<span class="score">score {score}</span>{"".join(glances)}</summary>'
+    yield f'<span class="reward">reward {reward}</span>{"".join(glances)}</summary>'
     cut = ", truncated" if sample.truncated else ""
     yield (
         f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, {sample.sampled_by} on '

@@ -234,9 +234,9 @@ def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
 def _compute_scores(responses: list[Response]) -> Points:
     """Return the mean score of each part, at its mean length."""
     lengths, scores = [], []
-    for part in _by_length([r for r in responses if r.score is not None], SCORE_BINS):
+    for part in _by_length([r for r in responses if r.reward is not None], SCORE_BINS):
         lengths.append(float(np.mean([r.num_tokens for r in part])))
-        scores.append(float(np.mean([r.score for r in part])))
+        scores.append(float(np.mean([r.reward for r in part])))
     return lengths, scores
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
-from laminar.analysis.report.charts import Bar, Chart, Line, draw_bars, draw_chart
+from laminar.analysis.report.charts import Bar, Chart, ChartLine, draw_bars, draw_chart
 from laminar.analysis.report.confidence import Estimate, estimate_gain, estimate_mean
 from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.page_rows import Drawn, render_rows
@@ -32,7 +32,7 @@ def chart_replicas(runs: Sequence[PageData]) -> list[Drawn]:
         ("Sequences running", "per replica", {d.name: d.series.running for d in runs}),
         ("Sequences waiting", "per replica", {d.name: d.series.waiting for d in runs}),
     ):
-        lines = [Line(name, b.x, b.mean, band=b.ends) for name, b in bands.items() if b.x]
+        lines = [ChartLine(name, b.x, b.mean, band=b.ends) for name, b in bands.items() if b.x]
         lines = [replace(line, name="mean") for line in lines] if len(runs) == 1 else lines
         what = f"{title}: mean, lowest and highest replica"
         if lines:
@@ -47,8 +47,8 @@ def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
         return
     yield "<h2>Repack</h2>"
     found = summarize_policies([data.summary for data in runs])
-    moved = [Line(data.name, *data.series.moved) for data in with_it]
-    emptied = [Line(data.name, *data.series.emptied) for data in with_it]
+    moved = [ChartLine(data.name, *data.series.moved) for data in with_it]
+    emptied = [ChartLine(data.name, *data.series.emptied) for data in with_it]
     yield from render_rows(
         [
             *([_chart_throughput(found)] if len(found) > 1 else []),

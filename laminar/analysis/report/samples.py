@@ -26,7 +26,7 @@ from laminar.run.directory import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
 from laminar.storage.rows import DamageError, PromptKey
-from laminar.storage.rules import Chunk, Row, Span
+from laminar.storage.rules import Chunk, Row, TokenSpan
 from laminar.storage.tables import ALL, Tables, TrajectoryFilter
 
 ROWS, PAYLOADS = 1024, 32
@@ -55,11 +55,11 @@ class Sample(NamedTuple):
     response: str  #: with special tokens; if the payload was removed, as the reward function saw it
     answer: Any  #: reference answer of the data
     extras: m.Extras  #: extra figures of the reward functions
-    spans: tuple[Span, ...]  #: replica and version that sampled each part, in order
+    spans: tuple[TokenSpan, ...]  #: replica and version that sampled each part, in order
 
     @property
-    def score(self) -> float | None:
-        return rules.score_of(self.row.reward_bits)
+    def reward(self) -> float | None:
+        return rules.decode_reward(self.row.reward_bits)
 
     @property
     def truncated(self) -> bool:
@@ -110,7 +110,7 @@ class Sample(NamedTuple):
             "prompt": self.prompt,
             "response": self.response,
             "answer": self.answer,
-            "score": self.score,
+            "reward": self.reward,
             "reason": row.reward_reason,
             "exception": row.reward_detail or None,
             "extras": self.extras,
@@ -132,7 +132,7 @@ class _StoredSample(NamedTuple):
     tokens: bytes  #: of response and context; empty if removed, and then there is text
     text: str
     extras: m.Extras
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
 
 def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterator[Sample]:
@@ -148,7 +148,7 @@ def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterato
         return
     text = choice.search.casefold()
     found = (sample for sample in _load_samples(path, rows, decode) if _contains_text(sample, text))
-    yield from _select_extremes(found, choice, lambda sample: sample.score)
+    yield from _select_extremes(found, choice, lambda sample: sample.reward)
 
 
 def _build_condition(path: Path, choice: SampleFilter) -> TrajectoryFilter:
@@ -217,7 +217,7 @@ def _select_extremes(
 
 
 def _row_score(row: Row) -> float | None:
-    return rules.score_of(row.reward_bits)
+    return rules.decode_reward(row.reward_bits)
 
 
 def _contains_text(sample: Sample, text: str) -> bool:

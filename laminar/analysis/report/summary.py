@@ -25,8 +25,8 @@ from laminar.analysis.log.intervals import Intervals, intersect_intervals, merge
 from laminar.analysis.log.run_log import WallClock, replay_log
 from laminar.analysis.log.state_intervals import StateIntervals
 from laminar.analysis.log.timeline import (
-    Span,
     Steps,
+    TimelineSpan,
     cut_timelines,
     merge_steps,
     read_spans,
@@ -282,7 +282,7 @@ def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
 
 
 def _trainer_shares(
-    windows: StateIntervals, trainers: dict[str, list[Span]], cut: list[str]
+    windows: StateIntervals, trainers: dict[str, list[TimelineSpan]], cut: list[str]
 ) -> dict[str, dict[str, float]]:
     working = merge_intervals(
         np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)])
@@ -303,8 +303,8 @@ def _summarize_timing(
     account: Account,
     windows: StateIntervals,
     milestones: Milestones,
-    trainers: dict[str, list[Span]],
-    pulls: dict[str, list[Span]],
+    trainers: dict[str, list[TimelineSpan]],
+    pulls: dict[str, list[TimelineSpan]],
     steps: dict[str, Steps],
     cut: list[str],
 ) -> dict[str, Any]:
@@ -335,13 +335,13 @@ def _summarize_timing(
     }
 
 
-def _find_covered(cut: bool, spans: list[Span]) -> Intervals:
+def _find_covered(cut: bool, spans: list[TimelineSpan]) -> Intervals:
     """Return the time covered by a process's spans."""
     first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
     return merge_intervals([(first_ns, np.iinfo(np.int64).max)])
 
 
-def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Intervals:
+def publish_windows(spans: list[TimelineSpan], published_ns: dict[int, int]) -> Intervals:
     """Return the times from the copy into the slot to the relay's report of a complete version."""
     return merge_intervals(
         (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
@@ -350,7 +350,9 @@ def publish_windows(spans: list[Span], published_ns: dict[int, int]) -> Interval
     )
 
 
-def _publish_stall(account: Account, milestones: Milestones, spans: list[Span]) -> float | None:
+def _publish_stall(
+    account: Account, milestones: Milestones, spans: list[TimelineSpan]
+) -> float | None:
     """Compute the stall over the trained steps whose weights were published, deferred included."""
     received = {span.step: span.start_ns for span in spans if span.state == "busy"}
     publishes, made_by = [], set()

@@ -25,7 +25,7 @@ from laminar.analysis.log.intervals import (
     merge_intervals,
     subtract_intervals,
 )
-from laminar.analysis.log.timeline import Span, Steps, select_state
+from laminar.analysis.log.timeline import Steps, TimelineSpan, select_state
 
 NEARLY_EMPTY = 8  #: threshold: one in this many slots
 GAPS_MIN = 20
@@ -108,7 +108,7 @@ def compute_shares(life: Intervals, parts: Mapping[str, Intervals], rest: str) -
 
 def trainer_shares(
     life: Intervals,
-    spans: Sequence[Span],
+    spans: Sequence[TimelineSpan],
     free: Intervals,
     final_evaluation: Intervals,
     working: Intervals,

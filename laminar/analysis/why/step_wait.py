@@ -141,7 +141,7 @@ class StepWait:
         )
         yield from self._before_lines(placement, self._dispatch[life.trajectory_id])
         tokens = f"{life.num_tokens} tokens, {life.finish_reason}"
-        score = f"by {life.scorer}, score {life.score:.3g}" if life.score is not None else ""
+        score = f"by {life.scorer}, reward {life.reward:.3g}" if life.reward is not None else ""
         before = placement.dispatched
         for name, moment, detail in (
             ("started", placement.started, placement.replica),

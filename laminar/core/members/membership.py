@@ -32,7 +32,7 @@ from laminar.core.state.indexes import (
     find_trainer,
     indexes_of,
 )
-from laminar.core.state.state import Actor, State
+from laminar.core.state.state import ActorState, State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay
 from laminar.core.validation import accept_any
@@ -82,7 +82,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         _await_machine(ctx, event.name)
 
 
-def _create_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> Actor:
+def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None) -> ActorState:
     """Create the actor of a joining process; `known` is the earlier process of its name."""
     if event.start:
         state.start_numbers[event.name] = event.start
@@ -91,7 +91,7 @@ def _create_actor(state: State, event: ev.ActorJoined, known: Actor | None) -> A
         state.former_boot_ids[event.name] = former[-FORMER_MAX:]
     incarnation = state.next_incarnation
     state.next_incarnation += 1
-    return Actor(
+    return ActorState(
         name=event.name,
         role=Role(event.role),
         node=event.node,
@@ -128,7 +128,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
     return "" if same else f"the trainer of this run is {first.name} on {first.node}"
 
 
-def _has_ended(state: State, event: ev.ActorJoined, known: Actor | None) -> bool:
+def _has_ended(state: State, event: ev.ActorJoined, known: ActorState | None) -> bool:
     """Return whether a hello is late: its node has started another process of the name since.
 
     Nodes are not numbered; their last boots are remembered instead."""
@@ -269,7 +269,7 @@ def on_node_recovered(ctx: Context, event: ev.NodeRecovered) -> None:
     node.silent = False
 
 
-def _is_needed(state: State, actor: Actor) -> bool:
+def _is_needed(state: State, actor: ActorState) -> bool:
     """Return whether the run needs an actor back when it is lost."""
     return not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
 
@@ -364,6 +364,6 @@ def _await_machine(ctx: Context, node: str) -> None:
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 
-def _actors_of(state: State, node: str) -> list[Actor]:
+def _actors_of(state: State, node: str) -> list[ActorState]:
     """List all processes of its machine but itself, also lost ones."""
     return [a for a in state.actors.values() if a.node == node and a.role != Role.NODE]

@@ -23,7 +23,7 @@ from laminar.core.registry import handles
 from laminar.core.state import keys
 from laminar.core.state.indexes import end_actor, indexes_of
 from laminar.core.state.keys import TimerKind
-from laminar.core.state.state import Actor, State
+from laminar.core.state.state import ActorState, State
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import move_run
 from laminar.core.steps import batching
@@ -101,7 +101,7 @@ def _train_on(ctx: Context) -> None:
     publishing.forget_export(ctx)
 
 
-def _in_order(state: State, lost: list[Actor]) -> list[str]:
+def _in_order(state: State, lost: list[ActorState]) -> list[str]:
     """Sort lost actors: nodes last, since they take their processes with them; relays by chain.
 
     In chain order no relay is given another as its successor."""

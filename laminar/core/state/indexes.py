@@ -21,10 +21,10 @@ from laminar.core.state.keys import CommandKey, TimerName
 from laminar.core.state.lost_work import LostWork
 from laminar.core.state.replica_index import ReplicaIndex
 from laminar.core.state.state import (
-    Actor,
+    ActorState,
     Group,
     OutstandingCommand,
-    Relay,
+    RelayState,
     Replica,
     State,
     Trajectory,
@@ -137,7 +137,7 @@ def indexes_of(state: State) -> Indexes:
 # --- actors -----------------------------------------------------------------------------------
 
 
-def add_actor(state: State, actor: Actor) -> None:
+def add_actor(state: State, actor: ActorState) -> None:
     """Add an actor; an earlier process of its name is no longer alive."""
     indexes, before = indexes_of(state), state.actors.get(actor.name)
     if before is not None:
@@ -157,7 +157,7 @@ def end_actor(state: State, name: str) -> None:
         indexes.replicas.update(state, state.replicas[name])
 
 
-def live_actor(state: State, role: Role) -> Actor | None:
+def live_actor(state: State, role: Role) -> ActorState | None:
     """Return the live actor of a single role (store, trainer); None while it is not alive."""
     for name in indexes_of(state).roles.get(role, ()):
         if state.actors[name].alive:
@@ -165,7 +165,7 @@ def live_actor(state: State, role: Role) -> Actor | None:
     return None
 
 
-def find_trainer(state: State) -> Actor | None:
+def find_trainer(state: State) -> ActorState | None:
     """Return the live trainer; with checkpoints also an absent one that is awaited."""
     live = live_actor(state, Role.TRAINER)
     if live is None and state.settings.keeps_checkpoints:
@@ -174,7 +174,7 @@ def find_trainer(state: State) -> Actor | None:
     return live
 
 
-def working_trainer(state: State) -> Actor | None:
+def working_trainer(state: State) -> ActorState | None:
     """Return the trainer if it can be given work: ready, and with all steps of the log done."""
     live = live_actor(state, Role.TRAINER)
     return live if live is not None and live.ready and state.steps_repeated < 0 else None
@@ -251,7 +251,7 @@ def invalidate_lengths(state: State, group: Group) -> None:
 # --- relays -------------------------------------------------------------------------------------
 
 
-def master_relay(state: State) -> Relay | None:
+def master_relay(state: State) -> RelayState | None:
     """Return the relay of the trainer's machine, if it is ready: the source of every version.
 
     Versions that an absent trainer has published count, too."""
@@ -262,20 +262,20 @@ def master_relay(state: State) -> Relay | None:
     return head if head.node == source.node else None
 
 
-def remove_relay(state: State, relay: Relay) -> None:
+def remove_relay(state: State, relay: RelayState) -> None:
     set_held(state, relay, [])
     del state.relays[relay.name]
     update_relay(state, relay)
 
 
-def update_relay(state: State, relay: Relay) -> None:
+def update_relay(state: State, relay: RelayState) -> None:
     """Update the replicas of a relay's machine after it got a newer version, or is gone."""
     indexes = indexes_of(state)
     for name in indexes.served_by(relay.name):
         indexes.replicas.update(state, state.replicas[name])
 
 
-def set_held(state: State, relay: Relay, held: list[int]) -> bool:
+def set_held(state: State, relay: RelayState, held: list[int]) -> bool:
     """Record the versions that can be pulled from a relay; return whether anything changed."""
     holders = indexes_of(state).held
     if relay.held == held:

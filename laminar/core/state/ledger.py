@@ -16,7 +16,7 @@ import msgspec
 from laminar.events.reasons import DropReason, EndKind
 
 
-class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
+class LedgerCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The counts of one kind of thing."""
 
     issued: int = 0
@@ -41,6 +41,6 @@ class Book(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Ledger(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The three books of a run."""
 
-    groups: Book = msgspec.field(default_factory=Book)
-    trajectories: Book = msgspec.field(default_factory=Book)
-    tokens: Book = msgspec.field(default_factory=Book)
+    groups: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
+    trajectories: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
+    tokens: LedgerCounts = msgspec.field(default_factory=LedgerCounts)

@@ -39,7 +39,7 @@ def _encode_default(value: StrEnum) -> Any:
     return msgspec.field(default_factory=lambda: value)
 
 
-class Actor(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ActorState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A process slot by name; a restarted process gets a higher incarnation."""
 
     name: str
@@ -116,7 +116,7 @@ class Replica(msgspec.Struct, kw_only=True, omit_defaults=True):
         return len(self.running) + len(self.incoming)
 
 
-class Relay(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RelayState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A ready relay of one machine: a place in the chain."""
 
     name: str
@@ -238,14 +238,14 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     next_incarnation: int = 1
 
     #: processes by name; role "rollout" has an entry in replicas once it is ready
-    actors: dict[str, Actor] = {}
+    actors: dict[str, ActorState] = {}
     #: last boot ids of earlier node processes, by node name
     former_boot_ids: dict[str, tuple[str, ...]] = {}
     #: start number of the last member, by name
     start_numbers: dict[str, int] = {}
     replicas: dict[str, Replica] = {}
     #: relays that are ready, by name
-    relays: dict[str, Relay] = {}
+    relays: dict[str, RelayState] = {}
     #: names of relays in the order in which weights pass through them
     relay_chain: list[str] = []
 

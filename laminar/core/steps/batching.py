@@ -161,7 +161,7 @@ def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
         step=group.step,
         order=group.order,
         num_tokens=sum(m.num_tokens for m in scored),
-        scores=tuple(float_of(m.reward_bits) for m in scored),
+        rewards=tuple(float_of(m.reward_bits) for m in scored),
     )
 
 

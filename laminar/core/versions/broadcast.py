@@ -20,7 +20,7 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of, master_relay
-from laminar.core.state.state import Actor, Relay, State
+from laminar.core.state.state import ActorState, RelayState, State
 from laminar.core.state.statuses import Phase
 from laminar.core.validation import accept_any, are_allocated, is_count, of_a_version
 from laminar.core.versions import load_sources, pinning
@@ -52,10 +52,10 @@ LAGS_MAX = 3
 # --- the chain --------------------------------------------------------------------------------
 
 
-def add_relay(ctx: Context, actor: Actor, chain_address: str) -> Relay:
+def add_relay(ctx: Context, actor: ActorState, chain_address: str) -> RelayState:
     """Add a ready relay to the chain, where it is fed."""
     state = ctx.state
-    relay = Relay(
+    relay = RelayState(
         name=actor.name,
         node=actor.node,
         chain_address=chain_address,
@@ -119,7 +119,7 @@ def relink_chain(ctx: Context) -> None:
                 successor.slow_transfers = 0  # a new hop, perhaps a quick one
 
 
-def _order_forward(ctx: Context, relay: Relay, successor: Relay | None) -> None:
+def _order_forward(ctx: Context, relay: RelayState, successor: RelayState | None) -> None:
     ctx.issue_command(
         cmd.ForwardWeights(
             to=relay.name,
@@ -188,7 +188,7 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
 
 
 def record_held_versions(
-    ctx: Context, relay: Relay, version: int, digest: str, held: tuple[int, ...]
+    ctx: Context, relay: RelayState, version: int, digest: str, held: tuple[int, ...]
 ) -> bool:
     """Record the versions that a relay reports; return whether any was new.
 
@@ -208,7 +208,7 @@ def record_held_versions(
     return changed
 
 
-def _heard_of(ctx: Context, relay: Relay) -> None:
+def _heard_of(ctx: Context, relay: RelayState) -> None:
     """Allow a failed source that responds again to be asked: lost work may wait for it."""
     failed = ctx.state.failed_sources
     if relay.name in failed:
@@ -216,20 +216,20 @@ def _heard_of(ctx: Context, relay: Relay) -> None:
         ctx.touch_all()
 
 
-def restart_for_other_bytes(ctx: Context, relay: Relay, digest: str) -> bool:
+def restart_for_other_bytes(ctx: Context, relay: RelayState, digest: str) -> bool:
     """Restart a relay with other bytes; return False if that was ordered already."""
     newest, published = ctx.state.newest_version, ctx.state.newest_digest
     reason = f"its version {newest} has digest {digest}, but {published} was published"
     return ctx.restart_actor(relay.name, reason)
 
 
-def touch_replicas(ctx: Context, relay: Relay) -> None:
+def touch_replicas(ctx: Context, relay: RelayState) -> None:
     """Touch the replicas that pull from this relay: they have another choice now."""
     for name in indexes_of(ctx.state).served_by(relay.name):
         ctx.touch_replica(name)
 
 
-def await_newest(ctx: Context, relay: Relay) -> None:
+def await_newest(ctx: Context, relay: RelayState) -> None:
     """Set a time in which a relay must have the newest published version."""
     state, timer = ctx.state, keys.receive_timer(relay.name)
     if (
@@ -292,7 +292,7 @@ def _older_comes(ctx: Context, event: ev.TransferProblem) -> None:
 # --- slow relays ----------------------------------------------------------------------------------
 
 
-def _judge_speed(ctx: Context, relay: Relay, event: ev.WeightsReceived) -> None:
+def _judge_speed(ctx: Context, relay: RelayState, event: ev.WeightsReceived) -> None:
     """Count the transfers in a row that this relay has held up.
 
     With cut-through a hop ends shortly after the one before it; any lag is time in which its

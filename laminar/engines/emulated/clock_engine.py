@@ -21,9 +21,9 @@ from laminar.engines.protocol import (
     STOP,
     EngineError,
     EngineStats,
+    EngineStep,
     GenerateRequest,
     KvOnUpdate,
-    StepRecord,
     TokenDelta,
 )
 
@@ -115,7 +115,7 @@ class ClockEngine:
             clock.cached, self._capacity, clock.running, clock.waiting, clock.preempted
         )
 
-    def drain_steps(self) -> list[StepRecord]:
+    def drain_steps(self) -> list[EngineStep]:
         return []
 
     async def close(self) -> None:

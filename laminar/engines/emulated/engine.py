@@ -23,9 +23,9 @@ from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.engines.mapped_file import FileBytes, MappedFile
 from laminar.engines.protocol import (
     EngineError,
+    EngineStep,
     GenerateRequest,
     KvOnUpdate,
-    StepRecord,
     TokenDelta,
     WeightSource,
 )
@@ -56,7 +56,7 @@ class EmulatedEngine(ClockEngine):
         emulation, limit = config.emulation, config.data.max_response_length
         self._lengths = ResponseLengths(median=emulation.median_response, limit=limit)
         self._file, self._fingerprint = MappedFile(), ""
-        self._steps: list[StepRecord] = []
+        self._steps: list[EngineStep] = []
         self._tokens, self._from_ns = 0, time.monotonic_ns()
         self._replica_on_deltas = on_deltas
         self._timing = EngineTiming(
@@ -124,7 +124,7 @@ class EmulatedEngine(ClockEngine):
         scores.set_result(make_fake_logprobs(self._fingerprint, sequences))
         return scores
 
-    def drain_steps(self) -> list[StepRecord]:
+    def drain_steps(self) -> list[EngineStep]:
         """Return step records: between two reports one step as it was, and the rest as one."""
         self._record_steps()
         steps, self._steps = self._steps, []
@@ -142,10 +142,10 @@ class EmulatedEngine(ClockEngine):
         if running and tokens > running:
             step_ns = self._timing.step_ns(running, self.clock.cached)
             end = min(begun + int(step_ns), now)
-            self._steps.append(StepRecord(begun, end, running, running))
+            self._steps.append(EngineStep(begun, end, running, running))
             begun, tokens = end, tokens - running
         if tokens:
-            self._steps.append(StepRecord(begun, now, 0, tokens))
+            self._steps.append(EngineStep(begun, now, 0, tokens))
 
 
 def fingerprint_weights(weights: FileBytes) -> str:

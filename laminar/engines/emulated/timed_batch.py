@@ -28,7 +28,7 @@ NO_LIMIT = 1 << 62
 """Tokens: more than any cache must hold."""
 
 
-class _Sequence:
+class _TimedSequence:
     """State of a response in the batch."""
 
     __slots__ = ("end", "id", "prompt", "runs", "since", "tokens", "total", "wanted")
@@ -56,10 +56,10 @@ class TimedBatch:
         self.prefilled = 0  #: tokens
         self._timing, self._slots = timing, slots
         self._capacity = timing.cache_tokens or NO_LIMIT
-        self._sequences: dict[str, _Sequence] = {}
-        self._running: dict[str, _Sequence] = {}  #: in the order of admission
-        self._waiting: deque[_Sequence] = deque()
-        self._ends: list[tuple[int, int, _Sequence]] = []
+        self._sequences: dict[str, _TimedSequence] = {}
+        self._running: dict[str, _TimedSequence] = {}  #: in the order of admission
+        self._waiting: deque[_TimedSequence] = deque()
+        self._ends: list[tuple[int, int, _TimedSequence]] = []
         self._order = 0
         # The stretch: steps with the same sequences, of which the first has begun.
         self._start = 0.0  #: its start time
@@ -118,7 +118,7 @@ class TimedBatch:
         if self._length or now > self._start:
             self.advance_to(now)
         self._end_stretch()
-        added = self._sequences[sequence_id] = _Sequence(sequence_id, prompt, done, total)
+        added = self._sequences[sequence_id] = _TimedSequence(sequence_id, prompt, done, total)
         self._waiting.append(added)
 
     def remove(self, sequence_id: str, now: float) -> None:
@@ -247,7 +247,7 @@ class TimedBatch:
         self.prefilled += prefill
         return prefill
 
-    def _add_running(self, sequence: _Sequence) -> None:
+    def _add_running(self, sequence: _TimedSequence) -> None:
         sequence.runs, sequence.since = True, self._steps
         sequence.end = self._steps + sequence.total - sequence.tokens
         self._running[sequence.id] = sequence
@@ -255,7 +255,7 @@ class TimedBatch:
         self._order += 1
         heappush(self._ends, (sequence.end, self._order, sequence))
 
-    def _remove_running(self, sequence: _Sequence) -> None:
+    def _remove_running(self, sequence: _TimedSequence) -> None:
         """Remove a sequence from the running batch; it keeps its token count."""
         sequence.tokens += self._steps - sequence.since
         sequence.runs = False

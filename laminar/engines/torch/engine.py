@@ -38,7 +38,7 @@ from laminar.engines.protocol import (
     TokenDelta,
 )
 from laminar.engines.requests import check_request, check_sequence
-from laminar.engines.spans import Lengths, Span, SpanPlanner, round_up
+from laminar.engines.spans import Lengths, SlotSpan, SpanPlanner, round_up
 from laminar.engines.torch.model import DecoderModel
 from laminar.engines.torch.sampling import draw_uniforms
 from laminar.engines.torch.streaming import StreamedLoad
@@ -310,7 +310,7 @@ class TorchEngine:
 
 
 def _decode_step(
-    model: DecoderModel, sequences: Sequence[_Sequence], lengths: Lengths, spans: Sequence[Span]
+    model: DecoderModel, sequences: Sequence[_Sequence], lengths: Lengths, spans: Sequence[SlotSpan]
 ) -> tuple[list[int], list[float]]:
     """Run one forward pass over all running sequences; return sampled ids and log-probs."""
     n = len(sequences)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from laminar.engines.hf_config import ModelSpec
 from laminar.engines.protocol import EngineError
-from laminar.engines.spans import Span, round_up
+from laminar.engines.spans import SlotSpan, round_up
 
 _HINT = "the model's parameters under their Hugging Face names (a tied head only once)"
 
@@ -173,13 +173,13 @@ class KVCache:
             self.k[:, slot, :, kept], self.v[:, slot, :, kept] = k, v
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Tokens of neighbouring slots that pass through the layers together."""
 
     start: int  #: common first position of the rows, if there is one
     ids: Tensor  #: [n, L]
     positions: Tensor  #: [n, L], or with one span [1, L] for all
-    spans: Sequence[Span]
+    spans: Sequence[SlotSpan]
 
 
 class DecoderModel:
@@ -220,7 +220,7 @@ class DecoderModel:
         finally:
             self.cache = kept
 
-    def forward(self, ids: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, spans: Sequence[SlotSpan]) -> Tensor:
         """Run `ids` [n, L] at `positions` ([n, L], or with one span [1, L] for all) in n slots.
 
         Keys and values are written to the cache, and each token attends to the positions up to
@@ -232,7 +232,7 @@ class DecoderModel:
         return self._apply_norm(x, self.weights.norm)
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, spans: Sequence[Span], begin: int, end: int
+        self, x: Tensor, positions: Tensor, spans: Sequence[SlotSpan], begin: int, end: int
     ) -> Tensor:
         """Run hidden states [n, L, H] through layers `begin` to `end` - 1, as `forward` does."""
         rows = self._steps[spans[0].first : spans[-1].stop, None]
@@ -294,7 +294,7 @@ class DecoderModel:
 
     def split_chunks(
         self, rows: Sequence[Sequence[int]], first: int, chunk_tokens: int
-    ) -> Iterator[Batch]:
+    ) -> Iterator[TokenBatch]:
         """Yield the batches of a prefill, each at most about `chunk_tokens` tokens.
 
         Rows are right-padded within a chunk: padding in the cache lies behind the row's end, where
@@ -309,8 +309,8 @@ class DecoderModel:
                 part = torch.tensor(row[start:end])
                 padded[: len(part)] = part
             positions = self._steps[None, start:end]
-            spans = [Span(first, first + count, round_up(end))]
-            yield Batch(start, ids.to(self.device), positions, spans)
+            spans = [SlotSpan(first, first + count, round_up(end))]
+            yield TokenBatch(start, ids.to(self.device), positions, spans)
             start = end
 
     def _apply_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ class DecoderModel:
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        spans: Sequence[Span],
+        spans: Sequence[SlotSpan],
         masks: Sequence[Tensor],
     ) -> Tensor:
         """Attend with q [n, L, h, D] to a layer's keys, values [slots, k, T, D]: [n, L, h * D]."""
@@ -370,7 +370,7 @@ class DecoderModel:
         return out.reshape(n, length, heads * size)
 
 
-def _split_by_span(rows: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+def _split_by_span(rows: Tensor, spans: Sequence[SlotSpan]) -> Sequence[Tensor]:
     """Return the rows of each span; a single span needs no kernel or view."""
     return [rows] if len(spans) == 1 else rows.split([stop - first for first, stop, _ in spans])
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from laminar.engines.torch.model import Batch, DecoderModel, need_all
+from laminar.engines.torch.model import DecoderModel, TokenBatch, need_all
 
 
 class _Chunk:
     """Tokens of some rows, and their progress."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: TokenBatch) -> None:
         self.batch, self.layers = batch, 0
         self.hidden: Tensor | None = None  #: [n, L, H] after `layers` layers
 

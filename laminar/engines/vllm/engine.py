@@ -32,9 +32,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from laminar.engines.protocol import (
     EngineError,
     EngineStats,
+    EngineStep,
     GenerateRequest,
     KvOnUpdate,
-    StepRecord,
     TokenDelta,
     WeightSource,
 )
@@ -62,7 +62,7 @@ class Gauges(StatLoggerBase):
         self.kv_used = 0.0  #: share of the cache
         self.running = self.waiting = self.preempted = 0
         self.prefix_queries = self.prefix_hits = 0  #: tokens
-        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        self.steps: deque[EngineStep] = deque(maxlen=MAX_STEP_RECORDS)
         self.last_ns = time.monotonic_ns()  #: end of a step, or arrival of work at an idle engine
 
     def record(
@@ -83,7 +83,7 @@ class Gauges(StatLoggerBase):
             self.preempted += iteration_stats.num_preempted_reqs
             tokens = iteration_stats.num_generation_tokens
             if tokens:
-                self.steps.append(StepRecord(self.last_ns, now, tokens, tokens))
+                self.steps.append(EngineStep(self.last_ns, now, tokens, tokens))
         self.last_ns = now
 
     def log_engine_initialized(self) -> None:
@@ -174,7 +174,7 @@ class VllmEngine:
             prefix_cache_hits=gauges.prefix_hits,
         )
 
-    def drain_steps(self) -> list[StepRecord]:
+    def drain_steps(self) -> list[EngineStep]:
         records = list(self._gauges.steps)
         self._gauges.steps.clear()
         return records

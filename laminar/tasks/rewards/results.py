@@ -70,7 +70,7 @@ class RewardCall(msgspec.Struct, frozen=True):
 
 
 class RewardResult(msgspec.Struct, frozen=True):
-    score: float | None
+    reward: float | None
     reason: str = "ok"  #: ok | unscored (the function returned None) | one of FAILURES
     detail: str = ""
     extras: Extras = {}  #: other values that the function returned or logged, up to EXTRAS_MAX
@@ -95,7 +95,7 @@ def call_guarded(score: Callable[[], Any], path: str) -> RewardResult:
 def apply_error_score(result: RewardResult, error_score: float) -> RewardResult:
     """Give a failed result the score `error_score`; return other results unchanged."""
     if result.reason in FAILURES:
-        return msgspec.structs.replace(result, score=error_score)
+        return msgspec.structs.replace(result, reward=error_score)
     return result
 
 
@@ -140,8 +140,8 @@ def _sum_results(functions: Sequence[FunctionSpec], parts: Sequence[RewardResult
         if part.reason in FAILURES:
             detail = f"{function.label}: {part.detail}" if named else part.detail
             return RewardResult(None, part.reason, detail[:DETAIL_CHARS], extras)
-        if part.score is not None:
-            scores.append(function.weight * part.score)
+        if part.reward is not None:
+            scores.append(function.weight * part.reward)
     if not scores:
         return RewardResult(None, "unscored", "", extras)
     total = sum(scores)
@@ -157,7 +157,7 @@ def _merge_extras(functions: Sequence[FunctionSpec], parts: Sequence[RewardResul
         return parts[0].extras
     found: Extras = {}
     for function, part in zip(functions, parts, strict=True):
-        found |= {function.label: part.score} if part.score is not None else {}
+        found |= {function.label: part.reward} if part.reward is not None else {}
     for function, part in zip(functions, parts, strict=True):
         found |= {f"{function.label}/{name}": value for name, value in part.extras.items()}
     return select_extras(found)

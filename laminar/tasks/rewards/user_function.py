@@ -228,7 +228,7 @@ def _score_group(
         return [RewardResult(None, "wrong-length", detail)] * count
     results = [call_guarded(partial(parse_result, score), spec.path) for score in scores]
     return [
-        RewardResult(r.score, r.reason, r.detail, select_extras({**r.extras, **extras}))
+        RewardResult(r.reward, r.reason, r.detail, select_extras({**r.extras, **extras}))
         for r, extras in zip(results, log.extras, strict=True)
     ]
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.steps import Ids, SpanPart, TrainSample, parts_of
 
 
@@ -56,7 +56,7 @@ class MicroBatch:
     """Input of one forward and backward pass; per-token tensors are [tokens] float32."""
 
     sample_ids: tuple[str, ...]  #: ids of the rows
-    spans: tuple[Span, ...]  #: spans of all tokens
+    spans: tuple[TokenSpan, ...]  #: spans of all tokens
     parts: tuple[SpanPart, ...]  #: parts of these spans
     rows: TokenRows
     behaviour: Tensor

@@ -21,13 +21,13 @@ from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network
 from laminar.weights.chain.upstream import HANDSHAKE_TIMEOUT_S, PollEntry, RelayIdentity
 from laminar.weights.chain.wire import (
     BadBytes,
+    ChainHello,
+    ChainWelcome,
     Challenge,
+    FrameHeader,
     FromSuccessor,
-    Header,
-    Hello,
     PeerRefused,
     Proof,
-    Welcome,
 )
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 1.0
@@ -45,9 +45,9 @@ class Successor:
     chain: int  #: number of the order
 
 
-def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> Hello:
+def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> ChainHello:
     """Build the first message of the connecting relay."""
-    return Hello(
+    return ChainHello(
         run=me.run,
         name=me.name,
         incarnation=me.incarnation,
@@ -57,7 +57,7 @@ def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = 
     )
 
 
-def answer_challenge(me: RelayIdentity, hello: Hello, challenge: Challenge) -> Proof:
+def answer_challenge(me: RelayIdentity, hello: ChainHello, challenge: Challenge) -> Proof:
     """Build the proof that answers a challenge; raise BadBytes if the peer lacks the run's key."""
     introduction = HandshakeTranscript(
         run=hello.run,
@@ -94,7 +94,7 @@ class Downstream:
         self.welcomed = False
         self._identity, self._sender, self._emit = identity, sender, emit
         self._network, self._clock, self._nonce = network, clock, nonce
-        self._hello: Hello | None = None  #: message sent on this connection
+        self._hello: ChainHello | None = None  #: message sent on this connection
         self._incarnation = 0  #: incarnation of the successor, once it has proved its run
         self._order: Successor | None = None
         self._connecting = False
@@ -201,7 +201,7 @@ class Downstream:
             raise BadBytes("refused", message.reason)
         if isinstance(message, Challenge) and not self._incarnation:
             self._answer_challenge(message)
-        elif isinstance(message, Welcome) and self._incarnation:
+        elif isinstance(message, ChainWelcome) and self._incarnation:
             self._accept_welcome(message)
         else:
             raise BadBytes("no-welcome", type(message).__name__)
@@ -214,7 +214,7 @@ class Downstream:
         self.connection.send(answer_challenge(self._identity, self._hello, challenge))
         self._incarnation = challenge.incarnation
 
-    def _accept_welcome(self, welcome: Welcome) -> None:
+    def _accept_welcome(self, welcome: ChainWelcome) -> None:
         assert self._order is not None and self.connection is not None
         self.welcomed, self._complained, self._pause = True, False, RETRY_S_MIN
         self._emit(NeighbourUp(Side.SUCCESSOR, self._order.name, self._incarnation))
@@ -225,10 +225,10 @@ class Downstream:
             lambda reason: self.end_connection(ConnectionAbortedError(reason)),
         )
 
-    def get_buffer(self, header: Header) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         raise BadBytes("unasked-chunk", f"{header}")
 
-    def handle_body(self, header: Header) -> None:
+    def handle_body(self, header: FrameHeader) -> None:
         raise AssertionError(header)
 
     def end_connection(self, error: BadBytes | OSError) -> None:

@@ -33,11 +33,11 @@ from laminar.weights.chain.transport import WRITABLE, Link, Network
 from laminar.weights.chain.upstream import HANDSHAKE_TIMEOUT_S, PollEntry, RelayIdentity
 from laminar.weights.chain.wire import (
     BadBytes,
+    ChainHello,
     Challenge,
     Decline,
+    FrameHeader,
     FrameKind,
-    Header,
-    Hello,
     Offer,
     PeerRefused,
     Resend,
@@ -86,7 +86,7 @@ class Fetcher:
         self._from: VersionHolder | None = None
         self._connection: Link | None = None
         self._connecting = False
-        self._hello: Hello | None = None
+        self._hello: ChainHello | None = None
         self._offer: Offer | None = None
         self._copy: VersionCopy | None = None
         self._slot_wanted = False
@@ -255,7 +255,7 @@ class Fetcher:
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def get_buffer(self, header: Header) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         """Return the buffer for a chunk, of exactly header.length bytes."""
         copy, index = self._copy, header.position
         asked = copy is not None and copy.version == header.version and index < copy.num_chunks
@@ -267,7 +267,7 @@ class Fetcher:
         target.populate_pages()
         return target.view
 
-    def handle_body(self, header: Header) -> None:
+    def handle_body(self, header: FrameHeader) -> None:
         copy, connection = self._copy, self._connection
         assert copy is not None and connection is not None
         self._arrival.num_bytes += header.length

@@ -18,8 +18,8 @@ from laminar.weights.chain.transport import Link
 from laminar.weights.chain.wire import (
     BadBytes,
     Decline,
+    FrameHeader,
     FrameKind,
-    Header,
     Offer,
     Resend,
     VersionDone,
@@ -94,7 +94,7 @@ class FetchHandler:
             return
         position, self._sent_at = self._todo.popleft(), self._clock()
         body = copy.get_chunk(position)
-        header = Header(
+        header = FrameHeader(
             FrameKind.CHUNK, body.nbytes, position, copy.version, copy.get_checksum(position)
         )
         self._link.push(header, body)
@@ -106,8 +106,8 @@ class FetchHandler:
             self._copy = None
         self._todo.clear()
 
-    def get_buffer(self, header: Header) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         raise BadBytes("unasked-chunk", f"{header}")
 
-    def handle_body(self, header: Header) -> None:
+    def handle_body(self, header: FrameHeader) -> None:
         raise AssertionError(header)

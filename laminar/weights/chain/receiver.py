@@ -32,11 +32,11 @@ from laminar.weights.chain.reports import (
 from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
     BadBytes,
+    ChainHello,
     Decline,
+    FrameHeader,
     FrameKind,
     FromPredecessor,
-    Header,
-    Hello,
     Offer,
     Resend,
     Seal,
@@ -149,7 +149,7 @@ class Receiver:
         elif isinstance(message, Seal):
             self._on_seal(message)
         else:
-            assert isinstance(message, Hello)
+            assert isinstance(message, ChainHello)
             raise BadBytes("second-hello", message.name)
 
     def report_pace(self, now: float) -> float | None:
@@ -282,7 +282,7 @@ class Receiver:
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def get_buffer(self, header: Header) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         """Return the buffer for a chunk or block.
 
         A chunk that was not requested is refused, as it would overwrite verified bytes.
@@ -303,7 +303,7 @@ class Receiver:
         target.populate_pages()
         return target.view
 
-    def handle_body(self, header: Header) -> None:
+    def handle_body(self, header: FrameHeader) -> None:
         if header.kind == FrameKind.BLOCK:
             return self._handle_block(header)
         copy = self.incoming
@@ -314,7 +314,7 @@ class Receiver:
             self._count_damage(header)
             self._send(Resend(version=copy.version, position=header.position))
 
-    def _count_damage(self, header: Header) -> None:
+    def _count_damage(self, header: FrameHeader) -> None:
         """Count a damaged chunk or block; the third time raises BadBytes, ending the connection."""
         self.damaged += 1
         name = header.kind.name.lower()
@@ -328,7 +328,7 @@ class Receiver:
 
     # --- deltas -------------------------------------------------------------------------------
 
-    def _handle_block(self, header: Header) -> None:
+    def _handle_block(self, header: FrameHeader) -> None:
         rebuild, copy = self._rebuild, self.incoming
         if rebuild is None or copy is None or copy.version != header.version:
             return  # belongs to a delta that was given up here

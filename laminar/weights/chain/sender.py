@@ -23,10 +23,11 @@ from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
     BadBytes,
     Base,
+    ChainWelcome,
     Decline,
+    FrameHeader,
     FrameKind,
     FromSuccessor,
-    Header,
     Offer,
     PeerRefused,
     Resend,
@@ -34,7 +35,6 @@ from laminar.weights.chain.wire import (
     ShareStarted,
     VersionDone,
     Want,
-    Welcome,
 )
 from laminar.weights.delta.cache import Delta, DeltaCache, encode_delta
 from laminar.weights.delta.codec import Block
@@ -102,7 +102,7 @@ class Sender:
     # --- connection ---------------------------------------------------------------------------
 
     def attach_link(
-        self, link: Transport, peer: str, welcome: Welcome, fail: Callable[[str], None]
+        self, link: Transport, peer: str, welcome: ChainWelcome, fail: Callable[[str], None]
     ) -> None:
         """Take the link of a successor that sent Welcome; `fail` ends this connection."""
         self._link, self._peer, self._fail = link, peer, fail
@@ -127,7 +127,7 @@ class Sender:
         elif isinstance(message, Decline):
             self._on_decline(message)
         else:
-            assert isinstance(message, Welcome | PeerRefused)
+            assert isinstance(message, ChainWelcome | PeerRefused)
             raise BadBytes("second-welcome", self._peer)
 
     # --- which version ------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Sender:
             checksum = current.copy.get_checksum(position)
             body = current.copy.get_chunk(position)
             kind = FrameKind.CHUNK
-        link.push(Header(kind, body.nbytes, position, current.version, checksum), body)
+        link.push(FrameHeader(kind, body.nbytes, position, current.version, checksum), body)
 
     # --- deltas -------------------------------------------------------------------------------
 

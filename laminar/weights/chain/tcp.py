@@ -27,7 +27,7 @@ import msgspec
 from laminar.weights.arena.region import NO_FILE, Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
-from laminar.weights.chain.wire import BadBytes, FrameKind, Header
+from laminar.weights.chain.wire import BadBytes, FrameHeader, FrameKind
 
 BACKLOG = 16
 USER_TIMEOUT_MS = 10_000
@@ -59,7 +59,7 @@ class Connection(Generic[Incoming]):
         self.handler = handler
         self.decoder = decoder
         self._header_bytes = bytearray(wire.HEADER_BYTES)
-        self._header: Header | None = None  #: header of the body that is arriving
+        self._header: FrameHeader | None = None  #: header of the body that is arriving
         self._message = bytearray()
         self._target = memoryview(self._header_bytes)  #: bytes still to be filled
         self._queue: deque[Region] = deque()
@@ -84,7 +84,7 @@ class Connection(Generic[Incoming]):
     def send(self, message: wire.FromPredecessor | wire.FromSuccessor) -> None:
         self._enqueue_region(Region(memoryview(wire.encode(message))))
 
-    def push(self, header: Header, body: Region) -> None:
+    def push(self, header: FrameHeader, body: Region) -> None:
         self._enqueue_region(Region(memoryview(wire.pack_header(header))))
         if body.nbytes:
             self._enqueue_region(body)
@@ -152,7 +152,7 @@ class Connection(Generic[Incoming]):
         else:
             self.handler.handle_body(header)
 
-    def _begin_body(self, header: Header) -> None:
+    def _begin_body(self, header: FrameHeader) -> None:
         self._header = header
         if header.kind == FrameKind.MESSAGE:
             self._message = bytearray(header.length)

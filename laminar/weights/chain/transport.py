@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
-from laminar.weights.chain.wire import Header
+from laminar.weights.chain.wire import FrameHeader
 
 READABLE, WRITABLE = 1, 4
 """Event bits of poll(). Any other bit is an error, which the next read reports."""
@@ -34,7 +34,7 @@ class Transport(Protocol):
     def send(self, message: wire.FromPredecessor | wire.FromSuccessor) -> None:
         """Queue a message."""
 
-    def push(self, header: Header, body: Region) -> None:
+    def push(self, header: FrameHeader, body: Region) -> None:
         """Queue a chunk or block, which must not change until the neighbour confirms it."""
 
 
@@ -43,10 +43,10 @@ class FrameHandler(Protocol[Taken]):
 
     def handle_message(self, message: Taken) -> None: ...
 
-    def get_buffer(self, header: Header) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         """Return the buffer for the body of a chunk or block, of exactly header.length bytes."""
 
-    def handle_body(self, header: Header) -> None:
+    def handle_body(self, header: FrameHeader) -> None:
         """Handle a body that has arrived completely."""
 
 

@@ -31,13 +31,13 @@ from laminar.weights.chain.reports import (
 from laminar.weights.chain.transport import READABLE, WRITABLE, Endpoint, Link, Listener, Network
 from laminar.weights.chain.wire import (
     BadBytes,
+    ChainHello,
+    ChainWelcome,
     Challenge,
+    FrameHeader,
     FromPredecessor,
-    Header,
-    Hello,
     PeerRefused,
     Proof,
-    Welcome,
 )
 from laminar.weights.version.table import VersionTable
 
@@ -67,18 +67,18 @@ class _PendingPeer:
 
     def __init__(
         self,
-        greet: Callable[[Hello], HandshakeTranscript],
-        admit: Callable[[Hello, HandshakeTranscript, bytes], None],
+        greet: Callable[[ChainHello], HandshakeTranscript],
+        admit: Callable[[ChainHello, HandshakeTranscript, bytes], None],
         until: float,
     ) -> None:
         self._greet, self._admit = greet, admit
-        self._hello: Hello | None = None
+        self._hello: ChainHello | None = None
         self._introduction: HandshakeTranscript | None = None
         self.until = until
 
     def handle_message(self, message: FromPredecessor) -> None:
         if self._hello is None or self._introduction is None:
-            if not isinstance(message, Hello):
+            if not isinstance(message, ChainHello):
                 raise BadBytes("no-hello", type(message).__name__)
             self._hello, self._introduction = message, self._greet(message)
         elif isinstance(message, Proof):
@@ -86,10 +86,10 @@ class _PendingPeer:
         else:
             raise BadBytes("no-proof", type(message).__name__)
 
-    def get_buffer(self, header: Header) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         raise BadBytes("no-hello", f"{header}")
 
-    def handle_body(self, header: Header) -> None:
+    def handle_body(self, header: FrameHeader) -> None:
         raise AssertionError(header)
 
 
@@ -199,7 +199,7 @@ class Upstream:
             return connection.close()
         self._strangers[connection] = stranger
 
-    def _send_challenge(self, connection: Link, hello: Hello) -> HandshakeTranscript:
+    def _send_challenge(self, connection: Link, hello: ChainHello) -> HandshakeTranscript:
         """Prove that this relay belongs to the run, and challenge the peer to do the same."""
         me = self._identity
         if hello.run != me.run:
@@ -227,7 +227,7 @@ class Upstream:
         return introduction
 
     def _admit_peer(
-        self, connection: Link, hello: Hello, of: HandshakeTranscript, proof: bytes
+        self, connection: Link, hello: ChainHello, of: HandshakeTranscript, proof: bytes
     ) -> None:
         """Accept a peer as predecessor, or serve its fetch, if its proof and order are valid."""
         if not of.verify_proof(self._identity.key, PREDECESSOR, proof):
@@ -247,7 +247,9 @@ class Upstream:
         connection.handler = self._receiver
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
         connection.send(
-            Welcome(held=self._table.get_complete_digests(), partial=self._table.list_partial())
+            ChainWelcome(
+                held=self._table.get_complete_digests(), partial=self._table.list_partial()
+            )
         )
         self._receiver.attach_link(
             connection,

@@ -77,7 +77,7 @@ _KINDS = {int(kind): kind for kind in FrameKind}  #: lookup table, cheaper than 
 _BODY_BYTES_MAX = {FrameKind.CHUNK: CHUNK_BYTES_MAX, FrameKind.BLOCK: BLOCK_BYTES_MAX}
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """The header of a frame; `position` and `version` are zero for a message."""
 
     kind: FrameKind
@@ -93,7 +93,7 @@ class ChainMessage(
     """Base of all messages."""
 
 
-class Hello(ChainMessage, frozen=True, kw_only=True):
+class ChainHello(ChainMessage, frozen=True, kw_only=True):
     """Predecessor: identifies itself; another run, or a chain that is over, is refused."""
 
     run: Name
@@ -120,7 +120,7 @@ class Proof(ChainMessage, frozen=True, kw_only=True):
     proof: Mac
 
 
-class Welcome(ChainMessage, frozen=True, kw_only=True):
+class ChainWelcome(ChainMessage, frozen=True, kw_only=True):
     """Successor: accepts the predecessor and lists the versions that it has."""
 
     held: HeldVersions  #: complete versions and their digests
@@ -197,9 +197,9 @@ class Decline(ChainMessage, frozen=True, kw_only=True):
     reason: Text
 
 
-FromPredecessor: TypeAlias = Hello | Proof | Offer | Seal
+FromPredecessor: TypeAlias = ChainHello | Proof | Offer | Seal
 FromSuccessor: TypeAlias = (
-    Challenge | Welcome | PeerRefused | ShareStarted | Want | Resend | VersionDone | Decline
+    Challenge | ChainWelcome | PeerRefused | ShareStarted | Want | Resend | VersionDone | Decline
 )
 FromHolder: TypeAlias = Offer | Decline | PeerRefused
 
@@ -213,13 +213,13 @@ successor_decoder: msgspec.msgpack.Decoder[FromSuccessor] = msgspec.msgpack.Deco
 holder_decoder: msgspec.msgpack.Decoder[FromHolder] = msgspec.msgpack.Decoder(FromHolder)
 
 
-def pack_header(header: Header) -> bytes:
+def pack_header(header: FrameHeader) -> bytes:
     """Encode a header in HEADER_BYTES bytes."""
     kind, length, position, version, checksum = header
     return _HEADER.pack(MAGIC, WIRE_VERSION, kind, 0, length, position, version, checksum)
 
 
-def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> Header:
+def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> FrameHeader:
     """Decode HEADER_BYTES bytes; raise BadBytes for an invalid header or length."""
     magic, wire_version, number, _, length, position, version, checksum = _HEADER.unpack(data)
     if magic != MAGIC:
@@ -232,17 +232,19 @@ def unpack_header(data: bytes | bytearray, message_bytes_max: int) -> Header:
     limit = _BODY_BYTES_MAX.get(kind, message_bytes_max)
     if length > limit:
         raise BadBytes("bad-length", f"{length} bytes of kind {number}, at most {limit}")
-    return Header(kind, length, position, version, checksum)
+    return FrameHeader(kind, length, position, version, checksum)
 
 
 def encode(message: FromPredecessor | FromSuccessor) -> bytes:
     """Encode a message as header and body."""
     body = _encode(message)
-    header = Header(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
+    header = FrameHeader(FrameKind.MESSAGE, len(body), 0, 0, xxhash.xxh3_64_intdigest(body))
     return pack_header(header) + body
 
 
-def decode(decoder: msgspec.msgpack.Decoder[Decoded], header: Header, body: bytearray) -> Decoded:
+def decode(
+    decoder: msgspec.msgpack.Decoder[Decoded], header: FrameHeader, body: bytearray
+) -> Decoded:
     """Decode a message that `decoder` accepts from this side; raise BadBytes otherwise."""
     if xxhash.xxh3_64_intdigest(body) != header.checksum:
         raise BadBytes("damaged-message", f"{len(body)} bytes do not match their checksum")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import Bytes, build_manifest
-from laminar.weights.version.restored import Restored, VersionRestoreError, restore_version
+from laminar.weights.version.restored import RestoredVersion, VersionRestoreError, restore_version
 from laminar.weights.version.tensors import write_tensors
 
 MODEL_FILE = "model.safetensors"
@@ -39,7 +39,7 @@ def build_tensor_manifest(
     return build_manifest(view, version=version, step=step, tensors=specs, probe=probe)
 
 
-def read_version(directory: Path, version: int) -> Restored:
+def read_version(directory: Path, version: int) -> RestoredVersion:
     """Restore a version from a checkpoint and verify its digest."""
 
     def fill(view: Bytes, manifest: mf.Manifest) -> None:

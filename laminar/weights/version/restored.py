@@ -41,7 +41,7 @@ class SharedBytes:
         os.close(self._fd)
 
 
-class Restored(SharedBytes):
+class RestoredVersion(SharedBytes):
     """A version in separate memory; `view` has the bytes as in a slot."""
 
     def __init__(self, manifest: mf.Manifest) -> None:
@@ -51,7 +51,7 @@ class Restored(SharedBytes):
 
 def restore_version(
     directory: Path, version: int, fill: Callable[[Bytes, mf.Manifest], None]
-) -> Restored:
+) -> RestoredVersion:
     """Restore and verify a version; `fill` writes its bytes to the view or raises OSError."""
     try:
         manifest = mf.decode((directory / VERSION_FILE).read_bytes())
@@ -59,7 +59,7 @@ def restore_version(
             raise VersionRestoreError(
                 f"{directory} holds version {manifest.version}, not {version}"
             )
-        restored = Restored(manifest)
+        restored = RestoredVersion(manifest)
         try:
             fill(restored.view, manifest)
             verify_weights(restored.view, manifest)

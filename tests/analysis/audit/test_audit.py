@@ -347,30 +347,30 @@ def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path, cli: Cli) -> Non
     assert "\n" not in message
 
 
-Sample = Callable[[m.Trajectory], TrainSample]
+Sample = Callable[[m.StoredTrajectory], TrainSample]
 
 
-def rewards_of_siblings_swapped(row: m.Trajectory) -> TrainSample:
-    return dataclasses.replace(sample_of(row), reward=1.0 - (row.score or 0.0))
+def rewards_of_siblings_swapped(row: m.StoredTrajectory) -> TrainSample:
+    return dataclasses.replace(sample_of(row), reward=1.0 - (row.reward or 0.0))
 
 
-def logprobs_shifted(row: m.Trajectory) -> TrainSample:
+def logprobs_shifted(row: m.StoredTrajectory) -> TrainSample:
     sample = sample_of(row)
     return dataclasses.replace(sample, logprobs=np.roll(sample.logprobs, 1))
 
 
-def cut_off_forgotten(row: m.Trajectory) -> TrainSample:
+def cut_off_forgotten(row: m.StoredTrajectory) -> TrainSample:
     sample = sample_of(row)
     return dataclasses.replace(sample, truncated=not sample.truncated)
 
 
-def version_of_the_last_replica(row: m.Trajectory) -> TrainSample:
+def version_of_the_last_replica(row: m.StoredTrajectory) -> TrainSample:
     (*spans, last) = sample_of(row).spans
     moved = (*spans, last._replace(weight_version=last.weight_version + 1))
     return dataclasses.replace(sample_of(row), spans=moved)
 
 
-def end_token_lost(row: m.Trajectory) -> TrainSample:
+def end_token_lost(row: m.StoredTrajectory) -> TrainSample:
     sample = sample_of(row)
     return dataclasses.replace(sample, response_ids=np.roll(sample.response_ids, 1))
 

@@ -131,7 +131,7 @@ def test_the_times_of_one_life(tmp_path: Path) -> None:
         "chosen": 150,
         "ended": 630,
     }
-    assert (row["tokens"], row["score"], row["finish_reason"]) == (33, 0.75, "stop")
+    assert (row["tokens"], row["reward"], row["finish_reason"]) == (33, 0.75, "stop")
     assert (row["reward_reason"], row["end"], row["step"]) == ("ok", "trained", 1)
     assert row["staleness"] == 0
     assert other["started"] is None
@@ -152,7 +152,7 @@ def test_what_is_open_at_the_end_has_a_row_without_an_end(tmp_path: Path) -> Non
         for s, _ in half
         if isinstance(s.event, ev.TrajectoryRewarded)
     }
-    assert {row["trajectory"]: row["score"] for row in found if row["rewarded"]} == rewarded
+    assert {row["trajectory"]: row["reward"] for row in found if row["rewarded"]} == rewarded
 
 
 def test_rows_are_written_in_groups(

@@ -63,4 +63,4 @@ def test_a_score_is_a_number() -> None:
         reason="ok",
         num_tokens=3,
     )
-    assert "score=0.25" in describe_message(rewarded) and "bits" not in describe_message(rewarded)
+    assert "reward=0.25" in describe_message(rewarded) and "bits" not in describe_message(rewarded)

@@ -57,7 +57,7 @@ def check(life: TrajectoryHistory, trajectory: Trajectory) -> None:
         assert life.finished == last.left is not None
         assert life.num_tokens == trajectory.num_tokens
         assert (life.rewarded is not None) == (trajectory.status == TrajectoryStatus.REWARDED)
-        assert (life.score is None) == (trajectory.reward_bits < 0)
+        assert (life.reward is None) == (trajectory.reward_bits < 0)
     else:
         assert life.ending is not None and life.end
         assert last.left is not None

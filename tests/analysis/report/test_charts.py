@@ -14,7 +14,7 @@ from laminar.analysis.report.charts import (
     RIGHT,
     TOP,
     Chart,
-    Line,
+    ChartLine,
     choose_ticks,
     draw_chart,
     draw_shares,
@@ -36,7 +36,7 @@ def test_ticks_are_round_and_inside(low: float, high: float, expected: list[floa
 
 
 def test_every_value_and_its_error_bar_are_inside_the_frame() -> None:
-    line = Line("a", [0, 1, 2], [0.5, -1.0, 7.3], error=[0.1, 0.4, 0.9], marks=True)
+    line = ChartLine("a", [0, 1, 2], [0.5, -1.0, 7.3], error=[0.1, 0.4, 0.9], marks=True)
     svg = ElementTree.fromstring(draw_chart(Chart("T & <t>", "steps", "nats", [line])))
     heights = [float(circle.get("cy")) for circle in svg.iter("circle")]
     bars = [path.get("d") for path in svg.iter("path")]
@@ -49,16 +49,16 @@ def test_every_value_and_its_error_bar_are_inside_the_frame() -> None:
 
 
 def test_what_is_missing_or_not_finite_is_left_out() -> None:
-    line = Line("a", [0, 1, 2, 3], [1.0, None, float("nan"), 2.0])
+    line = ChartLine("a", [0, 1, 2, 3], [1.0, None, float("nan"), 2.0])
     assert draw_chart(Chart("t", "x", "y", [line])).count("<circle") == 2
-    empty = draw_chart(Chart("t", "x", "y", [Line("a", [], [])]))
+    empty = draw_chart(Chart("t", "x", "y", [ChartLine("a", [], [])]))
     assert "no figures yet" in empty
     ElementTree.fromstring(empty)
 
 
 def test_a_band_and_a_histogram_are_inside_the_frame() -> None:
-    band = Line("a", [0, 1, 2], [1.0, 2.0, 3.0], band=[(0.5, 4.0), (1.0, 9.0), (2.5, 3.5)])
-    stairs = Line("b", [0.5, 1.5], [2.0, 7.0], stairs=True)
+    band = ChartLine("a", [0, 1, 2], [1.0, 2.0, 3.0], band=[(0.5, 4.0), (1.0, 9.0), (2.5, 3.5)])
+    stairs = ChartLine("b", [0.5, 1.5], [2.0, 7.0], stairs=True)
     for line, tag in ((band, "polygon"), (stairs, "polyline")):
         svg = ElementTree.fromstring(draw_chart(Chart("t", "x", "y", [line], x_range=(0, 2)), 700))
         (shape,) = svg.iter(tag)

@@ -62,7 +62,7 @@ def fill(database, group, sibling, tokens, score, reason, detail, end_step) -> N
         step=end_step,
     )
     extras = {"format": 0.5, "found": "\x1b[1m"} if group == "0.1" else {}
-    reward = m.RewardItem(**who, score=score, reason=reason, detail=detail, extras=extras)
+    reward = m.RewardItem(**who, reward=score, reason=reason, detail=detail, extras=extras)
     version = end_step if held_out else max(end_step - 1, 0)
     opened = open_(group, sibling, version)
     chunk = m.AppendItem(
@@ -143,7 +143,7 @@ def test_everything_about_one_answer(run: Path) -> None:
         "prompt": "<s>",
         "response": "No",
         "answer": "yes",
-        "score": 0.0,
+        "reward": 0.0,
         "reason": "error",
         "exception": "KeyError: 'x' (reward.py:4)",
         "extras": {},
@@ -162,7 +162,7 @@ def test_everything_about_one_answer(run: Path) -> None:
     assert cut.extras == {"format": 0.5, "found": "\x1b[1m"}
     assert "  format 0.5, found \\x1b[1m" in list(format_sample(cut))
     (held_out,) = find_samples(run, SampleFilter(evaluation=3), decode)
-    assert (held_out.step, held_out.evaluation, held_out.score) == (None, 3, 1.0)
+    assert (held_out.step, held_out.evaluation, held_out.reward) == (None, 3, 1.0)
 
 
 def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
     (run_dir / "config.toml").write_text(dump_config(load_config([], settings)))
     code, out = cli("samples", run_dir, "--jsonl")
     assert code == 0
-    assert [json.loads(line)["score"] for line in out.splitlines()] == [-1.0, 0.5, 0.0, 1.0]
+    assert [json.loads(line)["reward"] for line in out.splitlines()] == [-1.0, 0.5, 0.0, 1.0]
     code, out = cli("samples", run_dir, "-n", "1")
     assert code == 0 and out.startswith("0.1.1  trained by step 3\n  score -1\n")
     assert "\n  6 tokens, truncated, by version 11 (made by 1 steps) on rollout-1\n" in out

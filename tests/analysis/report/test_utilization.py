@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from laminar.analysis.log.intervals import EMPTY, merge_intervals
-from laminar.analysis.log.timeline import Span, Steps, merge_steps
+from laminar.analysis.log.timeline import Steps, TimelineSpan, merge_steps
 from laminar.analysis.report import utilization
 from laminar.analysis.report.utilization import PublishTiming
 
@@ -88,8 +88,8 @@ def test_publish_stall_is_a_share_of_the_way_to_published_weights() -> None:
     assert utilization.publish_stall_share(stalls, []) is None
 
 
-def span(state: str, start: float, end: float) -> Span:
-    return Span(state, int(start * MS), int(end * MS), -1, -1)
+def span(state: str, start: float, end: float) -> TimelineSpan:
+    return TimelineSpan(state, int(start * MS), int(end * MS), -1, -1)
 
 
 def test_the_trainers_time() -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from laminar.core.state.state import (
-    Actor,
+    ActorState,
     Group,
     Replica,
     State,
@@ -117,7 +117,7 @@ def test_what_is_read_back_has_the_same_encoding() -> None:
 
 
 def test_a_field_that_is_added_later_changes_no_encoding() -> None:
-    class LaterActor(Actor, kw_only=True):
+    class LaterActor(ActorState, kw_only=True):
         mood: int = -1
         moods: dict[str, int] = msgspec.field(default_factory=dict)
 
@@ -126,7 +126,9 @@ def test_a_field_that_is_added_later_changes_no_encoding() -> None:
 
     actor = {"name": "n", "role": "r", "node": "n", "pid": 1, "boot_id": "b", "incarnation": 1}
     plain = msgspec.structs.asdict(settings())
-    assert msgspec.msgpack.encode(LaterActor(**actor)) == msgspec.msgpack.encode(Actor(**actor))
+    assert msgspec.msgpack.encode(LaterActor(**actor)) == msgspec.msgpack.encode(
+        ActorState(**actor)
+    )
     assert msgspec.msgpack.encode(LaterSettings(**plain)) == msgspec.msgpack.encode(settings())
     used = LaterActor(**actor, mood=3)
-    assert msgspec.msgpack.encode(used) != msgspec.msgpack.encode(Actor(**actor))
+    assert msgspec.msgpack.encode(used) != msgspec.msgpack.encode(ActorState(**actor))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from laminar.core.state import transitions
-from laminar.core.state.state import Actor, Group, State
+from laminar.core.state.state import ActorState, Group, State
 from laminar.core.state.transitions import (
     ACTOR,
     GROUP,
@@ -34,7 +34,7 @@ def test_every_status_has_a_meaning_and_is_reached(table: TransitionTable) -> No
     assert first in {status for status, _ in table.moves}
 
 
-def actor_status(actor: Actor | None) -> str:
+def actor_status(actor: ActorState | None) -> str:
     if actor is None:
         return "unknown"
     if not actor.alive:

@@ -104,7 +104,7 @@ def test_user_strategy_sees_metadata_and_its_answer_is_trained() -> None:
     question = ask(bench)
     assert (question.step_index, question.count) == (1, 2)
     assert [c.group for c in question.candidates] == ["0.2", "0.3", "0.4"]
-    assert question.candidates[0].scores == (0.0, 1.0)
+    assert question.candidates[0].rewards == (0.0, 1.0)
     assert question.candidates[0].num_tokens == 20
     assert set(trained(bench.own(propose(question, "0.4", "0.2")))) == {"0.2", "0.4"}
 

@@ -188,7 +188,7 @@ def test_a_class_of_trl_answers_turns_and_gives_its_reward(tmp_path):
         assert again == first and bench.noted() == ["x", "y", "z"]  # an order that came twice
         done = await bench.answer_turn("the end", 1)
         assert isinstance(done, TrajectoryDone) and (done.text, done.reason) == ("the end", "")
-        assert done.result.score == 3.0
+        assert done.result.reward == 3.0
         assert await bench.answer_turn("the end", 1) == done
 
     in_bench(tmp_path, body, reward=True)

@@ -652,8 +652,8 @@ def test_the_answer_of_a_dataset_item_scores_one(name):
         right = (f"thinking <answer>{a_row.ground_truth}</answer>", [])
         results = scorer(RewardCall(a_row, [right, ("no tags", [])]))
         assert [r.reason for r in results] == ["ok", "ok"]
-        assert math.isclose(results[0].score, 1.0)
-        assert results[1].score < 0.1
+        assert math.isclose(results[0].reward, 1.0)
+        assert results[1].reward < 0.1
 
 
 def test_dataset_settings_reach_the_scorer():

@@ -355,7 +355,7 @@ async def test_close_ends_busy_workers_and_their_callers(spec):
     await pool.close()
     for result in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(result, RewardWorkerLost)
-    assert not running(int(worker.score))
+    assert not running(int(worker.reward))
     with pytest.raises(RewardWorkerLost, match="not running"):
         await pool.compute_rewards(call("right"))
     await pool.close()  # twice is once

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from laminar.config import Config
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.learner import Learner, run_measured_step
@@ -110,7 +110,7 @@ def samples(vocabulary: int) -> list[TrainSample]:
             reward=0.0,
             temperature=0.7,
             truncated=False,
-            spans=(Span("rollout-0", 0, 0, RESPONSE),),
+            spans=(TokenSpan("rollout-0", 0, 0, RESPONSE),),
             advantage=1.0,
         )
         for row in range(ROWS)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.model.micro_batches import (
     collate_samples,
     micro_batches,
@@ -79,8 +79,11 @@ def test_collate_repeats_what_belongs_to_a_sample(make_samples: Samples) -> None
         ({"logprobs": np.zeros(99, np.float32)}, "99 log-probs"),
         ({"temperature": 0.0}, "greedy"),
         ({"spans": ()}, r"spans of \[\] tokens"),
-        ({"spans": (Span("a", 1, 1, 99),)}, r"spans of \[99\] tokens"),
-        ({"spans": (Span("a", 1, 1, 0), Span("b", 1, 1, 12))}, r"spans of \[0, 12\] tokens"),
+        ({"spans": (TokenSpan("a", 1, 1, 99),)}, r"spans of \[99\] tokens"),
+        (
+            {"spans": (TokenSpan("a", 1, 1, 0), TokenSpan("b", 1, 1, 12))},
+            r"spans of \[0, 12\] tokens",
+        ),
     ],
 )
 def test_a_sample_that_cannot_be_trained_is_refused(

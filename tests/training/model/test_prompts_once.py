@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from laminar.config import Config
-from laminar.storage.rules import Span
+from laminar.storage.rules import TokenSpan
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.learner import Learner
@@ -90,7 +90,7 @@ def ragged(seed: int) -> list[TrainSample]:
                     reward=0.0,
                     temperature=float(rng.choice([0.7, 1.3])),
                     truncated=bool(k == 1),
-                    spans=(Span("rollout-0", 0, 0, length),),
+                    spans=(TokenSpan("rollout-0", 0, 0, length),),
                     advantage=float(rng.normal()),
                     turns=(2, length - 2) if several else (),
                     contexts=(context,) if several else (),

@@ -83,7 +83,7 @@ class HeldOut:
         )
         texts = self._tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
         calls = (RewardCall(r, [(text, [])]) for r, text in zip(self._rows, texts, strict=True))
-        return statistics.mean(self._scorer(call)[0].score or 0.0 for call in calls)
+        return statistics.mean(self._scorer(call)[0].reward or 0.0 for call in calls)
 
 
 @dataclass

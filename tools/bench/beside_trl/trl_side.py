@@ -81,7 +81,7 @@ def main() -> None:
         found = []
         for index, said in zip(row_index, completions, strict=True):
             call = RewardCall(rows[index], [(said[0]["content"], [])])
-            found.append(float(scorer(call)[0].score or 0.0))
+            found.append(float(scorer(call)[0].reward or 0.0))
         return found
 
     data = Dataset.from_list(

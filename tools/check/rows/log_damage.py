@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from laminar.eventlog.reader import read_log, scan_log
 from laminar.eventlog.record import (
-    Header,
     LogCorrupt,
     Record,
+    SegmentHeader,
     StateHashRecord,
     segment_name,
 )
@@ -125,7 +125,7 @@ def _compare(found: list[Record], before: list[Record]) -> str:
     kept = found[:-2]
     if kept != before:
         return f"{len(kept)} records found, which differ from the expected {len(before)}"
-    if not isinstance(found[-2], Header) or found[-1] != MARK:
+    if not isinstance(found[-2], SegmentHeader) or found[-1] != MARK:
         return f"the successor's records are missing: {found[-2:]}"
     return ""
 

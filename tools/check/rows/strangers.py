@@ -194,7 +194,7 @@ def replayed_greeting(place: Place) -> str:
     """Replay to the relay everything that a predecessor sent to it."""
     with socket.create_connection(place.bulk()) as sock:
         said = greet(sock, place.run, place.secret.derive_key("bulk"))
-        if not isinstance(received(sock, wire.successor_decoder), wire.Welcome):
+        if not isinstance(received(sock, wire.successor_decoder), wire.ChainWelcome):
             raise NotRefused("the relay did not accept the handshake to replay")
     with socket.create_connection(place.bulk()) as sock:
         sock.sendall(said)

@@ -98,7 +98,7 @@ def reported_is_stored(event: Event, rows: Mapping[str, Row], environment: bool)
         row = rows.get(event.trajectory_id)
         if row is None or row.reward_bits is None or row.reward_reason != event.reason:
             return _differs(event, event.trajectory_id, row)
-        if bits_of(rules.score_of(row.reward_bits) or 0.0) != event.reward_bits:
+        if bits_of(rules.decode_reward(row.reward_bits) or 0.0) != event.reward_bits:
             _differs(event, event.trajectory_id, row)
     elif isinstance(event, ev.TrajectoriesEnded):
         for ended in event.ended:

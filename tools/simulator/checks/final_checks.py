@@ -17,7 +17,7 @@ from laminar.eventlog.snapshot import read_snapshots
 from laminar.events.base import Command, Settings, Stamped
 from laminar.events.reasons import FinishReason
 from laminar.storage import books
-from laminar.storage.rules import Row, score_of
+from laminar.storage.rules import Row, decode_reward
 from tools.simulator.checks.safety import Checks
 from tools.simulator.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
@@ -80,7 +80,7 @@ def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
 
 
 def _measured(settings: Settings, row: Row) -> float:
-    score = score_of(row.reward_bits)
+    score = decode_reward(row.reward_bits)
     assert score is not None, row
     if settings.filter_metric == "acc":
         return float(score >= 1 and row.finish_reason == FinishReason.STOP)

@@ -19,7 +19,7 @@ from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.handshake import NONCE_BYTES
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
-from laminar.weights.chain.wire import FrameKind, Header
+from laminar.weights.chain.wire import FrameHeader, FrameKind
 from laminar.weights.version.table import VersionTable
 from tools.simulator.context import Context
 from tools.simulator.runtime.violation import Violation
@@ -45,7 +45,7 @@ class Owner(NamedTuple):
 
 
 class Frame(NamedTuple):
-    header: Header | None  #: None for a message
+    header: FrameHeader | None  #: None for a message
     body: bytes
 
 
@@ -95,7 +95,7 @@ class End:
         self._bulk.said(self, message)
         self._queue.append(Frame(None, wire.encode(message)))
 
-    def push(self, header: Header, body: Region) -> None:
+    def push(self, header: FrameHeader, body: Region) -> None:
         self._bulk.pushed(self.owner, header, body)
         self._queue.append(Frame(header, bytes(body.view)))
 
@@ -135,7 +135,7 @@ class End:
             header = wire.unpack_header(frame.body[: wire.HEADER_BYTES], self.message_bytes_max)
             body = bytearray(frame.body[wire.HEADER_BYTES :])
             message = wire.decode(self.decoder, header, body)
-            if isinstance(message, wire.Hello):
+            if isinstance(message, wire.ChainHello):
                 self.order = message.chain
             return self.handler.handle_message(message)
         self.handler.get_buffer(frame.header)[:] = frame.body
@@ -324,7 +324,7 @@ class BulkNetwork:
 
     def said(self, end: End, message: object) -> None:
         """Check highest_order_wins: a relay never follows an earlier predecessor."""
-        if isinstance(message, wire.Welcome):
+        if isinstance(message, wire.ChainWelcome):
             boot_id = end.owner.boot_id
             if end.order < self._orders.get(boot_id, 0):
                 what = f"{boot_id} takes a predecessor by order {end.order}, but had a later one"
@@ -335,7 +335,7 @@ class BulkNetwork:
         elif isinstance(message, wire.PeerRefused):
             self._world.coverage.hit("relay:stale-predecessor")
 
-    def pushed(self, owner: Owner, header: Header, body: Region) -> None:
+    def pushed(self, owner: Owner, header: FrameHeader, body: Region) -> None:
         """Check sent_is_proved: the bytes sent are those of the named version."""
         if xxhash.xxh3_64_intdigest(body.view) != header.checksum:
             what = f"{owner.boot_id} sends other bytes than those of {header}"

@@ -20,7 +20,7 @@ from laminar.actors.store import READS
 from laminar.names.ports import DiskFull
 from laminar.storage import messages as m
 from laminar.storage.rows import NotTokenised, PromptKey
-from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Span
+from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, TokenSpan
 from laminar.storage.tables import Tables
 from laminar.storage.transactions import Transactions
 from tools.simulator.context import Context
@@ -91,7 +91,7 @@ class WatchedTables(Tables):
         super().__init__(connection, folder=None)
         self.saved: dict[str, Row] = {}  #: last saved state of each row
         self.without_payload: set[str] = set()
-        self._sampled: dict[str, list[Span]] = {}
+        self._sampled: dict[str, list[TokenSpan]] = {}
         self._world = world
         self._request: m.Request = m.Stats()  #: request that is being handled
         self._placements: dict[str, int] = {}  #: placements of its items, by trajectory
@@ -121,7 +121,7 @@ class WatchedTables(Tables):
         self._world.checks.contents.stored(row, chunk)
         if spans and spans[-1][:-1] == source:
             tokens += spans.pop().num_tokens
-        spans.append(Span._make((*source, tokens)))
+        spans.append(TokenSpan._make((*source, tokens)))
         super().add_chunk(row, chunk)
 
     def drop_chunks(self, trajectory_id: str) -> None:

@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.actors.node import Node
 from laminar.names import exit_codes
 from tools.simulator.context import Process
@@ -64,7 +64,7 @@ class MachineProcesses(Idle):
         self._others = {other.name: other for other in others}
         self._children: dict[str, Child] = {}  #: last child of each actor
 
-    def make_actor(self, host: Host) -> Actor:
+    def make_actor(self, host: Host) -> ActorRole:
         roles = Counter(other.role for other in self._others.values())
         return Node(host, list(roles.items()), self)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from laminar.actors import relay
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.weights.chain.core import PlaneCore, PlaneOptions, PlaneRuntime
 from laminar.weights.chain.reports import Report
 from laminar.weights.chain.upstream import RelayIdentity
@@ -167,5 +167,5 @@ class Relay(Idle):
         super().__init__(process)
         self.machine = SimMachine(process, bulk, arenas)
 
-    def make_actor(self, host: Host) -> Actor:
+    def make_actor(self, host: Host) -> ActorRole:
         return relay.Relay(host, self.machine)

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.actors.rollout import Rollout
 from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse
 from laminar.engines.emulated.fake_tokens import END_ID, make_prompt
@@ -269,7 +269,7 @@ class Replica(Idle):
         self.environments = Environments(self) if process.world.scenario.call_semantics else None
         self.engine: ReplicaEngine | None = None
 
-    def make_actor(self, host: Host) -> Actor:
+    def make_actor(self, host: Host) -> ActorRole:
         return Rollout(host, self)
 
     async def start_engine(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.actors.store import Store
 from laminar.engines.emulated.fake_tokens import make_prompt
 from laminar.storage import messages as m
@@ -30,7 +30,7 @@ class StoreProcess(Idle):
         super().__init__(process)
         self._database = database
 
-    def make_actor(self, host: Host) -> Actor:
+    def make_actor(self, host: Host) -> ActorRole:
         return Store(host, lambda: self._database, self)
 
     async def load(self) -> LoadedPrompts:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Event, WireError
 from laminar.events.codec import decode_envelope, encode
@@ -71,7 +71,7 @@ class Dropped:
 class Obedient:
     """An actor wrapper that counts commands for the checks; a fault may withhold one."""
 
-    def __init__(self, boot: Boot, actor: Actor) -> None:
+    def __init__(self, boot: Boot, actor: ActorRole) -> None:
         self._boot, self._actor = boot, actor
 
     async def start(self) -> None:
@@ -146,11 +146,11 @@ class Boot:
         """Whether the process is alive and not paused."""
         return not self.loop.closed and not self.process.paused
 
-    def begin(self, actor: Actor) -> None:
+    def begin(self, actor: ActorRole) -> None:
         """Connect to the coordinator; the actor starts once it is welcomed."""
         self.loop.enter(self.loop.create_task, self._run(Obedient(self, actor)))
 
-    async def _run(self, actor: Actor) -> None:
+    async def _run(self, actor: ActorRole) -> None:
         self.process.die(await self.host.run(actor))
 
     def end(self) -> None:

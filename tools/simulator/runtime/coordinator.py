@@ -22,7 +22,7 @@ from laminar.core.members import resumption
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.restore import Restored, restore_log, take_over_log
+from laminar.eventlog.restore import RestoredRun, restore_log, take_over_log
 from laminar.eventlog.writer import LogTaken
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -363,7 +363,7 @@ class SimCoordinator:
             self.report(answer)
 
 
-def _note_start(restored: Restored, hit: Callable[[str], None]) -> None:
+def _note_start(restored: RestoredRun, hit: Callable[[str], None]) -> None:
     """Record in the coverage how a log was restored."""
     if restored.tail.torn_bytes:
         hit("log:torn-tail")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from laminar.actors.host import Actor, Host
+from laminar.actors.host import ActorRole, Host
 from laminar.events.base import COORDINATOR, Event
 from laminar.names import exit_codes
 from laminar.net.session import ClientLink, LinkState
@@ -201,7 +201,7 @@ class Idle:
         self.chance = process.world.chance_of(process)
 
     @abstractmethod
-    def make_actor(self, host: Host) -> Actor:
+    def make_actor(self, host: Host) -> ActorRole:
         """Return the real actor, over this model."""
 
     def pause(self) -> None:
