@@ -193,7 +193,9 @@ async def test_fewer_slots_where_memory_is_short_and_a_clear_refusal(tmp_path: P
     fewer = slots_in(tmp_path, max_bytes=4 * VERSION_BYTES, slots=8)
     fewer.ensure_slots(VERSION_BYTES)
     assert Arena.attach(tmp_path / "arena").slots == 4
-    with pytest.raises(ArenaError, match=f"have {VERSION_BYTES} bytes, {VERSION_BYTES + 64}"):
+    with pytest.raises(
+        ArenaError, match=f"have {VERSION_BYTES} bytes, the version {VERSION_BYTES + 64}"
+    ):
         fewer.ensure_slots(VERSION_BYTES + 64)
     fewer.close()
     short = slots_in(tmp_path, max_bytes=2 * VERSION_BYTES)

@@ -32,7 +32,7 @@ def test_groups_that_agree_are_shares_of_the_trained_ones(copy: Path) -> None:
     assert 0 < summary["groups_no_variance"] == spreads.count(0.0) / len(spreads) < 1
     assert (summary["groups_all_right"], summary["groups_all_wrong"]) == (1.0, 0.0)
     assert summary["groups_mixed_versions"] == 0
-    assert groups_line(summary).startswith(f"{len(spreads)} trained: all right 100.0%")
+    assert groups_line(summary).startswith(f"{len(spreads)} trained: all correct 100.0%")
 
 
 def test_every_end_is_in_a_class_of_lengths(tmp_path: Path) -> None:

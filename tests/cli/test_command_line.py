@@ -35,7 +35,7 @@ def test_roles_of_a_node() -> None:
     [
         ("10.1.2.3", "of this machine"),
         ("0.0.0.0", "would listen on all interfaces"),
-        ("machine-7", "that is known here"),
+        ("machine-7", "is not a known address"),
     ],
 )
 def test_a_node_listens_on_an_address_of_its_own_machine(

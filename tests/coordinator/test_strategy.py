@@ -103,7 +103,7 @@ async def test_an_answer_that_was_not_on_offer_is_refused_before_it_reaches_the_
     """Its size is the user's: a million long names must not become a record of the log."""
     (answer,) = await ask(write(tmp_path, "return ['x' * 100] * 10_000"), question())
     assert answer.groups == ()
-    assert "10000 of them not on offer" in answer.detail
+    assert "10000 of them not offered" in answer.detail
     (failed,) = await ask(write(tmp_path, "raise ValueError('y' * 1_000_000)"), question())
     assert (failed.groups, len(failed.detail)) == ((), 500)
     (flooded,) = await ask(write(tmp_path, "return ['z' * (17 << 20)]"), question())

@@ -177,7 +177,7 @@ def test_peer_that_was_acknowledged_beyond_the_log_is_refused() -> None:
     desk.restart()
     desk.talk()
     assert link.state is LinkState.REFUSED
-    assert "record ends at 0" in link.reason
+    assert "log ends at 0" in link.reason
 
 
 def test_late_hello_of_a_former_member_does_not_push_out_its_successor() -> None:

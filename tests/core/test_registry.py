@@ -30,7 +30,7 @@ def test_what_is_registered_is_complete() -> None:
     """An event has two parameters that are its own; without one of them there is no handler."""
     with pytest.raises(TypeError, match="valid"):
         registry.handles(ev.ActorLeft)  # type: ignore[call-arg]
-    with pytest.raises(AssertionError, match="ActorLeft has a handler"):
+    with pytest.raises(AssertionError, match="ActorLeft already has a handler"):
         registry.handles(ev.ActorLeft, valid=accept_any)(lambda ctx, event: None)
 
 

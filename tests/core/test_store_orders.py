@@ -164,8 +164,7 @@ def test_a_store_that_is_silent_with_its_node_is_waited_for(node_first: bool) ->
     fall_silent(bench)
     bench.wait(bench.settings.start_timeout_ms)
     assert bench.state.failure == (
-        "the store is lost: store-0 is lost; nothing is heard from node-0, which would start it "
-        "again"
+        "the store is lost: store-0 is lost, and node-0, which would restart it, is silent"
     )
 
 

@@ -106,7 +106,7 @@ def test_a_write_that_takes_nothing_does_not_loop(
 ) -> None:
     file = RealDisk(tmp_path).create_file("f")
     monkeypatch.setattr(os, "write", lambda fd, data: 0)
-    with pytest.raises(DiskError, match="took none of 3 bytes"):
+    with pytest.raises(DiskError, match="wrote none of 3 bytes"):
         file.append(b"abc")
 
 
@@ -192,7 +192,7 @@ def test_a_failed_create_is_a_disk_error(tmp_path: Path) -> None:
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere is no directory"):
+    with pytest.raises(ConfigError, match="nowhere is not a directory"):
         RealDisk(tmp_path / "nowhere")
 
 

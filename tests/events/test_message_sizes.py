@@ -125,7 +125,7 @@ def test_what_a_strategy_may_be_asked_is_refused_before_it_is_too_large() -> Non
             step=99_999,
             order=1 << 40,
             num_tokens=1 << 40,
-            scores=(0.1,) * SIBLINGS,
+            rewards=(0.1,) * SIBLINGS,
         )
         for n in range(waiting)
     )
@@ -171,5 +171,5 @@ def test_few_origins_are_all_reported() -> None:
 def test_a_message_that_nobody_would_take_is_named_with_its_size() -> None:
     failed = ev.ActorFailed(reason="x" * MESSAGE_BYTES_MAX, user_error=False)
     size = MESSAGE_BYTES_MAX + 51
-    with pytest.raises(MessageTooLarge, match=rf"actor-failed has {size} bytes, more .*15728640"):
+    with pytest.raises(MessageTooLarge, match=rf"actor-failed has {size} bytes, above .*15728640"):
         encode(failed)

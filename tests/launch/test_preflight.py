@@ -46,7 +46,10 @@ def check(config: Config) -> None:
         (["trainer.device=cuda"], ["trainer.device", "'cuda'", "no CUDA"]),
         (["rollout.device=cuda"], ["rollout.device", "'cuda'", "no CUDA"]),
         (["coordinator.host=0.0.0.0"], ["coordinator.host", "0.0.0.0", "all interfaces"]),
-        (["coordinator.host=no.invalid"], ["coordinator.host", "no.invalid", "no address"]),
+        (
+            ["coordinator.host=no.invalid"],
+            ["coordinator.host", "no.invalid", "not a known address"],
+        ),
     ],
 )
 def test_a_run_that_this_machine_cannot_have(

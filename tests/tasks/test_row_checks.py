@@ -88,7 +88,7 @@ def test_a_prompt_that_ends_with_the_answer(tokenizer: Any, tmp_path: Path) -> N
     answered = [USER, {"role": "assistant", "content": "4"}]
     rows = [{"prompt": [USER], "answer": "4"}, {"prompt": answered, "answer": "4"}]
     said = refused(tokenizer, tmp_path, rows)
-    assert "row 1 of d" in said and "ends with a message of the assistant, '4'" in said
+    assert "row 1 of d has a prompt that ends with an assistant message, '4'" in said
     assert warned(tokenizer, tmp_path, [{"prompt": [*answered, USER], "answer": "4"}]) == {}
 
 

@@ -435,7 +435,7 @@ def test_a_model_whose_head_is_no_decoders_is_named(tmp_path: Path) -> None:
 
 
 def test_it_has_to_be_loaded(make_policy: Make, make_config: Make) -> None:
-    with pytest.raises(ConfigError, match="a critic is loaded with"):
+    with pytest.raises(ConfigError, match="a critic is loaded if"):
         Learner(make_config(PPO), make_policy())
 
 

@@ -271,7 +271,7 @@ def test_the_higher_chain_wins(probe: Callable[..., Probe]) -> None:
     assert relay.wait(NeighbourUp).name == "relay-2"
     assert old.wait(NeighbourDown).name == "relay-0"
     refused = old.wait(Trouble)  # it tries again, as if it had not heard
-    assert (refused.kind, "chain 4 is over" in refused.detail) == ("refused", True)
+    assert (refused.kind, "chain 4 has ended" in refused.detail) == ("refused", True)
     assert relay.plane.get_status().predecessor == "relay-2"
     assert relay.plane.get_status().refused["old-chain"] >= 1
 

@@ -110,9 +110,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     known, state.checkpoint_paths = state.checkpoint_paths, {c.version: c.path for c in confirmed}
-    if (
-        state.checkpoint_paths.keys() - known.keys()
-    ):  # checkpoints whose lost work can be loaded for now
+    if state.checkpoint_paths.keys() - known.keys():  # lost work of theirs can be loaded for now
         ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_start_over(state):

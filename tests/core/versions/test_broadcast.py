@@ -73,7 +73,7 @@ def test_relay_that_is_not_its_machines_is_refused(name: str, node: str) -> None
     bench = Bench()
     joined = ev.ActorJoined(name=name, role="relay", boot_id="b", node=node, pid=1)
     (refused,) = only(cmd.RefuseActor, bench.hear(name, 0, joined))
-    assert refused.reason == f"{name!r} is no name for the relay of {node!r}"
+    assert refused.reason == f"{name!r} is not the name of the relay of {node!r}"
 
 
 # --- pulls --------------------------------------------------------------------------------------

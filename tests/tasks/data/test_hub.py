@@ -146,7 +146,7 @@ def test_what_is_neither_here_nor_there(hub: str, tmp_path: Path) -> None:
     unreachable = resolve("http://127.0.0.1:9", tmp_path / "home", "model.name=us/speller", data)
     for answer, name in ((unknown, "us/nothing"), (unreachable, "us/speller")):
         assert answer.returncode == 1 and "Traceback" not in answer.stderr, answer.stderr
-        assert f"model.name = '{name}' is no directory beside" in answer.stderr
+        assert f"model.name = '{name}' is not a directory relative to" in answer.stderr
         assert f"hf download {name}" in answer.stderr
 
 

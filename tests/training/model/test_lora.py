@@ -346,7 +346,7 @@ async def test_training_goes_on_from_a_checkpoint_with_its_own_base_alone(
     weights = load_file(source / "model.safetensors")
     weights["model.norm.weight"] += 0.01
     save_file(weights, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"belong to a base of digest .* model.name has"):
+    with pytest.raises(ConfigError, match=r"belong to a base of digest .* model.name now has"):
         checkpoint.load_checkpoint(saved, make_learner())
     with any_base(monkeypatch):
         other = make_learner()
@@ -357,7 +357,7 @@ async def test_training_goes_on_from_a_checkpoint_with_its_own_base_alone(
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"lora__rank": 0}, "it has adapters of rank 4 and alpha 8 for all-linear, and this run"),
+        ({"lora__rank": 0}, "it has adapters of rank 4 and alpha 8 for all-linear, but this run"),
         ({"lora__alpha": 16}, "this run has adapters of rank 4 and alpha 16"),
         ({"lora__target_modules": ["q_proj"]}, "this run has adapters .* for q_proj"),
     ],
@@ -424,7 +424,7 @@ def test_each_mistake_has_its_sentence(
     lora_targets.check_lora(good, shapes)
     for unknown in ("lm_head", "embed_tokens", "input_layernorm", "qproj"):
         other = make_config({"lora.rank": 2, "lora.target_modules": [unknown]}).lora
-        with pytest.raises(ConfigError, match=rf"has '{unknown}', and the layers .*q_proj"):
+        with pytest.raises(ConfigError, match=rf"has '{unknown}', but the layers .*q_proj"):
             lora_targets.check_lora(other, shapes)
     with pytest.raises(ConfigError, match="has no layers with linear matrices"):
         lora_targets.check_lora(good, {"transformer.h.0.attn.c_attn.weight": (4, 12)})
