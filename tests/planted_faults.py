@@ -100,7 +100,7 @@ def weights_on_disk(directory: Path) -> list[Path]:
 
 async def clean_versions(run: SmallRun, count: int) -> list[str]:
     """What was said against any; rows are up to two versions old, as in the quickstart."""
-    said: list[str] = []
+    said: list[str | None] = []
 
     async def rows() -> list[TrainSample]:
         found = []

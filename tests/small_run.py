@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from laminar.actors.trainer import PROBE_TOLERANCE, make_probe, probe_sequences
-from laminar.actors.weight_loader import probe_difference, probe_failure, source_of
+from laminar.actors.weight_loader import find_probe_failure_reason, probe_difference, source_of
 from laminar.config import Config, load_config
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import (
@@ -125,14 +125,14 @@ class SmallRun:
         view.flush()
         self.sources.append(source_of(str(path), 0, self.specs, nbytes))
 
-    async def load(self, replica: Replica, version: int = -1) -> str:
+    async def load(self, replica: Replica, version: int = -1) -> str | None:
         """The newest version, or another one that is taken for it; why the probe fails, or
         nothing."""
         replica.version = len(self.sources) - 1
         await replica.engine.load(self.sources[version])
         tolerance = PROBE_TOLERANCE[self.config.weights.dtype]
         probe = make_probe(self.probe_ids, self.learner.compute_logprobs(self.probe_ids), tolerance)
-        return probe_failure(await probe_difference(replica.engine, probe), probe)
+        return find_probe_failure_reason(await probe_difference(replica.engine, probe), probe)
 
     async def sample(self, replica: Replica, groups: int = GROUPS) -> list[TrainSample]:
         """Groups of responses, as they come from the store; ids below 40 are good."""

@@ -145,14 +145,14 @@ def test_a_child_has_its_starters_share_from_its_birth(run_dir: Path, start: Sta
 
 def test_a_process_is_told_that_its_directory_is_gone_or_anothers(run_dir: Path) -> None:
     lock = RunLock.create(run_dir, "node-0")
-    assert lock.find_lost_reason() == ""
+    assert lock.find_lost_reason() is None
     run_dir.rename(run_dir.with_name("run.1"))
     assert f"{run_dir} is gone" in lock.find_lost_reason()
     run_dir.mkdir()
     assert "run.lock was removed" in lock.find_lost_reason()
     other = RunLock.create(run_dir, "node-0")
     assert f"{run_dir} belongs to another run now" in lock.find_lost_reason()
-    assert other.find_lost_reason() == ""
+    assert other.find_lost_reason() is None
     with pytest.raises(
         ConfigError, match="belongs to another run now"
     ):  # a child that is started late

@@ -169,17 +169,17 @@ class Node:
                 await self.host.sleep_for(pause_s)
             await self._launch_child(child)
 
-    def _decide_restart(self, child: Child, code: int, lived_s: float) -> float | str:
+    def _decide_restart(self, child: Child, code: int, lived_s: float) -> float | str | None:
         """Return the pause before a restart, or the reason against one.
 
-        The reason is empty if the exit code is reason enough.
+        None: the exit code is reason enough.
         """
         fenced = code == exit_codes.FENCED
         refused = fenced or (code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S)
         healthy = child.role == "store" and (code < 0 or fenced)
         final = code in (exit_codes.COMPLETE, exit_codes.USER_ERROR) or self._stopping
         if final or not (child.role in self._restarted or healthy):
-            return ""
+            return None
         if refused:
             return child.limit.record_refusal(lived_s)
         if child.process is not None and child.cut_off == child.process.boot_id:

@@ -60,10 +60,10 @@ class RestartLimit:
 
 def decide_node_restart(
     limit: RestartLimit, code: int, lived_s: float, now_s: float
-) -> float | str:
-    """Return the same for a node with this exit code; an empty reason if its end was intended."""
+) -> float | str | None:
+    """Return the same for a node with this exit code; None if its end was intended."""
     if code in NODE_ENDS:
-        return ""
+        return None
     if code == exit_codes.FENCED:
         return limit.record_refusal(lived_s)
     pause_s = limit.record_exit(now_s)

@@ -213,7 +213,7 @@ class WeightLoader:
         if command.checkpoint:
             return await self._pull_from_disk(order, command)
         started = self.host.now_ns()
-        failure = ""
+        failure: str | None = None
         for _ in range(1 if in_flight else LOADS_MAX):
             lease = await self._leases.take_lease(order, command)
             if isinstance(lease, m.VersionUnavailable):
@@ -224,14 +224,14 @@ class WeightLoader:
             await self.host.hit_failpoint("rollout-leased")
             manifest = mf.decode(lease.manifest)
             reloaded = manifest.digest != self.digest
-            failure = await self._load(lease, manifest, in_flight) if reloaded else ""
+            failure = await self._load(lease, manifest, in_flight) if reloaded else None
             valid = await self._leases.release(lease)
             if valid and not failure:
                 await self.host.hit_failpoint("rollout-loaded")
                 return self._report_loaded(order, manifest, started, reloaded)
             failure = failure or REVOKED
             self._clear_served()
-        self._report_rejected(order, manifest.version, failure)
+        self._report_rejected(order, manifest.version, failure or REVOKED)
 
     async def _stream_weights(self, order: cmd.Envelope, command: cmd.PullWeights) -> None:
         """Copy a version as it arrives, prove it, report, and let the engine sample.
@@ -305,7 +305,7 @@ class WeightLoader:
         manifest = version.manifest
         reloaded = manifest.digest != self.digest
         source = source_of(version.path, 0, manifest.tensors, manifest.total_bytes)
-        failure = await self._load_from(version.view, source, manifest) if reloaded else ""
+        failure = await self._load_from(version.view, source, manifest) if reloaded else None
         version.close()
         if not failure:
             return self._report_loaded(order, manifest, started, reloaded)
@@ -314,7 +314,9 @@ class WeightLoader:
     def _clear_served(self) -> None:
         self.digest, self.version = "", -1
 
-    async def _load(self, lease: m.VersionLeased, manifest: mf.Manifest, in_flight: bool) -> str:
+    async def _load(
+        self, lease: m.VersionLeased, manifest: mf.Manifest, in_flight: bool
+    ) -> str | None:
         source = self._leases.make_source(lease, manifest)
         on_update = self.host.config.rollout.kv_on_update if in_flight else None
         return await self._load_from(self._leases.bytes_of(lease), source, manifest, on_update)
@@ -325,8 +327,8 @@ class WeightLoader:
         source: WeightSource,
         manifest: mf.Manifest,
         on_update: KvOnUpdate | None = None,
-    ) -> str:
-        """Load a version with bytes `view` and check it; return the failure, or ""."""
+    ) -> str | None:
+        """Load a version with bytes `view` and check it; return the failure, if any."""
         if on_update is None:
             self._clear_served()
         self._loads += 1
@@ -336,8 +338,8 @@ class WeightLoader:
 
     async def _verify_load(
         self, load: Awaitable[None], view: Bytes, manifest: mf.Manifest, begun: int
-    ) -> str:
-        """Finish a load begun at `begun` (ns) and prove it; return the failure or ""."""
+    ) -> str | None:
+        """Finish a load begun at `begun` (ns) and prove it; return the failure, if any."""
         try:
             await load
             await self._files.verify_weights(view, manifest)
@@ -348,7 +350,7 @@ class WeightLoader:
         ended = self.host.now_ns()
         self._took = {"load_s": (proved - begun) / 1e9, "probe_s": (ended - proved) / 1e9}
         self.probe_diff = found.largest
-        failure = probe_failure(found, manifest.probe) if manifest.probe else ""
+        failure = find_probe_failure_reason(found, manifest.probe) if manifest.probe else None
         if not failure:
             self.digest = manifest.digest
         return failure
@@ -422,8 +424,8 @@ async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> Pro
 _INFINITE = ProbeDifference(math.inf, math.inf)
 
 
-def probe_failure(found: ProbeDifference, probe: mf.Probe) -> str:
-    """Return why these are not the trainer's weights, or "".
+def find_probe_failure_reason(found: ProbeDifference, probe: mf.Probe) -> str | None:
+    """Return why these are not the trainer's weights; None: they are.
 
     A wrong tensor shifts all log-probs, which the mean shows; rounding shifts a few of them far.
     """
@@ -437,4 +439,4 @@ def probe_failure(found: ProbeDifference, probe: mf.Probe) -> str:
                 f"the engine's log-probs of the probe differ from the trainer's by "
                 f"{difference:.3g} {where}, more than {limit:.3g}"
             )
-    return ""
+    return None

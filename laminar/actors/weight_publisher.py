@@ -152,8 +152,8 @@ class WeightPublisher:
             probe=probe,
         )
 
-    async def _commit_slot(self, request: m.CommitSlot) -> str:
-        """Give the slot to the relay; return why it refused it, or ""."""
+    async def _commit_slot(self, request: m.CommitSlot) -> str | None:
+        """Give the slot to the relay; return why it refused it, if it did."""
         try:
             taken = await self.relay.send_request(request, m.SlotCommitted, m.ArenaReplaced)
         except (RpcError, TimeoutError) as error:
@@ -161,7 +161,7 @@ class WeightPublisher:
         finally:
             self._publishing = False
             self._idle.set()
-        return "" if isinstance(taken, m.SlotCommitted) else "the relay was restarted"
+        return None if isinstance(taken, m.SlotCommitted) else "the relay was restarted"
 
     async def _commit_or_skip(self, request: m.CommitSlot, event_seq: int) -> None:
         failure = await self._commit_slot(request)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laminar.analysis.log.trained_steps import TrainedStep, TrainedSteps, read_trained_steps
 from laminar.config import Config, ConfigError
-from laminar.core.steps.step_replay import other_function
+from laminar.core.steps.step_replay import find_other_function_reason
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE, run_config
 from laminar.storage import messages as m
@@ -186,8 +186,9 @@ class _Retraining:
         from laminar.weights.version import manifest
 
         layout = await self._parts.learner.load()
-        if other := other_function(self._functions, self._parts.learner.collect_facts().functions):
-            raise ConfigError(other)
+        present = self._parts.learner.collect_facts().functions
+        if reason := find_other_function_reason(self._functions, present):
+            raise ConfigError(reason)
         dtype = self._config.weights.dtype
         self.specs = manifest.make_layout(
             layout.shapes, layout.engine_dtype if dtype == "auto" else dtype

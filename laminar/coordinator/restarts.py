@@ -31,10 +31,10 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """A decision to end the run with this code; `reason` is empty if the coordinator gave one."""
+    """A decision to end the run with this code; `reason` is None if the coordinator gave one."""
 
     code: int
-    reason: str = ""
+    reason: str | None = None
 
 
 class Restarts:

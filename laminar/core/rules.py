@@ -57,13 +57,13 @@ def is_known_logic(logic: int) -> bool:
     return OLDEST_LOGIC <= logic <= LOGIC_VERSION
 
 
-def find_unsupported_reason(logic: int, settings: Settings) -> str:
-    """Return the missing logic version or rule of a log; empty: this program has them all."""
+def find_unsupported_reason(logic: int, settings: Settings) -> str | None:
+    """Return the missing logic version or rule of a log; None: this program has them all."""
     if not is_known_logic(logic):
         return f"logic version {logic}, this program has {LOGIC_VERSION}"
     names = {rule.name for rule in RULES}
-    missing = next((name for name in settings.rules if name not in names), "")
-    return f"the decision rule {missing!r}, which this program does not have" if missing else ""
+    missing = next((name for name in settings.rules if name not in names), None)
+    return f"the decision rule {missing!r}, which this program does not have" if missing else None
 
 
 def require_known(logic: int, settings: Settings) -> None:

@@ -78,7 +78,7 @@ class NodeRestarter:
 
     def _plan_restart(self, machine: NodeProcess, code: int, now_s: float) -> None:
         pause_s = decide_node_restart(machine.limit, code, now_s - machine.began_s, now_s)
-        if isinstance(pause_s, str):
+        if pause_s is None or isinstance(pause_s, str):
             machine.over = True
             if pause_s:
                 self._note(f"{machine.name} ended with exit code {code}; {pause_s}")

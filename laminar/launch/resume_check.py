@@ -26,7 +26,7 @@ from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.takeover import check_resumable
 from laminar.core.state.state import State
-from laminar.core.steps.step_replay import other_function
+from laminar.core.steps.step_replay import find_other_function_reason
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord, LogRefused
 from laminar.eventlog.restore import restore_log
@@ -93,8 +93,9 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
         )
     check_checkpoints(run_dir, state)
     now = file_digests(list_user_functions(own.algorithm))
-    if state.newest_version >= 0 and (other := other_function(state.function_digests, now)):
-        raise ConfigError(f"{run_dir} cannot be resumed: {other}")
+    reason = find_other_function_reason(state.function_digests, now)
+    if reason and state.newest_version >= 0:
+        raise ConfigError(f"{run_dir} cannot be resumed: {reason}")
     return config
 
 

@@ -265,8 +265,8 @@ class ClientSocket(_Socket):
             pass
         return frames
 
-    def find_refusal_reason(self) -> str:
-        """Return why the server refuses this end; empty if it does not, or does not respond.
+    def find_refusal_reason(self) -> str | None:
+        """Return why the server refuses this end; None if it does not, or does not respond.
 
         A refusal without a reason counts only after REFUSALS_SAID times.
         """
@@ -276,7 +276,7 @@ class ClientSocket(_Socket):
             self._refusals += 1
             self.given_up = self.given_up or bool(event & FINAL_REFUSALS)
         certain = self.given_up or self._refusals >= REFUSALS_SAID
-        return why_refused(self.address, last) if last and certain else ""
+        return why_refused(self.address, last) if last and certain else None
 
     def send(self, frame: bytes) -> bool:
         """Send, and return False if not connected or the queue is full; the session sends again."""

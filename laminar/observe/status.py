@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.core.scheduling.admission import find_not_admitted_reason, full_of
+from laminar.core.scheduling.admission import find_full_resource, find_not_admitted_reason
 from laminar.core.state import keys
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.indexes import indexes_of, is_streaming
@@ -160,7 +160,7 @@ def _describe_activity(state: State, replica: Replica, doing: str) -> str:
         return "streaming"
     if doing != "admitting" or not state.settings.has_environment:
         return doing
-    full = full_of(state, replica)
+    full = find_full_resource(state, replica)
     return f"{full}-full" if full else doing
 
 

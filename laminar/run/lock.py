@@ -111,17 +111,17 @@ class RunLock:
         os.set_inheritable(fd, False)
         return cls(run_dir, fd, name, inherited=True)
 
-    def find_lost_reason(self) -> str:
-        """Return why this directory is no longer the locked one; empty while it still is."""
+    def find_lost_reason(self) -> str | None:
+        """Return why this directory is no longer the locked one; None while it still is."""
         path = self.run_dir / LOCK_FILE
         try:
             if _get_identity(os.stat(path)) == self._identity:
-                return ""
+                return None
         except (FileNotFoundError, NotADirectoryError):
             what = f"{path} was removed" if self.run_dir.is_dir() else f"{self.run_dir} is gone"
             return f"the run directory {what}: a run ends with it"
         except OSError:
-            return ""  # a file system that does not respond proves nothing
+            return None  # a file system that does not respond proves nothing
         return f"the run directory {self.run_dir} belongs to another run now: this run ends"
 
     def close(self) -> None:

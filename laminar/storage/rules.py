@@ -256,18 +256,19 @@ def judge_append(
         return Verdict("refused", f"turn {chunk.segment} is not being sampled: {after}")
     if not _is_next(row, chunk):
         return Verdict("refused", f"{_format_position(chunk)} leaves a gap: {_next_position(row)}")
-    problem = _version_problem(row, chunk, in_flight)
-    problem = problem or chunk_problem(chunk, room=MAX_TOKENS - row.num_tokens - row.context_tokens)
-    return Verdict("refused", problem) if problem else _WRITE
+    room = MAX_TOKENS - row.num_tokens - row.context_tokens
+    reason = _find_wrong_version_reason(row, chunk, in_flight)
+    reason = reason or _find_invalid_chunk_reason(chunk, room)
+    return Verdict("refused", reason) if reason else _WRITE
 
 
-def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
+def _find_wrong_version_reason(row: Row, chunk: Chunk, in_flight: bool) -> str | None:
     """Return why the weights of a chunk are wrong: not the row's, or in flight older ones."""
     if chunk.source is None:
         return "it does not name the replica that sampled it"
     _, version, step = chunk.source
     if (version, step) == row.latest or (in_flight and _can_continue(row, version, step)):
-        return ""
+        return None
     last_version, last_step = row.latest
     return (
         f"its tokens are of version {version} (step {step}), older than version {last_version} "
@@ -275,21 +276,21 @@ def _version_problem(row: Row, chunk: Chunk, in_flight: bool) -> str:
     )
 
 
-def chunk_problem(chunk: Chunk, room: int) -> str:
-    """Return why the bytes of a chunk are invalid, or "" if they are valid.
+def _find_invalid_chunk_reason(chunk: Chunk, room: int) -> str | None:
+    """Return why the bytes of a chunk are invalid; None: they are valid.
 
     Log-probs must be finite and at most 1e-6: anything else is not the log of a probability, and
     one NaN would silently spoil the loss of a whole step.
     """
-    if problem := _ids_problem(chunk.tokens, room):
-        return problem
+    if reason := _find_invalid_ids_reason(chunk.tokens, room):
+        return reason
     if len(chunk.tokens) != len(chunk.logprobs):
         tokens, logprobs = (len(part) / TOKEN_BYTES for part in (chunk.tokens, chunk.logprobs))
         return f"{tokens:g} tokens came with {logprobs:g} log-probs"
     values = np.frombuffer(chunk.logprobs, "<f4")
     if not (values.min() > -np.inf and values.max() <= MAX_LOGPROB):  # a NaN fails both
         return "a log-prob is not finite or above 1e-6"
-    return ""
+    return None
 
 
 def apply_append(row: Row, chunk: Chunk) -> Row:
@@ -367,8 +368,8 @@ def judge_context(
         after = f"{row.turns} answered turns, with tokens of {row.segments}"
         return Verdict("refused", f"no context {turn} is due: it is {row.status} after {after}")
     room = MAX_TOKENS - row.num_tokens - row.context_tokens
-    problem = _ids_problem(tokens, room)
-    return Verdict("refused", problem) if problem else _WRITE
+    reason = _find_invalid_ids_reason(tokens, room)
+    return Verdict("refused", reason) if reason else _WRITE
 
 
 def apply_context(row: Row, turn: int, tokens: bytes) -> Row:
@@ -379,15 +380,15 @@ def apply_context(row: Row, turn: int, tokens: bytes) -> Row:
     )
 
 
-def _ids_problem(tokens: bytes, room: int) -> str:
-    """Return why token ids are invalid, or "" if they are valid."""
+def _find_invalid_ids_reason(tokens: bytes, room: int) -> str | None:
+    """Return why token ids are invalid; None: they are valid."""
     if len(tokens) % TOKEN_BYTES or not tokens:
         return f"{len(tokens)} bytes of tokens are not a positive number of int32"
     if len(tokens) > room * TOKEN_BYTES:
         return f"a trajectory holds at most {MAX_TOKENS} tokens"
     if int(np.frombuffer(tokens, "<i4").min()) < 0:
         return "a token id is negative"
-    return ""
+    return None
 
 
 def judge_reward(

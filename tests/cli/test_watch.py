@@ -73,7 +73,7 @@ def test_ctrl_c_leaves_the_run_alone(
     says(run_dir, "running", 1)
     each_look(monkeypatch, [lambda: None, interrupt])
     assert commands.run_command(["watch", str(run_dir)]) == exit_codes.COMPLETE
-    assert lock.find_lost_reason() == ""
+    assert lock.find_lost_reason() is None
     lock.close()
     assert "the run continues" in capsys.readouterr().out
 

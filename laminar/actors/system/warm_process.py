@@ -90,11 +90,11 @@ def main(fd: str, note: str, *modules: str) -> int:
     node = socket.socket(fileno=int(fd))
     begun = time.monotonic()
     missing = import_all(modules)
-    if hindrance := hindrance_to_fork():
+    if reason := find_no_fork_reason():
         if not modules:
-            sys.exit(f"the warm process {hindrance} without any import")
+            sys.exit(f"the warm process {reason} without any import")
         _exec_without_modules(
-            fd, f"importing {', '.join(modules)} {hindrance}: each actor imports them itself"
+            fd, f"importing {', '.join(modules)} {reason}: each actor imports them itself"
         )
     gc.collect()
     gc.freeze()  # children share these pages until a collection writes into them
@@ -117,12 +117,12 @@ def import_all(modules: Sequence[str]) -> list[str]:
     return missing
 
 
-def hindrance_to_fork() -> str:
-    """Return what would harm children of this process; empty: nothing."""
+def find_no_fork_reason() -> str | None:
+    """Return why this process cannot have children; None: it can."""
     if threads := _other_threads():
         return f"has started threads ({threads})"
     torch = sys.modules.get("torch")
-    return "has initialized CUDA" if torch is not None and torch.cuda.is_initialized() else ""
+    return "has initialized CUDA" if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _other_threads() -> str:

@@ -13,7 +13,11 @@ from __future__ import annotations
 
 from laminar.analysis.log.intervals import Intervals, merge_intervals
 from laminar.analysis.log.run_log import WallClock
-from laminar.core.scheduling.admission import count_free_slots, find_not_admitted_reason
+from laminar.core.scheduling.admission import (
+    NotAdmittedReason,
+    count_free_slots,
+    find_not_admitted_reason,
+)
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.replica_index import Kind, Load
 from laminar.core.state.state import Replica, State
@@ -25,8 +29,6 @@ Name = tuple[str, ...]
 _Filed = tuple[tuple[Kind, Load], bool]
 """Inputs of the decisions about a replica, and whether it runs nothing."""
 
-STALENESS_BOUND = "staleness-bound"  #: reason returned by admission.find_not_admitted_reason
-
 
 class StateIntervals:
     """Replay observer whose cost is negligible for events that change no condition."""
@@ -37,7 +39,7 @@ class StateIntervals:
         self._clock = WallClock()
         self._now = 0
         self._held: dict[str, frozenset[Name]] = {}  #: conditions by owner
-        self._reasons: dict[Kind, str] = {}  #: why replicas of a kind take no new group
+        self._reasons: dict[Kind, NotAdmittedReason | None] = {}  #: why they take no new group
         self._filed: dict[str, _Filed] = {}  #: inputs of the live replicas
         self._since: dict[Name, int] = {}
         self._closed: dict[Name, list[tuple[int, int]]] = {}
@@ -74,7 +76,7 @@ class StateIntervals:
             state.replicas[name].running for name in index.filed
         )
         serving = {reason for kind, reason in reasons.items() if kind.serving}
-        return not busy and serving == {STALENESS_BOUND}
+        return not busy and serving == {NotAdmittedReason.STALENESS_BOUND}
 
     def _set_held(self, owner: str, names: frozenset[Name]) -> None:
         before = self._held.get(owner, frozenset())
@@ -106,12 +108,12 @@ def _of_run(state: State, held_back: bool) -> frozenset[Name]:
     return frozenset(found)
 
 
-def _of_replica(replica: Replica, reason: str) -> frozenset[Name]:
+def _of_replica(replica: Replica, reason: NotAdmittedReason | None) -> frozenset[Name]:
     """Return the conditions that hold for a replica; `reason`: why it takes no new group."""
     holds = {
         "running": bool(replica.running),
         "loading": replica.loading,
-        "bound": reason == STALENESS_BOUND,
+        "bound": reason == NotAdmittedReason.STALENESS_BOUND,
         "spare": bool(reason) and count_free_slots(replica) > 0,
     }
     return frozenset((what, replica.name) for what, does in holds.items() if does)

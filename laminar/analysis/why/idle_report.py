@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from laminar.analysis.log.trajectory_history import EventClock, Moment
-from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, RUN_ENDING, IdlePeriod, IdleTracker
+from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, IdlePeriod, IdleTracker
 from laminar.analysis.why.repack_decisions import RepackDecisions, look_lines, one_look
 from laminar.analysis.why.wording import (
     QUESTION_HINT,
@@ -23,11 +23,12 @@ from laminar.analysis.why.wording import (
     spell_lines,
 )
 from laminar.config import ConfigError
+from laminar.core.scheduling.admission import NotAdmittedReason
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events.base import Command, Stamped
 
-NO_USE = (DOWN, NO_WEIGHTS, RUN_ENDING)
+NO_USE = (DOWN, NO_WEIGHTS, NotAdmittedReason.RUN_ENDING)
 """First reasons of idle times that belong to the start or end of the process or the run."""
 
 

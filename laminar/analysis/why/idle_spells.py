@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laminar.analysis.log.display import step_number
-from laminar.analysis.log.state_intervals import STALENESS_BOUND
 from laminar.analysis.log.trajectory_history import Moment
-from laminar.core.scheduling.admission import find_not_admitted_reason
+from laminar.core.scheduling.admission import NotAdmittedReason, find_not_admitted_reason
 from laminar.core.state import keys
 from laminar.core.state.state import Replica, State
 from laminar.core.versions import load_sources
@@ -26,8 +25,6 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 
 DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
-NO_DATA, RUN_ENDING, REPACKED = "no-data", "run-ending", "repacked"
-"""Reasons named as in admission.find_not_admitted_reason."""
 
 
 class Spell(NamedTuple):
@@ -94,7 +91,7 @@ class IdleTracker:
         if idle is None:
             idle = self.open[name] = IdlePeriod(name, now, stamped.event)
         reason = idle_reason(state, replica)
-        mark = state.batches_chosen if reason == STALENESS_BOUND else 0
+        mark = state.batches_chosen if reason == NotAdmittedReason.STALENESS_BOUND else 0
         if reason == PULLING:
             mark = state.commands[keys.pull_key(name)].cause
         last = idle.spells[-1] if idle.spells else None
@@ -123,15 +120,15 @@ def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
         none_here = state.newest_for(replica) < 0
         held = "its relay has none yet" if none_here else "it rejected what it loaded"
         return f"it has no weights: {held}"
-    if reason == STALENESS_BOUND:
+    if reason == NotAdmittedReason.STALENESS_BOUND:
         return _describe_bound(state, replica.step) + _describe_newer(state, replica)
-    if reason == NO_DATA:
+    if reason == NotAdmittedReason.NO_DATA:
         left = sum(state.deadlines.values())
         return f"the run needs no more groups: {left} are under way for the last batches"
-    if reason == REPACKED:
+    if reason == NotAdmittedReason.REPACKED:
         count = len(replica.outgoing)
         return f"{count} trajectories migrated away from it have not started elsewhere yet"
-    if reason == RUN_ENDING:
+    if reason == NotAdmittedReason.RUN_ENDING:
         phase = "draining, as requested" if state.draining else state.phase
         return f"the run is {phase}"
     return "nothing prevents new work"

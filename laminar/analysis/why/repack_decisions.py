@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from laminar.analysis.log.trajectory_history import EventClock, Moment
 from laminar.analysis.why.wording import format_times
@@ -28,39 +28,46 @@ from laminar.core.repack.stragglers import (
 from laminar.core.scheduling.admission import first_share, groups_wanted
 from laminar.core.state import keys
 from laminar.core.state.state import Replica, State
-from laminar.core.state.straggler_load import StragglerLoad
+from laminar.core.state.straggler_load import NotStragglerReason, StayReason, StragglerLoad
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 
-EMPTIED = "emptied"
+Outcome = Literal["emptied", "given", "loading", "bound", "data", "others-first", "changed"]
+"""The outcomes that no predicate of the core explains."""
+Reason = NotStragglerReason | StayReason | Outcome
+EMPTIED: Outcome = "emptied"
 
-REASONS = {
+REASONS: dict[Reason, str] = {
     EMPTIED: "it was emptied",
     "given": "it was already being emptied",
-    "admits": "it took new groups",
-    "no-gauges": "its engine had not reported since its last order",
-    "waiting": "trajectories waited for a slot in its engine",
-    "full": "its decode batch was full",
+    NotStragglerReason.ADMITS: "it took new groups",
+    NotStragglerReason.NO_GAUGES: "its engine had not reported since its last order",
+    NotStragglerReason.WAITING: "trajectories waited for a slot in its engine",
+    NotStragglerReason.STREAMING: "it began with weights that its relay was still receiving",
+    NotStragglerReason.EMPTY: "it ran nothing",
+    NotStragglerReason.FULL: "its decode batch was full",
     "loading": "it was loading weights",
-    "receives": "trajectories of others were migrating to it",
-    "no-newer-weights": "no newer weights were published",
-    "weights-not-here": "its relay did not have the newest weights yet",
-    "evaluation": "an evaluation of its version was due",
-    "evaluation-sample": "it ran evaluation samples",
-    "batch-waits": "a batch had waited for its trajectories",
-    "caused-losses": "its trajectories had already lost a replica",
-    "migrated-often": f"its trajectories had moved {MIGRATIONS_MAX} times",
+    StayReason.RECEIVES: "trajectories of others were migrating to it",
+    StayReason.NO_NEWER_WEIGHTS: "no newer weights were published",
+    StayReason.WEIGHTS_NOT_HERE: "its relay did not have the newest weights yet",
+    StayReason.EVALUATION: "an evaluation of its version was due",
+    StayReason.EVALUATION_SAMPLE: "it ran evaluation samples",
+    StayReason.BATCH_WAITS: "a batch had waited for its trajectories",
+    StayReason.CAUSED_LOSSES: "its trajectories had already lost a replica",
+    StayReason.MIGRATED_OFTEN: f"its trajectories had moved {MIGRATIONS_MAX} times",
     "bound": "the staleness bound had no room for new groups",
     "data": "the run needed no more groups",
     "others-first": "replicas that were empty or loading came first",
-    "alone": "no other replica of its version was a straggler",
-    "no-room": "no straggler of its version had room for its trajectories",
-    "no-gain": "prefill and slower steps elsewhere would have cost more steps than it gained",
+    StayReason.ALONE: "no other replica of its version was a straggler",
+    StayReason.NO_ROOM: "no straggler of its version had room for its trajectories",
+    StayReason.NO_GAIN: (
+        "prefill and slower steps elsewhere would have cost more steps than it gained"
+    ),
     "changed": "the same event emptied others or chose a batch",
 }
 """Text of each reason, as the end of a sentence."""
-NOT_STRAGGLING = ("admits", "no-gauges", "waiting", "full", "loading")
+NOT_STRAGGLING = (*NotStragglerReason, "loading")
 
 
 class RepackDecision(NamedTuple):
@@ -69,7 +76,7 @@ class RepackDecision(NamedTuple):
     at: Moment
     version: int
     running: tuple[str, ...]
-    reason: str  #: key of REASONS
+    reason: Reason
     detail: str  #: figures; empty if the reason is sufficient
 
 
@@ -111,7 +118,7 @@ def _find_reason(
     replica: Replica,
     mine: StragglerLoad | None,
     found: dict[int, list[StragglerLoad]],
-) -> str:
+) -> Reason:
     """Return why the replica keeps its work, tested in the core's order.
 
     `mine` is the replica's load if it is a straggler.
@@ -133,7 +140,7 @@ def _find_reason(
     return repack.find_not_packed_reason(mine, others, prefill) or "changed"
 
 
-def _no_new_groups(state: State) -> str:
+def _no_new_groups(state: State) -> Outcome:
     needed = first_share(state)
     if groups_wanted(state) < needed:
         return "data"
@@ -141,24 +148,24 @@ def _no_new_groups(state: State) -> str:
 
 
 def _describe_reason(
-    state: State, replica: Replica, mine: StragglerLoad | None, reason: str
+    state: State, replica: Replica, mine: StragglerLoad | None, reason: Reason
 ) -> str:
     """Return the figures behind a reason."""
     packing = replica.repack
-    if reason == "no-room" and mine is not None:
+    if reason == StayReason.NO_ROOM and mine is not None:
         return f"{mine.running} trajectories, which need {mine.need} tokens of cache"
-    if reason == "no-gain" and mine is not None:
+    if reason == StayReason.NO_GAIN and mine is not None:
         return f"it would have been empty in {mine.longest} steps, by the lengths so far"
-    if reason == "waiting" and packing is not None:
+    if reason == NotStragglerReason.WAITING and packing is not None:
         return f"{packing.waiting} waited"
-    if reason == "full" and packing is not None:
+    if reason == NotStragglerReason.FULL and packing is not None:
         return f"{replica.load} of {packing.max_batch} running or incoming"
-    if reason == "receives":
+    if reason == StayReason.RECEIVES:
         return f"{len(replica.incoming)} incoming"
-    if reason == "weights-not-here":
+    if reason == StayReason.WEIGHTS_NOT_HERE:
         held = state.newest_for(replica)
         return f"v{state.newest_version} was published, {replica.relay} had v{held}"
-    if reason == "no-newer-weights":
+    if reason == StayReason.NO_NEWER_WEIGHTS:
         return f"v{state.newest_version} was the newest"
     if reason == "bound":
         room, needed = within_bound(state), first_share(state)

@@ -8,6 +8,7 @@ Raises  ConfigError for a step that was never ordered
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import (
@@ -33,6 +34,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.names.roles import Role
 
+TrainerWaitReason = Literal["start", "publish", "groups", "strategy", "staleness-bound"]
 LAST_GROUPS = 3  #: of a batch, in the report
 
 
@@ -82,7 +84,7 @@ class StepWait:
                     self._chosen = (now, stamped)
                     self._batch = [self._lives.open[name] for name in command.trajectories]
                     return
-        reason = _trainer_wait_reason(state)
+        reason = _find_trainer_wait_reason(state)
         if not reason:
             self._spells, self._freed_by = [], None
         elif not self._spells or self._spells[-1].reason != reason:
@@ -192,11 +194,11 @@ def _rewarded_seq(life: TrajectoryHistory) -> int:
     return life.rewarded.seq if life.rewarded else 0
 
 
-def _trainer_wait_reason(state: State) -> str:
-    """Return the reason why a ready trainer is not training; empty while it trains."""
+def _find_trainer_wait_reason(state: State) -> TrainerWaitReason | None:
+    """Return the reason why a ready trainer is not training; None while it trains."""
     trainer = live_actor(state, Role.TRAINER)
     if trainer is None or not trainer.ready or state.batch is not None:
-        return ""
+        return None
     if state.phase == Phase.STARTING:
         return "start"
     if keys.PUBLISH in state.commands:
@@ -206,7 +208,7 @@ def _trainer_wait_reason(state: State) -> str:
     return "strategy" if keys.PROPOSE in state.commands else "staleness-bound"
 
 
-def _trainer_detail(state: State, reason: str) -> str:
+def _trainer_detail(state: State, reason: TrainerWaitReason) -> str:
     if reason == "start":
         return "the first weights were not published yet"
     if reason == "publish":

@@ -104,8 +104,8 @@ def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None)
     )
 
 
-def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
-    """Return why this process may not join; empty: it may."""
+def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
+    """Return why this process may not join; None: it may."""
     if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
     if event.role == Role.RELAY and event.name != broadcast.name_of(event.node):
@@ -123,9 +123,9 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str:
         return f"{event.node} was lost or replaced since it has started this process"
     first = find_trainer(ctx.state) if event.role == Role.TRAINER else None
     if first is None or not step_replay.may_be_lost(ctx.state, first.name):
-        return ""
+        return None
     same = (event.name, event.node) == (first.name, first.node)
-    return "" if same else f"the trainer of this run is {first.name} on {first.node}"
+    return None if same else f"the trainer of this run is {first.name} on {first.node}"
 
 
 def _has_ended(state: State, event: ev.ActorJoined, known: ActorState | None) -> bool:

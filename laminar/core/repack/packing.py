@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from laminar.core.state.straggler_load import StragglerLoad
+from laminar.core.state.straggler_load import StayReason, StragglerLoad
 
 CANDIDATES_MAX = 4
 """Candidate destinations of each class per source: planning for 10,000 replicas stays fast."""
@@ -124,19 +124,18 @@ def plan_packing(
 
 def find_not_packed_reason(
     source: StragglerLoad, others: Sequence[StragglerLoad], prefill_tokens: int
-) -> str:
-    """Return why a plan leaves a movable replica where it is; empty: it need not.
+) -> StayReason | None:
+    """Return why a plan leaves a movable replica where it is; None: it need not.
 
     `others`: of its version with only stragglers. `prefill_tokens`: as for a plan."""
     if not others:
-        return "alone"
+        return StayReason.ALONE
     own = _PlannedLoad(source)
     fitting = [load for load in map(_PlannedLoad, others) if load.can_fit(own)]
     if not fitting:
-        return "no-room"
-    return (
-        "" if any(_is_profitable(source, load, prefill_tokens) for load in fitting) else "no-gain"
-    )
+        return StayReason.NO_ROOM
+    profitable = any(_is_profitable(source, load, prefill_tokens) for load in fitting)
+    return None if profitable else StayReason.NO_GAIN
 
 
 def _is_profitable(source: StragglerLoad, load: _PlannedLoad, prefill_tokens: int) -> bool:

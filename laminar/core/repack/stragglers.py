@@ -20,7 +20,7 @@ from laminar.core.scheduling.admission import (
 )
 from laminar.core.state.indexes import indexes_of, is_streaming
 from laminar.core.state.state import Replica, State, Trajectory
-from laminar.core.state.straggler_load import StragglerLoad
+from laminar.core.state.straggler_load import NotStragglerReason, StayReason, StragglerLoad
 from laminar.names.ids import Purpose
 
 MIGRATIONS_MAX = 3
@@ -59,25 +59,25 @@ def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
     return found
 
 
-def find_not_straggler_reason(state: State, replica: Replica) -> str:
-    """Return why a serving replica does not count as having only stragglers; empty: it does."""
+def find_not_straggler_reason(state: State, replica: Replica) -> NotStragglerReason | None:
+    """Return why a serving replica does not count as having only stragglers; None: it does."""
     return find_engine_reason(state, replica) or (
-        "" if find_not_admitted_reason(state, replica) else "admits"
+        None if find_not_admitted_reason(state, replica) else NotStragglerReason.ADMITS
     )
 
 
-def find_engine_reason(state: State, replica: Replica) -> str:
-    """Return why its engine rules a replica out; empty: it does not."""
+def find_engine_reason(state: State, replica: Replica) -> NotStragglerReason | None:
+    """Return why its engine rules a replica out; None: it does not."""
     packing = replica.repack
     if packing is None or packing.known_command_id < packing.last_command_id:
-        return "no-gauges"
+        return NotStragglerReason.NO_GAUGES
     if packing.waiting:
-        return "waiting"
+        return NotStragglerReason.WAITING
     if is_streaming(state, replica.name):
-        return "streaming"
+        return NotStragglerReason.STREAMING
     if not replica.load:
-        return "empty"
-    return "full" if replica.load >= packing.max_batch else ""
+        return NotStragglerReason.EMPTY
+    return NotStragglerReason.FULL if replica.load >= packing.max_batch else None
 
 
 def _get_straggler_load(state: State, replica: Replica) -> StragglerLoad:
@@ -133,44 +133,44 @@ def _estimate_tokens_left(finished: tuple[int, int], sampled: int) -> int:
     return max(tokens // max(count, 1) - sampled, sampled // 2, 1)
 
 
-def find_not_emptied_reason(state: State, replica: Replica) -> str:
-    """Return why a replica with only stragglers is not emptied, given room; empty: it may be.
+def find_not_emptied_reason(state: State, replica: Replica) -> StayReason | None:
+    """Return why a replica with only stragglers is not emptied, given room; None: it may be.
 
     It must be able to take new work, and none of its trajectories may be of the kinds that stay."""
     if replica.incoming:
-        return "receives"
+        return StayReason.RECEIVES
     return _find_not_newer_reason(state, replica) or _find_work_stays_reason(state, replica)
 
 
-def _find_not_newer_reason(state: State, replica: Replica) -> str:
+def _find_not_newer_reason(state: State, replica: Replica) -> StayReason | None:
     """Return why it could not begin with newer weights: the same for a version behind a relay."""
     if state.newest_version <= replica.version:
-        return "no-newer-weights"
+        return StayReason.NO_NEWER_WEIGHTS
     if state.newest_for(replica) != state.newest_version:
-        return "weights-not-here"
+        return StayReason.WEIGHTS_NOT_HERE
     evaluation = state.evaluation
     if evaluation is not None and evaluation.queue and evaluation.version == replica.version:
-        return "evaluation"
-    return ""
+        return StayReason.EVALUATION
+    return None
 
 
-def _find_work_stays_reason(state: State, replica: Replica) -> str:
+def _find_work_stays_reason(state: State, replica: Replica) -> StayReason | None:
     found = (find_not_migrated_reason(state, state.trajectories[t]) for t in replica.running)
-    return next(filter(None, found), "")
+    return next(filter(None, found), None)
 
 
-def find_not_migrated_reason(state: State, trajectory: Trajectory) -> str:
-    """Return why this trajectory is not migrated; empty: it may be."""
+def find_not_migrated_reason(state: State, trajectory: Trajectory) -> StayReason | None:
+    """Return why this trajectory is not migrated; None: it may be."""
     if state.groups[trajectory.group].purpose != Purpose.TRAIN:
-        return "evaluation-sample"
+        return StayReason.EVALUATION_SAMPLE
     if trajectory.batch_timeouts:
-        return "batch-waits"
+        return StayReason.BATCH_WAITS
     if trajectory.deaths:
-        return "caused-losses"
+        return StayReason.CAUSED_LOSSES
     progress = state.progress[trajectory.id]
     if progress.source:
-        return "receives"
-    return "migrated-often" if progress.migrations >= MIGRATIONS_MAX else ""
+        return StayReason.RECEIVES
+    return StayReason.MIGRATED_OFTEN if progress.migrations >= MIGRATIONS_MAX else None
 
 
 def released_max(state: State) -> int:

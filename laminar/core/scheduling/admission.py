@@ -12,10 +12,24 @@ no other limit on the experience buffer.
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Literal
+
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import Replica, State
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import UNFINISHED
+
+
+class NotAdmittedReason(StrEnum):
+    """The reasons why a replica takes no new group."""
+
+    RUN_ENDING = "run-ending"
+    REPACKED = "repacked"
+    NOT_SERVING = "not-serving"
+    NO_DATA = "no-data"
+    DRAINING = "draining"
+    STALENESS_BOUND = "staleness-bound"
 
 
 def bound_holds(deadlines: dict[int, int], chosen: int, groups_per_step: int) -> bool:
@@ -98,25 +112,25 @@ def has_sessions(state: State, replica: Replica, count: int) -> bool:
     return used + count <= most
 
 
-def find_not_admitted_reason(state: State, replica: Replica) -> str:
-    """Return why this replica takes no new group now; empty: it does.
+def find_not_admitted_reason(state: State, replica: Replica) -> NotAdmittedReason | None:
+    """Return why this replica takes no new group now; None: it does.
 
     This is computed afresh each time, never latched: a replica that took its share continues with
     its version as long as the relay of its machine holds nothing newer."""
     if state.phase != Phase.RUNNING or state.draining:
-        return "run-ending"
+        return NotAdmittedReason.RUN_ENDING
     if replica.outgoing:
-        return "repacked"
+        return NotAdmittedReason.REPACKED
     if not is_serving(state, replica):
-        return "not-serving"
+        return NotAdmittedReason.NOT_SERVING
     if groups_wanted(state) <= 0:
-        return "no-data"
+        return NotAdmittedReason.NO_DATA
     took_its_share = 0 < state.settings.groups_per_version <= replica.groups_taken
     if took_its_share and state.newest_for(replica) > replica.version:
-        return "draining"
+        return NotAdmittedReason.DRAINING
     if not bound_allows(state, replica.step + state.settings.max_staleness):
-        return "staleness-bound"
-    return ""
+        return NotAdmittedReason.STALENESS_BOUND
+    return None
 
 
 def is_admitting(state: State, replica: Replica) -> bool:
@@ -124,9 +138,9 @@ def is_admitting(state: State, replica: Replica) -> bool:
     return not find_not_admitted_reason(state, replica)
 
 
-def full_of(state: State, replica: Replica) -> str:
-    """Return what an admitting replica lacks for another group: "slots", "sessions" or nothing."""
+def find_full_resource(state: State, replica: Replica) -> Literal["slots", "sessions"] | None:
+    """Return what an admitting replica lacks for another group; None: nothing."""
     size = state.settings.group_size
     if count_free_slots(replica) < size:
         return "slots"
-    return "" if has_sessions(state, replica, size) else "sessions"
+    return None if has_sessions(state, replica, size) else "sessions"

@@ -104,7 +104,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     told = state.origin is not None if begins else may_be_lost(state, name)
     if live_actor(state, Role.TRAINER) is not actor or not told:
         return
-    other = other_function(state.function_digests, functions)
+    other = find_other_function_reason(state.function_digests, functions)
     if other and not broadcast.is_run_ending(state):
         fail_run(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
         return
@@ -132,8 +132,8 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         )
 
 
-def other_function(then: dict[str, str], now: dict[str, str]) -> str:
-    """Describe the user's loss or estimator whose file has changed; empty: none has.
+def find_other_function_reason(then: dict[str, str], now: dict[str, str]) -> str | None:
+    """Return which loss or estimator of the user has another file than then; None: none has.
 
     A run is trained with one file: with another, no earlier step could be repeated."""
     for setting, digest in now.items():
@@ -143,7 +143,7 @@ def other_function(then: dict[str, str], now: dict[str, str]) -> str:
                 f"{then.get(setting)}: restore that file, or fork the run to continue with this "
                 "one (laminar fork)"
             )
-    return ""
+    return None
 
 
 def _can_start_over(state: State) -> bool:

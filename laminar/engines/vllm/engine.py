@@ -219,8 +219,8 @@ class VllmEngine:
 
     async def _replace_weights(
         self, source: WeightSource, on_update: KvOnUpdate | None, label: str
-    ) -> str:
-        """Replace the weights between two steps of the core; return an error, or nothing."""
+    ) -> str | None:
+        """Replace the weights between two steps of the core; return an error, if any."""
         llm, keeps = self._llm, on_update == "keep"
         mode: PauseMode = "abort" if on_update is None else "keep"
         pause = llm.pause_generation(mode=mode, clear_cache=not keeps)
@@ -244,7 +244,7 @@ class VllmEngine:
         if failures:
             self._running.drop_all()
         await self._call_core(RPC_TIMEOUT_S, "a resume", llm.resume_generation())
-        return failures[0] if failures else ""
+        return failures[0] if failures else None
 
     async def _compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_alive()

@@ -143,7 +143,7 @@ def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
     if current_platform.is_cpu():
         arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK}
         arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_BYTES)
-    if problem := unknown_extra(vllm.extra, arguments):
+    if problem := find_bad_extra_reason(vllm.extra, arguments):
         raise ConfigError(problem)
     return arguments | dict(vllm.extra)
 
@@ -199,12 +199,12 @@ def _get_first_sentence(error: BaseException) -> str:
     return line.partition(". ")[0][:400]
 
 
-def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
-    """Return the problem of rollout.vllm.extra, or nothing.
+def find_bad_extra_reason(extra: Mapping[str, Any], ours: Collection[str]) -> str | None:
+    """Return the problem of rollout.vllm.extra; None: there is none.
 
     It may have any argument of vLLM that no setting of ours decides."""
     if not extra:
-        return ""
+        return None
     from vllm import AsyncEngineArgs
 
     fields = dataclasses.fields(AsyncEngineArgs)
@@ -215,4 +215,4 @@ def unknown_extra(extra: Mapping[str, Any], ours: Collection[str]) -> str:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
             return f"rollout.vllm.extra.{key} is not an argument of vLLM; the nearest is {near}"
-    return ""
+    return None

@@ -311,7 +311,7 @@ class Environments:
         answers, left = list[CallResult](), _TimeBudget(self._env, call.seconds)
         for i, one in enumerate(calls):
             if not _can_run(one):
-                answers.append((one, f"error: {one.refused}"))
+                answers.append((one, f"error: {one.refusal_reason}"))
                 continue
             limit_s, over = left.of_a_call()
             if limit_s <= 0:
@@ -366,7 +366,7 @@ def _describe_timeout(limit_s: float) -> str:
 
 
 def _can_run(call: ToolCall) -> bool:
-    return not call.refused
+    return not call.refusal_reason
 
 
 def _make_effect(

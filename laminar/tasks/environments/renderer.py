@@ -117,7 +117,7 @@ class Renderer:
         self, parser: CallParser, calls: list[ToolCall], before: list[int], ended: list[int]
     ) -> None:
         if (found := parser.parse_calls(ended[len(before) :], before)) != calls:
-            shown = found[0].refused if found and found[0].refused else "it is not parsed as a call"
+            shown = (found and found[0].refusal_reason) or "it is not parsed as a call"
             form = json.dumps({"name": calls[0].tool, "arguments": calls[0].arguments})
             raise ConfigError(
                 f"env.path needs a model whose tool calls can be parsed, but the call {form} as "

@@ -27,11 +27,11 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool, with the reason in `refused` if it is not run."""
+    """A call of a tool, with the reason if it is not run."""
 
     tool: str
     arguments: dict[str, Any]
-    refused: str = ""
+    refusal_reason: str | None = None
 
 
 class CallParser:
@@ -61,17 +61,16 @@ class CallParser:
         return [_tagged_call(*found.groups()) for found in _TAGGED.finditer(text)]
 
     def _check_call(self, call: ToolCall, index: int) -> ToolCall:
-        if call.refused:
+        if call.refusal_reason:
             return call
+        reason = None
         if call.tool not in self._names:
-            return call._replace(
-                refused=f"there is no tool {call.tool!r}; the tools are {', '.join(self._names)}"
-            )
-        if len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
-            return call._replace(refused=f"more than {TEXT_CHARS_MAX} characters of arguments")
-        if index >= CALLS_MAX:
-            return call._replace(refused=f"more than {CALLS_MAX} calls in one turn")
-        return call
+            reason = f"there is no tool {call.tool!r}; the tools are {', '.join(self._names)}"
+        elif len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
+            reason = f"more than {TEXT_CHARS_MAX} characters of arguments"
+        elif index >= CALLS_MAX:
+            reason = f"more than {CALLS_MAX} calls in one turn"
+        return call._replace(refusal_reason=reason)
 
 
 def _tagged_call(body: str, end: str) -> ToolCall:

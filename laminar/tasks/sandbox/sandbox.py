@@ -69,12 +69,12 @@ class Ran(NamedTuple):
     """The outcome of a program."""
 
     output: str  #: output, including errors and the value of a last expression
-    stopped: str = ""  #: reason if the program was stopped early
+    stop_reason: str | None = None  #: reason if the program was stopped early
 
     @property
     def text(self) -> str:
         """The output and the reason, for a model."""
-        return f"{self.output}[{self.stopped}]" if self.stopped else self.output
+        return f"{self.output}[{self.stop_reason}]" if self.stop_reason else self.output
 
 
 class Sandbox:
@@ -126,7 +126,8 @@ class CodeSession:
 
     def __init__(self, sandbox: Sandbox) -> None:
         """Start the sandbox; raise NoSandbox."""
-        self._sandbox, self._ended = sandbox, ""
+        self._sandbox = sandbox
+        self._end_reason: str | None = None
         self._channel, theirs = socket.socketpair()
         python: str = getattr(sys, "_base_executable", sys.executable)
         limits = [str(sandbox.limits[name]) for name in LIMITS]
@@ -155,16 +156,16 @@ class CodeSession:
 
     def run(self, program: str) -> Ran:
         """Run a program; if it exceeds its time or output limit, the session ends."""
-        if self._ended:
-            return Ran("", self._ended)
-        output, self._ended = self._run(program.encode(errors="replace"))
-        if self._ended:
+        if self._end_reason:
+            return Ran("", self._end_reason)
+        output, self._end_reason = self._run(program.encode(errors="replace"))
+        if self._end_reason:
             self.close()
-        return Ran(output.decode(errors="replace"), self._ended)
+        return Ran(output.decode(errors="replace"), self._end_reason)
 
     def close(self) -> None:
         """End the sandbox with all of its processes; idempotent."""
-        self._ended = self._ended or "the session has ended"
+        self._end_reason = self._end_reason or "the session has ended"
         if self._gone < 0:
             return
         self._channel.close()
@@ -185,7 +186,7 @@ class CodeSession:
     ) -> None:
         self.close()
 
-    def _run(self, program: bytes) -> tuple[bytearray, str]:
+    def _run(self, program: bytes) -> tuple[bytearray, str | None]:
         """Return the output, and the reason if the session has ended."""
         end = time.monotonic() + self._sandbox.seconds
         late = f"stopped after {self._sandbox.seconds:g} s"
@@ -207,7 +208,7 @@ class CodeSession:
             if len(output) > most:
                 return output[:most], f"stopped after {most} bytes of output"
             if answer == DONE:
-                return output, ""
+                return output, None
             if answer is not None:
                 return output, self._describe_end()
             if self._output.fileno() in ready and not ready - {self._output.fileno()}:

@@ -57,7 +57,7 @@ from laminar.training.model.policy import (
     digest_base_weights,
     make_load_error,
 )
-from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
+from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
 from laminar.training.ranks import Ranks
 from laminar.training.shared_safetensors import DTYPES, rows_of
 
@@ -127,7 +127,7 @@ def shard_model(
     found: Any = model
     found.with_parameters = MethodType(_call_and_clone, model)
     register_fsdp_forward_method(model, "with_parameters")
-    if once := not why_padded(model, device):
+    if once := not find_padding_reason(model, device):
         read_prompts_once(model)
     return ShardedPolicy(model, vocab_limit, once, compute_device=device)
 

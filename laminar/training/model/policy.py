@@ -43,7 +43,7 @@ from laminar.training.algorithms.loss_terms import entropy_of, gather_targets, l
 from laminar.training.model import lora
 from laminar.training.model.footprint import FLOAT32, way_of
 from laminar.training.model.micro_batches import TokenRows, pad_token_rows
-from laminar.training.model.shared_prefix_attention import read_prompts_once, why_padded
+from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
 from laminar.training.shared_safetensors import TensorLayout, TensorLayouts
 from laminar.training.steps import ModelLayout
 
@@ -80,13 +80,13 @@ class LoadedPolicy:
         return self.model.device
 
     def reads_prompts_once(self, compute: Compute) -> bool:
-        return self.prompts_once and not why_padded(self.model, self.device, compute.dtype)
+        return self.prompts_once and not find_padding_reason(self.model, self.device, compute.dtype)
 
     def describe_layout(self, published: TensorLayouts, compute: Compute) -> ModelLayout:
         """Describe the published tensors, and how the sequences of a step are read."""
         shapes = tuple((name, form.shape) for name, form in published.items())
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
-        padded = why_padded(self.model, self.device, compute.dtype)
+        padded = find_padding_reason(self.model, self.device, compute.dtype)
         return ModelLayout(shapes, dtype, f"padded: {padded}" if padded else "prompts once")
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def build_critic(model: Any, vocab_limit: int, *, device: torch.device) -> Loade
     """Make a critic whose values are 0 from a model for token classification with one label."""
     for parameter in model.score.parameters():
         parameter.zero_()
-    if once := not why_padded(model, device):
+    if once := not find_padding_reason(model, device):
         read_prompts_once(model)
     return LoadedPolicy(model.eval(), vocab_limit, once)
 
@@ -297,7 +297,7 @@ def load_policy(
         base = digest_base_weights(before)
         _add_adapters(model, adapt, device)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
-    once = not why_padded(model, model.device)
+    once = not find_padding_reason(model, model.device)
     if once:
         read_prompts_once(model)
     policy = LoadedPolicy(model.eval(), limit, once, base)

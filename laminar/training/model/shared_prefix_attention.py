@@ -1,7 +1,7 @@
 """Attention over rows in which all responses share one copy of their prompt.
 
 Reads   queries, keys and values of a flat row, and the positions of its prompts and responses
-Gives   `attend_shared_prefix`, which transformers calls in every layer; `why_padded`,
+Gives   `attend_shared_prefix`, which transformers calls in every layer; `find_padding_reason`,
         `read_prompts_once`
 
 A response attends to its prompt and to itself. That takes two kinds of calls of the flash kernel:
@@ -39,10 +39,10 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 GPU_HEAD_SIZES = range(8, 257, 8)  #: head sizes that the flash kernel takes unpadded
 
 
-def why_padded(
+def find_padding_reason(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.bfloat16
-) -> str:
-    """Return why the model cannot read a prompt once for all its responses; empty: it can.
+) -> str | None:
+    """Return why the model cannot read a prompt once for all its responses; None: it can.
 
     `device`: where it computes, maybe not where its parameters are; `dtype`: the compute type.
     """
@@ -53,16 +53,16 @@ def why_padded(
         return f"the model is of type {config.model_type}, not {', '.join(MODEL_TYPES)}"
     if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"the model has layers of {', '.join(sorted(other))}"
-    return _find_gpu_padding_reason(config, dtype) if device.type == "cuda" else ""
+    return _find_gpu_padding_reason(config, dtype) if device.type == "cuda" else None
 
 
-def _find_gpu_padding_reason(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+def _find_gpu_padding_reason(config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"the flash kernel of a GPU needs bfloat16, not {str(dtype).removeprefix('torch.')}"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in GPU_HEAD_SIZES:
         return f"the flash kernel of a GPU takes head sizes in multiples of 8 up to 256, not {size}"
-    return ""
+    return None
 
 
 def read_prompts_once(model: PreTrainedModel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.analysis.log.state_intervals import STALENESS_BOUND
 from laminar.analysis.log.trajectory_history import (
     EventClock,
     HistoryTracker,
@@ -76,7 +75,7 @@ def check_idle(idleness: IdleTracker, state: State) -> None:
         }
         reason = idle.spells[-1].reason
         assert holds.get(reason, _serves(replica)), (name, reason)
-        assert reason != STALENESS_BOUND or "groups fit by step" in idle.spells[-1].detail
+        assert reason != "staleness-bound" or "groups fit by step" in idle.spells[-1].detail
 
 
 def _serves(replica: Replica | None) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from laminar.analysis.log.trajectory_history import EventClock
-from laminar.analysis.why.repack_decisions import REASONS, RepackDecisions
+from laminar.analysis.why.repack_decisions import REASONS, Outcome, RepackDecisions
 from laminar.core.machine import StateMachine
+from laminar.core.state.straggler_load import NotStragglerReason, StayReason
 from tests.analysis.told_bench import ToldBench
 from tests.core.repack.test_migration import DESTINATION, OTHER, SOURCE, Tail
 
@@ -54,7 +55,10 @@ def test_what_it_found_when_a_version_was_published(
     bench.publish(1, 1)
     found, figures = looked(bench)[name][0]
     assert found == reason and figures.startswith(detail)
-    assert reason in REASONS
+
+
+def test_every_reason_has_a_text() -> None:
+    assert REASONS.keys() == {*NotStragglerReason, *StayReason, *get_args(Outcome)}
 
 
 def test_what_it_found_later() -> None:

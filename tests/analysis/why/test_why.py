@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
-from laminar.analysis.log.state_intervals import STALENESS_BOUND
-from laminar.analysis.why.idle_spells import (
-    DOWN,
-    NO_DATA,
-    NO_WEIGHTS,
-    PULLING,
-    REPACKED,
-    RUN_ENDING,
-)
+from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, PULLING
+from laminar.analysis.why.step_wait import TrainerWaitReason
 from laminar.analysis.why.why import explain_subject
 from laminar.config import ConfigError
+from laminar.core.scheduling.admission import NotAdmittedReason
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 from tests.analysis.conftest import Cli
@@ -509,6 +504,6 @@ def test_of_the_command_line(made: Path, cli: Cli) -> None:
 def test_every_reason_is_explained() -> None:
     """By the names that the coordinator and the answers use."""
     document = (Path(__file__).parents[3] / "docs" / "debugging.md").read_text()
-    idle = (DOWN, PULLING, NO_WEIGHTS, NO_DATA, RUN_ENDING, REPACKED, STALENESS_BOUND, "draining")
+    idle = {DOWN, PULLING, NO_WEIGHTS, *NotAdmittedReason} - {NotAdmittedReason.NOT_SERVING}
     assert [reason for reason in idle if f"| `{reason}` |" not in document] == []
-    assert [wait for wait in ("groups", "publish", "strategy") if f"`{wait}`" not in document] == []
+    assert [wait for wait in get_args(TrainerWaitReason) if f"`{wait}`" not in document] == []

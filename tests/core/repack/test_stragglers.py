@@ -10,6 +10,7 @@ from laminar.core.repack.stragglers import (
     find_stragglers,
 )
 from laminar.core.state.state import Evaluation
+from laminar.core.state.straggler_load import NotStragglerReason, StayReason
 from laminar.names.ids import Purpose, TrajectoryId
 from tests.core.repack.test_migration import (
     DESTINATION,
@@ -23,11 +24,11 @@ from tests.core.repack.test_migration import (
 from tests.core.repack.test_packing import CAPACITY, standing
 
 
-def work(bench: Tail, name: str = SOURCE) -> str:
+def work(bench: Tail, name: str = SOURCE) -> NotStragglerReason | None:
     return find_not_straggler_reason(bench.state, bench.replica(name))
 
 
-def stay(bench: Tail, name: str = SOURCE) -> str:
+def stay(bench: Tail, name: str = SOURCE) -> StayReason | None:
     return find_not_emptied_reason(bench.state, bench.replica(name))
 
 
@@ -83,7 +84,7 @@ def test_what_has_not_begun_where_it_was_handed_to_stays() -> None:
     assert bench.trajectory(MOVED).replica == DESTINATION
     assert stay(bench, DESTINATION) == "receives"
     bench.say(DESTINATION, bench.begun(MOVED))
-    assert stay(bench, DESTINATION) == ""
+    assert stay(bench, DESTINATION) is None
 
 
 def test_held_out_answers_stay_and_an_evaluation_goes_first() -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from laminar.core.repack.stragglers import released_max
-from laminar.core.scheduling.admission import bound_holds, first_share, full_of, get_replica_share
+from laminar.core.scheduling.admission import (
+    bound_holds,
+    find_full_resource,
+    first_share,
+    get_replica_share,
+)
 from laminar.events import commands as cmd
 from tools.kit.bench import Bench, only
 
@@ -123,8 +128,8 @@ def test_share_is_of_the_replicas_that_live() -> None:
 
 def test_what_another_group_has_too_little_room_in() -> None:
     bench = Bench(max_staleness=2, capacity=5)
-    assert len(bench.start()) and full_of(bench.state, bench.replica()) == "slots"
+    assert len(bench.start()) and find_full_resource(bench.state, bench.replica()) == "slots"
     bench = Bench(max_staleness=20, capacity=20, max_sessions=5)
-    assert len(bench.start()) and full_of(bench.state, bench.replica()) == "sessions"
+    assert len(bench.start()) and find_full_resource(bench.state, bench.replica()) == "sessions"
     bench = Bench(max_staleness=0, capacity=20, max_sessions=20)
-    assert len(bench.start()) and full_of(bench.state, bench.replica()) == ""
+    assert len(bench.start()) and find_full_resource(bench.state, bench.replica()) is None

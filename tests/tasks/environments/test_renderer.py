@@ -82,7 +82,7 @@ def test_a_model_with_a_template_of_its_own_for_responses_is_read_by_it(parts, m
 
     monkeypatch.setattr(model, "parse_response", fails)
     (call,) = CallParser(model, TOOLS).parse_calls([1], [2])
-    assert call.refused == "the response cannot be read: no such tag"
+    assert call.refusal_reason == "the response cannot be read: no such tag"
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_a_model_with_a_template_of_its_own_for_responses_is_read_by_it(parts, m
 def test_a_call_that_cannot_be_run_is_told_why(parts, text, refused):
     model, _, parser = parts
     (call,) = parser.parse_calls(model.encode(f"<tool_call>{text}</tool_call>"), [])
-    assert refused in call.refused
+    assert refused in call.refusal_reason
 
 
 def test_a_call_without_end_and_too_many_calls_are_told_so(parts):
     model, _, parser = parts
     (call,) = parser.parse_calls(model.encode('<tool_call>{"name": "add"'), [])
-    assert "no end" in call.refused
+    assert "no end" in call.refusal_reason
     one = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     calls = parser.parse_calls(model.encode(one * (CALLS_MAX + 1)), [])
-    assert [bool(c.refused) for c in calls] == [False] * CALLS_MAX + [True]
+    assert [bool(c.refusal_reason) for c in calls] == [False] * CALLS_MAX + [True]
     assert parser.parse_calls(model.encode("no call"), []) == []

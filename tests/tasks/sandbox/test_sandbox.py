@@ -82,8 +82,8 @@ def test_code_gets_nothing_back(call, sandbox):
 
 def test_a_session_keeps_names_and_shows_the_value_of_the_last_line(sandbox):
     with sandbox.session() as session:
-        assert session.run("a = 40\ndef twice(x): return 2 * x") == ("", "")
-        assert session.run("print('first')\ntwice(a)") == ("first\n80\n", "")
+        assert session.run("a = 40\ndef twice(x): return 2 * x") == ("", None)
+        assert session.run("print('first')\ntwice(a)") == ("first\n80\n", None)
         failed = session.run("a / 0")
         assert failed.output.splitlines()[-1] == "ZeroDivisionError: division by zero"
         assert "sandbox_process" not in failed.output
@@ -103,7 +103,7 @@ def test_a_session_keeps_names_and_shows_the_value_of_the_last_line(sandbox):
 )
 def test_a_session_that_has_ended_says_why(program, stopped, sandbox, short):
     with (short if "while" in program else sandbox).session() as session:
-        assert session.run(program).stopped == stopped
+        assert session.run(program).stop_reason == stopped
         assert session.run("1").text == f"[{stopped}]"
 
 
@@ -139,7 +139,7 @@ def test_it_ends_when_its_outer_process_is_killed(sandbox):
         while survivors({space}):
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert session.run("1").stopped == "the program ended its process: killed by SIGKILL"
+        assert session.run("1").stop_reason == "the program ended its process: killed by SIGKILL"
 
 
 # --- a machine that does not give a part of it --------------------------------------------------

@@ -19,17 +19,19 @@ from laminar.core import loading, planner
 from laminar.core.context import Context
 from laminar.core.repack import stragglers
 from laminar.core.scheduling import admission
+from laminar.core.scheduling.admission import NotAdmittedReason
 from laminar.core.state import indexes
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import Replica, State
+from laminar.core.state.straggler_load import StayReason
 
 _why_not_admitted, _plan_pull = admission.find_not_admitted_reason, loading.plan_pull
 _why_nothing_newer = stragglers._find_not_newer_reason
 
 
-def _drains(state: State, replica: Replica) -> str:
+def _drains(state: State, replica: Replica) -> NotAdmittedReason | None:
     if replica.groups_taken >= state.settings.groups_per_version:
-        return "draining"
+        return NotAdmittedReason.DRAINING
     return _why_not_admitted(state, replica)
 
 
@@ -44,10 +46,11 @@ def _pulls_or_goes_on(ctx: Context, replica: Replica) -> None:
         ctx.touch_replica(replica.name)
 
 
-def _takes_nothing(state: State, replica: Replica) -> str:
+def _takes_nothing(state: State, replica: Replica) -> StayReason | None:
     """Return why a replica does not release work, regardless of newer weights."""
     why = _why_nothing_newer(state, replica)
-    return "" if why in ("no-newer-weights", "weights-not-here") else why
+    newer = StayReason.NO_NEWER_WEIGHTS, StayReason.WEIGHTS_NOT_HERE
+    return None if why in newer else why
 
 
 def _may_admit(others: planner._UntouchedReplicas, kind: Kind) -> bool:

@@ -148,7 +148,7 @@ def plain_client(place: Place) -> str:
     """
     log = place.run_dir / LOGS_DIR / "latest" / "coordinator.jsonl"
 
-    def told_at_last() -> str:
+    def told_at_last() -> str | None:
         with zmq.Context.instance().socket(zmq.DEALER) as client:
             client.set(zmq.LINGER, 0)
             client.connect(place.address("coordinator"))
@@ -258,15 +258,15 @@ def refusal(stranger: Callable[[Place], str], place: Place) -> Refused:
 # --- observation ------------------------------------------------------------------------------
 
 
-def _until(look: Callable[[], str]) -> str:
+def _until(look: Callable[[], str | None]) -> str:
     """Wait until `look` returns a message; raise NotRefused after a timeout."""
     if said := _within(GIVEN_UP_S, look):
         return said
     raise NotRefused(f"no message within {GIVEN_UP_S:.0f} s")
 
 
-def _within(seconds: float, look: Callable[[], str]) -> str:
-    """Wait for a message from `look`; return an empty string after a timeout."""
+def _within(seconds: float, look: Callable[[], str | None]) -> str | None:
+    """Wait for a message from `look`; return None or "" after a timeout."""
     deadline = time.monotonic() + seconds
     while not (said := look()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
