@@ -24,6 +24,8 @@ from laminar.training.algorithms.advantages import CONSTANT_SPREAD
 from laminar.training.model.micro_batches import MicroBatch, by_group
 from laminar.training.ranks import Ranks
 from laminar.training.steps import (
+    NO_SIGNAL,
+    NON_FINITE,
     Mismatch,
     Origin,
     SpanPart,
@@ -205,6 +207,15 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
     found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
     found |= token_staleness(samples, step)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
+
+
+def count_skipped(model: str, reasons: Sequence[str | None]) -> dict[str, float]:
+    """Count a model's skipped updates, by the reason of each update or None."""
+    return {
+        f"{model}/skipped_updates": float(sum(reason is not None for reason in reasons)),
+        f"{model}/no_signal_updates": float(reasons.count(NO_SIGNAL)),
+        f"{model}/nonfinite_updates": float(reasons.count(NON_FINITE)),
+    }
 
 
 def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:

@@ -206,6 +206,10 @@ class StepResult:
         return any(u.skipped_reason is None for u in self.updates)
 
     @property
+    def nonfinite_updates(self) -> int:
+        return sum(u.skipped_reason == NON_FINITE for u in self.updates)
+
+    @property
     def skipped_reason(self) -> str | None:
         """Reason of the first skipped update."""
         return next((u.skipped_reason for u in self.updates if u.skipped_reason), None)

@@ -42,6 +42,8 @@ def test_a_step_without_signal_touches_neither_weights_nor_optimizer(
     after = learner.optimizer.state_dict()["state"]
     assert all(torch.equal(after[i][k], state[i][k]) for i in state for k in state[i])
     assert result.metrics["actor/skipped_updates"] == 1.0
+    assert result.metrics["actor/no_signal_updates"] == 1.0
+    assert (result.nonfinite_updates, result.metrics["actor/nonfinite_updates"]) == (0, 0.0)
     assert result.metrics["actor/entropy"] > 0  # the step is measured all the same
 
 
@@ -85,6 +87,10 @@ def test_a_gradient_that_is_not_finite_is_not_applied(
     assert (result.changed, result.skipped_reason) == (False, NON_FINITE)
     assert weights(policy) == before
     assert not learner.optimizer.state
+    assert (result.nonfinite_updates, result.metrics["actor/nonfinite_updates"]) == (1, 1.0)
+    assert result.metrics["actor/no_signal_updates"] == 0.0
+    assert result.metrics["actor/skipped_updates"] == 1.0
+    assert result.metrics["actor/max_entropy"] == pytest.approx(np.log(policy.vocab_limit))
     hook.remove()
     assert learner.train_step(make_samples(), 1).changed
     assert np.isfinite(parameter.detach().numpy()).all()

@@ -44,6 +44,7 @@ FIGURES = (
     ("PPO KL", "actor/ppo_kl", "nats per token"),
     ("KL to the reference", "actor/kl_loss", "nats per token"),
     ("KL of engine and trainer", "mismatch_kl/mean", "nats per token"),
+    ("The same at equal weights", "mismatch_kl/probe", "nats per token"),
     ("Groups with zero reward variance", "groups/no_variance", "share of the groups"),
     ("Truncated responses", "response_length/clip_ratio", "share of the batch"),
     ("Skipped updates", "actor/skipped_updates", "per step"),

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -76,6 +77,7 @@ class Milestones:
         self.names: dict[str, list[str]] = {}  #: processes that became ready, by role
         self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
         self.losses = ProcessFailures()
+        self.probe_kls: list[float] = []
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -85,6 +87,8 @@ class Milestones:
             self.coordinators += 1
         elif isinstance(event, ev.WeightsPublished):
             self.published_ns.setdefault(event.version, now)
+        elif isinstance(event, ev.WeightsLoaded) and event.probe_kl is not None:
+            self.probe_kls.append(event.probe_kl)
         elif isinstance(event, ev.TrainerReady | ev.ReplicaReady):
             role = "trainer" if isinstance(event, ev.TrainerReady) else "rollout"
             names = self.names.setdefault(role, [])
@@ -121,10 +125,13 @@ def summary_of(
     pulls = {name: read_spans(run_dir, name) for name in replicas}
     steps = {name: read_steps(run_dir, name) for name in replicas}
     cut = cut_timelines(run_dir)
+    unchanged = _count_unchanged(account)
     return {
         **_summarize_outcome(state, milestones),
-        "steps_unchanged": _count_unchanged(account),
+        "steps_unchanged": unchanged.total(),
+        "steps_unchanged_by": dict(unchanged),
         **_summarize_lengths(account),
+        "probe_kl_mean": fmean(milestones.probe_kls) if milestones.probe_kls else None,
         **group_figures(account),
         "by_length": by_length(account),
         "lost_by": milestones.losses.why,
@@ -181,10 +188,10 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     }
 
 
-def _count_unchanged(account: Account) -> int:
-    """Count the steps that left the weights unchanged."""
+def _count_unchanged(account: Account) -> Counter[str]:
+    """Count the steps that left the weights unchanged, by reason."""
     reports = (step.completed for step in account.steps.values())
-    return sum(report is not None and not report.changed for report in reports)
+    return Counter(report.reason for report in reports if report is not None and not report.changed)
 
 
 def _summarize_lengths(account: Account) -> dict[str, Any]:
