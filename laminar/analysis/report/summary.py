@@ -125,11 +125,9 @@ def summary_of(
     pulls = {name: read_spans(run_dir, name) for name in replicas}
     steps = {name: read_steps(run_dir, name) for name in replicas}
     cut = cut_timelines(run_dir)
-    unchanged = _count_unchanged(account)
     return {
         **_summarize_outcome(state, milestones),
-        "steps_unchanged": unchanged.total(),
-        "steps_unchanged_by": dict(unchanged),
+        **_summarize_unchanged(account),
         **_summarize_lengths(account),
         "probe_kl_mean": fmean(milestones.probe_kls) if milestones.probe_kls else None,
         **group_figures(account),
@@ -188,10 +186,11 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     }
 
 
-def _count_unchanged(account: Account) -> Counter[str]:
+def _summarize_unchanged(account: Account) -> dict[str, Any]:
     """Count the steps that left the weights unchanged, by reason."""
-    reports = (step.completed for step in account.steps.values())
-    return Counter(report.reason for report in reports if report is not None and not report.changed)
+    reports = [step.completed for step in account.steps.values()]
+    reasons = Counter(report.reason for report in reports if report and not report.changed)
+    return {"steps_unchanged": reasons.total(), "steps_unchanged_by": dict(reasons)}
 
 
 def _summarize_lengths(account: Account) -> dict[str, Any]:
