@@ -50,6 +50,7 @@ def sample_of(row: store.Trajectory) -> TrainSample:
         reward=row.score,
         temperature=row.temperature,
         truncated=truncated,
+        truncated_by=row.finish_reason or "",
         correct=is_correct(row.score, truncated=truncated),
         spans=row.spans,
         extras=select_numbers(row.extras),

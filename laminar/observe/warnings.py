@@ -12,7 +12,7 @@ has a figure, the limit it exceeded, and what to check.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite, nan
 from pathlib import Path
@@ -23,6 +23,7 @@ from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
+from laminar.events.reasons import EndedBy, FinishReason
 from laminar.run.directory import FIRST_LOOK_FILE
 
 WINDOW = 5  #: steps over which a batch's figures are averaged
@@ -30,6 +31,15 @@ ANSWERS_MIN = 64  #: minimum number of responses for a share of failed ones
 ERRORS_SHARE = 0.05
 FLAT_SHARE = 0.9  #: share of the groups with equal rewards for all siblings
 TRUNCATED_SHARE = 0.5
+LIMITS: dict[str, str] = {
+    FinishReason.LENGTH: "data.max_response_length",
+    EndedBy.MAX_TURNS: "env.max_turns",
+    EndedBy.CONTEXT_FULL: "env.max_context_tokens",
+    EndedBy.TOOL_TIMEOUT: "env.tool_timeout_s",
+    EndedBy.TURN_TIMEOUT: "env.turn_timeout_s",
+    EndedBy.TRAJECTORY_TIMEOUT: "env.trajectory_timeout_s",
+}
+"""The setting whose limit truncates a response, by reason."""
 ENTROPY_SHARE = 0.1  #: share of the entropy in the first steps
 UNIFORM_SHARE = 0.9  #: share of the entropy of the uniform distribution
 NONFINITE_ROW = 3  #: updates without a finite gradient, in a row
@@ -132,12 +142,25 @@ class WarningMonitor:
     def _check_truncation(self) -> Iterator[tuple[str, str]]:
         cut = self._mean("response_length/clip_ratio")
         if cut is not None and cut >= TRUNCATED_SHARE:
-            yield (
-                "truncated",
-                f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated at "
-                "data.max_response_length: raise it, or check with `laminar samples` whether "
-                "the model ends its responses (chat template, end tokens)",
-            )
+            yield "truncated", self._describe_truncated(cut)
+
+    def _describe_truncated(self, cut: float) -> str:
+        """Give the share of each reason, the largest first, with the setting of its limit."""
+        totals = Counter[str]()
+        for figures in self._recent:
+            totals.update({name: figures.get(f"truncated/{name}", 0.0) for name in LIMITS})
+        shares = {name: total / WINDOW for name, total in totals.most_common() if total}
+        parts = [f"{share:.0%} by {LIMITS[name]}" for name, share in shares.items()]
+        text = f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated"
+        if next(iter(shares), FinishReason.LENGTH) == FinishReason.LENGTH:
+            parts = parts or [f"by {LIMITS[FinishReason.LENGTH]}"]
+            remedy = "its responses (chat template, end tokens)"
+        else:
+            remedy = "its calls, and how long its tools take"
+        return (
+            f"{text}: {', '.join(parts)}. Raise the first limit, or check with `laminar samples` "
+            f"whether the model ends {remedy}"
+        )
 
     def _check_entropy(self) -> Iterator[tuple[str, str]]:
         now, first = self._mean(ENTROPY), self._at_first(ENTROPY)

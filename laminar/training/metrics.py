@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
 
@@ -200,6 +201,8 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         "training/off_policy/trajectory_staleness/max": max(staleness),
         "perf/total_num_tokens": sum(s.length for s in samples),
     }
+    causes = Counter(s.truncated_by for s in samples if s.truncated)
+    found |= {f"truncated/{cause}": count / len(samples) for cause, count in causes.items()}
     penalties = [s.penalty for s in samples if s.penalty is not None]
     if penalties:
         found["critic/rewards/mean"] = np.mean([s.trained_reward for s in samples])

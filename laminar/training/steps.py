@@ -89,8 +89,9 @@ class TrainSample:
     logprobs: NDArray[np.float32]  #: of the distribution sampled from, temperature included
     reward: float
     temperature: float  #: of the sampling; above 0
-    truncated: bool  #: whether the engine's finish reason was the length limit
+    truncated: bool  #: whether a limit of the engine or of its environment ended it
     spans: tuple[Span, ...]  #: parts of the response by origin, in order
+    truncated_by: str = "length"  #: that limit, if one did: length, or as in EndedBy
     correct: bool = False  #: full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: extra figures of the reward
     penalty: float | None = None  #: penalty for length, at most 0; None: there is none

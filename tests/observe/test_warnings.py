@@ -14,12 +14,14 @@ from laminar.core.state.scores import bits_of
 from laminar.core.state.state import RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
+from laminar.events.reasons import EndedBy, FinishReason
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.warnings import WINDOW, WarningMonitor, first_look
+from laminar.observe.warnings import LIMITS, WINDOW, WarningMonitor, first_look
 from tests.observe.test_metrics_and_status import TELEMETRY
 from tools.kit.world import World
 from tools.kit.world_parts import settings, step_completed
 
+REFERENCE = Path(__file__).parents[2] / "configs" / "reference.toml"
 WELL = {
     "groups/no_variance": 0.5,
     "reward/mean": 0.4,
@@ -79,6 +81,34 @@ def test_a_figure_of_the_last_steps(
     assert word in seen.events[0].text
     below = {name: value - 0.01 for name, value in figures.items()}
     assert Seen(State(settings=state.settings, logic=1)).steps(30, **below) == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({}, "truncated: by data.max_response_length. Raise"),
+        ({"length": 0.6}, "truncated: 60% by data.max_response_length. Raise"),
+        (
+            {"length": 0.1, "max-turns": 0.4, "context-full": 0.1},
+            "40% by env.max_turns, 10% by data.max_response_length, 10% by env.max_context_tokens",
+        ),
+        ({"tool-timeout": 0.6}, "truncated: 60% by env.tool_timeout_s. Raise the first limit"),
+    ],
+)
+def test_truncation_names_the_setting_of_each_limit(
+    state: State, shares: dict[str, float], words: str
+) -> None:
+    seen = Seen(state)
+    figures = {f"truncated/{name}": share for name, share in shares.items()}
+    assert seen.steps(WINDOW, **figures, **{"response_length/clip_ratio": 0.6}) == ["truncated"]
+    assert words in seen.events[0].text
+
+
+def test_every_limit_has_a_setting() -> None:
+    assert set(LIMITS) == {FinishReason.LENGTH, *EndedBy} - {EndedBy.NONE}
+    assert all(
+        name in REFERENCE.read_text() for name in (k.rsplit(".")[-1] for k in LIMITS.values())
+    )
 
 
 def test_lost_signal_is_told_from_one_that_never_was(state: State) -> None:

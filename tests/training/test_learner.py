@@ -258,6 +258,20 @@ def test_groups_whose_siblings_agree_are_counted(
     assert "groups/prompts_differ" not in found
 
 
+def test_truncated_responses_are_counted_by_their_limit(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    ends = ["max-turns", "stop", "max-turns", "length"]
+    samples = [
+        replace(s, truncated=end != "stop", truncated_by=end)
+        for s, end in zip(make_samples(groups=2, siblings=2), ends, strict=True)
+    ]
+    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
+    assert found["response_length/clip_ratio"] == 0.75
+    shares = {name: value for name, value in found.items() if name.startswith("truncated/")}
+    assert shares == {"truncated/max-turns": 0.5, "truncated/length": 0.25}
+
+
 def test_staleness_is_also_given_by_length(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:

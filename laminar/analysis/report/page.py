@@ -362,7 +362,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
     ]
     yield '<details class="sample"><summary>'
     yield f'<span class="score">score {score}</span>{"".join(glances)}</summary>'
-    cut = ", truncated" if sample.truncated else ""
+    cut = f", truncated ({sample.truncated_by})" if sample.truncated else ""
     yield (
         f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, {sample.sampled_by} on '
         f"{escape(sample.sampled_on)}</p>"

@@ -51,7 +51,7 @@ from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason
-from laminar.names.ids import Purpose
+from laminar.names.ids import Purpose, TrajectoryId
 from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
 
@@ -197,10 +197,7 @@ def _summarize_lengths(account: Account) -> dict[str, Any]:
     """Return percentiles of the trained and of the generated response lengths, in tokens."""
     trained = [c for c in account.closed.values() if c.ending.end == "trained"]
     names = [closed.ending.trajectory_id for closed in trained]
-    cut = [
-        account.finished[name].finish_reason == TRUNCATED or bool(account.rewarded[name].ended_by)
-        for name in names
-    ]
+    cut = Counter(reason for name in names if (reason := _truncated_by(account, name)))
     generated = [
         finished.num_tokens
         for name, finished in account.finished.items()
@@ -209,11 +206,20 @@ def _summarize_lengths(account: Account) -> dict[str, Any]:
     return {
         **_compute_percentiles("response_length", [c.num_tokens for c in trained]),
         **_compute_percentiles("generated_response_length", generated),
-        "truncated_share": sum(cut) / len(cut) if cut else None,
+        "truncated_share": cut.total() / len(names) if names else None,
+        "truncated_by": {reason: count / len(names) for reason, count in cut.most_common()},
         "mismatch_kl_mean": _compute_mismatch(account),
         "left_out": _left_out(account),
         "trainer_memory_gb": _summarize_memory(account),
     }
+
+
+def _truncated_by(account: Account, name: TrajectoryId) -> str:
+    """Return the limit that truncated a response: of the environment, else the engine's; or ""."""
+    rewarded, finished = account.rewarded.get(name), account.finished.get(name)
+    if rewarded is not None and rewarded.ended_by:
+        return rewarded.ended_by
+    return TRUNCATED if finished is not None and finished.finish_reason == TRUNCATED else ""
 
 
 def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
@@ -456,7 +462,7 @@ def _summarize_class(account: Account, closed: list[ClosedTrajectory]) -> dict[s
         "tokens_max": max(c.num_tokens for c in closed),
         "trained": len(trained),
         "staleness_mean": sum(ages) / len(ages) if ages else None,
-        "truncated": sum(f is not None and f.finish_reason == TRUNCATED for f in finished),
+        "truncated": sum(bool(_truncated_by(account, c.ending.trajectory_id)) for c in closed),
         "dropped": dict(sorted(reasons.items())),
         "unfinished": sum(found is None for found in finished),
     }

@@ -40,7 +40,7 @@ def format_headline(data: PageData) -> Iterator[tuple[str, str]]:
     yield "reward", _first_to_last(data, "reward/mean")
     yield "entropy (nats)", _first_to_last(data, "actor/entropy")
     yield "length (tokens)", _format_lengths(summary)
-    yield "truncated", _format_share(summary["truncated_share"], "of trained responses")
+    yield "truncated", _format_truncated(summary)
     yield "staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} steps"
     for found in summary["by_length"]:
         yield "  by length", length_line(found)
@@ -236,6 +236,12 @@ def _format_repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]
             "  free sooner by",
             f"mean {sooner['mean']:.3g} s, together {sooner['sum']:.4g} s, at most",
         )
+
+
+def _format_truncated(summary: Mapping[str, Any]) -> str:
+    share = _format_share(summary["truncated_share"], "of trained responses")
+    causes = [f"{reason} {part:.2%}" for reason, part in summary["truncated_by"].items()]
+    return share + (f": {', '.join(causes)}" if causes else "")
 
 
 def _format_mismatch(total: float | None, numerics: float | None) -> str:

@@ -14,7 +14,7 @@ from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans, read_steps
 from laminar.analysis.log.tool_calls import ToolCallStats
 from laminar.analysis.report.summary import Milestones, summarize_run
-from laminar.analysis.report.summary_lines import _format_mismatch, calls_line
+from laminar.analysis.report.summary_lines import _format_mismatch, _format_truncated, calls_line
 from laminar.config import ConfigError
 from laminar.core.machine import StateMachine
 from laminar.events import commands as cmd
@@ -101,6 +101,21 @@ def test_lengths_are_of_training_truncated_responses_included(tmp_path: Path) ->
     unscored = len([1 for s, _ in log if isinstance(s.event, ev.TrajectoryFailed)])
     assert unscored > 0
     assert 10 < summary["generated_response_length_p99"] < expected
+    assert summary["truncated_by"] == {"length": pytest.approx(1 / trained)}
+
+
+def test_responses_that_their_environment_ended_are_truncated_by_its_limit(tmp_path: Path) -> None:
+    log, names = [], set[str]()
+    for stamped, commands in world_log():
+        if isinstance(event := stamped.event, ev.TrajectoryRewarded):
+            names.add(event.trajectory_id)
+            event = msgspec.structs.replace(event, ended_by="max-turns", truncated=True)
+        log.append((msgspec.structs.replace(stamped, event=event), commands))
+    make_run(tmp_path / "run", log)
+    summary = summarize_run(tmp_path / "run")
+    assert (summary["truncated_share"], summary["truncated_by"]) == (1.0, {"max-turns": 1.0})
+    assert _format_truncated(summary) == "100.00% of trained responses: max-turns 100.00%"
+    assert sum(found["truncated"] for found in summary["by_length"]) > 0
 
 
 def _longer(stamped: Stamped, cut_one: str) -> Stamped:
