@@ -154,12 +154,12 @@ class WarningMonitor:
         text = f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated"
         if next(iter(shares), FinishReason.LENGTH) == FinishReason.LENGTH:
             parts = parts or [f"by {LIMITS[FinishReason.LENGTH]}"]
-            remedy = "its responses (chat template, end tokens)"
+            remedy = "the model ends its responses (chat template, end tokens)"
         else:
-            remedy = "its calls, and how long its tools take"
+            remedy = "its calls make progress"
         return (
             f"{text}: {', '.join(parts)}. Raise the first limit, or check with `laminar samples` "
-            f"whether the model ends {remedy}"
+            f"whether {remedy}"
         )
 
     def _check_entropy(self) -> Iterator[tuple[str, str]]:
@@ -201,7 +201,7 @@ class WarningMonitor:
         now, before = self._mean(MISMATCH), self._mismatches[:-WINDOW]
         if now is None or now <= MISMATCH_NATS or not before:
             return
-        usual = median(before)
+        usual = max(median(before), 0.0)  # below 0 by rounding
         if now > MISMATCH_GROWTH * usual:
             numerics = min(fmean(self._probe_kls.values()), now) if self._probe_kls else 0.0
             yield (
