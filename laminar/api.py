@@ -35,8 +35,8 @@ WHOLE_NUMBERS = ("step", "event", "time_ns")
 """Columns of `Run.metrics` with integer values."""
 SAMPLE_COLUMNS = (
     "id", "group", "purpose", "step", "evaluation", "prompt", "response", "answer", "reward",
-    "reason", "exception", "extras", "length", "truncated", "version", "version_step", "replica",
-    "spans", "status",
+    "reason", "exception", "extras", "length", "truncated", "truncated_by",
+    "version", "version_step", "replica", "spans", "status",
 )  # fmt: skip
 """Columns of `Run.samples`, as in `laminar samples --jsonl`, present even without rows."""
 

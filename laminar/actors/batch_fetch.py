@@ -50,6 +50,7 @@ def sample_of(row: store.StoredTrajectory) -> TrainSample:
         reward=row.reward,
         temperature=row.temperature,
         truncated=truncated,
+        truncated_by=row.finish_reason or "",
         correct=is_correct(row.reward, truncated=truncated),
         spans=row.spans,
         extras=select_numbers(row.extras),

@@ -267,6 +267,7 @@ class Trainer:
             digest=result.digest,
             metrics=result.metrics | {"timing_s/step": seconds},
             left_out=_left_out(result),
+            nonfinite_updates=result.nonfinite_updates,
         )
         self.host.emit(
             completed, event_seq=order.cause, step=command.step_index + 1, version=command.version

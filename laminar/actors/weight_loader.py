@@ -191,7 +191,7 @@ class WeightLoader:
         self.proved = 0  #: last load with correct digest and probe, as TokenDelta counts
         self._loads = 0  #: loads begun
         self._weights: dict[int, LoadedWeights] = {}  #: weights of the last loads
-        self.probe_diff = 0.0
+        self.probe_diff, self.probe_kl = 0.0, 0.0
         #: seconds of the last load including its digest, and of its probe
         self._took: dict[str, float] = {}
 
@@ -349,7 +349,7 @@ class WeightLoader:
             return str(error)
         ended = self.host.now_ns()
         self._took = {"load_s": (proved - begun) / 1e9, "probe_s": (ended - proved) / 1e9}
-        self.probe_diff = found.largest
+        self.probe_diff, self.probe_kl = found.largest, found.mean_k3
         failure = find_probe_failure_reason(found, manifest.probe) if manifest.probe else None
         if not failure:
             self.digest = manifest.digest
@@ -373,6 +373,7 @@ class WeightLoader:
             step=manifest.step,
             digest=manifest.digest,
             probe_diff=self.probe_diff,
+            probe_kl=self.probe_kl,
             seconds=(ended - started_ns) / 1e9,
             reloaded=reloaded,
             num_bytes=manifest.total_bytes,
@@ -405,6 +406,7 @@ class ProbeDifference(NamedTuple):
 
     mean: float
     largest: float
+    mean_k3: float = 0.0  #: estimated KL(engine, trainer), as mismatch_kl/mean of a step
 
 
 async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> ProbeDifference:
@@ -412,16 +414,21 @@ async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> Pro
     if probe is None:
         return ProbeDifference(0.0, 0.0)
     scores = await engine.compute_logprobs([list(s) for s in probe.sequences])
-    differences = [
-        abs(ours - theirs)
+    log_ratios = [
+        theirs - ours
         for row, expected in zip(scores, probe.logprobs, strict=True)
         for ours, theirs in zip(row, expected, strict=True)
     ]
-    mean = sum(differences) / len(differences)
-    return ProbeDifference(mean, max(differences)) if mean == mean else _INFINITE
+    mean = sum(map(abs, log_ratios)) / len(log_ratios)
+    if mean != mean:
+        return _INFINITE
+    k3 = (math.expm1(min(x, K3_LOG_RATIO_MAX)) - x for x in log_ratios)
+    return ProbeDifference(mean, max(map(abs, log_ratios)), sum(k3) / len(log_ratios))
 
 
-_INFINITE = ProbeDifference(math.inf, math.inf)
+_INFINITE = ProbeDifference(math.inf, math.inf, math.inf)
+K3_LOG_RATIO_MAX = 20.0
+"""The largest log-ratio that is exponentiated, as in the trainer's mismatch."""
 
 
 def find_probe_failure_reason(found: ProbeDifference, probe: mf.Probe) -> str | None:

@@ -114,7 +114,7 @@ def format_sample(sample: Sample) -> Iterator[str]:
     yield f"  reward {_format_reward(sample)}"
     if sample.extras:
         yield f"  {', '.join(f'{name} {_format_value(v)}' for name, v in sample.extras.items())}"
-    cut = ", truncated" if sample.truncated else ""
+    cut = f", truncated ({sample.truncated_by})" if sample.truncated else ""
     yield f"  {row.num_tokens} tokens{cut}, by {sample.sampled_by} on {sample.sampled_on}"
     yield from _format_block("prompt", sample.prompt)
     yield from _format_block("response", sample.response)

@@ -217,6 +217,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ] = 0
     save_freq: Annotated[Natural, doc("steps from one checkpoint to the next; 0: none")] = 20
     max_ckpt_to_keep: Annotated[Natural, doc("newest checkpoints that are kept; 0: all")] = 2
+    max_nonfinite_updates: Annotated[
+        Natural, doc("updates with a non-finite gradient, in a row, that end the run; 0: never")
+    ] = 10
     val_before_train: Annotated[bool, doc("evaluate the model before the first step")] = True
     micro_batch_tokens: Annotated[
         Count, doc("tokens of one forward and backward pass, padding included")

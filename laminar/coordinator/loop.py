@@ -122,6 +122,7 @@ def make_settings(config: Config) -> Settings:
         stream=config.rollout.streams,
         max_sessions=config.max_sessions if config.env.path else 0,
         turn_timeout_ms=int(config.env.turn_timeout_s * 1000) if config.env.path else 0,
+        max_nonfinite_updates=config.trainer.max_nonfinite_updates,
         rules=NEW_RUN,
         **repack_settings(config.repack),
     )

@@ -143,6 +143,8 @@ class Settings(
     #: environment sessions on one replica; 0: a response has one turn
     max_sessions: int = 0
     turn_timeout_ms: int = 0  #: time for the tool calls of one turn, part of a score command's
+    #: non-finite updates in a row that end the run; 0: no limit
+    max_nonfinite_updates: int = 0
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
 
     @property

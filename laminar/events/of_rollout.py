@@ -36,6 +36,7 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     seconds: float
     reloaded: bool  #: false: the digest was already loaded, only the version number changed
     num_bytes: int = 0  #: size of the version
+    probe_kl: float | None = None  #: estimated KL(engine, trainer) over the probe, nats per token
 
 
 @reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))

@@ -80,6 +80,7 @@ class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     digest: str  #: xxh3_128 of the ids of the batch, in order
     metrics: dict[str, float]
     left_out: tuple[ExcludedRows, ...] = ()
+    nonfinite_updates: int = 0  #: updates skipped because their gradient was not finite
 
 
 @reported_by(Role.TRAINER)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from laminar.config import ConfigError
@@ -81,6 +82,7 @@ class MetricsWriter:
         self._lines = telemetry.add_outlet("metrics", GrowingFile(run_dir, METRICS_FILE).write)
         self._boards = boards
         self._pulls: list[float] = []
+        self._probe_kls: list[float] = []
         self._gauges, self._repack = StepGauges(), RepackCounts()
         self._evaluations = written.evaluations
         self._last: tuple[int, int] = (0, 0)  #: time and generated tokens at the previous step
@@ -91,6 +93,8 @@ class MetricsWriter:
         self._repack.record_commands(commands, state)
         if isinstance(event, ev.WeightsLoaded):
             self._pulls.append(event.seconds)
+            if event.probe_kl is not None:
+                self._probe_kls.append(event.probe_kl)
         elif isinstance(event, ev.StepCompleted):
             figures = self._step(stamped, event, state) | _trained_groups(commands, state)
             self._write(stamped, event.step_index + 1, figures)
@@ -133,6 +137,9 @@ class MetricsWriter:
         if self._pulls:
             figures["weights/pull_s"] = sum(self._pulls) / len(self._pulls)
             self._pulls.clear()
+        if self._probe_kls:
+            figures["mismatch_kl/probe"] = fmean(self._probe_kls)
+            self._probe_kls.clear()
         return event.metrics | figures
 
     def _write(self, stamped: Stamped, step: int, figures: dict[str, float]) -> None:

@@ -12,16 +12,18 @@ has a figure, the limit it exceeded, and what to check.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from math import isfinite, nan
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
+from laminar.events.reasons import EndedBy, FinishReason
 from laminar.run.directory import FIRST_LOOK_FILE
 
 WINDOW = 5  #: steps over which a batch's figures are averaged
@@ -29,9 +31,22 @@ ANSWERS_MIN = 64  #: minimum number of responses for a share of failed ones
 ERRORS_SHARE = 0.05
 FLAT_SHARE = 0.9  #: share of the groups with equal rewards for all siblings
 TRUNCATED_SHARE = 0.5
+LIMITS: dict[str, str] = {
+    FinishReason.LENGTH: "data.max_response_length",
+    EndedBy.MAX_TURNS: "env.max_turns",
+    EndedBy.CONTEXT_FULL: "env.max_context_tokens",
+    EndedBy.TOOL_TIMEOUT: "env.tool_timeout_s",
+    EndedBy.TURN_TIMEOUT: "env.turn_timeout_s",
+    EndedBy.TRAJECTORY_TIMEOUT: "env.trajectory_timeout_s",
+}
+"""The setting whose limit truncates a response, by reason."""
 ENTROPY_SHARE = 0.1  #: share of the entropy in the first steps
+UNIFORM_SHARE = 0.9  #: share of the entropy of the uniform distribution
+NONFINITE_ROW = 3  #: updates without a finite gradient, in a row
+MISMATCH_NATS, MISMATCH_GROWTH = 0.2, 5.0  #: mean k3, and its ratio to the median of earlier steps
 FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 
+MISMATCH, ENTROPY, REWARD = "mismatch_kl/mean", "actor/entropy", "reward/mean"
 Figures = dict[str, float]
 
 
@@ -48,6 +63,8 @@ class WarningMonitor:
         self._at_start = dict(at_start)
         self._recent: deque[Figures] = deque(maxlen=WINDOW)
         self._first: list[Figures] = []
+        self._mismatches: list[float] = []  #: of all steps
+        self._probe_kls: dict[str, float] = {}  #: of the last load of each replica
         self._evaluations = 0
         self._given: set[str] = set()  #: reported already; applied in a later turn
 
@@ -56,7 +73,7 @@ class WarningMonitor:
             self.take_figures(stamped.event.metrics)
         if state.phase == Phase.ENDED:
             return
-        for kind, text in self._find_warnings(stamped.event, state):
+        for kind, text in self._find_warnings(stamped, state):
             if kind not in state.warnings and kind not in self._given:
                 self._given.add(kind)
                 step = state.steps_completed
@@ -67,26 +84,37 @@ class WarningMonitor:
         self._recent.append(figures)
         if len(self._first) < WINDOW:
             self._first.append(figures)
+        if isfinite(mismatch := figures.get(MISMATCH, nan)):
+            self._mismatches.append(mismatch)
 
-    def _find_warnings(self, event: Event, state: State) -> Iterator[tuple[str, str]]:
+    def _find_warnings(self, stamped: Stamped, state: State) -> Iterator[tuple[str, str]]:
         """Find kind and text of each present problem, at the events that can reveal it."""
+        event = stamped.event
         at_start, self._at_start = self._at_start, {}
         yield from at_start.items()
         if isinstance(event, ev.DataLoaded):
             yield from _few_prompts(state)
         elif isinstance(event, ev.WeightsRejected):
             yield "weights", _describe_rejected(event)
+        elif isinstance(event, ev.WeightsLoaded) and event.probe_kl is not None:
+            self._probe_kls[stamped.peer] = event.probe_kl
         elif isinstance(event, ev.TrajectoryRewarded | ev.TrajectoryFailed):
             yield from _reward_errors(state)
         elif isinstance(event, ev.StepCompleted):
             yield from _check_mismatch(event)
             yield from _prompts_differ(event)
-            yield from self._check_signal()
-            yield from self._check_truncation()
-            yield from self._check_entropy()
+            yield from self._check_step(state)
         if len(state.evaluations) > self._evaluations:
             self._evaluations = len(state.evaluations)
             yield from _check_evaluation_drop(state)
+
+    def _check_step(self, state: State) -> Iterator[tuple[str, str]]:
+        """Check the figures of the last steps."""
+        yield from self._check_gradients(state)
+        yield from self._check_signal()
+        yield from self._check_truncation()
+        yield from self._check_entropy()
+        yield from self._check_mismatch_growth()
 
     def _mean(self, name: str) -> float | None:
         """Return the mean over the last WINDOW steps; None until all of them have a value."""
@@ -114,23 +142,94 @@ class WarningMonitor:
     def _check_truncation(self) -> Iterator[tuple[str, str]]:
         cut = self._mean("response_length/clip_ratio")
         if cut is not None and cut >= TRUNCATED_SHARE:
-            yield (
-                "truncated",
-                f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated at "
-                "data.max_response_length: raise it, or check with `laminar samples` whether "
-                "the model ends its responses (chat template, end tokens)",
-            )
+            yield "truncated", self._describe_truncated(cut)
+
+    def _describe_truncated(self, cut: float) -> str:
+        """Give the share of each reason, the largest first, with the setting of its limit."""
+        totals = Counter[str]()
+        for figures in self._recent:
+            totals.update({name: figures.get(f"truncated/{name}", 0.0) for name in LIMITS})
+        shares = {name: total / WINDOW for name, total in totals.most_common() if total}
+        parts = [f"{share:.0%} by {LIMITS[name]}" for name, share in shares.items()]
+        text = f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated"
+        if next(iter(shares), FinishReason.LENGTH) == FinishReason.LENGTH:
+            parts = parts or [f"by {LIMITS[FinishReason.LENGTH]}"]
+            remedy = "the model ends its responses (chat template, end tokens)"
+        else:
+            remedy = "its calls make progress"
+        return (
+            f"{text}: {', '.join(parts)}. Raise the first limit, or check with `laminar samples` "
+            f"whether {remedy}"
+        )
 
     def _check_entropy(self) -> Iterator[tuple[str, str]]:
-        name = "actor/entropy"
-        now, first = self._mean(name), self._at_first(name)
-        if now is not None and len(first) == WINDOW and now < ENTROPY_SHARE * fmean(first):
+        now, first = self._mean(ENTROPY), self._at_first(ENTROPY)
+        if now is None:
+            return
+        uniform = self._recent[-1].get("actor/max_entropy", 0.0)
+        if now > UNIFORM_SHARE * uniform > 0:
+            yield (
+                "near-uniform",
+                f"the entropy is {now:.3g} nats per token, near the {uniform:.3g} of the uniform "
+                "distribution over the vocabulary, so the model samples almost at random: training "
+                "has diverged (try a smaller optim.lr), or model.name has no trained weights",
+            )
+        if len(first) == WINDOW and now < ENTROPY_SHARE * fmean(first) and not self._has_risen():
             yield (
                 "entropy",
-                f"the entropy fell from {fmean(first):.3g} to {now:.3g} nats per token: the "
-                "model gives nearly the same response each time and no longer explores; try a "
-                "smaller optim.lr, or algorithm.entropy_coeff or use_kl_loss",
+                f"the entropy fell from {fmean(first):.3g} to {now:.3g} nats per token, and the "
+                "reward has not risen: the model gives nearly the same response each time and no "
+                "longer explores; try a smaller optim.lr, or algorithm.entropy_coeff or "
+                "use_kl_loss",
             )
+
+    def _has_risen(self) -> bool:
+        """Return whether the mean reward is above that of each of the first steps."""
+        now = self._mean(REWARD)
+        return now is not None and now > max(self._at_first(REWARD), default=now)
+
+    def _check_gradients(self, state: State) -> Iterator[tuple[str, str]]:
+        if state.nonfinite_in_row >= NONFINITE_ROW:
+            yield "non-finite", _describe_nonfinite("last", state.nonfinite_in_row, "optim.lr")
+        recent = list(self._recent)[-NONFINITE_ROW:]
+        counts = [int(figures.get("critic/nonfinite_updates", 0)) for figures in recent]
+        if len(counts) == NONFINITE_ROW and all(counts):
+            yield "non-finite", _describe_nonfinite("critic's last", sum(counts), "critic.lr")
+
+    def _check_mismatch_growth(self) -> Iterator[tuple[str, str]]:
+        """Compare the mismatch with that of the steps before; name its larger part."""
+        now, before = self._mean(MISMATCH), self._mismatches[:-WINDOW]
+        if now is None or now <= MISMATCH_NATS or not before:
+            return
+        usual = max(median(before), 0.0)  # below 0 by rounding
+        if now > MISMATCH_GROWTH * usual:
+            numerics = min(fmean(self._probe_kls.values()), now) if self._probe_kls else 0.0
+            yield (
+                "mismatch-grows",
+                f"the KL of engine and trainer (mismatch_kl/mean) averages {now:.3g} nats per "
+                f"token over the last {WINDOW} steps, with a median of {usual:.3g} before: "
+                f"{_describe_parts(numerics, now - numerics)}; the reward often falls next",
+            )
+
+
+def _describe_nonfinite(whose: str, count: int, rate: str) -> str:
+    return (
+        f"the gradients of the {whose} {count} updates were not finite, and the updates were "
+        f"skipped: the usual causes are a learning rate ({rate}) that is too large, "
+        "optim.clip_grad = 0, huge rewards, and a loss or advantage function of yours that "
+        "divides by 0"
+    )
+
+
+def _describe_parts(numerics: float, staleness: float) -> str:
+    """Name the parts of a mismatch, nats per token, and the remedy for the larger one."""
+    parts = (
+        f"{numerics:.2g} from numerics (measured on the probe, with equal weights) and "
+        f"{staleness:.2g} from staleness"
+    )
+    if numerics > staleness:
+        return f"{parts}; give trainer.dtype, weights.dtype and rollout.dtype the same precision"
+    return f"{parts}; try a smaller optim.lr or async.max_staleness"
 
 
 def _few_prompts(state: State) -> Iterator[tuple[str, str]]:

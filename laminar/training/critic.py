@@ -24,6 +24,7 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.training.algorithms.advantages import Floats, inputs_of, later_errors
 from laminar.training.algorithms.loss_terms import BatchCounts, token_coefficients, value_losses
+from laminar.training.metrics import count_skipped
 from laminar.training.model.micro_batches import MicroBatch, mini_batches, select_unmasked
 from laminar.training.model.packing import build_passes
 from laminar.training.model.policy import Compute, LoadedPolicy
@@ -90,7 +91,7 @@ class Critic:
             "critic/vpred_mean": float(sums[2] / tokens),
             "critic/explained_variance": explained_variance(samples, returns),
             "critic/grad_norm": float(np.mean([norm for _, norm, _ in updates])),
-            "critic/skipped_updates": float(sum(reason is not None for _, _, reason in updates)),
+            **count_skipped("critic", [reason for _, _, reason in updates]),
             "critic/lr": rate,
         }
 

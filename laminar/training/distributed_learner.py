@@ -70,6 +70,7 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     temperature: float
     truncated: bool
+    truncated_by: str
     spans: tuple[TokenSpan, ...]
     correct: bool
     extras: Mapping[str, float]

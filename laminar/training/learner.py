@@ -18,6 +18,7 @@ CPU with one thread a repeated step gives the same bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,7 @@ from laminar.training.metrics import (
     TokenFigures,
     batch_metrics,
     by_origin,
+    count_skipped,
     memory_metrics,
     reward_by_version,
     token_metrics,
@@ -203,7 +205,7 @@ class Learner:
             updates=updates,
             metrics=batch_metrics(ready, step)
             | token_metrics(figures)
-            | _update_metrics(updates)
+            | _update_metrics(updates, self.policy.vocab_limit)
             | of_critic
             | {
                 "actor/skipped_rows": float(sum(mini.skipped for mini in batch.minis)),
@@ -473,12 +475,13 @@ def replace_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
     learner.policy.model.load_state_dict(load().model.state_dict())
 
 
-def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+def _update_metrics(updates: Sequence[Update], vocab_limit: int) -> dict[str, float]:
     """Average over the step's mini-batches; the losses are already sums over their tokens."""
     found = {
         "actor/pg_loss": float(np.mean([u.pg_loss for u in updates])),
         "actor/grad_norm": float(np.mean([u.grad_norm for u in updates])),
-        "actor/skipped_updates": float(sum(u.skipped_reason is not None for u in updates)),
+        "actor/max_entropy": math.log(vocab_limit),
+        **count_skipped("actor", [u.skipped_reason for u in updates]),
     }
     kl_losses = [u.kl_loss for u in updates if u.kl_loss is not None]
     return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
 
@@ -24,6 +25,8 @@ from laminar.training.algorithms.advantages import CONSTANT_SPREAD
 from laminar.training.model.micro_batches import MicroBatch, by_group
 from laminar.training.ranks import Ranks
 from laminar.training.steps import (
+    NO_SIGNAL,
+    NON_FINITE,
     Mismatch,
     Origin,
     SpanPart,
@@ -198,6 +201,8 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         "training/off_policy/trajectory_staleness/max": max(staleness),
         "perf/total_num_tokens": sum(s.length for s in samples),
     }
+    causes = Counter(s.truncated_by for s in samples if s.truncated)
+    found |= {f"truncated/{cause}": count / len(samples) for cause, count in causes.items()}
     penalties = [s.penalty for s in samples if s.penalty is not None]
     if penalties:
         found["critic/rewards/mean"] = np.mean([s.trained_reward for s in samples])
@@ -205,6 +210,15 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
     found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
     found |= token_staleness(samples, step)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
+
+
+def count_skipped(model: str, reasons: Sequence[str | None]) -> dict[str, float]:
+    """Count a model's skipped updates, by the reason of each update or None."""
+    return {
+        f"{model}/skipped_updates": float(sum(reason is not None for reason in reasons)),
+        f"{model}/no_signal_updates": float(reasons.count(NO_SIGNAL)),
+        f"{model}/nonfinite_updates": float(reasons.count(NON_FINITE)),
+    }
 
 
 def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:

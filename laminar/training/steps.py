@@ -89,8 +89,9 @@ class TrainSample:
     logprobs: NDArray[np.float32]  #: of the distribution sampled from, temperature included
     reward: float
     temperature: float  #: of the sampling; above 0
-    truncated: bool  #: whether the engine's finish reason was the length limit
+    truncated: bool  #: whether a limit of the engine or of its environment ended it
     spans: tuple[TokenSpan, ...]  #: parts of the response by origin, in order
+    truncated_by: str = "length"  #: that limit, if one did: length, or as in EndedBy
     correct: bool = False  #: full score, and not truncated
     extras: Mapping[str, float] = field(default_factory=dict)  #: extra figures of the reward
     penalty: float | None = None  #: penalty for length, at most 0; None: there is none
@@ -204,6 +205,10 @@ class StepResult:
     def changed(self) -> bool:
         """Whether the optimizer touched the weights at all."""
         return any(u.skipped_reason is None for u in self.updates)
+
+    @property
+    def nonfinite_updates(self) -> int:
+        return sum(u.skipped_reason == NON_FINITE for u in self.updates)
 
     @property
     def skipped_reason(self) -> str | None:

@@ -89,7 +89,7 @@ def test_skipped_updates_are_told(tmp_path: Path) -> None:
     make_run(tmp_path / "run", [_without_signal(s, c) for s, c in world_log()])
     summary = summarize_run(tmp_path / "run")
     assert (summary["steps"], summary["steps_unchanged"]) == (3, 1)
-    assert "1 skipped update in 3 steps" in list(list_problems(summary))
+    assert "1 skipped update in 3 steps: 1 no-signal" in list(list_problems(summary))
     assert _format_skipped(summary) == "1 skipped update, "
     assert _format_skipped({"steps_unchanged": 0}) == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from laminar.core.state.scores import bits_of
 from laminar.core.state.state import RewardErrors, State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
+from laminar.events.reasons import EndedBy, FinishReason
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.warnings import WINDOW, WarningMonitor, first_look
+from laminar.observe.warnings import LIMITS, WINDOW, WarningMonitor, first_look
 from tests.observe.test_metrics_and_status import TELEMETRY
 from tools.kit.world import World
 from tools.kit.world_parts import settings, step_completed
 
+REFERENCE = Path(__file__).parents[2] / "configs" / "reference.toml"
 WELL = {
     "groups/no_variance": 0.5,
     "reward/mean": 0.4,
@@ -80,6 +83,34 @@ def test_a_figure_of_the_last_steps(
     assert Seen(State(settings=state.settings, logic=1)).steps(30, **below) == []
 
 
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({}, "truncated: by data.max_response_length. Raise"),
+        ({"length": 0.6}, "truncated: 60% by data.max_response_length. Raise"),
+        (
+            {"length": 0.1, "max-turns": 0.4, "context-full": 0.1},
+            "40% by env.max_turns, 10% by data.max_response_length, 10% by env.max_context_tokens",
+        ),
+        ({"tool-timeout": 0.6}, "truncated: 60% by env.tool_timeout_s. Raise the first limit"),
+    ],
+)
+def test_truncation_names_the_setting_of_each_limit(
+    state: State, shares: dict[str, float], words: str
+) -> None:
+    seen = Seen(state)
+    figures = {f"truncated/{name}": share for name, share in shares.items()}
+    assert seen.steps(WINDOW, **figures, **{"response_length/clip_ratio": 0.6}) == ["truncated"]
+    assert words in seen.events[0].text
+
+
+def test_every_limit_has_a_setting() -> None:
+    assert set(LIMITS) == {FinishReason.LENGTH, *EndedBy} - {EndedBy.NONE}
+    assert all(
+        name in REFERENCE.read_text() for name in (k.rsplit(".")[-1] for k in LIMITS.values())
+    )
+
+
 def test_lost_signal_is_told_from_one_that_never_was(state: State) -> None:
     seen = Seen(state)
     assert seen.steps(3) == []
@@ -92,6 +123,78 @@ def test_entropy_is_held_against_the_first_steps(state: State) -> None:
     assert seen.steps(20) == []
     assert seen.steps(WINDOW, **{"actor/entropy": 0.049}) == ["entropy"]
     assert "from 0.5 to 0.049" in seen.events[0].text
+
+
+def test_entropy_that_falls_while_the_reward_rises_is_learning(state: State) -> None:
+    seen = Seen(state)
+    assert seen.steps(WINDOW) == []
+    assert seen.steps(WINDOW, **{"actor/entropy": 0.01, "reward/mean": 0.41}) == []
+    assert seen.steps(WINDOW, **{"actor/entropy": 0.01, "reward/mean": 0.39}) == ["entropy"]
+
+
+def test_entropy_near_that_of_the_uniform_distribution(state: State) -> None:
+    """Of a vocabulary of 32 tokens: 3.47 nats."""
+    whole = {"actor/max_entropy": math.log(32)}
+    assert Seen(state).steps(30, **whole, **{"actor/entropy": 3.1}) == []
+    seen = Seen(state)
+    assert seen.steps(WINDOW, **whole, **{"actor/entropy": 3.13}) == ["near-uniform"]
+    assert "3.13 nats per token, near the 3.47" in seen.events[0].text
+    assert Seen(state).steps(30, **{"actor/entropy": 30.0}) == []  # of an older trainer
+
+
+def test_gradients_that_are_not_finite_in_a_row(state: State) -> None:
+    seen = Seen(state)
+    state.nonfinite_in_row = 2
+    assert seen.steps(3) == []
+    state.nonfinite_in_row = 3
+    assert seen.steps(1) == ["non-finite"]
+    assert "the last 3 updates were not finite" in seen.events[0].text
+    assert "optim.lr" in seen.events[0].text
+
+
+def test_gradients_of_the_critic_are_watched_too(state: State) -> None:
+    seen = Seen(state)
+    assert seen.steps(2, **{"critic/nonfinite_updates": 2.0}) == []
+    assert seen.steps(1) == []
+    assert seen.steps(3, **{"critic/nonfinite_updates": 2.0}) == ["non-finite"]
+    assert "the critic's last 6 updates" in seen.events[0].text
+    assert "critic.lr" in seen.events[0].text
+
+
+def loaded(diff: float | None) -> ev.WeightsLoaded:
+    return ev.WeightsLoaded(
+        version=1, step=1, digest="d", probe_diff=9.0, seconds=1, reloaded=True, probe_kl=diff
+    )
+
+
+@pytest.mark.parametrize(
+    ("probe", "parts", "remedy"),
+    [
+        (0.01, "0.01 from numerics (measured on the probe, with equal weights) and 0.21", "lr or"),
+        (0.2, "0.2 from numerics (measured on the probe, with equal weights) and 0.02", "dtype"),
+        (0.7, "0.22 from numerics (measured on the probe, with equal weights) and 0 ", "dtype"),
+        (None, "0 from numerics (measured on the probe, with equal weights) and 0.22", "lr or"),
+    ],
+)
+def test_a_mismatch_that_grows_names_its_larger_part(
+    state: State, probe: float | None, parts: str, remedy: str
+) -> None:
+    seen = Seen(state)
+    seen.take(loaded(probe))
+    for value in (float("nan"), 0.01, 0.02, 0.03):
+        assert seen.steps(1, **{"mismatch_kl/mean": value}) == []
+    assert seen.steps(4, **{"mismatch_kl/mean": 0.22}) == []
+    assert seen.steps(1, **{"mismatch_kl/mean": 0.22}) == ["mismatch-grows"]
+    text = seen.events[0].text
+    assert "averages 0.22 nats per token over the last 5 steps, with a median of 0.02" in text
+    assert parts in text and remedy in text
+
+
+@pytest.mark.parametrize(("before", "now"), [(0.01, 0.2), (0.1, 0.49), (0.3, 0.3)])
+def test_a_mismatch_that_is_small_or_usual_is_none(state: State, before: float, now: float) -> None:
+    seen = Seen(state)
+    seen.steps(10, **{"mismatch_kl/mean": before})
+    assert seen.steps(9, **{"mismatch_kl/mean": now}) == []
 
 
 def test_siblings_that_began_with_different_prompts(state: State) -> None:

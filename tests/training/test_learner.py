@@ -42,6 +42,8 @@ def test_a_step_without_signal_touches_neither_weights_nor_optimizer(
     after = learner.optimizer.state_dict()["state"]
     assert all(torch.equal(after[i][k], state[i][k]) for i in state for k in state[i])
     assert result.metrics["actor/skipped_updates"] == 1.0
+    assert result.metrics["actor/no_signal_updates"] == 1.0
+    assert (result.nonfinite_updates, result.metrics["actor/nonfinite_updates"]) == (0, 0.0)
     assert result.metrics["actor/entropy"] > 0  # the step is measured all the same
 
 
@@ -85,6 +87,10 @@ def test_a_gradient_that_is_not_finite_is_not_applied(
     assert (result.changed, result.skipped_reason) == (False, NON_FINITE)
     assert weights(policy) == before
     assert not learner.optimizer.state
+    assert (result.nonfinite_updates, result.metrics["actor/nonfinite_updates"]) == (1, 1.0)
+    assert result.metrics["actor/no_signal_updates"] == 0.0
+    assert result.metrics["actor/skipped_updates"] == 1.0
+    assert result.metrics["actor/max_entropy"] == pytest.approx(np.log(policy.vocab_limit))
     hook.remove()
     assert learner.train_step(make_samples(), 1).changed
     assert np.isfinite(parameter.detach().numpy()).all()
@@ -250,6 +256,20 @@ def test_groups_whose_siblings_agree_are_counted(
     assert [found[f"groups/{name}"] for name in names] == [0.25, 0.5, 0.5, 0.25]
     found = Learner(make_config(), make_policy()).train_step(samples[2:], 5).metrics
     assert "groups/prompts_differ" not in found
+
+
+def test_truncated_responses_are_counted_by_their_limit(
+    make_policy: Make, make_config: Make, make_samples: Make
+) -> None:
+    ends = ["max-turns", "stop", "max-turns", "length"]
+    samples = [
+        replace(s, truncated=end != "stop", truncated_by=end)
+        for s, end in zip(make_samples(groups=2, siblings=2), ends, strict=True)
+    ]
+    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
+    assert found["response_length/clip_ratio"] == 0.75
+    shares = {name: value for name, value in found.items() if name.startswith("truncated/")}
+    assert shares == {"truncated/max-turns": 0.5, "truncated/length": 0.25}
 
 
 def test_staleness_is_also_given_by_length(

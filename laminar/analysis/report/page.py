@@ -44,6 +44,7 @@ FIGURES = (
     ("PPO KL", "actor/ppo_kl", "nats per token"),
     ("KL to the reference", "actor/kl_loss", "nats per token"),
     ("KL of engine and trainer", "mismatch_kl/mean", "nats per token"),
+    ("The same at equal weights", "mismatch_kl/probe", "nats per token"),
     ("Groups with zero reward variance", "groups/no_variance", "share of the groups"),
     ("Truncated responses", "response_length/clip_ratio", "share of the batch"),
     ("Skipped updates", "actor/skipped_updates", "per step"),
@@ -364,7 +365,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
     ]
     yield '<details class="sample"><summary>'
     yield f'<span class="reward">reward {reward}</span>{"".join(glances)}</summary>'
-    cut = ", truncated" if sample.truncated else ""
+    cut = f", truncated ({sample.truncated_by})" if sample.truncated else ""
     yield (
         f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, {sample.sampled_by} on '
         f"{escape(sample.sampled_on)}</p>"

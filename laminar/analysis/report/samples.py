@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from laminar.analysis.audit.ledger_book import TRUNCATED
 from laminar.config import ConfigError
+from laminar.events.reasons import FinishReason
 from laminar.names.ids import Purpose
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books, rules
@@ -62,8 +62,14 @@ class Sample(NamedTuple):
         return rules.decode_reward(self.row.reward_bits)
 
     @property
+    def truncated_by(self) -> str | None:
+        """Limit that ended it: length, or one of its environment (EndedBy)."""
+        reason = self.row.finish_reason
+        return None if reason == FinishReason.STOP else reason
+
+    @property
     def truncated(self) -> bool:
-        return self.row.finish_reason == TRUNCATED
+        return self.truncated_by is not None
 
     @property
     def step(self) -> int | None:
@@ -116,6 +122,7 @@ class Sample(NamedTuple):
             "extras": self.extras,
             "length": row.num_tokens,
             "truncated": self.truncated,
+            "truncated_by": self.truncated_by,
             "version": row.weight_version,
             "version_step": row.version_step,
             "replica": row.replica,

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -50,7 +51,7 @@ from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason
-from laminar.names.ids import Purpose
+from laminar.names.ids import Purpose, TrajectoryId
 from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
 
@@ -76,6 +77,7 @@ class Milestones:
         self.names: dict[str, list[str]] = {}  #: processes that became ready, by role
         self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
         self.losses = ProcessFailures()
+        self.probe_kls: list[float] = []
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -85,6 +87,8 @@ class Milestones:
             self.coordinators += 1
         elif isinstance(event, ev.WeightsPublished):
             self.published_ns.setdefault(event.version, now)
+        elif isinstance(event, ev.WeightsLoaded) and event.probe_kl is not None:
+            self.probe_kls.append(event.probe_kl)
         elif isinstance(event, ev.TrainerReady | ev.ReplicaReady):
             role = "trainer" if isinstance(event, ev.TrainerReady) else "rollout"
             names = self.names.setdefault(role, [])
@@ -123,8 +127,9 @@ def summary_of(
     cut = cut_timelines(run_dir)
     return {
         **_summarize_outcome(state, milestones),
-        "steps_unchanged": _count_unchanged(account),
+        **_summarize_unchanged(account),
         **_summarize_lengths(account),
+        "probe_kl_mean": fmean(milestones.probe_kls) if milestones.probe_kls else None,
         **group_figures(account),
         "by_length": by_length(account),
         "lost_by": milestones.losses.why,
@@ -181,20 +186,18 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     }
 
 
-def _count_unchanged(account: Account) -> int:
-    """Count the steps that left the weights unchanged."""
-    reports = (step.completed for step in account.steps.values())
-    return sum(report is not None and not report.changed for report in reports)
+def _summarize_unchanged(account: Account) -> dict[str, Any]:
+    """Count the steps that left the weights unchanged, by reason."""
+    reports = [step.completed for step in account.steps.values()]
+    reasons = Counter(report.reason for report in reports if report and not report.changed)
+    return {"steps_unchanged": reasons.total(), "steps_unchanged_by": dict(reasons)}
 
 
 def _summarize_lengths(account: Account) -> dict[str, Any]:
     """Return percentiles of the trained and of the generated response lengths, in tokens."""
     trained = [c for c in account.closed.values() if c.ending.end == "trained"]
     names = [closed.ending.trajectory_id for closed in trained]
-    cut = [
-        account.finished[name].finish_reason == TRUNCATED or bool(account.rewarded[name].ended_by)
-        for name in names
-    ]
+    cut = Counter(reason for name in names if (reason := _truncated_by(account, name)))
     generated = [
         finished.num_tokens
         for name, finished in account.finished.items()
@@ -203,11 +206,20 @@ def _summarize_lengths(account: Account) -> dict[str, Any]:
     return {
         **_compute_percentiles("response_length", [c.num_tokens for c in trained]),
         **_compute_percentiles("generated_response_length", generated),
-        "truncated_share": sum(cut) / len(cut) if cut else None,
+        "truncated_share": cut.total() / len(names) if names else None,
+        "truncated_by": {reason: count / len(names) for reason, count in cut.most_common()},
         "mismatch_kl_mean": _compute_mismatch(account),
         "left_out": _left_out(account),
         "trainer_memory_gb": _summarize_memory(account),
     }
+
+
+def _truncated_by(account: Account, name: TrajectoryId) -> str:
+    """Return the limit that truncated a response: of the environment, else the engine's; or ""."""
+    rewarded, finished = account.rewarded.get(name), account.finished.get(name)
+    if rewarded is not None and rewarded.ended_by:
+        return rewarded.ended_by
+    return TRUNCATED if finished is not None and finished.finish_reason == TRUNCATED else ""
 
 
 def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
@@ -452,7 +464,7 @@ def _summarize_class(account: Account, closed: list[ClosedTrajectory]) -> dict[s
         "tokens_max": max(c.num_tokens for c in closed),
         "trained": len(trained),
         "staleness_mean": sum(ages) / len(ages) if ages else None,
-        "truncated": sum(f is not None and f.finish_reason == TRUNCATED for f in finished),
+        "truncated": sum(bool(_truncated_by(account, c.ending.trajectory_id)) for c in closed),
         "dropped": dict(sorted(reasons.items())),
         "unfinished": sum(found is None for found in finished),
     }

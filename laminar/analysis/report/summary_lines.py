@@ -40,11 +40,11 @@ def format_headline(data: PageData) -> Iterator[tuple[str, str]]:
     yield "reward", _first_to_last(data, "reward/mean")
     yield "entropy (nats)", _first_to_last(data, "actor/entropy")
     yield "length (tokens)", _format_lengths(summary)
-    yield "truncated", _format_share(summary["truncated_share"], "of trained responses")
+    yield "truncated", _format_truncated(summary)
     yield "staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} steps"
     for found in summary["by_length"]:
         yield "  by length", length_line(found)
-    yield "mismatch KL", _format_figure(summary["mismatch_kl_mean"], "per token")
+    yield "mismatch KL", _format_mismatch(summary["mismatch_kl_mean"], summary["probe_kl_mean"])
     if found := summary["trainer_memory_gb"]:
         yield "trainer's memory", _format_memory(found)
     yield "generated", _format_throughput(summary)
@@ -115,7 +115,8 @@ def _format_memory(found: Mapping[str, float]) -> str:
 def skipped_line(summary: Mapping[str, Any]) -> str:
     """Format the number of steps that left the weights unchanged."""
     skipped = format_count(summary["steps_unchanged"], "skipped update", "skipped updates")
-    return f"{skipped} in {summary['steps']} steps"
+    reasons = [f"{count} {why}" for why, count in summary["steps_unchanged_by"].items()]
+    return f"{skipped} in {summary['steps']} steps: {', '.join(reasons)}"
 
 
 def groups_line(summary: Mapping[str, Any]) -> str:
@@ -235,6 +236,20 @@ def _format_repack(found: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]
             "  free sooner by",
             f"mean {sooner['mean']:.3g} s, together {sooner['sum']:.4g} s, at most",
         )
+
+
+def _format_truncated(summary: Mapping[str, Any]) -> str:
+    share = _format_share(summary["truncated_share"], "of trained responses")
+    causes = [f"{reason} {part:.2%}" for reason, part in summary["truncated_by"].items()]
+    return share + (f": {', '.join(causes)}" if causes else "")
+
+
+def _format_mismatch(total: float | None, numerics: float | None) -> str:
+    """Format the mismatch, with its part at equal weights and the larger part's name."""
+    if total is None or numerics is None:
+        return _format_figure(total, "per token")
+    larger = "numerics" if 2 * numerics > total else "staleness"
+    return f"{total:,.4g} per token, {numerics:.2g} of it at equal weights: mostly {larger}"
 
 
 def _format_figure(value: float | None, unit: str) -> str:

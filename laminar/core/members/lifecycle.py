@@ -56,6 +56,8 @@ def end_failed_run(ctx: Context) -> None:
     if ctx.state.pausing and failed.kind in pausing.LOSS_FAILURES:
         return pausing.pause_run(ctx)
     ctx.state.failed, ctx.state.exit_code = failed, exit_code
+    if failed.kind in pausing.RESUMABLE_FAILURES and pausing.stays_open(ctx.state, drained=False):
+        return pausing.stop_run(ctx, exit_code)
     _start_ending(ctx)
 
 

@@ -39,6 +39,8 @@ LOSS_FAILURES = (
     FailureKind.REPLICAS_LOST,
 )  # fmt: skip
 """Losses that do not fail a pausing run: its other machines leave for the same reason."""
+RESUMABLE_FAILURES = (FailureKind.NON_FINITE,)
+"""Failures after which a run with checkpoints can be resumed."""
 
 
 def stays_open(state: State, *, drained: bool) -> bool:
@@ -54,10 +56,11 @@ def stop_immediately(ctx: Context, reason: str) -> None:
     """Order all processes to end; the ledger stays open."""
     state = ctx.state
     state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
-    _stop_run(ctx, exit_codes.STOPPED_EARLY)
+    stop_run(ctx, exit_codes.STOPPED_EARLY)
 
 
-def _stop_run(ctx: Context, exit_code: int) -> None:
+def stop_run(ctx: Context, exit_code: int) -> None:
+    """Order all processes to end; the run stays open."""
     state = ctx.state
     end_pause(ctx)
     state.stopped, state.exit_code = True, exit_code
@@ -97,7 +100,7 @@ def end_pause(ctx: Context) -> None:
 
 def pause_run(ctx: Context) -> None:
     """End all processes; later processes resume their work."""
-    _stop_run(ctx, exit_codes.PAUSED)
+    stop_run(ctx, exit_codes.PAUSED)
 
 
 def plan_pause(ctx: Context) -> bool:

@@ -85,6 +85,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
         pausing.end_pause(ctx)
         state.draining = state.stopped = False
         state.failed, state.exit_code = None, 0
+        state.nonfinite_in_row = 0
         if state.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)
     elif more_steps and state.phase in _STEPS_DONE and not batching.are_steps_done(state):

@@ -37,6 +37,7 @@ class FailureKind(StrEnum):
     REWARD_FAILS = "reward-fails"  #: more failed responses than reward.max_error_share; `reward`
     NO_SCORES = "no-scores"  #: reward function without any score; `reward`
     ENV_FAILS = "env-fails"  #: environment with a fifth of its calls failed; `environment`
+    NON_FINITE = "non-finite"  #: gradients that are not finite, in a row; `gradient`
     NO_VARIANCE = "no-variance"  #: batches of groups of equal responses, in a row; `data`
 
 

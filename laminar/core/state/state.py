@@ -329,6 +329,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     failed_tool_calls: int = 0
     flat_groups_in_row: int = 0  #: groups dropped for no variance since one was kept
     flat_correct_in_row: int = 0  #: flat groups whose siblings are all correct
+    nonfinite_in_row: int = 0  #: updates without a finite gradient since weights changed
     warnings: dict[str, str] = {}  #: warnings about training, text by kind, in order of arrival
     #: migration progress of open trajectories, with repack only
     progress: dict[TrajectoryId, MigrationProgress] = {}

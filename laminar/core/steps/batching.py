@@ -12,16 +12,18 @@ staleness bound.
 from __future__ import annotations
 
 from laminar.core.context import Context
+from laminar.core.failing import fail_run
 from laminar.core.registry import handles
 from laminar.core.scheduling.admission import bound_holds, groups_wanted
 from laminar.core.scheduling.groups import drop_scored, end_group, remove_unchosen, scored_members
 from laminar.core.state import keys, versions
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import indexes_of, remove_ready, working_trainer
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import Batch, Group, State
 from laminar.core.state.statuses import GroupStatus, Phase
 from laminar.core.state.transitions import move_group
-from laminar.core.validation import accept_any, is_allocated
+from laminar.core.validation import accept_any, is_allocated, is_count
 from laminar.core.versions import publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -34,6 +36,8 @@ PROPOSAL_TIMEOUT_MS = 5_000
 """The timeout of a strategy, which sees metadata only; the trainer idles meanwhile."""
 TRAIN_TIMEOUT_MS = 7_200_000
 """The timeout of one batch: more than a large model takes, and a hang does not cost a night."""
+GRADIENT = "gradient"
+"""The subject of failures of the gradient."""
 
 # --- batches ----------------------------------------------------------------------------------
 
@@ -218,7 +222,8 @@ def order_batch(ctx: Context, batch: Batch) -> None:
 
 
 def _has_version_of_step(state: State, event: ev.StepCompleted) -> bool:
-    return is_allocated(state, event.version, event.step_index + 1)
+    allocated = is_allocated(state, event.version, event.step_index + 1)
+    return allocated and is_count(event.nonfinite_updates)
 
 
 @handles(
@@ -236,7 +241,24 @@ def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     versions.step_trained(state, state.batch, rows_of(state, state.batch))
     _end_batch(ctx, state.batch, event.left_out)
     publishing.expect_version(ctx, event.version, ordered.cause)
+    _count_nonfinite(ctx, event)
     ctx.touch_all()
+
+
+def _count_nonfinite(ctx: Context, event: ev.StepCompleted) -> None:
+    """Count updates without a finite gradient since the weights changed; too many end the run."""
+    state, limit = ctx.state, ctx.state.settings.max_nonfinite_updates
+    state.nonfinite_in_row = event.nonfinite_updates + (
+        0 if event.changed else state.nonfinite_in_row
+    )
+    if not 0 < limit <= state.nonfinite_in_row or state.draining:
+        return
+    what = (
+        f"the gradients of the last {state.nonfinite_in_row} updates were not finite, and they "
+        f"were skipped (trainer.max_nonfinite_updates = {limit}): training has probably diverged; "
+        "fork the run from a checkpoint before that, or start it again, with a smaller optim.lr"
+    )
+    fail_run(ctx, FailureKind.NON_FINITE, GRADIENT, what)
 
 
 def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]) -> None:

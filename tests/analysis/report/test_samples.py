@@ -149,6 +149,7 @@ def test_everything_about_one_answer(run: Path) -> None:
         "extras": {},
         "length": 1,
         "truncated": False,
+        "truncated_by": None,
         "version": 10,
         "version_step": 0,
         "replica": "rollout-1",
@@ -159,6 +160,10 @@ def test_everything_about_one_answer(run: Path) -> None:
     }
     (cut,) = find_samples(run, SampleFilter(step=3, worst=1), decode)
     assert (cut.truncated, cut.step, cut.row.version_step) == (True, 3, 1)
+    ended = cut._replace(row=cut.row._replace(finish_reason="max-turns"))
+    assert ended.to_dict()["truncated"] and ended.to_dict()["truncated_by"] == "max-turns"
+    assert "truncated (max-turns)" in "\n".join(format_sample(ended))
+    assert not cut._replace(row=cut.row._replace(finish_reason=None)).truncated
     assert cut.extras == {"format": 0.5, "found": "\x1b[1m"}
     assert "  format 0.5, found \\x1b[1m" in list(format_sample(cut))
     (held_out,) = find_samples(run, SampleFilter(evaluation=3), decode)
@@ -221,7 +226,7 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
     assert [json.loads(line)["reward"] for line in out.splitlines()] == [-1.0, 0.5, 0.0, 1.0]
     code, out = cli("samples", run_dir, "-n", "1")
     assert code == 0 and out.startswith("0.1.1  trained by step 3\n  score -1\n")
-    assert "\n  6 tokens, truncated, by version 11 (made by 1 steps) on rollout-1\n" in out
+    assert "\n  6 tokens, truncated (length), by version 11 (made by 1 steps) on rollout-1\n" in out
     code, out = cli("samples", run_dir, "--step", "9")
     assert code == 2 and out.endswith("there are steps 1, 3")
     (run_dir / "store.sqlite").unlink()

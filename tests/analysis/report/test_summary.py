@@ -14,7 +14,7 @@ from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans, read_steps
 from laminar.analysis.log.tool_calls import ToolCallStats
 from laminar.analysis.report.summary import Milestones, summarize_run
-from laminar.analysis.report.summary_lines import calls_line
+from laminar.analysis.report.summary_lines import _format_mismatch, _format_truncated, calls_line
 from laminar.config import ConfigError
 from laminar.core.machine import StateMachine
 from laminar.events import commands as cmd
@@ -67,6 +67,25 @@ def test_outcome_and_lengths_agree_with_the_store(copy: Path) -> None:
     assert summary["processes"]["rollout-1"] == 1000
     # Weighted by the tokens of the steps: (0 * 10 + 0.1 * 20 + 0.2 * 30) / 60.
     assert summary["mismatch_kl_mean"] == pytest.approx(8 / 60)
+    assert summary["probe_kl_mean"] is None  # no replica of this log has measured it
+
+
+@pytest.mark.parametrize(("numerics", "larger"), [(0.05, "staleness"), (0.09, "numerics")])
+def test_the_larger_part_of_the_mismatch_is_named(
+    tmp_path: Path, numerics: float, larger: str
+) -> None:
+    """Numerics are measured at each load, on the probe."""
+    log = []
+    for stamped, commands in world_log():
+        if isinstance(loaded := stamped.event, ev.WeightsLoaded):
+            loaded = msgspec.structs.replace(loaded, probe_kl=numerics)
+        log.append((msgspec.structs.replace(stamped, event=loaded), commands))
+    make_run(tmp_path / "run", log)
+    summary = summarize_run(tmp_path / "run")
+    assert summary["probe_kl_mean"] == pytest.approx(numerics)
+    assert _format_mismatch(summary["mismatch_kl_mean"], summary["probe_kl_mean"]) == (
+        f"0.1333 per token, {numerics:g} of it at equal weights: mostly {larger}"
+    )
 
 
 def test_lengths_are_of_training_truncated_responses_included(tmp_path: Path) -> None:
@@ -82,6 +101,21 @@ def test_lengths_are_of_training_truncated_responses_included(tmp_path: Path) ->
     unscored = len([1 for s, _ in log if isinstance(s.event, ev.TrajectoryFailed)])
     assert unscored > 0
     assert 10 < summary["generated_response_length_p99"] < expected
+    assert summary["truncated_by"] == {"length": pytest.approx(1 / trained)}
+
+
+def test_responses_that_their_environment_ended_are_truncated_by_its_limit(tmp_path: Path) -> None:
+    log, names = [], set[str]()
+    for stamped, commands in world_log():
+        if isinstance(event := stamped.event, ev.TrajectoryRewarded):
+            names.add(event.trajectory_id)
+            event = msgspec.structs.replace(event, ended_by="max-turns", truncated=True)
+        log.append((msgspec.structs.replace(stamped, event=event), commands))
+    make_run(tmp_path / "run", log)
+    summary = summarize_run(tmp_path / "run")
+    assert (summary["truncated_share"], summary["truncated_by"]) == (1.0, {"max-turns": 1.0})
+    assert _format_truncated(summary) == "100.00% of trained responses: max-turns 100.00%"
+    assert sum(found["truncated"] for found in summary["by_length"]) > 0
 
 
 def _longer(stamped: Stamped, cut_one: str) -> Stamped:

@@ -58,6 +58,7 @@ _CAUSES_OF_RUN = {
     FailureKind.ENGINE_FAILS: ("ActorFailed",),
     FailureKind.NOT_PUBLISHED: ("timer:weights", "timer:command:publish"),
     FailureKind.EXPORT_DIFFERS: ("WeightsPublished",),
+    FailureKind.NON_FINITE: ("StepCompleted",),
     FailureKind.NO_CHECKPOINT: ("TrainerReady",),
     FailureKind.REWARD_FAILS: _REWARDED,
     FailureKind.NO_SCORES: _REWARDED,
