@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from laminar.config import ConfigError, DataConfig
+from laminar.run.user_file import replace_surrogates
 
 ANSWER_KEYS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
 TUPLE, PAIRS, INTEGER = "!tuple", "!pairs", "!int"
@@ -191,7 +192,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             where = f"{path} line {number}"
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ConfigError(f"{where} is not valid JSON: {error}; correct the line") from None
             if not isinstance(record, dict):
                 raise ConfigError(
@@ -223,7 +224,7 @@ def _make_row(
             "set data.prompt_key"
         )
     columns = {
-        key: _to_plain_column(where, key, value)
+        replace_surrogates(key): _to_plain_column(where, key, value)
         for key, value in record.items()
         if key != data.prompt_key
     }
@@ -298,8 +299,7 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        value.encode()  # raises UnicodeEncodeError on half a surrogate pair
-        return str.__str__(value)  # str() of an enum would be its name
+        return replace_surrogates(value)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
@@ -333,10 +333,10 @@ def from_plain(value: Any) -> Any:
 def _to_plain_column(where: str, name: str, value: Any) -> Any:
     try:
         return to_plain(value)
-    except UnicodeEncodeError:
+    except RecursionError:
         raise ConfigError(
-            f"{where}: the column {name!r} has an unpaired surrogate, which is not text; correct "
-            "the row"
+            f"{where}: the column {name!r} is nested too deep to be stored; drop the column or "
+            "write it as text"
         ) from None
     except TypeError as error:
         raise ConfigError(

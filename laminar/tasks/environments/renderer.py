@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.chat import build_messages, encode_prompt
 from laminar.tasks.data.prompts import PromptRow
@@ -86,6 +84,25 @@ class Renderer:
         ]
         whole = self._encode_messages([*before, *_make_result_messages(answers)], begin=True)
         return whole[len(self._encode_ended(before, whole)) :]
+
+    def refuse_unwritable(self, calls: list[ToolCall]) -> list[ToolCall]:
+        """Return the calls; refuse those that the template cannot write, and drop their arguments.
+
+        Flat arguments are not tried: `check_template` has tried such.
+        """
+        if all(_is_flat(call) or self._can_write(call) for call in calls):
+            return calls
+        refused = "the chat template cannot write its arguments"
+        return [
+            call if _is_flat(call) or self._can_write(call) else ToolCall(call.tool, {}, refused)
+            for call in calls
+        ]
+
+    def _can_write(self, call: ToolCall) -> bool:
+        try:
+            return bool(self.render_results([(call, "")]))
+        except ConfigError:
+            return False
 
     def check_template(self, parser: CallParser) -> None:
         """Test the template on random conversations; raise ConfigError."""
@@ -158,7 +175,7 @@ class Renderer:
                 return_dict=False,
                 **self._data.apply_chat_template_kwargs,
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # templates raise various types
             raise ConfigError(
                 f"the chat template of model.name refuses a conversation with tools: {error}; give "
                 "another model, or a template that writes tool_calls and the role tool"
@@ -196,6 +213,10 @@ def _make_result_messages(answers: Sequence[CallResult]) -> list[dict[str, Any]]
         }
         for i, (call, text) in enumerate(answers)
     ]
+
+
+def _is_flat(call: ToolCall) -> bool:
+    return all(isinstance(value, str | int | float) for value in call.arguments.values())
 
 
 def _draw_text(draws: random.Random) -> str:

@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from laminar.run.user_file import replace_surrogates
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +25,8 @@ CALLS_MAX = 16
 """Maximum calls run per turn; each may take env.tool_timeout_s."""
 TEXT_CHARS_MAX = 16_384
 """Maximum size of a call's arguments, and of its answer, which the store keeps."""
+DEPTH_MAX = 32
+"""Maximum nesting of a call's arguments; encoders recurse, each to another depth."""
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 
@@ -93,10 +97,27 @@ def _make_call(value: Any) -> ToolCall:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
+    name = replace_surrogates(value["name"])
     if not isinstance(arguments, dict):
-        return ToolCall(value["name"], {}, "the arguments of the call are not a JSON object")
-    return ToolCall(value["name"], arguments)
+        return ToolCall(name, {}, "the arguments of the call are not a JSON object")
+    if _is_deeper(arguments, DEPTH_MAX):
+        return ToolCall(name, {}, f"more than {DEPTH_MAX} levels of arguments")
+    text = json.dumps(arguments, ensure_ascii=False, default=str)
+    return ToolCall(name, json.loads(replace_surrogates(text)))
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and objects are nested in more than so many levels."""
+    values = [value]
+    for _ in range(levels):
+        outer = [v.values() if isinstance(v, dict) else v for v in values if _is_nested(v)]
+        values = [value for nested in outer for value in nested]
+    return any(map(_is_nested, values))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (replace_surrogates(str(error)).strip() or type(error).__name__).splitlines()[0]

@@ -193,10 +193,20 @@ def test_file_errors(tmp_path):
     )  # fmt: skip
     for value in ("5", "null", "[]", '[{"role": "user"}]', '{"role": "user", "content": "a"}'):
         fails("line 1", "wrong type", **put("type.jsonl", f'{{"prompt": {value}}}\n'))
-    fails("line 1", "surrogate", **put("half.jsonl", r'{"prompt": "\ud800"}' + "\n"))
-    fails("line 1", "surrogate", "'b'", **put("half.jsonl", r'{"prompt": "", "b": ["\ud800"]}'))
+    for levels in (490, 5000):
+        text = '{"prompt": "a", "b": %s%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
+        fails("line 1", "deep" if levels < 1000 else "recursion", **put("deep.jsonl", text))
     fails("line 1", "'gold'", answer_key="gold", **put("key.jsonl", '{"prompt": "a"}\n'))
     fails("bad.parquet", "not a readable parquet", **put("bad.parquet", "nonsense"))
+
+
+def test_half_a_surrogate_pair_is_replaced_wherever_it_stands(tmp_path):
+    path = tmp_path / "half.jsonl"
+    path.write_text(
+        r'{"prompt": "\ud800 a", "b": ["\udc00"], "c\ud800": {"\ud800": "\ud83d\ude00"}}'
+    )
+    (row,) = load(str(path)).train
+    assert (row.prompt, row.columns) == ("\ufffd a", {"b": ["\ufffd"], "c\ufffd": {"\ufffd": "😀"}})
 
 
 def test_parquet_errors(tmp_path):

@@ -105,6 +105,38 @@ def test_a_call_that_cannot_be_run_is_told_why(parts, text, refused):
     assert refused in call.refused
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (r'{"a": "\ud83d"}', {"a": "\ufffd"}),
+        (r'{"\ud83d": ["\ude00 x", {"b": "\ud83d\ude00"}]}', {"\ufffd": ["\ufffd x", {"b": "😀"}]}),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_call_is_replaced(parts, text, arguments):
+    model, renderer, parser = parts
+    (call,) = parser.parse_calls(_tagged(model, "add", text), [])
+    assert call == ToolCall("add", arguments) and renderer.render_results([(call, "ok")])
+    (call,) = parser.parse_calls(_tagged(model, r"\ud83d", text), [])
+    assert call.tool == "\ufffd" and renderer.render_results([(call, "ok")])
+
+
+@pytest.mark.parametrize("levels", [33, 300, 990, 5000])
+def test_a_call_nested_too_deep_is_refused_without_its_arguments(parts, levels):
+    model, renderer, parser = parts
+    deep = '{"a": %s1%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
+    (call,) = parser.parse_calls(_tagged(model, "add", deep), [])
+    assert "levels of arguments" in call.refused or "not valid JSON" in call.refused
+    assert call.arguments == {} and renderer.render_results([(call, "no")])
+    (call,) = parser.parse_calls(
+        _tagged(model, "add", '{"a": ' + "[" * 31 + "1" + "]" * 31 + "}"), []
+    )
+    assert not call.refused
+
+
+def _tagged(model, name, arguments):
+    return model.encode(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+
+
 def test_a_call_without_end_and_too_many_calls_are_told_so(parts):
     model, _, parser = parts
     (call,) = parser.parse_calls(model.encode('<tool_call>{"name": "add"'), [])
