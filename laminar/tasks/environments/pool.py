@@ -108,7 +108,7 @@ class Environments:
         parser: CallParser,
         decode: Callable[[list[int]], str],
     ) -> None:
-        """Connect the parts; `decode` returns the text of token ids without special tokens."""
+        """Connect the parts; `decode` returns the text of a turn without its end token."""
         self.sessions_lost = 0  #: number of sessions that ended by themselves
         self.sessions_killed = 0  #: number of sessions killed because a call ran too long
         self._env, self._reward = config.env, config.reward
