@@ -4,7 +4,8 @@ Reads   the ids of a turn; the tokenizer's `parse_response`, if it has a respons
 Gives   ToolCalls, in order; if a call cannot be run, with the reason as text for the policy
 
 Without a response template, calls are read in Qwen's form: JSON with name and arguments in
-<tool_call> tags. renderer.py tests before a run that the model's form is read correctly.
+<tool_call> tags. Thoughts, code blocks and tags that the text only mentions are no calls.
+renderer.py tests before a run that the model's form is read correctly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ TEXT_CHARS_MAX = 16_384
 """Maximum size of a call's arguments, and of its answer, which the store keeps."""
 DEPTH_MAX = 32
 """Maximum nesting of a call's arguments; encoders recurse, each to another depth."""
-_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+THINK, THOUGHT = "<think>", "</think>"
+_TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?^ {0,3}\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
+_PROMPT_END = 16
+"""Ids at the end of a prompt that may have opened a thought; a tag can be several tokens."""
 
 
 class ToolCall(NamedTuple):
@@ -48,7 +53,8 @@ class CallParser:
 
     def parse_calls(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         """Parse the calls in the turn `ids`, which followed the ids `before`."""
-        found = self._by_tokenizer(ids, before) if self._has_own else self._parse_tagged(ids)
+        parse = self._by_tokenizer if self._has_own else self._parse_tagged
+        found = parse(ids, before)
         return [self._check_call(call, i) for i, call in enumerate(found)]
 
     def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
@@ -60,9 +66,16 @@ class CallParser:
             return [ToolCall("", {}, f"the response cannot be read: {_first_line(error)}")]
         return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
 
-    def _parse_tagged(self, ids: Sequence[int]) -> list[ToolCall]:
-        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-        return [_tagged_call(*found.groups()) for found in _TAGGED.finditer(text)]
+    def _parse_tagged(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
+        opened = self._decode(before[-_PROMPT_END:]).rstrip().endswith(THINK)
+        text = _FENCED.sub("", _remove_thoughts(self._decode(ids), opened=opened))
+        found = [match.groups() for match in _TAGGED.finditer(text)]
+        return [
+            _tagged_call(body, end) for body, end in found if end or body.lstrip().startswith("{")
+        ]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _check_call(self, call: ToolCall, index: int) -> ToolCall:
         if call.refused:
@@ -76,6 +89,13 @@ class CallParser:
         if index >= CALLS_MAX:
             return call._replace(refused=f"more than {CALLS_MAX} calls in one turn")
         return call
+
+
+def _remove_thoughts(text: str, *, opened: bool) -> str:
+    """Return what follows the last thought; nothing if it is unfinished, or the prompt's is."""
+    _, ended, said = text.rpartition(THOUGHT)
+    unfinished = said.lstrip().startswith(THINK) or (opened and not ended)
+    return "" if unfinished else said
 
 
 def _tagged_call(body: str, end: str) -> ToolCall:

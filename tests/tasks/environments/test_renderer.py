@@ -133,6 +133,35 @@ def test_a_call_nested_too_deep_is_refused_without_its_arguments(parts, levels):
     assert not call.refused
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+FENCED = '<tool_call>{"name": "add", "arguments": {"a": "\\n```\\nx\\n```"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (f"<think>perhaps {CALL}</think>3", 0),
+        (f"perhaps {CALL}</think>3", 0),  # the prompt has opened the thought
+        (f"<think>a {CALL}</think>b<think>{CALL}</think>{CALL}", 1),
+        (f"<think>perhaps {CALL}", 0),
+        (f"I end it by </tool_call> and begin with <tool_call>: {CALL} {CALL}", 2),
+        (f"{CALL} is one, made by <tool_call>.", 1),
+        (f"As in\n```xml\n{CALL}\n```\nor\n~~~~\n{CALL}\n```\n~~~~\n{CALL}", 1),
+        (f"```\nx = 1\n```\n{FENCED}\n```\ny\n```", 1),
+    ],
+)
+def test_what_is_thought_mentioned_or_shown_is_no_call(parts, text, count):
+    model, _, parser = parts
+    calls = parser.parse_calls(model.encode(text + END), [])
+    assert [(c.tool, c.refused) for c in calls] == [("add", "")] * count
+
+
+def test_a_thought_that_the_prompt_opened_and_nothing_ended_has_no_call(parts):
+    model, _, parser = parts
+    for before, count in (("<s>assistant\n<think>\n", 0), ("<s>assistant\n", 1)):
+        assert len(parser.parse_calls(model.encode(CALL), model.encode(before))) == count
+
+
 def _tagged(model, name, arguments):
     return model.encode(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
 
