@@ -36,7 +36,7 @@ from laminar.launch.reward_check import ROWS, Sample, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import check_prompts, encode_prompt
+from laminar.tasks.data.chat import check_prompts, encode_prompt, warn_turn_end
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
@@ -144,7 +144,10 @@ def look_at_data(config: Config) -> RunPlan:
         ),
         resets=prompts.train[:ROWS] if config.env.path else [],
         data_digest=prompts.digest,
-        warnings=row_warnings(tokenizer, prompts, spec, config.data),
+        warnings={
+            **row_warnings(tokenizer, prompts, spec, config.data),
+            **warn_turn_end(tokenizer, config.data, sorted(ends)),
+        },
     )
 
 
