@@ -54,6 +54,8 @@ def encode_prompt(
     else:
         found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
     ids = [int(i) for i in found]
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # of a text that has it
+        ids = ids[1:]
     if not ids:
         raise ConfigError(f"the prompt of row {row.index} has no tokens; drop the row")
     return ids

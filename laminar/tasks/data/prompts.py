@@ -27,6 +27,7 @@ from laminar.config import ConfigError, DataConfig
 from laminar.run.user_file import replace_surrogates
 
 ANSWER_KEYS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
+PARQUET = ".parquet"
 TUPLE, PAIRS, INTEGER = "!tuple", "!pairs", "!int"
 
 Prompt = str | list[dict[str, Any]]
@@ -163,12 +164,14 @@ def _file_rows(files: Iterable[str], data: DataConfig) -> Iterator[PromptRow]:
     for name in files:
         path = Path(name)
         for where, record in _read_records(path):
+            if path.suffix.lower() == PARQUET and data.prompt_key in record:
+                record[data.prompt_key] = _remove_nulls(record[data.prompt_key])
             yield _make_row(index, where, record, path.stem, data)
             index += 1
 
 
 def _read_records(path: Path) -> Iterator[Record]:
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, PARQUET: _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"data file {path} must end in .jsonl or .parquet; convert or rename it")
@@ -238,7 +241,7 @@ def _make_row(
 
 
 def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
-    """Check the prompt and remove the null fields that parquet adds to messages."""
+    """Check the prompt and remove the null fields of messages."""
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
     elif not isinstance(prompt, str):
@@ -248,6 +251,15 @@ def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
         )
     checked: Prompt = _to_plain_column(where, key, prompt)
     return checked
+
+
+def _remove_nulls(value: Any) -> Any:
+    """Remove the null fields that parquet adds, where another row has them."""
+    if isinstance(value, list):
+        return [_remove_nulls(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: _remove_nulls(v) for k, v in value.items() if v is not None}
 
 
 def _is_message(value: Any) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.chat import build_messages, encode_prompt
 from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.arguments import list_types
 from laminar.tasks.environments.tool_calls import CallParser, ToolCall
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Renderer:
         """Draw a call of a random tool with random arguments."""
         function = draws.choice(self._tools)["function"]
         properties = function["parameters"].get("properties", {})
-        values = {name: _draw_value(draws, kind.get("type")) for name, kind in properties.items()}
+        values = {name: _draw_value(draws, list_types(kind)) for name, kind in properties.items()}
         return ToolCall(function["name"], values)
 
     def _encode_ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
@@ -223,7 +224,7 @@ def _draw_text(draws: random.Random) -> str:
     return " ".join(draws.choices(_WORDS, k=draws.randint(1, WORDS_MAX)))
 
 
-def _draw_value(draws: random.Random, kind: Any) -> Any:
+def _draw_value(draws: random.Random, kinds: Sequence[str]) -> Any:
     numbers = {"integer": draws.randrange(1000), "number": draws.randrange(1000) / 8}
     others = {"boolean": draws.random() < 0.5, "array": [], "object": {}}
-    return (numbers | others).get(kind, _draw_text(draws))
+    return (numbers | others).get(next(iter(kinds), ""), _draw_text(draws))

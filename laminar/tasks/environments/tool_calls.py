@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laminar.run.user_file import replace_surrogates
+from laminar.tasks.environments.arguments import convert_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,8 @@ class CallParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> None:
         self._tokenizer, self._tools = tokenizer, tools
-        self._names = [tool["function"]["name"] for tool in tools]
+        functions = [tool["function"] for tool in tools]
+        self._parameters = {each["name"]: each.get("parameters", {}) for each in functions}
         self._has_own = getattr(tokenizer, "response_template", None) is not None
 
     def parse_calls(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
@@ -80,10 +82,14 @@ class CallParser:
     def _check_call(self, call: ToolCall, index: int) -> ToolCall:
         if call.refused:
             return call
-        if call.tool not in self._names:
-            return call._replace(
-                refused=f"there is no tool {call.tool!r}; the tools are {', '.join(self._names)}"
-            )
+        if call.tool not in self._parameters:
+            names = ", ".join(self._parameters)
+            return call._replace(refused=f"there is no tool {call.tool!r}; the tools are {names}")
+        try:
+            arguments = convert_arguments(call.arguments, self._parameters[call.tool])
+        except ValueError as error:
+            return call._replace(refused=_first_line(error))
+        call = _limit_arguments(call.tool, arguments)
         if len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
             return call._replace(refused=f"more than {TEXT_CHARS_MAX} characters of arguments")
         if index >= CALLS_MAX:
@@ -120,6 +126,11 @@ def _make_call(value: Any) -> ToolCall:
     name = replace_surrogates(value["name"])
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments of the call are not a JSON object")
+    return _limit_arguments(name, arguments)
+
+
+def _limit_arguments(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """Make a call with arguments that every encoder can carry."""
     if _is_deeper(arguments, DEPTH_MAX):
         return ToolCall(name, {}, f"more than {DEPTH_MAX} levels of arguments")
     text = json.dumps(arguments, ensure_ascii=False, default=str)

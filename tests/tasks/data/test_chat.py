@@ -153,6 +153,17 @@ def test_a_prompt_that_has_gone_through_the_template(
     assert not is_templated(chat_tokenizer, row(prompt), DataConfig(apply_chat_template=False))
 
 
+def test_a_rendered_prompt_has_one_bos(plain_tokenizer):
+    plain = DataConfig(apply_chat_template=False)
+    for text in ("ab", "<s>ab"):
+        assert encode_prompt(plain_tokenizer, row(text), plain) == encode_prompt(
+            plain_tokenizer, row("ab"), plain
+        )
+    bos = plain_tokenizer.bos_token_id
+    assert encode_prompt(plain_tokenizer, row("<s>ab"), plain).count(bos) == 1
+    assert encode_prompt(plain_tokenizer, row("a<s><s>b"), plain).count(bos) == 3
+
+
 @pytest.mark.parametrize(
     ("turn", "ends", "named"),
     [

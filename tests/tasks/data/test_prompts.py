@@ -175,6 +175,25 @@ def test_null_fields_that_parquet_adds_to_messages_go(tmp_path):
     assert found == [{"role": "system", "content": "s"}, {"role": "user", "content": "a", "n": "x"}]
 
 
+def test_null_fields_that_parquet_adds_below_go_and_those_of_json_stay(tmp_path):
+    def messages(**arguments):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "user", "content": "a"},
+        ]
+
+    rows = [
+        {"prompt": messages(city="x"), "c": {"a": 1}},
+        {"prompt": messages(zip=1), "c": {"b": 1}},
+    ]
+    first, second = load(parquet(tmp_path / "t.parquet", rows)).train
+    assert [first.prompt, second.prompt] == [row["prompt"] for row in rows]
+    assert first.columns == {"c": {"a": 1, "b": None}}  # as other readers give them
+    (row,) = load(jsonl(tmp_path / "t.jsonl", [{"prompt": messages(city=None)}])).train
+    assert row.prompt == messages(city=None)
+
+
 def test_file_errors(tmp_path):
     def put(name, text):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -236,7 +236,7 @@ def test_a_call_that_the_template_cannot_write_is_refused_before_it_is_made(tmp_
 
     async def body(bench):
         bench.environments._renderer = bench.renderer(strict)
-        text = '<tool_call>{"name": "note", "arguments": {"word": ["list"]}}</tool_call>'
+        text = '<tool_call>{"name": "note", "arguments": {"x": ["list"]}}</tool_call>'
         answer = await bench.answer_turn(call("note", word="a") + text)
         assert "error: the chat template cannot write its arguments" in bench.told(answer)
         assert bench.noted() == ["a"] and bench.intended == [[(0, "note", "intended")]]

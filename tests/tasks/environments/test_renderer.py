@@ -1,5 +1,7 @@
 """Histories that are continued token by token, and the calls in what a model wrote."""
 
+import json
+
 import pytest
 
 from laminar.config import ConfigError, DataConfig
@@ -11,10 +13,10 @@ from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
 TOOLS = [schema("add", a="integer", b="integer"), schema("say", text="string", loud="boolean")]
 
 
-def made(template=TEMPLATE):
+def made(template=TEMPLATE, tools=TOOLS):
     model = tokenizer(template)
     ends = frozenset([model.convert_tokens_to_ids(END)])
-    return model, Renderer(model, DataConfig(), TOOLS, ends), CallParser(model, TOOLS)
+    return model, Renderer(model, DataConfig(), tools, ends), CallParser(model, tools)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_a_call_that_cannot_be_run_is_told_why(parts, text, refused):
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
-        (r'{"a": "\ud83d"}', {"a": "\ufffd"}),
+        (r'{"x": "\ud83d"}', {"x": "\ufffd"}),
         (r'{"\ud83d": ["\ude00 x", {"b": "\ud83d\ude00"}]}', {"\ufffd": ["\ufffd x", {"b": "😀"}]}),
     ],
 )
@@ -123,18 +125,18 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced(parts, text, arguments):
 @pytest.mark.parametrize("levels", [33, 300, 990, 5000])
 def test_a_call_nested_too_deep_is_refused_without_its_arguments(parts, levels):
     model, renderer, parser = parts
-    deep = '{"a": %s1%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
+    deep = '{"x": %s1%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
     (call,) = parser.parse_calls(_tagged(model, "add", deep), [])
     assert "levels of arguments" in call.refused or "not valid JSON" in call.refused
     assert call.arguments == {} and renderer.render_results([(call, "no")])
     (call,) = parser.parse_calls(
-        _tagged(model, "add", '{"a": ' + "[" * 31 + "1" + "]" * 31 + "}"), []
+        _tagged(model, "add", '{"x": ' + "[" * 31 + "1" + "]" * 31 + "}"), []
     )
     assert not call.refused
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-FENCED = '<tool_call>{"name": "add", "arguments": {"a": "\\n```\\nx\\n```"}}</tool_call>'
+FENCED = '<tool_call>{"name": "add", "arguments": {"x": "\\n```\\nx\\n```"}}</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,50 @@ def test_a_thought_that_the_prompt_opened_and_nothing_ended_has_no_call(parts):
     model, _, parser = parts
     for before, count in (("<s>assistant\n<think>\n", 0), ("<s>assistant\n", 1)):
         assert len(parser.parse_calls(model.encode(CALL), model.encode(before))) == count
+
+
+KINDS = {
+    "i": {"type": "integer"},
+    "n": {"type": "number"},
+    "b": {"type": "boolean"},
+    "s": {"type": "string"},
+    "l": {"type": "array", "items": {"type": "integer"}},
+    "u": {"type": ["integer", "number"], "nullable": True},
+    "any": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"i": "1", "n": " -2.5", "b": "True"}, {"i": 1, "n": -2.5, "b": True}),
+        ({"i": 3.0, "n": 4, "s": 5, "l": "[1]"}, {"i": 3, "n": 4, "s": "5", "l": [1]}),
+        ({"l": ["1", 2], "u": "7", "any": "8"}, {"l": [1, 2], "u": 7, "any": "8"}),
+        ({"u": None, "s": None, "x": "1"}, {"u": None, "s": None, "x": "1"}),
+        ({"i": "one"}, "the argument 'i' must be of the type integer, not 'one'"),
+        ({"i": 1.5}, "integer"),
+        ({"i": True}, "integer"),
+        ({"i": None}, "integer"),
+        ({"n": "[" * 500 + "]" * 500}, "number"),
+        ({"b": 1}, "boolean"),
+        ({"s": {"a": 1}}, "string"),
+        ({"l": [1, "x"]}, "the argument 'l' must be of the type integer, not 'x'"),
+        ({"u": "x"}, "of the type integer or number or null"),
+    ],
+)
+def test_arguments_have_the_types_of_the_tool(parts, given, taken):
+    model, *_ = parts
+    tool = schema("do")
+    tool["function"]["parameters"] |= {"properties": KINDS, "required": ["i"]}
+    (call,) = CallParser(model, [tool]).parse_calls(_tagged(model, "do", json.dumps(given)), [])
+    if isinstance(taken, str):
+        return taken in call.refused or pytest.fail(call.refused)
+    assert not call.refused and repr(call.arguments) == repr(taken)
+
+
+def test_a_tool_with_a_union_of_types_passes_the_check():
+    _, renderer, parser = made(tools=[schema("do", u=["integer", "number"], b="boolean")])
+    renderer.check_template(parser)
 
 
 def _tagged(model, name, arguments):
