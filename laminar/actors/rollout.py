@@ -81,7 +81,7 @@ class ReplicaParts(Protocol):
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Return the text of a response or a turn, without its end token."""
         ...
 
     def record_steps(self, rows: bytes) -> None:

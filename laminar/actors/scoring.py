@@ -70,7 +70,7 @@ class Scorer:
     ) -> None:
         """Score with `pool`.
 
-        `decode`: returns the text of token ids, without special tokens. `turns`: environments that
+        `decode`: returns the text of a response, without its end token. `turns`: environments that
         answer instead of a score, or give it.
         """
         self.host, self.store, self.pool, self._decode = host, store, pool, decode

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +32,12 @@ from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
 from laminar.launch.function_check import check_functions
-from laminar.launch.reward_check import ROWS, trial_calls
+from laminar.launch.reward_check import ROWS, Sample, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import check_prompts, encode_prompt
+from laminar.tasks.data.chat import check_prompts, encode_prompt, warn_turn_end
+from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
@@ -123,6 +125,7 @@ def look_at_data(config: Config) -> RunPlan:
     ids = encode_prompt(tokenizer, prompts.train[0], config.data, tools)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)
+    ends = end_ids(config.model.name, tokenizer)
     return RunPlan(
         config=config,
         num_train=len(prompts.train),
@@ -131,18 +134,32 @@ def look_at_data(config: Config) -> RunPlan:
         steps=planned_steps(config, len(prompts.train)),
         first_prompt=str(tokenizer.decode(ids)),
         first_prompt_ids=ids,
-        end_ids=sorted(end_ids(config.model.name, tokenizer)),
+        end_ids=sorted(ends),
         reward=spec,
         trial=trial_calls(
             spec,
             [] if scores_itself else prompts.train,
-            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            response_sampler(tokenizer, ends),
             config.rollout.group_size,
         ),
         resets=prompts.train[:ROWS] if config.env.path else [],
         data_digest=prompts.digest,
-        warnings=row_warnings(tokenizer, prompts, spec, config.data),
+        warnings={
+            **row_warnings(tokenizer, prompts, spec, config.data),
+            **warn_turn_end(tokenizer, config.data, sorted(ends)),
+        },
     )
+
+
+def response_sampler(tokenizer: PreTrainedTokenizerBase, ends: Container[int]) -> Sample:
+    """Return a function from a text to a response with it, as the run would read it."""
+    decode = make_response_decoder(tokenizer, ends)
+
+    def sample(text: str) -> tuple[str, list[int]]:
+        ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return decode(ids), ids
+
+    return sample
 
 
 def look_at_environment(

@@ -37,11 +37,12 @@ SHOWN_CHARS = 60
 FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
 """Forms in which an answer is passed to a user's function."""
 NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
-Encode = Callable[[str], list[int]]
+Sample = Callable[[str], tuple[str, list[int]]]
+"""A function from a text to the response of a model that writes it, as rewards are given it."""
 
 
 def trial_calls(
-    spec: RewardSpec, rows: Sequence[PromptRow], encode: Encode, group_size: int
+    spec: RewardSpec, rows: Sequence[PromptRow], sample: Sample, group_size: int
 ) -> list[RewardCall]:
     """Build the calls: for each row its answer, if any, in one or several forms, then an empty one.
 
@@ -50,7 +51,7 @@ def trial_calls(
     return [
         RewardCall(
             row,
-            [(text, encode(text) if text else []) for text in _build_texts(spec, row, group_size)],
+            [sample(text) if text else ("", []) for text in _build_texts(spec, row, group_size)],
         )
         for row in rows[:ROWS]
     ]

@@ -1,7 +1,8 @@
 """User functions that a setting names as path.py:name, and the error messages when they fail.
 
 Reads   the user's Python file
-Gives   UserFunction, file_digests; describe_error, an exception of the user's code in one line
+Gives   UserFunction, file_digests; describe_error, an exception of the user's code in one line;
+        replace_surrogates, for text from outside
 Raises  ConfigError, which names the setting, the file and the fix
 """
 
@@ -88,7 +89,10 @@ def load_user_function(key: str, reference: str, names: Iterable[str] = ()) -> U
 
 def describe_error(error: BaseException, path: str) -> str:
     """Return one short line: type, message, line in the user's file (else the innermost)."""
-    lines = str(error).strip().splitlines()
+    try:
+        lines = replace_surrogates(str(error)).strip().splitlines()
+    except Exception:  # of its own __str__
+        lines = []
     text = type(error).__name__ + (f": {lines[0]}" if lines else "")
     stack = traceback.extract_tb(error.__traceback__)
     frames = [f for f in stack if HERE not in Path(f.filename).parents]
@@ -97,3 +101,15 @@ def describe_error(error: BaseException, path: str) -> str:
         place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
         return text[: DETAIL_CHARS - len(place)] + place
     return text[:DETAIL_CHARS]
+
+
+def replace_surrogates(text: str) -> str:
+    """Return a plain str that UTF-8 can carry, with U+FFFD for each unpaired surrogate.
+
+    JSON and Python can write half a surrogate pair; no encoder and no tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return str.__str__(text)  # of a subclass, which MessagePack refuses

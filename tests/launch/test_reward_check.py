@@ -35,7 +35,7 @@ def tried(
     flat |= {f"reward.{key}": value for key, value in reward.items()}
     config = resolve_config({**flat, "reward.custom_reward_function.path": str(path)})
     spec, out = reward_spec(config), io.StringIO()
-    calls = trial_calls(spec, rows, lambda text: [ord(c) for c in text], config.rollout.group_size)
+    calls = trial_calls(spec, rows, lambda t: (t, [*map(ord, t)]), config.rollout.group_size)
     found = show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
     return out.getvalue().splitlines(), found
 
@@ -77,7 +77,7 @@ def test_a_group_function_is_called_with_as_many_siblings_as_in_the_run(
     path.write_text(f"def f(prompts, completions):\n    assert len(completions) == {group_size}\n")
     flat = {"model.name": "m", "reward.custom_reward_function.path": str(path)}
     spec = reward_spec(resolve_config({**flat, "data.train_files": ["t.jsonl"]}))
-    (call,) = trial_calls(spec, ROWS[:1], lambda text: [1], group_size)
+    (call,) = trial_calls(spec, ROWS[:1], lambda text: (text, [1]), group_size)
     texts = [text for text, _ in call.completions]
     assert len(texts) == group_size and texts[0] == "0" and texts[-1] == ""
 
@@ -206,7 +206,7 @@ def test_the_scorer_of_a_dataset_gets_the_answer_as_it_wants_it() -> None:
     data = DataConfig(dataset="spell_backward", dataset_size=3, val_size=0)
     config = resolve_config({"model.name": "m", "data.dataset": "spell_backward"})
     spec, out = reward_spec(config), io.StringIO()
-    calls = trial_calls(spec, load_prompts(data).train, lambda text: [], 4)
+    calls = trial_calls(spec, load_prompts(data).train, lambda text: (text, []), 4)
     show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
     _, *lines = out.getvalue().splitlines()
     assert [line.rsplit(": ")[-1] for line in lines] == ["1", "0"] * 3

@@ -18,6 +18,7 @@ from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
+from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
 from laminar.tasks.environments.pool import Environments
 from laminar.tasks.environments.renderer import Renderer
@@ -72,6 +73,7 @@ class RealParts:
         config = self._host.config
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
+        self._decode = make_response_decoder(self._tokenizer, self.stop_ids)
         if config.env.path:
             self.environments = self._make_environments()
         output = engine_log(self._host.run_dir, self._host.name)
@@ -91,7 +93,7 @@ class RealParts:
         )
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return self._decode(tokens)
 
     def record_steps(self, rows: bytes) -> None:
         self._steps.put(rows)

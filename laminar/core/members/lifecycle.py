@@ -30,6 +30,7 @@ from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, EndKind
+from laminar.names import exit_codes
 from laminar.names.roles import Role
 
 DATA = "data"
@@ -49,12 +50,14 @@ def end_failed_run(ctx: Context) -> None:
     """End the run if the event has shown that it failed.
 
     A pausing run that loses its processes pauses at once instead: they leave for the same
-    reason."""
+    reason. A mistake of the user that shows after the start can be corrected: the run stops."""
     if ctx.failure is None:
         return
     (failed, exit_code), ctx.failure = ctx.failure, None
     if ctx.state.pausing and failed.kind in pausing.LOSS_FAILURES:
         return pausing.pause_run(ctx)
+    if exit_code == exit_codes.USER_ERROR and pausing.stays_open(ctx.state, drained=False):
+        return pausing.stop_failed_run(ctx, failed, exit_code)
     ctx.state.failed, ctx.state.exit_code = failed, exit_code
     if failed.kind in pausing.RESUMABLE_FAILURES and pausing.stays_open(ctx.state, drained=False):
         return pausing.stop_run(ctx, exit_code)

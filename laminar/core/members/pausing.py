@@ -54,9 +54,14 @@ def stays_open(state: State, *, drained: bool) -> bool:
 
 def stop_immediately(ctx: Context, reason: str) -> None:
     """Order all processes to end; the ledger stays open."""
-    state = ctx.state
-    state.failed = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
-    stop_run(ctx, exit_codes.STOPPED_EARLY)
+    failure = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
+    stop_failed_run(ctx, failure, exit_codes.STOPPED_EARLY)
+
+
+def stop_failed_run(ctx: Context, failure: Failure, exit_code: int) -> None:
+    """Stop with a failure that a resume clears."""
+    ctx.state.failed = failure
+    stop_run(ctx, exit_code)
 
 
 def stop_run(ctx: Context, exit_code: int) -> None:

@@ -13,7 +13,7 @@ and never tokenise text again, so they cannot disagree about a template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 
+_MARKER = "0d9c1f"
+"""A text to find in the output of a template."""
 LAZY_TOKENS_MAX = 2**17
 """Maximum tokens of a prompt encoded later, so that with its response it fits a store message."""
 
@@ -52,6 +54,8 @@ def encode_prompt(
     else:
         found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
     ids = [int(i) for i in found]
+    if ids[:2] == [tokenizer.bos_token_id] * 2:  # of a text that has it
+        ids = ids[1:]
     if not ids:
         raise ConfigError(f"the prompt of row {row.index} has no tokens; drop the row")
     return ids
@@ -112,18 +116,48 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
 
 def _find_template_affixes(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[str, str]:
     """Return the template's text before and after a user's message; empty if it refuses one."""
-    said = "0d9c1f"  # a marker to find in the output
+    return _split_template(tokenizer, data, [{"role": "user", "content": _MARKER}], begin=True)
+
+
+def _split_template(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    messages: list[dict[str, Any]],
+    *,
+    begin: bool = False,
+) -> tuple[str, str]:
+    """Return the template's text before and after _MARKER; empty if it refuses the messages."""
     try:
         whole = tokenizer.apply_chat_template(
-            [{"role": "user", "content": said}],
+            messages,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=begin,
             **data.apply_chat_template_kwargs,
         )
     except (TemplateError, TypeError):
         return "", ""
-    before, _, after = str(whole).partition(said)
+    before, _, after = str(whole).partition(_MARKER)
     return before, after
+
+
+def warn_turn_end(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, end_ids: Collection[int]
+) -> dict[str, str]:
+    """Warn if the template ends the model's turn with a special token that ends no response."""
+    if not _has_template(tokenizer, data):
+        return {}
+    answer = {"role": "assistant", "content": _MARKER}
+    after = _split_template(tokenizer, data, [{"role": "user", "content": "?"}, answer])[1]
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ids = [i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in special]
+    if not ids or not end_ids or not set(ids).isdisjoint(end_ids):
+        return {}
+    turn, *ends = (f"{i} ({tokenizer.convert_ids_to_tokens(i)!r})" for i in (ids[0], *end_ids))
+    return {
+        "turn-end": f"the chat template ends a turn with the token {turn}, but the model's end "
+        f"tokens are {', '.join(ends)}, so responses may run to data.max_response_length: add "
+        f"{ids[0]} to eos_token_id in generation_config.json of model.name"
+    }
 
 
 def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:

@@ -24,8 +24,10 @@ from typing import Any
 import xxhash
 
 from laminar.config import ConfigError, DataConfig
+from laminar.run.user_file import replace_surrogates
 
 ANSWER_KEYS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
+PARQUET = ".parquet"
 TUPLE, PAIRS, INTEGER = "!tuple", "!pairs", "!int"
 
 Prompt = str | list[dict[str, Any]]
@@ -162,12 +164,14 @@ def _file_rows(files: Iterable[str], data: DataConfig) -> Iterator[PromptRow]:
     for name in files:
         path = Path(name)
         for where, record in _read_records(path):
+            if path.suffix.lower() == PARQUET and data.prompt_key in record:
+                record[data.prompt_key] = _remove_nulls(record[data.prompt_key])
             yield _make_row(index, where, record, path.stem, data)
             index += 1
 
 
 def _read_records(path: Path) -> Iterator[Record]:
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, PARQUET: _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"data file {path} must end in .jsonl or .parquet; convert or rename it")
@@ -191,7 +195,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             where = f"{path} line {number}"
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ConfigError(f"{where} is not valid JSON: {error}; correct the line") from None
             if not isinstance(record, dict):
                 raise ConfigError(
@@ -223,7 +227,7 @@ def _make_row(
             "set data.prompt_key"
         )
     columns = {
-        key: _to_plain_column(where, key, value)
+        replace_surrogates(key): _to_plain_column(where, key, value)
         for key, value in record.items()
         if key != data.prompt_key
     }
@@ -237,7 +241,7 @@ def _make_row(
 
 
 def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
-    """Check the prompt and remove the null fields that parquet adds to messages."""
+    """Check the prompt and remove the null fields of messages."""
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
     elif not isinstance(prompt, str):
@@ -247,6 +251,15 @@ def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
         )
     checked: Prompt = _to_plain_column(where, key, prompt)
     return checked
+
+
+def _remove_nulls(value: Any) -> Any:
+    """Remove the null fields that parquet adds, where another row has them."""
+    if isinstance(value, list):
+        return [_remove_nulls(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: _remove_nulls(v) for k, v in value.items() if v is not None}
 
 
 def _is_message(value: Any) -> bool:
@@ -298,8 +311,7 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        value.encode()  # raises UnicodeEncodeError on half a surrogate pair
-        return str.__str__(value)  # str() of an enum would be its name
+        return replace_surrogates(value)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
@@ -333,10 +345,10 @@ def from_plain(value: Any) -> Any:
 def _to_plain_column(where: str, name: str, value: Any) -> Any:
     try:
         return to_plain(value)
-    except UnicodeEncodeError:
+    except RecursionError:
         raise ConfigError(
-            f"{where}: the column {name!r} has an unpaired surrogate, which is not text; correct "
-            "the row"
+            f"{where}: the column {name!r} is nested too deep to be stored; drop the column or "
+            "write it as text"
         ) from None
     except TypeError as error:
         raise ConfigError(

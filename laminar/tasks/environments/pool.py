@@ -17,7 +17,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from laminar.config import Config
+from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.events.reasons import EndedBy
 from laminar.tasks.environments.renderer import CallResult, Renderer
@@ -108,7 +108,7 @@ class Environments:
         parser: CallParser,
         decode: Callable[[list[int]], str],
     ) -> None:
-        """Connect the parts; `decode` returns the text of token ids without special tokens."""
+        """Connect the parts; `decode` returns the text of a turn without its end token."""
         self.sessions_lost = 0  #: number of sessions that ended by themselves
         self.sessions_killed = 0  #: number of sessions killed because a call ran too long
         self._env, self._reward = config.env, config.reward
@@ -221,7 +221,10 @@ class Environments:
     ) -> None:
         conversation.process = process
         if said.text:
-            ids = self._renderer.render_prompt(conversation.session.row, said.text)
+            try:
+                ids = self._renderer.render_prompt(conversation.session.row, said.text)
+            except ConfigError as error:
+                raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
             conversation.prompt_ids = tuple(ids)
 
     def _close_session(self, conversation: _Conversation) -> None:
@@ -277,6 +280,7 @@ class Environments:
         ids = list(call.parts[-1][1])
         before = [*call.prompt_ids, *(i for _, part in call.parts[:-1] for i in part)]
         calls = [] if call.finish_reason == CUT_OFF else self._parser.parse_calls(ids, before)
+        calls = self._renderer.refuse_unwritable(calls)
         text = self._decode(ids)
         if not calls or call.turn + 1 >= self._env.max_turns:
             reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
@@ -293,7 +297,10 @@ class Environments:
             answers = await self._run_calls(conversation, call, calls, effects)
         except _TimeLimitReached as over:
             return await self._finish_trajectory(conversation, call, text, over.reason, effects)
-        context = tuple(self._renderer.render_results(answers))
+        try:
+            context = tuple(self._renderer.render_results(answers))
+        except ConfigError as error:
+            raise SessionLost(f"the results of its calls cannot be rendered: {error}") from None
         if len(context) > call.room:
             return await self._finish_trajectory(
                 conversation, call, text, EndedBy.CONTEXT_FULL, effects

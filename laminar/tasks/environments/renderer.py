@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.chat import build_messages, encode_prompt
 from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.arguments import list_types
 from laminar.tasks.environments.tool_calls import CallParser, ToolCall
 
 if TYPE_CHECKING:
@@ -87,6 +86,25 @@ class Renderer:
         whole = self._encode_messages([*before, *_make_result_messages(answers)], begin=True)
         return whole[len(self._encode_ended(before, whole)) :]
 
+    def refuse_unwritable(self, calls: list[ToolCall]) -> list[ToolCall]:
+        """Return the calls; refuse those that the template cannot write, and drop their arguments.
+
+        Flat arguments are not tried: `check_template` has tried such.
+        """
+        if all(_is_flat(call) or self._can_write(call) for call in calls):
+            return calls
+        refused = "the chat template cannot write its arguments"
+        return [
+            call if _is_flat(call) or self._can_write(call) else ToolCall(call.tool, {}, refused)
+            for call in calls
+        ]
+
+    def _can_write(self, call: ToolCall) -> bool:
+        try:
+            return bool(self.render_results([(call, "")]))
+        except ConfigError:
+            return False
+
     def check_template(self, parser: CallParser) -> None:
         """Test the template on random conversations; raise ConfigError."""
         if not self._tokenizer.chat_template:
@@ -130,7 +148,7 @@ class Renderer:
         """Draw a call of a random tool with random arguments."""
         function = draws.choice(self._tools)["function"]
         properties = function["parameters"].get("properties", {})
-        values = {name: _draw_value(draws, kind.get("type")) for name, kind in properties.items()}
+        values = {name: _draw_value(draws, list_types(kind)) for name, kind in properties.items()}
         return ToolCall(function["name"], values)
 
     def _encode_ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
@@ -158,7 +176,7 @@ class Renderer:
                 return_dict=False,
                 **self._data.apply_chat_template_kwargs,
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # templates raise various types
             raise ConfigError(
                 f"the chat template of model.name refuses a conversation with tools: {error}; give "
                 "another model, or a template that writes tool_calls and the role tool"
@@ -198,11 +216,15 @@ def _make_result_messages(answers: Sequence[CallResult]) -> list[dict[str, Any]]
     ]
 
 
+def _is_flat(call: ToolCall) -> bool:
+    return all(isinstance(value, str | int | float) for value in call.arguments.values())
+
+
 def _draw_text(draws: random.Random) -> str:
     return " ".join(draws.choices(_WORDS, k=draws.randint(1, WORDS_MAX)))
 
 
-def _draw_value(draws: random.Random, kind: Any) -> Any:
+def _draw_value(draws: random.Random, kinds: Sequence[str]) -> Any:
     numbers = {"integer": draws.randrange(1000), "number": draws.randrange(1000) / 8}
     others = {"boolean": draws.random() < 0.5, "array": [], "object": {}}
-    return (numbers | others).get(kind, _draw_text(draws))
+    return (numbers | others).get(next(iter(kinds), ""), _draw_text(draws))

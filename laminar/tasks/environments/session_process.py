@@ -37,7 +37,7 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.names.process_end import describe_exit
-from laminar.run.user_file import describe_error
+from laminar.run.user_file import describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
 from laminar.tasks.pipe_frames import encode_frame, read_frame
@@ -124,8 +124,8 @@ def main(number: str) -> None:
     control = socket.socket(fileno=int(number))
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     start = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES_MAX), type=ForkServerStart)
     permit_unsafe(start.unsafe)
     try:
@@ -310,12 +310,12 @@ class _EnvironmentHost:
         columns = {"prompt": row.prompt, **from_plain(row.columns)}
         reset = getattr(self._object, RESET)
         said = self._await_value(reset(**_select_accepted(reset, columns)))
-        return None if said is None else str(said)
+        return None if said is None else replace_surrogates(str(said))
 
     def _call_tool(self, request: ToolRequest) -> str:
         method = getattr(self._object, request.tool)
         value = self._await_value(method(**json.loads(request.arguments)))
-        return value if isinstance(value, str) else str(value)
+        return replace_surrogates(value if isinstance(value, str) else str(value))
 
     def _compute_reward(self) -> RewardResult:
         return call_guarded(lambda: self._await_value(getattr(self._object, REWARD)()), self._path)

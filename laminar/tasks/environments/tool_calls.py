@@ -4,7 +4,8 @@ Reads   the ids of a turn; the tokenizer's `parse_response`, if it has a respons
 Gives   ToolCalls, in order; if a call cannot be run, with the reason as text for the policy
 
 Without a response template, calls are read in Qwen's form: JSON with name and arguments in
-<tool_call> tags. renderer.py tests before a run that the model's form is read correctly.
+<tool_call> tags. Thoughts, code blocks and tags that the text only mentions are no calls.
+renderer.py tests before a run that the model's form is read correctly.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from laminar.run.user_file import replace_surrogates
+from laminar.tasks.environments.arguments import convert_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +27,13 @@ CALLS_MAX = 16
 """Maximum calls run per turn; each may take env.tool_timeout_s."""
 TEXT_CHARS_MAX = 16_384
 """Maximum size of a call's arguments, and of its answer, which the store keeps."""
-_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+DEPTH_MAX = 32
+"""Maximum nesting of a call's arguments; encoders recurse, each to another depth."""
+THINK, THOUGHT = "<think>", "</think>"
+_TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?^ {0,3}\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
+_PROMPT_END = 16
+"""Ids at the end of a prompt that may have opened a thought; a tag can be several tokens."""
 
 
 class ToolCall(NamedTuple):
@@ -39,12 +49,14 @@ class CallParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> None:
         self._tokenizer, self._tools = tokenizer, tools
-        self._names = [tool["function"]["name"] for tool in tools]
+        functions = [tool["function"] for tool in tools]
+        self._parameters = {each["name"]: each.get("parameters", {}) for each in functions}
         self._has_own = getattr(tokenizer, "response_template", None) is not None
 
     def parse_calls(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         """Parse the calls in the turn `ids`, which followed the ids `before`."""
-        found = self._by_tokenizer(ids, before) if self._has_own else self._parse_tagged(ids)
+        parse = self._by_tokenizer if self._has_own else self._parse_tagged
+        found = parse(ids, before)
         return [self._check_call(call, i) for i, call in enumerate(found)]
 
     def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
@@ -56,21 +68,44 @@ class CallParser:
             return [ToolCall("", {}, f"the response cannot be read: {_first_line(error)}")]
         return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
 
-    def _parse_tagged(self, ids: Sequence[int]) -> list[ToolCall]:
-        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-        return [_tagged_call(*found.groups()) for found in _TAGGED.finditer(text)]
+    def _parse_tagged(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
+        opened = self._decode(before[-_PROMPT_END:]).rstrip().endswith(THINK)
+        text = _FENCED.sub("", _remove_thoughts(self._decode(ids), opened=opened))
+        found = [match.groups() for match in _TAGGED.finditer(text)]
+        return [
+            _tagged_call(body, end) for body, end in found if end or body.lstrip().startswith("{")
+        ]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _check_call(self, call: ToolCall, index: int) -> ToolCall:
         if call.refusal_reason:
             return call
+        if call.tool not in self._parameters:
+            names = ", ".join(self._parameters)
+            reason = f"there is no tool {call.tool!r}; the tools are {names}"
+            return call._replace(refusal_reason=reason)
+        try:
+            arguments = convert_arguments(call.arguments, self._parameters[call.tool])
+        except ValueError as error:
+            return call._replace(refusal_reason=_first_line(error))
+        call = _limit_arguments(call.tool, arguments)
         reason = None
-        if call.tool not in self._names:
-            reason = f"there is no tool {call.tool!r}; the tools are {', '.join(self._names)}"
+        if call.refusal_reason:
+            reason = call.refusal_reason
         elif len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
             reason = f"more than {TEXT_CHARS_MAX} characters of arguments"
         elif index >= CALLS_MAX:
             reason = f"more than {CALLS_MAX} calls in one turn"
         return call._replace(refusal_reason=reason)
+
+
+def _remove_thoughts(text: str, *, opened: bool) -> str:
+    """Return what follows the last thought; nothing if it is unfinished, or the prompt's is."""
+    _, ended, said = text.rpartition(THOUGHT)
+    unfinished = said.lstrip().startswith(THINK) or (opened and not ended)
+    return "" if unfinished else said
 
 
 def _tagged_call(body: str, end: str) -> ToolCall:
@@ -92,10 +127,32 @@ def _make_call(value: Any) -> ToolCall:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
+    name = replace_surrogates(value["name"])
     if not isinstance(arguments, dict):
-        return ToolCall(value["name"], {}, "the arguments of the call are not a JSON object")
-    return ToolCall(value["name"], arguments)
+        return ToolCall(name, {}, "the arguments of the call are not a JSON object")
+    return _limit_arguments(name, arguments)
+
+
+def _limit_arguments(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """Make a call with arguments that every encoder can carry."""
+    if _is_deeper(arguments, DEPTH_MAX):
+        return ToolCall(name, {}, f"more than {DEPTH_MAX} levels of arguments")
+    text = json.dumps(arguments, ensure_ascii=False, default=str)
+    return ToolCall(name, json.loads(replace_surrogates(text)))
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and objects are nested in more than so many levels."""
+    values = [value]
+    for _ in range(levels):
+        outer = [v.values() if isinstance(v, dict) else v for v in values if _is_nested(v)]
+        values = [value for nested in outer for value in nested]
+    return any(map(_is_nested, values))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (replace_surrogates(str(error)).strip() or type(error).__name__).splitlines()[0]

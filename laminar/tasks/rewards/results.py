@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.run.user_file import DETAIL_CHARS, describe_error
+from laminar.run.user_file import DETAIL_CHARS, describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow
 
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
@@ -109,7 +109,7 @@ def parse_result(value: Any) -> RewardResult:
     if isinstance(value, Mapping):
         if "score" not in value:
             detail = f"returned a dict without score: {format_names(value)}"
-            return RewardResult(None, "not-a-number", detail[:DETAIL_CHARS])
+            return RewardResult(None, "not-a-number", replace_surrogates(detail)[:DETAIL_CHARS])
         extras = select_extras({k: v for k, v in value.items() if k != "score"})
         value = value["score"]
     if value is None:
@@ -182,9 +182,10 @@ def select_extras(values: Mapping[str, Any]) -> Extras:
     """
     found: Extras = {}
     for name, value in values.items():
-        kept = value[:TEXT_CHARS] if isinstance(value, str) else _to_number(value)
+        text = replace_surrogates(value)[:TEXT_CHARS] if isinstance(value, str) else None
+        kept = _to_number(value) if text is None else text
         if kept is not None and len(found) < EXTRAS_MAX:
-            found[str(name)[:NAME_CHARS]] = kept
+            found[replace_surrogates(str(name))[:NAME_CHARS]] = kept
     return found
 
 

@@ -99,7 +99,7 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     return requests, replies
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import struct
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from laminar.analysis.report.samples import Sample, SampleFilter, find_samples
 from laminar.cli.samples import format_sample
 from laminar.config import ConfigError, dump_config, load_config
+from laminar.launch.preflight import response_sampler
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.tasks.data.decoding import make_decoder
+from laminar.tasks.data.decoding import make_decoder, make_response_decoder
+from laminar.tasks.data.tokenizer import end_ids, load_tokenizer
 from tests.analysis.conftest import Cli
 
 MODEL = Path(__file__).parents[3] / "configs/models/spell-0.6m"
@@ -232,6 +235,27 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
     (run_dir / "store.sqlite").unlink()
     code, out = cli("samples", run_dir)
     assert code == 2 and "its store has started" in out
+
+
+def test_rewards_read_what_samples_show_but_the_end_token(tmp_path: Path) -> None:
+    """Also where `<answer>` is a special token; the trial passes its forms through the same."""
+    model = Path(shutil.copytree(MODEL, tmp_path / "m"))
+    content = json.loads((model / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = True
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(model))
+    ends = end_ids(str(model), tokenizer)
+    read = make_response_decoder(tokenizer, ends)
+    config = load_config([], [f"model.name={model}", "data.dataset=gcd"])
+    shown = make_decoder(tmp_path, config)
+    ids = tokenizer("<answer>ab</answer>", add_special_tokens=False)["input_ids"]
+    (end,) = ends
+    for response in (ids, [*ids, end], [99_999, *ids, 256]):
+        assert read(response) == shown(response).removesuffix(tokenizer.decode([end]))
+    assert read([*ids, end]) == "<answer>ab</answer>" and read([]) == read([end]) == ""
+    sample = response_sampler(tokenizer, ends)
+    assert sample("<answer>4</answer>")[0] == "<answer>4</answer>"
 
 
 def test_special_tokens_and_ids_without_a_token_are_shown(tmp_path: Path) -> None:

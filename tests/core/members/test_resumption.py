@@ -213,6 +213,32 @@ def stopped_at_once(bench: Bench) -> None:
     assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 130
 
 
+@pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "store-0"])
+def test_a_mistake_of_the_user_found_after_the_start_ends_a_run_that_resumes(name: str) -> None:
+    bench = test_step_replay.run(2, in_training=True)
+    test_step_replay.save(bench, 2)
+    before = set(bench.state.trajectories)
+    bench.say(name, ev.ActorFailed(reason="loss: f of l.py raised", user_error=True))
+    assert (bench.state.phase, bench.state.exit_code) == (Phase.STOPPING, 2)
+    for other in [a.name for a in bench.state.actors.values() if a.alive]:
+        bench.silent(other) if other == "relay-0" else bench.say(other, ev.ActorLeft())
+    assert bench.state.failure == f"{name}: loss: f of l.py raised"
+    assert not resumption.is_run_over(bench.state) and set(bench.state.trajectories) == before
+    resumed(bench, asked=True)
+    assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
+
+
+def test_a_mistake_of_the_user_found_at_the_start_is_final() -> None:
+    bench = Bench(save_freq=1)
+    bench.join(NODE)
+    bench.join("store-0")
+    bench.say("store-0", ev.ActorFailed(reason="no such file", user_error=True))
+    for name in (NODE, "store-0"):
+        bench.say(name, ev.ActorLeft())
+    assert bench.state.exit_code == 2 and bench.state.phase == Phase.ENDED
+    assert resumption.is_run_over(bench.state)
+
+
 def test_a_run_that_was_stopped_at_once_goes_on_where_it_was() -> None:
     """Nothing was dropped for it."""
     bench = test_step_replay.run(2, in_training=True)

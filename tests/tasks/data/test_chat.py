@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from laminar.config import ConfigError, DataConfig
-from laminar.tasks.data.chat import check_prompts, encode_prompt, is_templated
+from laminar.tasks.data.chat import check_prompts, encode_prompt, is_templated, warn_turn_end
 from laminar.tasks.data.prompts import PromptRow
 
 TEMPLATE = (
@@ -151,3 +151,36 @@ def test_a_prompt_that_has_gone_through_the_template(
     chat_tokenizer.add_special_tokens({"additional_special_tokens": marks})
     assert is_templated(chat_tokenizer, row(prompt), DataConfig()) is expected
     assert not is_templated(chat_tokenizer, row(prompt), DataConfig(apply_chat_template=False))
+
+
+def test_a_rendered_prompt_has_one_bos(plain_tokenizer):
+    plain = DataConfig(apply_chat_template=False)
+    for text in ("ab", "<s>ab"):
+        assert encode_prompt(plain_tokenizer, row(text), plain) == encode_prompt(
+            plain_tokenizer, row("ab"), plain
+        )
+    bos = plain_tokenizer.bos_token_id
+    assert encode_prompt(plain_tokenizer, row("<s>ab"), plain).count(bos) == 1
+    assert encode_prompt(plain_tokenizer, row("a<s><s>b"), plain).count(bos) == 3
+
+
+@pytest.mark.parametrize(
+    ("turn", "ends", "named"),
+    [
+        ("{{ m['content'] }}<|im_end|>\n", "<s>", ["<|im_end|>", "<s>"]),
+        ("{{ m['content'] }}<|im_end|>\n", "<|im_end|>", []),
+        ("{{ m['content'] }}<s><|im_end|>", "<s>", []),
+        ("{{ m['content'] }};", "<s>", []),  # nothing that a model could end with
+        ("{{ raise_exception('no') }}", "<s>", []),
+    ],
+)  # fmt: skip
+def test_a_turn_that_ends_with_no_end_token_is_told(chat_tokenizer, turn, ends, named):
+    chat_tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    chat_tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    ids = [chat_tokenizer.convert_tokens_to_ids(ends)]
+    found = warn_turn_end(chat_tokenizer, DataConfig(), ids)
+    assert list(found) == ["turn-end"] * bool(named)
+    for token in named:
+        words = f"{chat_tokenizer.convert_tokens_to_ids(token)} ({token!r})"
+        assert words in found["turn-end"] and "generation_config.json" in found["turn-end"]
+    assert not warn_turn_end(chat_tokenizer, DataConfig(apply_chat_template=False), ids)

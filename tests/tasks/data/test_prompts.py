@@ -175,6 +175,25 @@ def test_null_fields_that_parquet_adds_to_messages_go(tmp_path):
     assert found == [{"role": "system", "content": "s"}, {"role": "user", "content": "a", "n": "x"}]
 
 
+def test_null_fields_that_parquet_adds_below_go_and_those_of_json_stay(tmp_path):
+    def messages(**arguments):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "user", "content": "a"},
+        ]
+
+    rows = [
+        {"prompt": messages(city="x"), "c": {"a": 1}},
+        {"prompt": messages(zip=1), "c": {"b": 1}},
+    ]
+    first, second = load(parquet(tmp_path / "t.parquet", rows)).train
+    assert [first.prompt, second.prompt] == [row["prompt"] for row in rows]
+    assert first.columns == {"c": {"a": 1, "b": None}}  # as other readers give them
+    (row,) = load(jsonl(tmp_path / "t.jsonl", [{"prompt": messages(city=None)}])).train
+    assert row.prompt == messages(city=None)
+
+
 def test_file_errors(tmp_path):
     def put(name, text):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -193,10 +212,20 @@ def test_file_errors(tmp_path):
     )  # fmt: skip
     for value in ("5", "null", "[]", '[{"role": "user"}]', '{"role": "user", "content": "a"}'):
         fails("line 1", "wrong type", **put("type.jsonl", f'{{"prompt": {value}}}\n'))
-    fails("line 1", "surrogate", **put("half.jsonl", r'{"prompt": "\ud800"}' + "\n"))
-    fails("line 1", "surrogate", "'b'", **put("half.jsonl", r'{"prompt": "", "b": ["\ud800"]}'))
+    for levels in (490, 5000):
+        text = '{"prompt": "a", "b": %s%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
+        fails("line 1", "deep" if levels < 1000 else "recursion", **put("deep.jsonl", text))
     fails("line 1", "'gold'", answer_key="gold", **put("key.jsonl", '{"prompt": "a"}\n'))
     fails("bad.parquet", "not a readable parquet", **put("bad.parquet", "nonsense"))
+
+
+def test_half_a_surrogate_pair_is_replaced_wherever_it_stands(tmp_path):
+    path = tmp_path / "half.jsonl"
+    path.write_text(
+        r'{"prompt": "\ud800 a", "b": ["\udc00"], "c\ud800": {"\ud800": "\ud83d\ude00"}}'
+    )
+    (row,) = load(str(path)).train
+    assert (row.prompt, row.columns) == ("\ufffd a", {"b": ["\ufffd"], "c\ufffd": {"\ufffd": "😀"}})
 
 
 def test_parquet_errors(tmp_path):

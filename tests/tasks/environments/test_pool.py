@@ -28,7 +28,7 @@ from laminar.tasks.environments.turns import (
     TurnCall,
 )
 from laminar.tasks.environments.user_class import load_class, load_declaration
-from tools.kit.tool_models import END, schema, tokenizer
+from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
 
 pytestmark = pytest.mark.process
 LIMIT_S = 20.0
@@ -72,12 +72,20 @@ SOURCE = """
                 os._exit(5)
             if what == "print":
                 print("printed by a tool")
+            if what == "half":
+                return "h\\ud83d"
+            if what == "raise-half":
+                raise ValueError("h\\ud83d")
+            if what == "text":
+                return type("Text", (str,), {{}})("of a kind")
             return len(what)
 """
 REWARD = """
         def get_reward(self) -> float:
             if "raise" in self.words:
                 raise KeyError("no score")
+            if "raise-half" in self.words:
+                raise ValueError("no \\ud83d")
             return float(len(self.words))
 """
 TOOLS = [
@@ -116,15 +124,18 @@ class Bench:
                 **{f"env.{key}": value for key, value in settings.items()},
             }
         )
-        ends = frozenset([self.model.eos_token_id])
         self.printed, self.intended, self.noted_before = [], [], []
         self.environments = Environments(
             config,
             SessionPool(config.env.path, "", memory_mb=512, on_output=self.printed.append),
-            Renderer(self.model, DataConfig(), TOOLS, ends),
+            self.renderer(TEMPLATE),
             CallParser(self.model, TOOLS),
             lambda ids: self.model.decode(ids, skip_special_tokens=True),
         )
+
+    def renderer(self, template):
+        model = tokenizer(template)
+        return Renderer(model, DataConfig(), TOOLS, frozenset([model.eos_token_id]))
 
     async def __aenter__(self):
         await self.environments.start()
@@ -204,6 +215,10 @@ def test_what_the_policy_can_cause_is_text_for_it(tmp_path):
             call("fly"): "error: there is no tool 'fly'",
             "<tool_call>{": "error: the call has no end",
             call("do", what="print"): "5",
+            call("do", what="half"): "h\ufffd",
+            call("do", what="raise-half"): "error: ValueError: h\ufffd",
+            call("do", what="text"): "of a kind",
+            call("do", what="\\ud83d"): "1",
         }
         for i, (text, answer) in enumerate(said.items()):
             assert answer in bench.told(
@@ -213,6 +228,34 @@ def test_what_the_policy_can_cause_is_text_for_it(tmp_path):
             await asyncio.sleep(0.01)
 
     in_bench(tmp_path, body)
+
+
+def test_a_call_that_the_template_cannot_write_is_refused_before_it_is_made(tmp_path):
+    strict = TEMPLATE.replace("{{ call.function", "{{ none + 1 if 'list' in call.function | string "
+                              "else '' }}{{ call.function")  # fmt: skip
+
+    async def body(bench):
+        bench.environments._renderer = bench.renderer(strict)
+        text = '<tool_call>{"name": "note", "arguments": {"x": ["list"]}}</tool_call>'
+        answer = await bench.answer_turn(call("note", word="a") + text)
+        assert "error: the chat template cannot write its arguments" in bench.told(answer)
+        assert bench.noted() == ["a"] and bench.intended == [[(0, "note", "intended")]]
+        bench.environments._renderer = bench.renderer("{{ none + 1 }}")
+        with pytest.raises(SessionLost, match="the results of its calls cannot be rendered"):
+            await bench.answer_turn(call("note", word="b"), session=bench.session("other"))
+        with pytest.raises(EnvironmentFailed, match="the text of reset cannot be rendered"):
+            await bench.environments.reset(bench.session("third", word="w"))
+
+    in_bench(tmp_path, body)
+
+
+def test_half_a_surrogate_pair_does_not_cost_the_session_its_reward(tmp_path):
+    async def body(bench):
+        await bench.answer_turn(call("note", word="raise-half"))
+        done = await bench.answer_turn("the end", 1)
+        assert "no \ufffd" in done.result.detail and bench.environments.sessions_lost == 0
+
+    in_bench(tmp_path, body, reward=True)
 
 
 def test_a_call_that_hangs_is_killed_with_all_it_started_and_costs_one_session(tmp_path):

@@ -1,5 +1,7 @@
 """Histories that are continued token by token, and the calls in what a model wrote."""
 
+import json
+
 import pytest
 
 from laminar.config import ConfigError, DataConfig
@@ -11,10 +13,10 @@ from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
 TOOLS = [schema("add", a="integer", b="integer"), schema("say", text="string", loud="boolean")]
 
 
-def made(template=TEMPLATE):
+def made(template=TEMPLATE, tools=TOOLS):
     model = tokenizer(template)
     ends = frozenset([model.convert_tokens_to_ids(END)])
-    return model, Renderer(model, DataConfig(), TOOLS, ends), CallParser(model, TOOLS)
+    return model, Renderer(model, DataConfig(), tools, ends), CallParser(model, tools)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,111 @@ def test_a_call_that_cannot_be_run_is_told_why(parts, text, refused):
     model, _, parser = parts
     (call,) = parser.parse_calls(model.encode(f"<tool_call>{text}</tool_call>"), [])
     assert refused in call.refusal_reason
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (r'{"x": "\ud83d"}', {"x": "\ufffd"}),
+        (r'{"\ud83d": ["\ude00 x", {"b": "\ud83d\ude00"}]}', {"\ufffd": ["\ufffd x", {"b": "😀"}]}),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_call_is_replaced(parts, text, arguments):
+    model, renderer, parser = parts
+    (call,) = parser.parse_calls(_tagged(model, "add", text), [])
+    assert call == ToolCall("add", arguments) and renderer.render_results([(call, "ok")])
+    (call,) = parser.parse_calls(_tagged(model, r"\ud83d", text), [])
+    assert call.tool == "\ufffd" and renderer.render_results([(call, "ok")])
+
+
+@pytest.mark.parametrize("levels", [33, 300, 990, 5000])
+def test_a_call_nested_too_deep_is_refused_without_its_arguments(parts, levels):
+    model, renderer, parser = parts
+    deep = '{"x": %s1%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
+    (call,) = parser.parse_calls(_tagged(model, "add", deep), [])
+    assert "levels of arguments" in call.refused or "not valid JSON" in call.refused
+    assert call.arguments == {} and renderer.render_results([(call, "no")])
+    (call,) = parser.parse_calls(
+        _tagged(model, "add", '{"x": ' + "[" * 31 + "1" + "]" * 31 + "}"), []
+    )
+    assert not call.refused
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+FENCED = '<tool_call>{"name": "add", "arguments": {"x": "\\n```\\nx\\n```"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (f"<think>perhaps {CALL}</think>3", 0),
+        (f"perhaps {CALL}</think>3", 0),  # the prompt has opened the thought
+        (f"<think>a {CALL}</think>b<think>{CALL}</think>{CALL}", 1),
+        (f"<think>perhaps {CALL}", 0),
+        (f"I end it by </tool_call> and begin with <tool_call>: {CALL} {CALL}", 2),
+        (f"{CALL} is one, made by <tool_call>.", 1),
+        (f"As in\n```xml\n{CALL}\n```\nor\n~~~~\n{CALL}\n```\n~~~~\n{CALL}", 1),
+        (f"```\nx = 1\n```\n{FENCED}\n```\ny\n```", 1),
+    ],
+)
+def test_what_is_thought_mentioned_or_shown_is_no_call(parts, text, count):
+    model, _, parser = parts
+    calls = parser.parse_calls(model.encode(text + END), [])
+    assert [(c.tool, c.refused) for c in calls] == [("add", "")] * count
+
+
+def test_a_thought_that_the_prompt_opened_and_nothing_ended_has_no_call(parts):
+    model, _, parser = parts
+    for before, count in (("<s>assistant\n<think>\n", 0), ("<s>assistant\n", 1)):
+        assert len(parser.parse_calls(model.encode(CALL), model.encode(before))) == count
+
+
+KINDS = {
+    "i": {"type": "integer"},
+    "n": {"type": "number"},
+    "b": {"type": "boolean"},
+    "s": {"type": "string"},
+    "l": {"type": "array", "items": {"type": "integer"}},
+    "u": {"type": ["integer", "number"], "nullable": True},
+    "any": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"i": "1", "n": " -2.5", "b": "True"}, {"i": 1, "n": -2.5, "b": True}),
+        ({"i": 3.0, "n": 4, "s": 5, "l": "[1]"}, {"i": 3, "n": 4, "s": "5", "l": [1]}),
+        ({"l": ["1", 2], "u": "7", "any": "8"}, {"l": [1, 2], "u": 7, "any": "8"}),
+        ({"u": None, "s": None, "x": "1"}, {"u": None, "s": None, "x": "1"}),
+        ({"i": "one"}, "the argument 'i' must be of the type integer, not 'one'"),
+        ({"i": 1.5}, "integer"),
+        ({"i": True}, "integer"),
+        ({"i": None}, "integer"),
+        ({"n": "[" * 500 + "]" * 500}, "number"),
+        ({"b": 1}, "boolean"),
+        ({"s": {"a": 1}}, "string"),
+        ({"l": [1, "x"]}, "the argument 'l' must be of the type integer, not 'x'"),
+        ({"u": "x"}, "of the type integer or number or null"),
+    ],
+)
+def test_arguments_have_the_types_of_the_tool(parts, given, taken):
+    model, *_ = parts
+    tool = schema("do")
+    tool["function"]["parameters"] |= {"properties": KINDS, "required": ["i"]}
+    (call,) = CallParser(model, [tool]).parse_calls(_tagged(model, "do", json.dumps(given)), [])
+    if isinstance(taken, str):
+        return taken in call.refused or pytest.fail(call.refused)
+    assert not call.refused and repr(call.arguments) == repr(taken)
+
+
+def test_a_tool_with_a_union_of_types_passes_the_check():
+    _, renderer, parser = made(tools=[schema("do", u=["integer", "number"], b="boolean")])
+    renderer.check_template(parser)
+
+
+def _tagged(model, name, arguments):
+    return model.encode(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
 
 
 def test_a_call_without_end_and_too_many_calls_are_told_so(parts):

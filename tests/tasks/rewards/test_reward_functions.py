@@ -305,6 +305,38 @@ def test_what_is_kept_beside_a_score_is_bounded(script):
 # --- the styles
 
 
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        (
+            r"return {'score': 1, 'p\ud83d': 'a\ud83d'}",
+            RewardResult(1.0, extras={"p\ufffd": "a\ufffd"}),
+        ),
+        (
+            r"return {'\ud83d': 1}",
+            RewardResult(None, "not-a-number", "returned a dict without score: \ufffd"),
+        ),
+        (
+            r"raise ValueError('\ud83d')",
+            RewardResult(None, "error", "ValueError: \ufffd (reward.py:3)"),
+        ),
+        (
+            "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})",
+            RewardResult(None, "error", "Mute (reward.py:3)"),
+        ),
+    ],
+)
+def test_what_a_function_says_can_be_encoded(script, body, result):
+    (found,) = custom(
+        script,
+        f"""
+        def f(solution_str):
+            {body}
+    """,
+    )
+    assert found == result and msgspec.msgpack.encode(found)
+
+
 def test_verl(script):
     source = """
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
