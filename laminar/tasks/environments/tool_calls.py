@@ -91,12 +91,10 @@ class CallParser:
         except ValueError as error:
             return call._replace(refusal_reason=_first_line(error))
         call = _limit_arguments(call.tool, arguments)
-        reason = None
-        if call.refusal_reason:
-            reason = call.refusal_reason
-        elif len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
+        reason = call.refusal_reason
+        if reason is None and len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
             reason = f"more than {TEXT_CHARS_MAX} characters of arguments"
-        elif index >= CALLS_MAX:
+        elif reason is None and index >= CALLS_MAX:
             reason = f"more than {CALLS_MAX} calls in one turn"
         return call._replace(refusal_reason=reason)
 
