@@ -89,6 +89,8 @@ def run_training(
         plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
+            if run_dir.exists() and not arguments.resume:
+                console.print_lines([f"{run_dir} exists: add --move-old, or another run.name"])
             return GiveUp(_get_exit_code(console))
         with StopRequest() as asked:  # before the directory exists, so that none is left incomplete
             if not arguments.resume and run_dir.exists():
@@ -156,9 +158,14 @@ def _format_daemons(config: Config, run_dir: Path) -> list[str]:
     ]
 
 
-def place_of(config: Config, move_old: bool) -> Path:
-    """Return the directory of a new run; raise ConfigError if it exists and may not be moved."""
+def place_of(config: Config, move_old: bool, *, dry_run: bool = False) -> Path:
+    """Return the directory of a new run; raise ConfigError if it exists and may not be moved.
+
+    A dry run takes no directory, so an existing one is left alone.
+    """
     run_dir = config.run_dir
+    if dry_run:
+        return run_dir
     if run_dir.exists() and holders(run_dir):
         raise ConfigError(in_use(run_dir))
     if os.path.lexists(run_dir) and not move_old:
