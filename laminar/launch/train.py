@@ -89,9 +89,7 @@ def run_training(
         plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
-            if run_dir.exists() and not arguments.resume:
-                console.print_lines([f"{run_dir} exists: add --move-old, or another run.name"])
-            return GiveUp(_get_exit_code(console))
+            return _end_dry_run(run_dir, arguments, console)
         with StopRequest() as asked:  # before the directory exists, so that none is left incomplete
             if not arguments.resume and run_dir.exists():
                 console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
@@ -112,6 +110,12 @@ def run_training(
             console.print_lines(["", f"the run ended    {reason}"])
             return over
         return report_end(run_dir, console, over)
+
+
+def _end_dry_run(run_dir: Path, arguments: argparse.Namespace, console: Terminal) -> GiveUp:
+    if run_dir.exists() and not arguments.resume:
+        console.print_lines([f"{run_dir} exists: add --move-old, or another run.name"])
+    return GiveUp(_get_exit_code(console))
 
 
 def plan_run(
