@@ -35,7 +35,7 @@ from laminar.launch.reward_check import ROWS, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import check_prompts, encode_prompt
+from laminar.tasks.data.chat import check_prompts, encode_prompt, has_template
 from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
@@ -66,6 +66,7 @@ class RunPlan:
     steps: int  #: 0 until the data is filtered
     first_prompt: str
     first_prompt_ids: list[int]
+    is_wrapped: bool  #: whether the first prompt is a string in the chat template
     end_ids: list[int]
     reward: RewardSpec
     trial: list[RewardCall]  #: trial calls of the reward, before anything starts
@@ -120,7 +121,8 @@ def look_at_data(config: Config) -> RunPlan:
     if not config.data.filter_overlong_prompts:
         longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
         check_prompts(tokenizer, longest, config.data, tools)
-    ids = encode_prompt(tokenizer, prompts.train[0], config.data, tools)
+    first = prompts.train[0]
+    ids = encode_prompt(tokenizer, first, config.data, tools)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)
     return RunPlan(
@@ -131,6 +133,7 @@ def look_at_data(config: Config) -> RunPlan:
         steps=planned_steps(config, len(prompts.train)),
         first_prompt=str(tokenizer.decode(ids)),
         first_prompt_ids=ids,
+        is_wrapped=isinstance(first.prompt, str) and has_template(tokenizer, config.data),
         end_ids=sorted(end_ids(config.model.name, tokenizer)),
         reward=spec,
         trial=trial_calls(
@@ -178,6 +181,7 @@ def emulated_plan(config: Config) -> RunPlan:
         steps=planned_steps(config, num_train),
         first_prompt="emulated",
         first_prompt_ids=[],
+        is_wrapped=False,
         end_ids=[],
         reward=RewardSpec(scope, []),
         trial=[],

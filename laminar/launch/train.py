@@ -58,6 +58,10 @@ from laminar.run.secret import make_secret
 
 LOST_SHOWN = 4
 """Most reasons shown for lost processes; summary.json has all."""
+WRAPPED = (
+    "           a string, in the model's chat template (TRL: as it is); data.apply_chat_template = "
+    "false leaves it as it is"
+)
 UNHANDLED = "an event could not be handled: the coordinator's last line names it and the error"
 
 
@@ -260,6 +264,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     c = plan.config
     prompt = [
         f"prompt 0   {plan.first_prompt!r}",
+        *([WRAPPED] if plan.is_wrapped else []),
         f"as ids     {plan.first_prompt_ids}",
         f"ends with  {plan.end_ids}",
     ]

@@ -47,7 +47,7 @@ def encode_prompt(
 
     `tools` has the JSON schemas of an environment's tools, which the chat template writes.
     """
-    if _has_template(tokenizer, data):
+    if has_template(tokenizer, data):
         found = _apply_template(tokenizer, row, data, tools, tokenize=True)
     else:
         found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
@@ -98,7 +98,7 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
     Such text contains a special token of the template, or starts and ends with all that the
     template puts around a message, if that is more than white space.
     """
-    if not _has_template(tokenizer, data):
+    if not has_template(tokenizer, data):
         return False
     before, after = _find_template_affixes(tokenizer, data)
     marks = [mark for mark in tokenizer.all_special_tokens if mark in before + after]
@@ -126,7 +126,8 @@ def _find_template_affixes(tokenizer: PreTrainedTokenizerBase, data: DataConfig)
     return before, after
 
 
-def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+def has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+    """Return whether prompts go through the chat template, those that are strings included."""
     return bool(data.apply_chat_template and tokenizer.chat_template)
 
 
@@ -134,7 +135,7 @@ def _render_text(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools
 ) -> str:
     """Return the text of a row that is encoded."""
-    if not _has_template(tokenizer, data):
+    if not has_template(tokenizer, data):
         return _own_text(row, data)
     return str(_apply_template(tokenizer, row, data, tools, tokenize=False))
 
