@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents lint setup clean
+.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make docs         set up mkdocs in .venv-docs, then build the documentation site in build/site"
 	@echo "make lint         ruff, mypy --strict, import contracts"
+	@echo "make format       let ruff mend and format the code"
 
 setup: .venv/.installed
 
@@ -115,11 +116,14 @@ docs: .venv-docs/.installed
 # The packages of the extra `docs`, without those of Laminar, which the site does not need.
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
+# All tools run, so that one call shows every complaint.
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@failed=0; for tool in "ruff check ." "ruff format --check ." mypy lint-imports; do \
+	echo "$(BIN)/$$tool"; $(BIN)/$$tool || failed=1; done; exit $$failed
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 clean:
 	rm -rf .venv .venv-vllm .venv-agents .venv-docs build dist *.egg-info

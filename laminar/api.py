@@ -33,6 +33,7 @@ __all__ = ["ConfigError", "Run", "RunFailed", "open_run", "train"]
 
 WHOLE_NUMBERS = ("step", "event", "time_ns")
 """Columns of `Run.metrics` with integer values."""
+BY_ORIGIN = "by_origin/"
 SAMPLE_COLUMNS = (
     "id", "group", "purpose", "step", "evaluation", "prompt", "response", "answer", "reward",
     "reason", "exception", "extras", "length", "truncated", "truncated_by",
@@ -81,20 +82,16 @@ class Run:
 
     @property
     def metrics(self) -> pa.Table:
-        """Table with a row per line of metrics.jsonl and a column per figure, null if absent."""
-        import pyarrow as pa
+        """Table with a row per line of metrics.jsonl and a column per figure, null if absent.
 
-        rows = [row for text in self._metrics_lines() if isinstance(row := _parse_line(text), dict)]
-        names = dict.fromkeys([*WHOLE_NUMBERS, *(name for row in rows for name in row)])
-        return pa.table(
-            {
-                name: pa.array(
-                    [row.get(name) for row in rows],
-                    pa.int64() if name in WHOLE_NUMBERS else pa.float64(),
-                )
-                for name in names
-            }
-        )
+        The figures by replica and weight version are in `metrics_by_origin`.
+        """
+        return self._build_metrics(by_origin=False)
+
+    @property
+    def metrics_by_origin(self) -> pa.Table:
+        """Table with the same rows, and a column per figure `by_origin/...`."""
+        return self._build_metrics(by_origin=True)
 
     def samples(
         self,
@@ -124,6 +121,18 @@ class Run:
         choice = SampleFilter(step, evaluation, id, search, worst, best)
         decode = make_decoder(self.directory, run_config(self.directory))
         return _build_table(islice(find_samples(self.directory, choice, decode), n))
+
+    def _build_metrics(self, *, by_origin: bool) -> pa.Table:
+        import pyarrow as pa
+
+        rows = [row for text in self._metrics_lines() if isinstance(row := _parse_line(text), dict)]
+        found = dict.fromkeys(name for row in rows for name in row if name not in WHOLE_NUMBERS)
+        chosen = [name for name in found if name.startswith(BY_ORIGIN) == by_origin]
+        whole, real = pa.int64(), pa.float64()
+        kinds = dict.fromkeys(WHOLE_NUMBERS, whole) | dict.fromkeys(chosen, real)
+        return pa.table(
+            {name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()}
+        )
 
     def _metrics_lines(self) -> list[str]:
         from laminar.analysis.log.timeline import whole_lines

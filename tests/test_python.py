@@ -32,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
     settings = {"model": {"name": MODEL.as_posix()}, "data.dataset": "gcd", "seed": 7}
     (tmp_path / "run" / "config.toml").write_text(dump_config(load_config([], settings=settings)))
     (tmp_path / "run" / "metrics.jsonl").write_text(
-        '{"step": 1, "event": 9, "time_ns": 12, "reward/mean": 0.5}\n'
+        '{"step": 1, "event": 9, "time_ns": 12, "reward/mean": 0.5, "by_origin/reward/0": 0.5}\n'
         '{"step": 1, "event": 11, "time_ns": 15, "val/version": 1, "val-core/x": 1}\n{"torn'
     )
     return tmp_path / "run"
@@ -61,6 +61,10 @@ def test_a_run_gives_its_tables(run_dir: Path) -> None:
         {"step": 1, "event": 11, "time_ns": 15, "reward/mean": None}
         | {"val/version": 1.0, "val-core/x": 1.0},
     ]
+    place = [{"step": 1, "event": 9, "time_ns": 12}, {"step": 1, "event": 11, "time_ns": 15}]
+    shares = [{"by_origin/reward/0": 0.5}, {"by_origin/reward/0": None}]
+    by_origin = [where | share for where, share in zip(place, shares, strict=True)]
+    assert run.metrics_by_origin.to_pylist() == by_origin
     assert run.summary["steps"] == 3 and not (run_dir / "summary.json").exists()
     trained = run.samples(step=1)
     assert set(trained["step"].to_pylist()) == {1} and set(trained["status"].to_pylist()) == {

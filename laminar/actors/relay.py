@@ -26,9 +26,10 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.events.reasons import TransferForm
+from laminar.names import exit_codes
 from laminar.net.calls import Batch, RpcError
 from laminar.weights import messages as m
-from laminar.weights.arena.region import ArenaError
+from laminar.weights.arena.region import ArenaError, ArenaTooLargeError
 from laminar.weights.arena.slots import SlotError
 from laminar.weights.chain.core import PlaneError, PlaneOptions
 from laminar.weights.chain.reports import (
@@ -312,6 +313,9 @@ class Relay:
             else:
                 reply = self.slots.release(request)
             return m.encode(reply)
+        except ArenaTooLargeError as error:  # nothing can be published, however often it is tried
+            self.host.fail_process(str(error), exit_codes.USER_ERROR)
+            return RpcError(str(error))
         except _REFUSALS as error:
             return RpcError(str(error))
 

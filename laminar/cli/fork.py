@@ -64,7 +64,7 @@ def run_fork(arguments: argparse.Namespace) -> int:
         [], [*_default_overrides(run, step, overrides), *overrides], resolved=run / CONFIG_FILE
     )
     _check_fork(before, config, run, step)
-    run_dir = place_of(config, arguments.move_old)
+    run_dir = place_of(config, arguments.move_old, dry_run=arguments.dry_run)
     origin = _read_origin(before, run, directory)
     lines = [
         f"starts     from step {step} of {run}, version {origin.version}",

@@ -27,10 +27,13 @@ from laminar.cluster.slurm import resume_command
 from laminar.config import ConfigError
 from laminar.events.events import DrainRequested
 from laminar.names import exit_codes
-from laminar.net.user_requests import send_user_event
+from laminar.net.auth import RunKeys
+from laminar.net.client import read_address
+from laminar.net.user_requests import is_coordinator_alive, send_user_event
 from laminar.run.command_line import shell_command
-from laminar.run.directory import CONFIG_FILE, STATUS_FILE, run_config
+from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, STATUS_FILE, run_config
 from laminar.run.lock import Holder, RunLock, format_holders, holders
+from laminar.run.secret import read_secret
 from laminar.run.stop_requests import END, get_pause_timeout_ms
 from laminar.weights.arena.arena import sweep_arenas
 
@@ -178,12 +181,23 @@ def _wait(run_dir: Path, timeout_s: float) -> bool:
         if now - said >= SAY_S:
             said = now
             names = ", ".join(holder.name for holder in living)
-            print(
-                f"[{now - started:5.0f} s] waiting for {names}{_describe_progress(run_dir)}",
-                flush=True,
-            )
+            progress = _describe_progress(run_dir)
+            if "coordinator" in names and _is_hung(run_dir):
+                command = shell_command("stop", run_dir, "--now")
+                progress = f": the coordinator does not respond; `{command}` kills it"
+            print(f"[{now - started:5.0f} s] waiting for {names}{progress}", flush=True)
         time.sleep(_POLL_S)
     return True
+
+
+def _is_hung(run_dir: Path) -> bool:
+    """Return whether the coordinator has an address and does not respond there."""
+    try:
+        address = read_address(run_dir / COORDINATOR_FILE)
+        keys = RunKeys(read_secret(run_dir))
+        return address is not None and not is_coordinator_alive(address, keys)
+    except ConfigError:  # it cannot be asked from here
+        return False
 
 
 def _kill_processes(run_dir: Path) -> bool:
@@ -217,7 +231,7 @@ def _report_result(run_dir: Path, arguments: argparse.Namespace, ended: bool) ->
 def _describe_progress(run_dir: Path) -> str:
     """Describe the coordinator's latest status."""
     try:
-        status = json.loads((run_dir / STATUS_FILE).read_text())
+        status = json.loads((run_dir / STATUS_FILE).read_bytes())
         failure = f": {status['failure']}" if status["failure"] else ""
         return (
             f" ({status.get('pause') or status['phase']}, {status['step']} steps trained{failure})"

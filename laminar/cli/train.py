@@ -68,4 +68,4 @@ def _prepare_run(arguments: argparse.Namespace) -> tuple[Config, Path]:
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
     config = load_config(arguments.config, arguments.overrides)
-    return config, place_of(config, arguments.move_old)
+    return config, place_of(config, arguments.move_old, dry_run=arguments.dry_run)

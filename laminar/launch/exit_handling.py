@@ -4,14 +4,15 @@ Reads   the exception that ended the command
 Writes  stderr
 Gives   exit_code
 
-A mistake of the user, Ctrl-C, a closed pipe (`| head`) and a file that cannot be
-read or written are ordinary: none of them shows a traceback.
+A mistake of the user, Ctrl-C, a closed pipe (`| head`), a terminal that is not UTF-8 and a file
+that cannot be read or written are ordinary: none of them shows a traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 
 def exit_code(program: str, command: Callable[[], int]) -> int:
     """Run the command; return its exit code, or that of the exception that ended it."""
+    escape_unencodable()
     try:
         code = command()
         if sys.stdout is not None:  # None if closed before the start (`>&-`)
@@ -48,6 +50,14 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
         discard_stdout()
         print_error(program, f"the output cannot be written: {error.strerror}")
         return exit_codes.FAILED
+
+
+def escape_unencodable() -> None:
+    """Make the output print characters outside its encoding as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):  # text that is buffered already cannot be written
+                stream.reconfigure(errors="backslashreplace")
 
 
 def print_error(program: str, sentence: str) -> None:

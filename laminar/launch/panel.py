@@ -136,7 +136,7 @@ class ProgressPanel:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            status: dict[str, Any] = json.loads(self._path.read_text())
+            status: dict[str, Any] = json.loads(self._path.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
         return status

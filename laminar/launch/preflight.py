@@ -36,7 +36,7 @@ from laminar.launch.reward_check import ROWS, Sample, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import check_prompts, encode_prompt, warn_turn_end
+from laminar.tasks.data.chat import check_prompts, encode_prompt, has_template, warn_turn_end
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
@@ -68,6 +68,7 @@ class RunPlan:
     steps: int  #: 0 until the data is filtered
     first_prompt: str
     first_prompt_ids: list[int]
+    is_wrapped: bool  #: whether the first prompt is a string in the chat template
     end_ids: list[int]
     reward: RewardSpec
     trial: list[RewardCall]  #: trial calls of the reward, before anything starts
@@ -122,7 +123,8 @@ def look_at_data(config: Config) -> RunPlan:
     if not config.data.filter_overlong_prompts:
         longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
         check_prompts(tokenizer, longest, config.data, tools)
-    ids = encode_prompt(tokenizer, prompts.train[0], config.data, tools)
+    first = prompts.train[0]
+    ids = encode_prompt(tokenizer, first, config.data, tools)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
     config = msgspec.structs.replace(config, reward=reward)
     ends = end_ids(config.model.name, tokenizer)
@@ -134,6 +136,7 @@ def look_at_data(config: Config) -> RunPlan:
         steps=planned_steps(config, len(prompts.train)),
         first_prompt=str(tokenizer.decode(ids)),
         first_prompt_ids=ids,
+        is_wrapped=isinstance(first.prompt, str) and has_template(tokenizer, config.data),
         end_ids=sorted(ends),
         reward=spec,
         trial=trial_calls(
@@ -195,6 +198,7 @@ def emulated_plan(config: Config) -> RunPlan:
         steps=planned_steps(config, num_train),
         first_prompt="emulated",
         first_prompt_ids=[],
+        is_wrapped=False,
         end_ids=[],
         reward=RewardSpec(scope, []),
         trial=[],

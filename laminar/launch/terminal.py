@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from laminar.launch.exit_handling import discard_stdout, print_error
+from laminar.launch.exit_handling import discard_stdout, escape_unencodable, print_error
 
 
 class Terminal(Console):
@@ -25,6 +25,7 @@ class Terminal(Console):
 
         In a notebook, lines are printed as text, not HTML.
         """
+        escape_unencodable()
         terminal = False if plain else None
         super().__init__(soft_wrap=True, quiet=quiet, force_jupyter=False, force_terminal=terminal)
         self.gone = False

@@ -58,6 +58,10 @@ from laminar.run.secret import make_secret
 
 LOST_SHOWN = 4
 """Most reasons shown for lost processes; summary.json has all."""
+WRAPPED = (
+    "           a string, in the model's chat template (TRL: as it is); data.apply_chat_template = "
+    "false leaves it as it is"
+)
 UNHANDLED = "an event could not be handled: the coordinator's last line names it and the error"
 
 
@@ -89,7 +93,7 @@ def run_training(
         plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
-            return GiveUp(_get_exit_code(console))
+            return _end_dry_run(run_dir, arguments, console)
         with StopRequest() as asked:  # before the directory exists, so that none is left incomplete
             if not arguments.resume and run_dir.exists():
                 console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
@@ -110,6 +114,12 @@ def run_training(
             console.print_lines(["", f"the run ended    {reason}"])
             return over
         return report_end(run_dir, console, over)
+
+
+def _end_dry_run(run_dir: Path, arguments: argparse.Namespace, console: Terminal) -> GiveUp:
+    if run_dir.exists() and not arguments.resume:
+        console.print_lines([f"{run_dir} exists: add --move-old, or another run.name"])
+    return GiveUp(_get_exit_code(console))
 
 
 def plan_run(
@@ -156,9 +166,14 @@ def _format_daemons(config: Config, run_dir: Path) -> list[str]:
     ]
 
 
-def place_of(config: Config, move_old: bool) -> Path:
-    """Return the directory of a new run; raise ConfigError if it exists and may not be moved."""
+def place_of(config: Config, move_old: bool, *, dry_run: bool = False) -> Path:
+    """Return the directory of a new run; raise ConfigError if it exists and may not be moved.
+
+    A dry run takes no directory, so an existing one is left alone.
+    """
     run_dir = config.run_dir
+    if dry_run:
+        return run_dir
     if run_dir.exists() and holders(run_dir):
         raise ConfigError(in_use(run_dir))
     if os.path.lexists(run_dir) and not move_old:
@@ -249,6 +264,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     c = plan.config
     prompt = [
         f"prompt 0   {plan.first_prompt!r}",
+        *([WRAPPED] if plan.is_wrapped else []),
         f"as ids     {plan.first_prompt_ids}",
         f"ends with  {plan.end_ids}",
     ]

@@ -52,6 +52,7 @@ class Prometheus(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         server, _ = start_http_server(port, host, registry)
+        server.handle_error = _ignore_client  # type: ignore[method-assign, assignment]
         self.address = f"{host}:{server.server_port}"
         target = {"targets": [self.address], "labels": {"run": run_name}}
         self._target = (ReplacedFile(run_dir, TARGET_FILE), msgspec.json.encode([target]))
@@ -89,6 +90,10 @@ class Prometheus(Collector):
             yield _make_gauge(
                 name, f"{name} of the last step or evaluation, see docs/metrics.md", value
             )
+
+
+def _ignore_client(request: Any, address: Any) -> None:
+    """Print no traceback about a client that disconnects; replaces the server's method."""
 
 
 def _make_replica_gauges(replicas: dict[str, dict[str, Any]]) -> Iterator[GaugeMetricFamily]:

@@ -61,6 +61,7 @@ class FakeHost:
         self.events: list[Event] = []
         self.gauges: list[Event] = []
         self.failures: list[str] = []
+        self.exit_code = 0
         self.announced: list[str] = []
         self.points: list[str] = []  #: named places in the code, as they were reached
         self.durable = asyncio.Event()  #: what was sent; cleared by a test that looks before that
@@ -88,6 +89,7 @@ class FakeHost:
 
     def fail_process(self, reason: str, exit_code: int = 1) -> None:
         self.failures.append(reason)
+        self.exit_code = exit_code
 
     def notify_user(self, text: str) -> None:
         self.announced.append(text)

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 from laminar.actors.relay import Relay
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.names import exit_codes
+from laminar.net.calls import RpcError
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena, arena_path
 from laminar.weights.chain.transfer_thread import Plane
@@ -240,6 +243,16 @@ async def test_a_relay_without_room_says_so_and_stays_in_the_chain(machine: Make
     assert "raise weights.max_bytes" in trouble.detail
     first.feed(third, 2)  # a chain without it goes on
     assert (await third.host.wait(ev.WeightsReceived)).version == 1
+
+
+async def test_an_arena_larger_than_shared_memory_ends_the_run_at_once(machine: Make) -> None:
+    relay = await machine(0, f"weights.max_bytes={1 << 62}")
+    writer = relay.client("trainer-0")
+    await writer.relay.start()
+    with pytest.raises(RpcError, match="needs"):
+        await writer.relay.send_request(m.OpenArena(version_bytes=1 << 50), m.ArenaOpened)
+    assert "give it more room" in relay.host.failures.pop()
+    assert relay.host.exit_code == exit_codes.USER_ERROR
 
 
 async def test_a_pin_keeps_a_version_on_a_relay_that_has_it_only_later(machine: Make) -> None:

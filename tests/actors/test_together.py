@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from laminar.actors.system.process import _run_until_failure
 from laminar.actors.system.processes import MachineProcesses, group_by_process
-from laminar.config import Config, load_config
-from tests.actors.parts import FakeHost
+from laminar.actors.system.warm import WarmProcess
+from laminar.actors.system.warm_process import Launch
+from laminar.config import Config, dump_config, load_config
+from laminar.run.directory import CONFIG_FILE
+from tests.actors.parts import FakeHost, real_host
 
 ROLES = [("store", 1), ("relay", 1), ("rollout", 5)]
 EMULATED = ("rollout.engine=emulated", "emulation.replicas_per_process=2")
@@ -85,3 +89,25 @@ async def test_the_first_that_fails_ends_those_beside_it() -> None:
     assert await _run_until_failure([ends(0), ends(0)]) == 0
     async with asyncio.timeout(5):
         assert await _run_until_failure([ends(0), asyncio.sleep(60, 0), ends(3)]) == 3
+
+
+async def test_processes_of_a_machine_take_the_time_of_day_of_their_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that is set back shifts no timeline of a process that starts later."""
+    launches: list[Launch] = []
+
+    async def fork(self: WarmProcess, launch: Launch, *fds: int) -> Forked:
+        launches.append(launch)
+        return Forked(1)
+
+    monkeypatch.setattr(WarmProcess, "fork_actor", fork)
+    host = FakeHost(tmp_path, "node-0", *EMULATED)
+    host.clock_offset_ns = 123
+    machine = MachineProcesses(host, SimpleNamespace(fd=-1), ROLES)  # type: ignore[arg-type]
+    await machine.launch_actor("rollout-0", "rollout")
+    await machine.close()
+    (tmp_path / CONFIG_FILE).write_text(dump_config(host.config))
+    for name, value in launches[0].environment.items():
+        monkeypatch.setenv(name, value or "")
+    assert real_host(tmp_path, "rollout-0", "rollout").clock_offset_ns == 123

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laminar.actors.system.processes import assign_gpus
-from laminar.cli import node
+from laminar.cli import commands, node
 from laminar.cli.node import parse_roles
 from laminar.config import ConfigError, dump_config, load_config
 from laminar.launch.preflight import planned_steps
@@ -99,3 +99,14 @@ def test_a_trainer_of_several_ranks_has_as_many_gpus() -> None:
     assert shared == [["0"], ["1"], ["0"]], "none is left"
     elsewhere = [assign_gpus("rollout", name, eight, 1, 0) for name in names]
     assert elsewhere == [["0"], ["1"], ["2"]], "a machine without the trainer"
+
+
+def test_a_dry_run_needs_no_free_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    place = [f"run.output_dir={tmp_path}", "run.name=mine", "rollout.engine=emulated"]
+    assert commands.run_command(["train", "--dry-run", *place]) == 0
+    said = capsys.readouterr().out
+    assert "training prompts" in said and "mine exists: add --move-old" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -137,6 +137,22 @@ def test_at_the_deadline_it_names_who_is_left_and_what_to_do(
     assert f"laminar stop {run_dir} --now" in said
 
 
+def test_a_coordinator_that_hangs_is_named(
+    run_dir: Path, start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("coordinator")
+    make_secret(run_dir)
+    monkeypatch.setattr(stop, "SAY_S", 0.0)
+    monkeypatch.setattr(user_requests, "TURN_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as accepting:
+        address = f"tcp://127.0.0.1:{accepting.getsockname()[1]}"
+        write_address(run_dir / COORDINATOR_FILE, address)
+        assert commands.run_command(["stop", str(run_dir), "--timeout", "0.3"]) == 1
+    said = capsys.readouterr().out
+    assert "the coordinator does not respond" in said
+    assert f"laminar stop {run_dir} --now` kills it" in said
+
+
 def test_who_does_not_end_at_once_is_killed(
     run_dir: Path,
     start: Start,

@@ -324,3 +324,15 @@ def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> N
     index = model / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}')
     assert set(weight_shapes(model)) >= {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+@pytest.mark.parametrize("as_is", [False, True])
+def test_a_string_prompt_in_the_chat_template_is_named(tmp_path: Path, as_is: bool) -> None:
+    """TRL gives strings to the model as they are."""
+    rows = [{"prompt": f"say {i}", "answer": "1"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = Path(__file__).parents[2] / "configs/models/calculator-0.6m"
+    settings = {"model.name": str(model), "data.train_files": [str(tmp_path / "rows.jsonl")]}
+    settings |= {"data.val_size": 2, "data.apply_chat_template": not as_is}
+    lines = train.plan_lines(look_at_data(load_config([], settings=settings)))
+    assert any("in the model's chat template (TRL: as it is)" in line for line in lines) != as_is

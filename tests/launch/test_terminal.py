@@ -61,3 +61,18 @@ def test_an_output_that_was_closed_before_the_start(command: str) -> None:
     process = ended(command, stdout=None, preexec_fn=lambda: os.close(1))
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (exit_codes.CRASHED, "")
+
+
+@pytest.mark.parametrize("wrapped", ["command()", "exit_code('laminar', command)"])
+def test_a_terminal_that_is_not_utf_8_gets_escapes(wrapped: str) -> None:
+    """From a command, and from a program that starts a run (laminar.api)."""
+    text = f"""
+from laminar.launch.terminal import Terminal
+def command():
+    Terminal().print_lines(["± 说 " + chr(0xd83d)])
+    return 0
+sys.exit({wrapped})
+"""
+    process = ended(text, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert process.communicate(timeout=60) == ("\\xb1 \\u8bf4 \\ud83d\n", "")
+    assert process.returncode == exit_codes.COMPLETE

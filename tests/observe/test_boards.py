@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,21 @@ def test_prometheus_reads_the_run(tmp_path: Path) -> None:
 
 def test_a_scrape_before_the_first_event_is_empty(tmp_path: Path) -> None:
     assert scraped(Prometheus(tmp_path, "mine", "127.0.0.1", 0).address) == {}
+
+
+def test_a_client_that_disconnects_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    address = Prometheus(tmp_path, "mine", "127.0.0.1", 0).address
+    host, _, port = address.partition(":")
+    for sent in (b"", b"GET /metrics HT", b"\x16\x03\x01\xff\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(sent)
+            reset = struct.pack("ii", 1, 0)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    assert scraped(address) == {}
+    time.sleep(0.2)  # the threads of those before
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_was_taken_since_the_check_ends_nothing(tmp_path: Path) -> None:

@@ -274,7 +274,8 @@ class OwnProcess:
         self.config: Config = run_config(lock.run_dir)
         self.secret = read_secret(lock.run_dir)
         self.keys = RunKeys(self.secret)
-        self.clock_offset_ns = time.time_ns() - time.monotonic_ns()
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        self.clock_offset_ns = int(os.environ.get("LAMINAR_CLOCK_OFFSET_NS", offset_ns))
         self.telemetry = configure_logging(self.run_dir, self.config.run.name, name)
         self.terminal = self.telemetry.add_outlet("terminal", print_lines)
         self._name = name

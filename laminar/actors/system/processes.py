@@ -132,6 +132,7 @@ class MachineProcesses:
             "LAMINAR_BOOT": boot,
             "LAMINAR_NODE_BOOT": host.boot_id,
             "LAMINAR_START": str(self._starts[names]),
+            "LAMINAR_CLOCK_OFFSET_NS": str(host.clock_offset_ns),
         }
         gpus = assign_gpus(role, name, self._gpus, gpus_per_replica(host.config), self._ranks)
         if gpus:

@@ -70,7 +70,7 @@ def _list_log_files(run_dir: Path) -> list[Path]:
 
 def _read_lines(path: Path) -> Iterator[LogLine]:
     try:
-        with open(path, errors="replace") as lines:
+        with open(path, encoding="utf-8", errors="replace") as lines:
             yield from _parse_lines(lines)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

@@ -44,7 +44,8 @@ class WallClock:
     """Converter of event times to Unix time.
 
     Times in the log are relative to the start of its coordinator. Where the beginning of the log
-    was removed, all times stay relative to that unknown moment.
+    was removed, all times stay relative to that unknown moment. A coordinator that starts with a
+    clock that was set back continues with the time of the one before, so durations stay right.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,8 @@ class WallClock:
         if self._known is None:
             self._known = event.seq == 1
         if self._known and isinstance(event.event, ev.CoordinatorStarted):
-            self._offset_ns = event.event.clock_ns - event.time_ns
+            offset_ns = event.event.clock_ns - event.time_ns
+            self._offset_ns = max(self._offset_ns, offset_ns)
         self._latest_ns = max(self._latest_ns, event.time_ns + self._offset_ns)
         return self._latest_ns
 

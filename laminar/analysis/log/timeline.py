@@ -4,6 +4,8 @@ Reads   RUN/timeline/NAME.jsonl (spans) and NAME.steps (engine steps), all times
 Gives   Span, and engine steps as int64 arrays [n, 4] of (start, end, sequences, tokens); left_out
 Raises  ConfigError for a damaged file; entries truncated by a crash or a full disk are skipped
 
+A step that ends before it begins, because a clock was set back, has no duration.
+
 A restarted process appends to the file of its predecessor. A file of spans that grew large keeps
 only its newest parts. Beyond the first two million engine steps, the steps of each half second are
 merged into one row, with 0 sequences, for each time without a pause.
@@ -24,6 +26,8 @@ from laminar.config import ConfigError
 from laminar.run.directory import TIMELINE_DIR, older_parts
 
 ROW_BYTES = 4 * 8
+COUNT_MAX = 1 << 40
+"""Largest plausible number of sequences or tokens; any time in ns is larger."""
 JOIN_NS = 20_000_000
 """Longest gap within continuous stepping, 20 ms: commands are processed between steps."""
 
@@ -69,7 +73,7 @@ def cut_timelines(run_dir: Path) -> list[str]:
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, text) of every complete line; nothing if the file is missing."""
     try:
-        with open(path, newline="\n") as lines:
+        with open(path, encoding="utf-8", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith("\n"):
                     yield number, line[:-1]
@@ -90,10 +94,9 @@ def read_steps(run_dir: Path, process: str) -> Steps:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     whole = len(data) - len(data) % ROW_BYTES
     steps = np.frombuffer(data[:whole], dtype="<i8").astype(np.int64).reshape(-1, 4)
-    if (steps[:, 1] < steps[:, 0]).any() or (steps < 0).any():
-        raise ConfigError(
-            f"{path} is damaged: a step ends before it begins or has a negative count"
-        )
+    if (steps < 0).any() or (steps[:, 2:] > COUNT_MAX).any():
+        raise ConfigError(f"{path} is damaged: a step has a time or count out of range")
+    steps[:, 1] = np.maximum(steps[:, 0], steps[:, 1])
     return steps[np.argsort(steps[:, 0], kind="stable")]
 
 

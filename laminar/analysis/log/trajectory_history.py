@@ -25,12 +25,13 @@ from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
 
 #: changes of a history, in their usual order
-DISPATCHED, STARTED, UPDATED, LOST, FINISHED, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
+DISPATCHED, STARTED, UPDATED, LOST, FINISHED, TURN, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
     "dispatched",
     "started",
     "updated",
     "lost",
     "finished",
+    "turn",
     "scoring",
     "rewarded",
     "chosen",
@@ -97,7 +98,8 @@ class TrajectoryHistory:
     purpose: str
     row_index: int
     placements: list[Placement] = field(default_factory=list)
-    finished: Moment | None = None
+    finished: Moment | None = None  #: of its last turn
+    turns: int = 1  #: begun, or due
     num_tokens: int = 0
     finish_reason: str = ""  #: of its last turn, as reported by the engine
     ended_by: str = ""  #: reason why its environment ended it
@@ -152,6 +154,8 @@ class HistoryTracker:
             yield from self._record_start(now, event, state)
         elif isinstance(event, ev.TrajectoryFinished):
             yield from self._record_finish(now, event, state)
+        elif isinstance(event, ev.TurnFinished):
+            yield from self._record_turn(event, state)
         elif isinstance(event, ev.TrajectoryRewarded):
             yield from self._record_reward(now, event, state)
         elif isinstance(event, ev.TrajectoriesEnded):
@@ -193,6 +197,22 @@ class HistoryTracker:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
             yield from _leave_placement(life, now, FINISHED)
+
+    def _record_turn(self, event: ev.TurnFinished, state: State) -> Iterator[Change]:
+        """Record that another turn follows; its placement is no move unless the replica changes."""
+        life, trajectory = (
+            self.open.get(event.trajectory_id),
+            state.trajectories.get(event.trajectory_id),
+        )
+        if life is None or trajectory is None or life.finished is None:
+            return
+        waits = (trajectory.placement, trajectory.status) == (
+            event.placement,
+            TrajectoryStatus.GENERATED,
+        )
+        if life.placement.number == event.placement and not waits:
+            life.finished, life.turns = None, life.turns + 1
+            yield Change(TURN, life)
 
     def _find_accepted(
         self, name: TrajectoryId, placement: int, state: State, status: str

@@ -208,7 +208,9 @@ def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
 
 
 def chart_evaluations(runs: Sequence[PageData]) -> list[Chart]:
-    """Return the chart of the accuracy and, for a shaped reward, of the mean reward."""
+    """Return the chart of the accuracy and, for a shaped reward, of the mean reward, if any."""
+    if not any(data.summary["evaluations"] for data in runs):
+        return []
     right = _build_evaluation_lines(runs, "share", 100)
     title = "Evaluation accuracy, ± standard error"
     found = [Chart(title, STEPS, "% of the samples", right, y_range=(0, 100))]

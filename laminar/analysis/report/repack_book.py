@@ -21,6 +21,7 @@ from laminar.analysis.log.trajectory_history import (
     FINISHED,
     LOST,
     STARTED,
+    TURN,
     Change,
     EventClock,
     HistoryTracker,
@@ -177,17 +178,28 @@ class LatencyStats:
         self.moments, self.repack = EventClock(), RepackStats()
         self._lives = HistoryTracker()
         self._count, self._sum_ns, self._max_ns = 0, 0, 0  #: of training responses
+        self._turns: dict[TrajectoryId, int] = {}  #: ns to the end of the latest turn, by response
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self.moments.locate_event(stamped)
         changes = self._lives.record_event(now, stamped.event, commands, state)
         for what, life in changes:
-            if what == FINISHED and life.purpose == Purpose.TRAIN:
+            if life.purpose != Purpose.TRAIN:
+                continue
+            if what == FINISHED:
                 took_ns = now.unix_ns - life.placements[0].dispatched.unix_ns
-                self._count += 1
-                self._sum_ns += took_ns
-                self._max_ns = max(self._max_ns, took_ns)
+                self._turns[life.trajectory_id] = took_ns
+                self._add_latency(took_ns)
+            elif what in (TURN, ENDING):
+                took_ns = self._turns.pop(life.trajectory_id, 0)
+                if what == TURN:  # the turn that finished was not the last
+                    self._add_latency(-took_ns, count=-1)
         self.repack.record_event(now, stamped, commands, changes, state)
+
+    def _add_latency(self, took_ns: int, *, count: int = 1) -> None:
+        self._count += count
+        self._sum_ns += took_ns
+        self._max_ns = max(self._max_ns, took_ns)
 
     def compute_summary(self) -> dict[str, Any]:
         count = self._count

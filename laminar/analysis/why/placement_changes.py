@@ -16,6 +16,7 @@ from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import (
     DISPATCHED,
     LOST,
+    TURN,
     EventClock,
     HistoryTracker,
     Placement,
@@ -60,6 +61,8 @@ class PlacementChanges:
         self._life: TrajectoryHistory | None = None
         self._first: Stamped | None = None
         self._lost: Stamped | None = None
+        self._turn: Stamped | None = None  #: end of the turn after which it is placed again
+        self._turns: list[str] = []  #: turns that followed on another replica
         self._restart = self._waited = False  #: since it was lost
         self._sources: dict[str, str] = {}  #: since it was lost, by the replica loading its version
         self._moves: list[_PlacementChange] = []
@@ -84,12 +87,15 @@ class PlacementChanges:
     def _record_change(
         self, what: str, life: TrajectoryHistory, stamped: Stamped, state: State
     ) -> None:
-        if what == LOST:
+        if what == TURN:
+            self._turn = stamped
+        elif what == LOST:
             self._lost, self._restart, self._waited = stamped, False, False
             self._sources = {}
             self._watch_lost_work(stamped, state)
         elif what == DISPATCHED and self._lost is None:
-            self._first = stamped
+            self._first = self._first or stamped
+            self._note_turn(life, stamped)
         elif what == DISPATCHED and self._lost is not None:
             self._watch_lost_work(stamped, state)
             before, after = life.placements[-2:]
@@ -98,6 +104,17 @@ class PlacementChanges:
             source = self._sources.get(after.replica, "") * (after.attempt == before.attempt)
             self._moves.append(_PlacementChange(self._lost, stamped, before, after, reason, source))
             self._lost = None
+
+    def _note_turn(self, life: TrajectoryHistory, stamped: Stamped) -> None:
+        """Note a turn that follows on another replica."""
+        before, after = life.placements[-2:] if self._turn is not None else (None, None)
+        if before is not None and after is not None and before.replica != after.replica:
+            when = self._moments.format_time(after.dispatched)
+            self._turns.append(
+                f"Turn {life.turns} ran on {after.replica} with v{after.version} from {when}, by "
+                f"{describe_event(stamped)}."
+            )
+        self._turn = None
 
     def _watch_lost_work(self, stamped: Stamped, state: State) -> None:
         """Note whether a batch gave up on the lost work, and whether the resume timer fired."""
@@ -159,6 +176,7 @@ class PlacementChanges:
         for move in self._moves:
             yield from self._move_lines(move)
             yield from self._update_lines(move.after)
+        yield from self._turns
         yield from self._end_lines(life)
         yield from self._stay_lines()
 
@@ -216,10 +234,11 @@ class PlacementChanges:
 
     def _end_lines(self, life: TrajectoryHistory) -> Iterable[str]:
         if life.finished is not None:
+            turns = f" in {life.turns} turns" if life.turns > 1 else ""
             yield (
                 f"It finished on {life.placement.replica} at "
                 f"{self._moments.format_time(life.finished)} "
-                f"with {life.num_tokens} tokens ({life.finish_reason})."
+                f"with {life.num_tokens} tokens{turns} ({life.finish_reason})."
             )
         if life.ended_by:
             yield f"Its environment ended it ({life.ended_by}); the tokens so far were scored."

@@ -141,7 +141,7 @@ class StepWait:
             f"{placement.replica} "
             f"with v{placement.version}, by {describe_event(self._dispatch[life.trajectory_id])}"
         )
-        yield from self._before_lines(placement, self._dispatch[life.trajectory_id])
+        yield from self._before_lines(placement, self._dispatch[life.trajectory_id], life.turns)
         tokens = f"{life.num_tokens} tokens, {life.finish_reason}"
         score = f"by {life.scorer}, reward {life.reward:.3g}" if life.reward is not None else ""
         before = placement.dispatched
@@ -156,7 +156,7 @@ class StepWait:
                 yield f"  {name} {seconds:.3f} s later (#{moment.seq}): {detail}"
                 before = moment
 
-    def _before_lines(self, placement: Placement, cause: Stamped) -> Iterable[str]:
+    def _before_lines(self, placement: Placement, cause: Stamped, turns: int) -> Iterable[str]:
         """Yield the preceding idle time of its replica, and the weights that ended it."""
         idle = self._idle.get((placement.replica, placement.dispatched.seq))
         if idle is not None:
@@ -169,7 +169,7 @@ class StepWait:
         if published := self._published.get(placement.version):
             at = self._moments.format_time(published)
             yield f"    v{placement.version} was published at {at}"
-        if placement.number > 1:
+        if placement.number > turns:
             yield f"    placement {placement.number}: see `laminar log why` of the trajectory"
 
 

@@ -49,7 +49,7 @@ def encode_prompt(
 
     `tools` has the JSON schemas of an environment's tools, which the chat template writes.
     """
-    if _has_template(tokenizer, data):
+    if has_template(tokenizer, data):
         found = _apply_template(tokenizer, row, data, tools, tokenize=True)
     else:
         found = tokenizer(_own_text(row, data), add_special_tokens=True)["input_ids"]
@@ -102,7 +102,7 @@ def is_templated(tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataC
     Such text contains a special token of the template, or starts and ends with all that the
     template puts around a message, if that is more than white space.
     """
-    if not _has_template(tokenizer, data):
+    if not has_template(tokenizer, data):
         return False
     before, after = _find_template_affixes(tokenizer, data)
     marks = [mark for mark in tokenizer.all_special_tokens if mark in before + after]
@@ -144,7 +144,7 @@ def warn_turn_end(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, end_ids: Collection[int]
 ) -> dict[str, str]:
     """Warn if the template ends the model's turn with a special token that ends no response."""
-    if not _has_template(tokenizer, data):
+    if not has_template(tokenizer, data):
         return {}
     answer = {"role": "assistant", "content": _MARKER}
     after = _split_template(tokenizer, data, [{"role": "user", "content": "?"}, answer])[1]
@@ -160,7 +160,8 @@ def warn_turn_end(
     }
 
 
-def _has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+def has_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> bool:
+    """Return whether prompts go through the chat template, those that are strings included."""
     return bool(data.apply_chat_template and tokenizer.chat_template)
 
 
@@ -168,7 +169,7 @@ def _render_text(
     tokenizer: PreTrainedTokenizerBase, row: PromptRow, data: DataConfig, tools: Tools
 ) -> str:
     """Return the text of a row that is encoded."""
-    if not _has_template(tokenizer, data):
+    if not has_template(tokenizer, data):
         return _own_text(row, data)
     return str(_apply_template(tokenizer, row, data, tools, tokenize=False))
 

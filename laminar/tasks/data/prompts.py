@@ -177,6 +177,11 @@ def _read_records(path: Path) -> Iterator[Record]:
         raise ConfigError(f"data file {path} must end in .jsonl or .parquet; convert or rename it")
     if path.is_dir():
         raise ConfigError(f"data file {path} is a directory; name the files in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"data file {path} is a pipe or device, and the data is read several times; write it "
+            "to a file"
+        )
     if not path.is_file():
         raise ConfigError(f"data file {path} does not exist; correct data.train_files or val_files")
     empty = True

@@ -84,8 +84,8 @@ class CallParser:
             return call
         if call.tool not in self._parameters:
             names = ", ".join(self._parameters)
-            reason = f"there is no tool {call.tool!r}; the tools are {names}"
-            return call._replace(refusal_reason=reason)
+            unknown = f"there is no tool {call.tool!r}; the tools are {names}"
+            return call._replace(refusal_reason=unknown)
         try:
             arguments = convert_arguments(call.arguments, self._parameters[call.tool])
         except ValueError as error:

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar.names.ids import hash64
-from laminar.weights.arena.region import NO_FILE, ArenaError, Region
+from laminar.weights.arena.region import NO_FILE, ArenaError, ArenaTooLargeError, Region
 
 SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = b"LAMARENA"
@@ -270,7 +270,8 @@ def _check_space(fd: int, path: Path, total: int) -> None:
     space = os.fstatvfs(fd)
     free = space.f_bavail * space.f_frsize
     if total > free:
-        raise ArenaError(
+        too_large = total > space.f_blocks * space.f_frsize
+        raise (ArenaTooLargeError if too_large else ArenaError)(
             f"arena {path} needs {total} bytes, {free} are free in {path.parent}; give it more "
             "room (containers limit /dev/shm) or publish in a smaller weights.dtype"
         )

@@ -18,6 +18,10 @@ class ArenaError(RuntimeError):
     """An arena that cannot be created or mapped; the message has the path, reason and fix."""
 
 
+class ArenaTooLargeError(ArenaError):
+    """An arena larger than its file system; another attempt cannot succeed."""
+
+
 class Region(NamedTuple):
     """A span of memory, and its place in a file if it is mapped from one."""
 

@@ -140,7 +140,8 @@ def test_a_new_coordinator_sets_the_clock_but_never_back() -> None:
             event = started(clock_ns)
         seen.append(clock.unix_ns(stamped_at(seq, time_ns, event)))
     assert seen == [100, 110, 500, 510]
-    assert clock.unix_ns(stamped_at(5, 40, started(300))) == 510
+    assert clock.unix_ns(stamped_at(5, 40, started(300))) == 520
+    assert clock.unix_ns(stamped_at(6, 70, ev.TimerFired(timer="t"))) == 550
 
 
 def stamped_at(seq: int, time_ns: int, event: Event) -> Stamped:

@@ -208,3 +208,10 @@ def test_no_line_of_a_figure_is_lost(run: Path) -> None:
     page = render_page([first, second])
     assert "<th>  by prompt length</th><td>-</td><td>3 tokens 1.00 -&gt; 0.00 (1)" in page
     assert page.count("4 tokens 1.00 -&gt; 0.00 (1)") == 1
+
+
+def test_a_run_without_evaluation_has_no_chart_of_it(run: Path) -> None:
+    data = page_data(run, decode)
+    assert "Evaluation accuracy" in render_page([data])
+    data.summary["evaluations"].clear()
+    assert "Evaluation accuracy" not in render_page([data])

@@ -224,9 +224,17 @@ def test_damaged_timelines_are_named(copy: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer-0\.jsonl, line 1 is damaged"):
         summarize_run(copy)
     write_spans(copy, "trainer-0", [])
-    write_steps(copy, "rollout-0", [(5, 4, 1, 1)])
-    with pytest.raises(ConfigError, match=r"rollout-0\.steps is damaged"):
-        summarize_run(copy)
+    for row in ((4, 5, -1, 1), (4, 1, 1, 1_700_000_000 * 10**9)):  # the second begins one cell late
+        write_steps(copy, "rollout-0", [row])
+        with pytest.raises(ConfigError, match=r"rollout-0\.steps is damaged"):
+            summarize_run(copy)
+
+
+def test_a_step_in_which_the_clock_was_set_back_has_no_duration(copy: Path) -> None:
+    write_steps(copy, "rollout-0", [(100, 110, 1, 1), (110, 15, 1, 1), (15, 25, 1, 1)])
+    rows = [[15, 25, 1, 1], [100, 110, 1, 1], [110, 110, 1, 1]]
+    assert read_steps(copy, "rollout-0").tolist() == rows
+    summarize_run(copy)
 
 
 def test_what_a_crash_cut_short_is_left_out(copy: Path) -> None:

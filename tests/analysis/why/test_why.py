@@ -9,6 +9,8 @@ from typing import get_args
 import msgspec
 import pytest
 
+from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.report.repack_book import LatencyStats
 from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, PULLING
 from laminar.analysis.why.step_wait import TrainerWaitReason
 from laminar.analysis.why.why import explain_subject
@@ -347,6 +349,43 @@ def asked_to_stop() -> Asked:
     bench.complete("0.0")
     bench.own(ev.DrainRequested(reason="SIGINT"))
     yield bench, "rollout-0", f"#{bench.seq}"
+
+
+def test_turns_are_neither_moves_nor_losses(answer: Ask, tmp_path: Path) -> None:
+    """Also with a loss in the third one; the finish is the last turn's."""
+    bench = pair(capacity=4, max_staleness=0, groups_per_step=2, max_sessions=99)
+    name = TrajectoryId("0.0.0")
+
+    def end_turn(turn: int) -> None:
+        t = bench.trajectory(name)
+        opened(bench, name, 5 * turn)
+        bench.wait(100)
+        ended = ev.TrajectoryFinished(
+            trajectory_id=name, placement=t.placement, num_tokens=10 * turn, finish_reason="stop"
+        )
+        bench.say(t.replica, ended)
+        bench.wait(10)
+        if turn < 3:
+            turned = ev.TurnFinished(trajectory_id=name, placement=t.placement, turn=turn)
+            bench.say(t.replica, turned)
+
+    end_turn(1)
+    first = answer(bench, name)
+    assert first[0] == "0.0.0 never moved." and "weights-loaded" in first[1]
+    assert not any("finished on" in line for line in first)
+    end_turn(2)
+    bench.wait(100)
+    bench.kill("rollout-0")
+    end_turn(3)
+    lines = answer(bench, name)
+    assert lines[0] == "0.0.0 moved once." and lines[1] == first[1]
+    assert [line for line in lines if line.startswith("Placement")] == ["Placement 4:"]
+    assert "rollout-0 lost it at 0.820 s" in lines[3] and "process-exited" in lines[3]
+    assert "It finished on rollout-1 at 0.920 s (#24) with 30 tokens in 3 turns (stop)." in lines
+    stats = LatencyStats()
+    replay_log(bench.write(tmp_path / "last"), stats)
+    assert stats.compute_summary()["latency_s_max"] == pytest.approx(0.42)
+    assert stats.compute_summary()["latency_s_mean"] == pytest.approx(0.42)
 
 
 def test_the_time_that_is_asked_about(answer: Ask) -> None:

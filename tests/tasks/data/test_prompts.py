@@ -1,6 +1,7 @@
 """Prompt rows: sources, the held-out split, values that survive the wire, every error."""
 
 import json
+import os
 import random
 
 import msgspec
@@ -200,6 +201,8 @@ def test_file_errors(tmp_path):
         return {"train_files": [str(tmp_path / name)]}
 
     fails("gone.jsonl", "does not exist", train_files=[str(tmp_path / "gone.jsonl")])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    fails("pipe.jsonl", "is a pipe or device", train_files=[str(tmp_path / "pipe.jsonl")])
     fails("a.csv", ".jsonl or .parquet", **put("a.csv", "prompt\n"))
     fails("empty.jsonl", "no rows", **put("empty.jsonl", ""))
     fails("blank.jsonl", "no rows", **put("blank.jsonl", "\n\n"))
