@@ -27,7 +27,7 @@ from laminar.engines.check import (
     count_gpus,
     weight_shapes,
 )
-from laminar.engines.hf_config import read_hf_config
+from laminar.engines.hf_config import SUPPORTED_MODEL_TYPES, read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
 from laminar.launch.function_check import check_functions
@@ -287,6 +287,10 @@ def check_model(config: Config, *, here: bool) -> None:
     check_engine(config, here=here)
     if config.lora.rank:
         check_lora(config.lora, weight_shapes(name))
+    if read_hf_config(name).get("model_type") not in SUPPORTED_MODEL_TYPES:  # these keep all names
+        from laminar.training.model.policy import check_names_before_run  # seconds to import
+
+        check_names_before_run(config)
 
 
 def run_size(config: Config) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from laminar.cli.commands import run_command
 from laminar.config import Config, ConfigError, load_config
@@ -314,6 +315,19 @@ def test_a_model_that_cannot_be_a_critic(
     found = str(caught.value)
     assert found.startswith(f"critic.model.name = {str(model)!r}")
     assert said in found and "\n" not in found
+
+
+def test_a_model_whose_names_change_in_training_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only vLLM runs such a model; transformers fuses its experts into one tensor."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_experts": 4, "vocab_size": 48}
+    asked = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=16)
+    AutoModelForCausalLM.from_config(asked).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(preflight, "check_engine", lambda config, here: None)
+    vllm = config(tmp_path, f"model.name={tmp_path / 'model'}", "rollout.engine=vllm")
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM, .*experts.gate_up_proj \(4, 32"):
+        preflight.check_model(vllm, here=True)
 
 
 def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> None:

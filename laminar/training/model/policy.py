@@ -19,20 +19,25 @@ on that mode.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -296,6 +301,7 @@ def load_policy(
         check_head(name, before)
         base = digest_base_weights(before)
         _add_adapters(model, adapt, device)
+    check_published_names(name, model)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
     once = not why_padded(model, model.device)
     if once:
@@ -348,6 +354,67 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
                 f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
                 " its weights and config.json must match"
             )
+
+
+def check_published_names(name: str, model: PreTrainedModel) -> None:
+    """Require every tensor that will be published in the model's files, by name and shape.
+
+    transformers renames and fuses some tensors as it loads them. Engines and other programs expect
+    the names of the files, and may ignore others.
+    """
+    with ExitStack() as files:
+        slices = open_slices(Path(name), files).items()
+        saved = {key: tuple(found.get_shape()) for key, found in slices}
+    tensors = lora.base_tensors(model.state_dict(keep_vars=True))
+    other = [
+        f"{names[0]} {tuple(tensor.shape)}"
+        for names, tensor in by_identity(tensors).values()
+        if not any(saved.get(key) == tensor.shape for key in names)
+    ]
+    if other:
+        raise ConfigError(
+            f"model {name!r} is a {type(model).__name__}, whose tensors get other names or shapes "
+            f"in training than in its files: {', '.join(other[:3])} ({len(other)} in all); engines "
+            "could not load such weights; use a model whose names stay, such as Qwen2, Qwen3 or "
+            "Llama"
+        )
+
+
+def check_names_before_run(config: Config) -> None:
+    """Do the same before a run, without the tensors; raises ConfigError."""
+    model = build_meta_model(config.model.name)
+    if config.lora.rank:
+        lora.inject_adapters(model, config.lora)
+    check_published_names(config.model.name, model)
+
+
+def open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
+    """Open all weight files; return by name a slice, which reads rows without the rest."""
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(directory / name, framework="pt"))
+        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def build_meta_model(
+    name: str, kind: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
+    """Build a model without memory for its tensors; raises ConfigError."""
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise make_load_error(name, error) from error
+    with suppress(OSError):  # optional in a model directory
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    found: PreTrainedModel = model.eval()
+    return found
 
 
 @torch.no_grad()
