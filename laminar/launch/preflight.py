@@ -27,7 +27,7 @@ from laminar.engines.check import (
     count_gpus,
     weight_shapes,
 )
-from laminar.engines.hf_config import SUPPORTED_MODEL_TYPES, read_hf_config
+from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
 from laminar.launch.function_check import check_functions
@@ -113,6 +113,8 @@ def look_at_data(config: Config) -> RunPlan:
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
+    check_tokenizer(config.model.name, tokenizer)
+    _check_files(config)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
     prompts, tools = load_prompts(config.data), decode_tools(config.env)
     if not scores_itself:
@@ -287,10 +289,25 @@ def check_model(config: Config, *, here: bool) -> None:
     check_engine(config, here=here)
     if config.lora.rank:
         check_lora(config.lora, weight_shapes(name))
-    if read_hf_config(name).get("model_type") not in SUPPORTED_MODEL_TYPES:  # these keep all names
-        from laminar.training.model.policy import check_names_before_run  # seconds to import
 
-        check_names_before_run(config)
+
+def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the embedding has a row for every id of the tokenizer."""
+    embedding = (s for n, s in weight_shapes(name).items() if n.endswith(EMBEDDING_SUFFIX))
+    rows = next(embedding, (0,))[0]
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if rows and largest >= rows:
+        raise ConfigError(
+            f"model.name = {name!r}: its tokenizer gives {token!r} the id {largest}, but the "
+            f"embedding in the weight files has {rows} rows; save the model again after "
+            f"resize_token_embeddings({largest + 1}), or remove the token from tokenizer.json"
+        )
+
+
+def _check_files(config: Config) -> None:
+    from laminar.training.model.policy import check_files  # imports torch, as tokenizers do
+
+    check_files(config)
 
 
 def run_size(config: Config) -> int:

@@ -7,12 +7,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.numpy import load_file, save_file
 
 from laminar.cli.commands import run_command
 from laminar.config import Config, ConfigError, load_config
@@ -317,17 +317,75 @@ def test_a_model_that_cannot_be_a_critic(
     assert said in found and "\n" not in found
 
 
-def test_a_model_whose_names_change_in_training_is_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def add_tensors(file: Path, change: Callable[[dict[str, np.ndarray]], dict[str, Any]]) -> None:
+    tensors = load_file(file)
+    save_file(tensors | change(tensors), file, metadata={"format": "pt"})
+
+
+def add_token(model: Path) -> None:
+    file = model / "tokenizer.json"
+    found = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    found["added_tokens"].append({"id": 260, "content": "<search>", **flags})
+    file.write_text(json.dumps(found))
+
+
+EMBEDDING = "model.embed_tokens.weight"
+MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "token": (add_token, "gives '<search>' the id 260, but the embedding in the weight files has"),
+    "other head": (
+        lambda model: add_tensors(
+            model / "model.safetensors", lambda t: {"lm_head.weight": t[EMBEDDING] + 1}
+        ),
+        "ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings), but",
+    ),
+    "larger head": (
+        lambda model: add_tensors(
+            model / "model.safetensors",
+            lambda t: {"lm_head.weight": np.concatenate([t[EMBEDDING]] * 2)},
+        ),
+        "set tie_word_embeddings to false, or remove lm_head.weight",
+    ),
+    "value head": (
+        lambda model: add_tensors(
+            model / "model.safetensors",
+            lambda t: {"v_head.summary.weight": np.zeros((1, 128), np.float32)},
+        ),
+        "has tensors that the model does not use: v_head.summary.weight (1 in all)",
+    ),
+    "more layers": (
+        lambda model: rewritten(model / "config.json", num_hidden_layers=9, layer_types=None),
+        "its files lack tensors of these names and shapes: model.layers.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), MISFITS.values(), ids=MISFITS)
+def test_files_that_do_not_fit_together(
+    damage: Callable[[Path], object], said: str, model: Path, tmp_path: Path
 ) -> None:
-    """Only vLLM runs such a model; transformers fuses its experts into one tensor."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_experts": 4, "vocab_size": 48}
-    asked = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=16)
-    AutoModelForCausalLM.from_config(asked).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(preflight, "check_engine", lambda config, here: None)
-    vllm = config(tmp_path, f"model.name={tmp_path / 'model'}", "rollout.engine=vllm")
-    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM, .*experts.gate_up_proj \(4, 32"):
-        preflight.check_model(vllm, here=True)
+    damage(model)
+    assert said in refused(model, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["value head", "other head"])
+def test_a_critic_has_no_value_head_left_over_and_needs_no_head(
+    damage: str, model: Path, tmp_path: Path
+) -> None:
+    MISFITS[damage][0](model)
+    ppo = config(tmp_path, "algorithm.adv_estimator=gae", f"critic.model.name={model}")
+    if damage == "other head":
+        return check(ppo)
+    with pytest.raises(ConfigError, match=f"{model}.*does not use: v_head"):
+        check(ppo)
+
+
+def test_a_tied_model_may_have_its_head_twice_and_frequencies(model: Path, tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    file = model / "model.safetensors"
+    add_tensors(file, lambda t: extra | {"lm_head.weight": t[EMBEDDING]})
+    small = ["data.dataset_size=300", "data.val_size=8"]
+    check(config(tmp_path, f"model.name={model}", *small))
 
 
 def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from laminar.training.model.policy import (
     check_loaded,
     check_value_head,
     digest_base_weights,
+    list_unused,
     make_load_error,
     open_slices,
 )
@@ -233,7 +234,7 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> No
                 lacking.append(names[0])
             else:
                 copy_rows(names[0], tensor, found, cast=True)
-    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
+    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list_unused(model, saved)})
 
 
 def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:

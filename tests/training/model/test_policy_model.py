@@ -18,7 +18,7 @@ from laminar.training.model.micro_batches import pad_token_rows
 from laminar.training.model.policy import (
     Compute,
     cast_linear,
-    check_names_before_run,
+    check_files,
     load_policy,
     named_weights,
 )
@@ -122,9 +122,9 @@ def test_a_model_whose_names_change_in_training_is_refused(
     )
     auto.from_config(AutoConfig.for_model(kind, **RENAMED[kind])).save_pretrained(tmp_path)
     config = make_config({"model.name": str(tmp_path), "lora.rank": rank})
-    said = r"get other names or shapes in training than in its files: model\.\S+ \(\d+, \d"
+    said = r"its files lack tensors of these names and shapes: model\.\S+ \(\d+, \d"
     with pytest.raises(ConfigError, match=said):
-        check_names_before_run(config)
+        check_files(config)
     with pytest.raises(ConfigError, match=said):
         load_policy(str(tmp_path), "cpu", tokenizer_size=48, adapt=config if rank else None)
 
