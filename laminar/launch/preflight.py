@@ -27,6 +27,14 @@ from laminar.engines.check import (
     count_gpus,
     weight_shapes,
 )
+from laminar.engines.environment import (
+    check_capability,
+    check_driver,
+    count_idle_gpus,
+    gpus_per_replica,
+    list_gpus,
+    visible_gpus,
+)
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
@@ -218,6 +226,8 @@ def check_devices(config: Config) -> None:
     asked = [key for key, device in devices.items() if device == "cuda"]
     if asked:
         _check_cuda(asked)
+    if set(devices.values()) != {"cpu"} and visible_gpus() and count_gpus():
+        check_capability(config, list_gpus())
     ranks = config.trainer.ranks
     if config.trainer.device != "cpu" and ranks > 1 and 0 < (gpus := count_gpus()) < ranks:
         raise ConfigError(
@@ -226,10 +236,28 @@ def check_devices(config: Config) -> None:
         )
 
 
+def find_idle_gpus(config: Config) -> dict[str, str]:
+    """Return a warning if the run leaves GPUs of this machine unused."""
+    if config.is_emulated or config.rollout.device == "cpu" or not (gpus := len(visible_gpus())):
+        return {}
+    ranks, replicas = config.trainer.ranks, config.rollout.replicas
+    idle = count_idle_gpus(gpus, ranks, replicas, gpus_per_replica(config))
+    if not idle:
+        return {}
+    more = replicas + idle // gpus_per_replica(config)
+    return {
+        "idle-gpus": f"{idle} of the {gpus} GPUs of this machine stay idle: the trainer has "
+        f"{ranks} and {replicas} replicas have the others; set rollout.replicas to {more}, or hide "
+        "the rest by CUDA_VISIBLE_DEVICES"
+    }
+
+
 def _check_cuda(asked: list[str]) -> None:
     import torch  # takes longer to load than all the rest
 
     if not torch.cuda.is_available():
+        for gpu in list_gpus():
+            check_driver(torch.version.cuda, gpu.driver)
         raise ConfigError(
             f"{asked[0]} = 'cuda', but PyTorch {torch.__version__} finds no CUDA GPU on this "
             "machine; use 'auto' or 'cpu', or install a PyTorch for its driver"

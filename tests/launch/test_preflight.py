@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from laminar.cli.commands import run_command
 from laminar.config import Config, ConfigError, load_config
 from laminar.engines.check import weight_shapes
+from laminar.engines.environment import Gpu
 from laminar.launch import preflight, train
 from laminar.launch.preflight import check_settings, look_at_data
 from laminar.names import exit_codes
@@ -80,6 +81,30 @@ def test_each_rank_of_the_trainer_has_a_gpu(
         return preflight.check_devices(asked)
     with pytest.raises(ConfigError, match=r"trainer.ranks = 3 exceeds the 2 GPUs"):
         preflight.check_devices(asked)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: [gpu.number for gpu in found])
+    monkeypatch.setattr(preflight, "count_gpus", lambda: len(found))
+    monkeypatch.setattr(preflight, "list_gpus", lambda: [*found])
+
+
+def test_a_gpu_that_cannot_train_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(monkeypatch, Gpu("0", "GPU-9d1c", "Tesla T4", (7, 5), "580.95.05"))
+    with pytest.raises(ConfigError, match=r"a Tesla T4 of compute capability 7\.5"):
+        preflight.check_devices(config(tmp_path))
+    preflight.check_devices(config(tmp_path, "trainer.device=cpu", "rollout.device=cpu"))
+
+
+def test_idle_gpus_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Gpu("0", "GPU-9d1c", "NVIDIA H100 80GB HBM3", (9, 0), "580.95.05")
+    pretend_gpus(monkeypatch, *[card] * 8)
+    asked = config(tmp_path, "trainer.ranks=4", "rollout.replicas=2")
+    found = preflight.find_idle_gpus(asked)["idle-gpus"]
+    assert found.startswith("2 of the 8 GPUs") and "set rollout.replicas to 4" in found
+    assert not preflight.find_idle_gpus(config(tmp_path, "trainer.ranks=4", "rollout.replicas=4"))
 
 
 def test_a_directory_below_a_file(tmp_path: Path) -> None:
