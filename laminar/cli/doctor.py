@@ -41,6 +41,7 @@ from laminar.cluster.job_scripts import scripts_of
 from laminar.config import Config, ConfigError, load_config
 from laminar.config.tree import RunConfig, SlurmConfig
 from laminar.engines.check import count_gpus
+from laminar.engines.environment import check_driver, list_gpus
 from laminar.launch.memory_check import check_memory, this_machine
 from laminar.launch.preflight import check_directory, check_machine, check_model
 from laminar.names import exit_codes
@@ -168,7 +169,7 @@ def _raise_error(error: ConfigError) -> str:
 def _list_local_checks() -> Iterator[tuple[str, Check]]:
     yield "name", _check_hostname
     yield "memory", _check_memory
-    yield "GPUs", lambda: f"{count_gpus()} that PyTorch can use"
+    yield "GPUs", _check_gpus
 
 
 def _list_node_checks(config: Config) -> Iterator[tuple[str, Check]]:
@@ -310,7 +311,23 @@ def _check_machine(config: Config) -> str:
             f"PyTorch finds {gpus} of slurm.gpus = {config.slurm.gpus} GPUs on {platform.node()}: "
             "ask for as many as a machine has, or install a PyTorch for its driver"
         )
-    return f"ports, open files, {gpus} GPUs"
+    text = "" if config.is_emulated else f": {_check_gpus()}"
+    return f"ports, open files, {gpus} GPUs{text}"
+
+
+def _check_gpus() -> str:
+    """Check that the driver fits PyTorch, which otherwise finds no GPU."""
+    import torch  # takes longer to load than all the rest
+
+    found = list_gpus()
+    if not found:
+        return f"{count_gpus()} that PyTorch can use"
+    check_driver(torch.version.cuda, found[0].driver)
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU only"
+    return (
+        f"{count_gpus()} of {len(found)} that PyTorch can use, driver {found[0].driver}, PyTorch "
+        f"for {built}"
+    )
 
 
 def _check_memory(config: Config | None = None) -> str:

@@ -7,9 +7,13 @@ Gives   the same for the node that starts it; without torch, which a node does n
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
-from laminar.config import Config
+from laminar.config import Config, ConfigError
 
 VLLM_ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
@@ -27,6 +31,11 @@ VLLM_MODULES = (
     "vllm.v1.executor.multiproc_executor",
 )
 """Modules that the processes of a vLLM replica import, its core included."""
+BFLOAT16_CAPABILITY = (8, 0)
+MIN_DRIVERS = {"12": 525, "13": 580}
+"""Oldest driver for each major version of CUDA."""
+ASK_S = 20.0
+"""Timeout of nvidia-smi, which is slow on a machine whose GPUs sleep."""
 VLLM_CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token compiles a helper of the sampler
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -56,13 +65,85 @@ def engine_modules(config: Config, gpus: bool) -> tuple[str, ...]:
     return (*VLLM_MODULES, f"vllm.v1.worker.{'gpu' if gpus else 'cpu'}_worker")
 
 
+class Gpu(NamedTuple):
+    """A GPU as its driver describes it."""
+
+    number: str
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    driver: str
+
+
 def visible_gpus() -> list[str]:
     """Return the GPUs of this machine that may be used, as CUDA names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
-    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(devices, key=int)
+    devices = (path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return name_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), devices)
+
+
+def name_gpus(given: str | None, devices: Iterable[str]) -> list[str]:
+    """Name the GPUs: as CUDA_VISIBLE_DEVICES does, else by their number.
+
+    CUDA counts the devices of a container from 0, whatever the names of their files are.
+    """
+    if given is None:
+        return [str(index) for index, _ in enumerate(devices)]
+    names = (name.strip() for name in given.split(",") if name.strip())
+    return list(takewhile(lambda name: name not in ("-1", "NoDevFiles"), names))
+
+
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs that may be used; none if the driver gives no answer."""
+    fields = "index,uuid,name,compute_cap,driver_version"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(query, capture_output=True, timeout=ASK_S, check=True).stdout
+        found = parse_gpus(text.decode())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    names = visible_gpus()
+    return [gpu for gpu in found if any(gpu.uuid.startswith(n) or gpu.number == n for n in names)]
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Parse the lines of nvidia-smi; raise ValueError."""
+    found = []
+    for line in text.splitlines():
+        number, uuid, name, capability, driver = line.split(", ")
+        major, minor = map(int, capability.split("."))
+        found.append(Gpu(number, uuid, name, (major, minor), driver))
+    return found
+
+
+def check_capability(config: Config, gpus: Iterable[Gpu]) -> None:
+    """Refuse a GPU without bfloat16, unless the run uses float32 throughout; raise ConfigError."""
+    types = (config.trainer.dtype, config.weights.dtype, config.rollout.dtype)
+    old = next((gpu for gpu in gpus if gpu.capability < BFLOAT16_CAPABILITY), None)
+    if old is None or types == ("float32",) * 3:
+        return
+    raise ConfigError(
+        f"GPU {old.number} of this machine is a {old.name} of compute capability "
+        f"{old.capability[0]}.{old.capability[1]}, and bfloat16 needs {BFLOAT16_CAPABILITY[0]}.0 "
+        "or later; leave it out by CUDA_VISIBLE_DEVICES, or set trainer.dtype, weights.dtype and "
+        "rollout.dtype to float32"
+    )
+
+
+def check_driver(cuda: str | None, driver: str) -> None:
+    """Check that a driver runs programs of this CUDA version; raise ConfigError."""
+    needed = MIN_DRIVERS.get((cuda or "").partition(".")[0], 0)
+    if int(driver.partition(".")[0]) < needed:
+        raise ConfigError(
+            f"the NVIDIA driver {driver} of this machine is too old: PyTorch was built for CUDA "
+            f"{cuda}, which needs {needed} or later; update the driver, or install builds of "
+            "PyTorch and vLLM for an older CUDA"
+        )
+
+
+def count_idle_gpus(gpus: int, ranks: int, replicas: int, per_replica: int) -> int:
+    """Return how many GPUs more replicas could use."""
+    room = max(gpus - ranks, 0) // per_replica
+    return max(room - replicas, 0) * per_replica
 
 
 def gpus_per_replica(config: Config) -> int:

@@ -46,9 +46,12 @@ _IMPLEMENTED = frozenset(_REQUIRED) | {
 #: Fields without effect on the logits of one forward pass.
 _WITHOUT_EFFECT = frozenset(
     {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "auto_map",  # code for programs that do not know the type; known types never load it
         "bos_token_id",
         "chunk_size_feed_forward",
         "dtype",
@@ -58,12 +61,47 @@ _WITHOUT_EFFECT = frozenset(
         "label2id",
         "max_window_layers",
         "pad_token_id",
+        "problem_type",
         "return_dict",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
     }
 )
+#: Settings of `generate` that older programs saved here; sampling is set by rollout.* alone.
+_GENERATION = frozenset(
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+_KNOWN = _IMPLEMENTED | _WITHOUT_EFFECT | _GENERATION
 _LLAMA3_FIELDS = (
     "factor",
     "low_freq_factor",
@@ -166,8 +204,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
     """Refuse fields of unknown meaning, unless null or false, which switch them off."""
     for name, value in config.items():
-        known = name in _IMPLEMENTED or name in _WITHOUT_EFFECT
-        if not known and value is not None and value is not False:
+        if name not in _KNOWN and value is not None and value is not False:
             raise EngineError(
                 f"config field {name} = {value!r} is not implemented by the torch engine; "
                 "use another model, or remove the field if it does not change the forward pass"

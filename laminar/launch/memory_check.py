@@ -25,7 +25,7 @@ import msgspec
 from laminar.actors.system.processes import assign_gpus
 from laminar.config import Config, ConfigError
 from laminar.engines.check import count_gpus, weight_shapes
-from laminar.engines.environment import gpus_per_replica, visible_gpus
+from laminar.engines.environment import ASK_S, gpus_per_replica, visible_gpus
 from laminar.engines.hf_config import read_hf_config
 from laminar.run.memory_limit import memory_limit
 from laminar.training.model.footprint import (
@@ -40,8 +40,6 @@ from laminar.training.model.footprint import (
 from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
-ASK_S = 20.0
-"""Timeout of nvidia-smi, which is slow on a machine whose GPUs sleep."""
 GPU = "GPU "
 VLLM_CPU_CACHE = 1 << 30
 """Cache of vLLM on a CPU by default, in bytes (engines/vllm/start.py)."""

@@ -28,6 +28,14 @@ from laminar.engines.check import (
     count_gpus,
     weight_shapes,
 )
+from laminar.engines.environment import (
+    check_capability,
+    check_driver,
+    count_idle_gpus,
+    gpus_per_replica,
+    list_gpus,
+    visible_gpus,
+)
 from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
@@ -116,6 +124,8 @@ def look_at_data(config: Config) -> RunPlan:
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
+    check_tokenizer(config.model.name, tokenizer)
+    _check_files(config)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
     prompts, tools = load_prompts(config.data), decode_tools(config.env)
     if not scores_itself:
@@ -237,6 +247,8 @@ def check_devices(config: Config) -> None:
     asked = [key for key, device in devices.items() if device == "cuda"]
     if asked:
         _check_cuda(asked)
+    if set(devices.values()) != {"cpu"} and visible_gpus() and count_gpus():
+        check_capability(config, list_gpus())
     ranks = config.trainer.ranks
     if config.trainer.device != "cpu" and ranks > 1 and 0 < (gpus := count_gpus()) < ranks:
         raise ConfigError(
@@ -245,10 +257,28 @@ def check_devices(config: Config) -> None:
         )
 
 
+def find_idle_gpus(config: Config) -> dict[str, str]:
+    """Return a warning if the run leaves GPUs of this machine unused."""
+    if config.is_emulated or config.rollout.device == "cpu" or not (gpus := len(visible_gpus())):
+        return {}
+    ranks, replicas = config.trainer.ranks, config.rollout.replicas
+    idle = count_idle_gpus(gpus, ranks, replicas, gpus_per_replica(config))
+    if not idle:
+        return {}
+    more = replicas + idle // gpus_per_replica(config)
+    return {
+        "idle-gpus": f"{idle} of the {gpus} GPUs of this machine stay idle: the trainer has "
+        f"{ranks} and {replicas} replicas have the others; set rollout.replicas to {more}, or hide "
+        "the rest by CUDA_VISIBLE_DEVICES"
+    }
+
+
 def _check_cuda(asked: list[str]) -> None:
     import torch  # takes longer to load than all the rest
 
     if not torch.cuda.is_available():
+        for gpu in list_gpus():
+            check_driver(torch.version.cuda, gpu.driver)
         raise ConfigError(
             f"{asked[0]} = 'cuda', but PyTorch {torch.__version__} finds no CUDA GPU on this "
             "machine; use 'auto' or 'cpu', or install a PyTorch for its driver"
@@ -308,6 +338,25 @@ def check_model(config: Config, *, here: bool) -> None:
     check_engine(config, here=here)
     if config.lora.rank:
         check_lora(config.lora, weight_shapes(name))
+
+
+def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the embedding has a row for every id of the tokenizer."""
+    embedding = (s for n, s in weight_shapes(name).items() if n.endswith(EMBEDDING_SUFFIX))
+    rows = next(embedding, (0,))[0]
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if rows and largest >= rows:
+        raise ConfigError(
+            f"model.name = {name!r}: its tokenizer gives {token!r} the id {largest}, but the "
+            f"embedding in the weight files has {rows} rows; save the model again after "
+            f"resize_token_embeddings({largest + 1}), or remove the token from tokenizer.json"
+        )
+
+
+def _check_files(config: Config) -> None:
+    from laminar.training.model.policy import check_files  # imports torch, as tokenizers do
+
+    check_files(config)
 
 
 def run_size(config: Config) -> int:

@@ -29,7 +29,7 @@ from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import print_error
 from laminar.launch.memory_check import check_memory, memory_lines
 from laminar.launch.panel import failed_share
-from laminar.launch.preflight import RunPlan, check_settings, look_at_data
+from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus, look_at_data
 from laminar.launch.prefork import PreforkedNode
 from laminar.launch.resume_check import (
     check_data,
@@ -144,7 +144,7 @@ def plan_run(
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
     console.print_lines(forked.lines if forked is not None else [])
-    found = dict(plan.warnings)
+    found = plan.warnings | (find_idle_gpus(plan.config) if machines else {})
     if plan.config.reward.trial and plan.resets:
         show_resets(plan.config.env, plan.resets, console)
     if plan.config.reward.trial and plan.trial:

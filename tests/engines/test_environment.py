@@ -8,8 +8,15 @@ import sys
 
 import pytest
 
-from laminar.config import Config, load_config
-from laminar.engines.environment import build_environment
+from laminar.config import Config, ConfigError, load_config
+from laminar.engines.environment import (
+    build_environment,
+    check_capability,
+    check_driver,
+    count_idle_gpus,
+    name_gpus,
+    parse_gpus,
+)
 
 
 def config(engine: str) -> Config:
@@ -49,3 +56,73 @@ def test_a_progress_bar_of_vllm_does_not_reach_the_terminal(gpus: bool) -> None:
         check=True,
     )
     assert child.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "names"),
+    [
+        (None, ["nvidia3"], ["0"]),  # a container that got GPU 3 only
+        (None, ["nvidia5", "nvidia2"], ["0", "1"]),
+        (None, [], []),
+        ("3, 1", ["nvidia0"], ["3", "1"]),
+        ("GPU-5f8c,MIG-1", [], ["GPU-5f8c", "MIG-1"]),
+        ("", ["nvidia0"], []),
+        ("1,-1,0", ["nvidia0", "nvidia1"], ["1"]),  # CUDA ends the list there
+        ("NoDevFiles", ["nvidia0"], []),
+    ],
+)
+def test_gpus_have_the_names_that_cuda_knows(
+    given: str | None, devices: list[str], names: list[str]
+) -> None:
+    assert name_gpus(given, devices) == names
+
+
+T4 = "0, GPU-9d1c4b0e-5a1d-7b1a-3a0e-1f5f0a6c2b11, Tesla T4, 7.5, 550.54.15\n"
+H100 = "1, GPU-2b7c9a5e-0d6f-4f3a-8b1e-7c3d2e1f0a99, NVIDIA H100 80GB HBM3, 9.0, 580.95.05\n"
+
+
+def test_a_gpu_without_bfloat16_is_refused_by_name() -> None:
+    gpus = parse_gpus(H100 + T4)
+    with pytest.raises(ConfigError, match=r"GPU 0 of .* a Tesla T4 of compute capability 7.5, and"):
+        check_capability(config("torch"), gpus)
+    check_capability(config("torch"), parse_gpus(H100))
+    words = [f"{section}.dtype=float32" for section in ("trainer", "weights", "rollout")]
+    settings = ["model.name=m", "data.dataset=spell_backward"]
+    check_capability(load_config([], [*settings, *words]), gpus)
+    with pytest.raises(ConfigError, match="to float32"):
+        check_capability(load_config([], [*settings, *words[:2]]), gpus)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "refused"),
+    [
+        ("13.0", "550.54.15", True),
+        ("13.0", "580.95.05", False),
+        ("12.8", "550.54.15", False),
+        ("12.8", "470.256.02", True),
+        (None, "470.256.02", False),
+    ],
+)
+def test_a_driver_that_is_too_old_is_named(cuda: str | None, driver: str, refused: bool) -> None:
+    if not refused:
+        return check_driver(cuda, driver)
+    with pytest.raises(ConfigError, match=rf"driver {driver} .* CUDA {cuda}, which needs \d+ or"):
+        check_driver(cuda, driver)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "per_replica", "idle"),
+    [
+        (8, 4, 2, 1, 2),
+        (8, 1, 2, 1, 5),
+        (8, 4, 4, 1, 0),
+        (8, 4, 1, 2, 2),
+        (8, 5, 1, 2, 0),
+        (1, 1, 2, 1, 0),
+        (8, 8, 2, 1, 0),
+    ],
+)
+def test_gpus_that_more_replicas_could_use(
+    gpus: int, ranks: int, replicas: int, per_replica: int, idle: int
+) -> None:
+    assert count_idle_gpus(gpus, ranks, replicas, per_replica) == idle

@@ -127,6 +127,28 @@ def test_what_is_not_implemented_is_refused_by_name(
         parse_hf_config(base | change)
 
 
+FINE_TUNED: dict[str, Any] = {
+    "_attn_implementation": "sdpa",
+    "_attn_implementation_autoset": True,
+    "auto_map": {"AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM"},
+    "max_length": 20,
+    "problem_type": "single_label_classification",
+    "repetition_penalty": 1.1,
+    "suppress_tokens": [5],
+    "temperature": 0.6,
+    "tokenizer_class": "Qwen2Tokenizer",
+    "unsloth_fixed": True,
+    "unsloth_version": "2026.11.1",
+}
+
+
+def test_fields_that_programs_leave_in_fine_tunes_have_no_effect() -> None:
+    assert parse_hf_config(QWEN25 | FINE_TUNED) == parse_hf_config(QWEN25)
+    for field in FINE_TUNED:  # by name: one that only resembles it stays refused
+        with pytest.raises(EngineError, match=f"config field {field}_scale = 2 is not implemented"):
+            parse_hf_config(QWEN25 | {f"{field}_scale": 2})
+
+
 def test_config_of_a_directory(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot be read"):
         read_hf_config(tmp_path)

@@ -7,15 +7,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from laminar.cli.commands import run_command
 from laminar.config import Config, ConfigError, load_config
 from laminar.engines.check import weight_shapes
+from laminar.engines.environment import Gpu
 from laminar.launch import preflight, train
 from laminar.launch.preflight import check_settings, look_at_data
 from laminar.names import exit_codes
@@ -82,6 +84,30 @@ def test_each_rank_of_the_trainer_has_a_gpu(
         return preflight.check_devices(asked)
     with pytest.raises(ConfigError, match=r"trainer.ranks = 3 exceeds the 2 GPUs"):
         preflight.check_devices(asked)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: [gpu.number for gpu in found])
+    monkeypatch.setattr(preflight, "count_gpus", lambda: len(found))
+    monkeypatch.setattr(preflight, "list_gpus", lambda: [*found])
+
+
+def test_a_gpu_that_cannot_train_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(monkeypatch, Gpu("0", "GPU-9d1c", "Tesla T4", (7, 5), "580.95.05"))
+    with pytest.raises(ConfigError, match=r"a Tesla T4 of compute capability 7\.5"):
+        preflight.check_devices(config(tmp_path))
+    preflight.check_devices(config(tmp_path, "trainer.device=cpu", "rollout.device=cpu"))
+
+
+def test_idle_gpus_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Gpu("0", "GPU-9d1c", "NVIDIA H100 80GB HBM3", (9, 0), "580.95.05")
+    pretend_gpus(monkeypatch, *[card] * 8)
+    asked = config(tmp_path, "trainer.ranks=4", "rollout.replicas=2")
+    found = preflight.find_idle_gpus(asked)["idle-gpus"]
+    assert found.startswith("2 of the 8 GPUs") and "set rollout.replicas to 4" in found
+    assert not preflight.find_idle_gpus(config(tmp_path, "trainer.ranks=4", "rollout.replicas=4"))
 
 
 def test_a_directory_below_a_file(tmp_path: Path) -> None:
@@ -317,6 +343,77 @@ def test_a_model_that_cannot_be_a_critic(
     found = str(caught.value)
     assert found.startswith(f"critic.model.name = {str(model)!r}")
     assert said in found and "\n" not in found
+
+
+def add_tensors(file: Path, change: Callable[[dict[str, np.ndarray]], dict[str, Any]]) -> None:
+    tensors = load_file(file)
+    save_file(tensors | change(tensors), file, metadata={"format": "pt"})
+
+
+def add_token(model: Path) -> None:
+    file = model / "tokenizer.json"
+    found = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    found["added_tokens"].append({"id": 260, "content": "<search>", **flags})
+    file.write_text(json.dumps(found))
+
+
+EMBEDDING = "model.embed_tokens.weight"
+MISFITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "token": (add_token, "gives '<search>' the id 260, but the embedding in the weight files has"),
+    "other head": (
+        lambda model: add_tensors(
+            model / "model.safetensors", lambda t: {"lm_head.weight": t[EMBEDDING] + 1}
+        ),
+        "ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings), but",
+    ),
+    "larger head": (
+        lambda model: add_tensors(
+            model / "model.safetensors",
+            lambda t: {"lm_head.weight": np.concatenate([t[EMBEDDING]] * 2)},
+        ),
+        "set tie_word_embeddings to false, or remove lm_head.weight",
+    ),
+    "value head": (
+        lambda model: add_tensors(
+            model / "model.safetensors",
+            lambda t: {"v_head.summary.weight": np.zeros((1, 128), np.float32)},
+        ),
+        "has tensors that the model does not use: v_head.summary.weight (1 in all)",
+    ),
+    "more layers": (
+        lambda model: rewritten(model / "config.json", num_hidden_layers=9, layer_types=None),
+        "its files lack tensors of these names and shapes: model.layers.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), MISFITS.values(), ids=MISFITS)
+def test_files_that_do_not_fit_together(
+    damage: Callable[[Path], object], said: str, model: Path, tmp_path: Path
+) -> None:
+    damage(model)
+    assert said in refused(model, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["value head", "other head"])
+def test_a_critic_has_no_value_head_left_over_and_needs_no_head(
+    damage: str, model: Path, tmp_path: Path
+) -> None:
+    MISFITS[damage][0](model)
+    ppo = config(tmp_path, "algorithm.adv_estimator=gae", f"critic.model.name={model}")
+    if damage == "other head":
+        return check(ppo)
+    with pytest.raises(ConfigError, match=f"{model}.*does not use: v_head"):
+        check(ppo)
+
+
+def test_a_tied_model_may_have_its_head_twice_and_frequencies(model: Path, tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    file = model / "model.safetensors"
+    add_tensors(file, lambda t: extra | {"lm_head.weight": t[EMBEDDING]})
+    small = ["data.dataset_size=300", "data.val_size=8"]
+    check(config(tmp_path, f"model.name={model}", *small))
 
 
 def test_weights_in_several_files_are_accepted(model: Path, tmp_path: Path) -> None:

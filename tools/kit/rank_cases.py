@@ -187,9 +187,9 @@ def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 @contextmanager
 def in_double() -> Iterator[None]:
     """Compute in float64 where the product uses float32."""
-    usual = fsdp._build_meta_model
+    usual = fsdp.build_meta_model
     with (
-        replaced(fsdp, "_build_meta_model", lambda *args, **named: usual(*args, **named).double()),
+        replaced(fsdp, "build_meta_model", lambda *args, **named: usual(*args, **named).double()),
         replaced(model_module, "log_softmax_at", double_log_softmax),
         replaced(model_module, "cast_linear", lambda model, dtype: None),
     ):

@@ -12,16 +12,15 @@ coefficients already refer to the whole mini-batch, and a sum is exact for any n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,13 +30,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laminar.config import Config, ConfigError
@@ -50,12 +43,15 @@ from laminar.training.model.policy import (
     Entropy,
     LoadedPolicy,
     TokenScores,
+    build_meta_model,
     by_identity,
     check_head,
     check_loaded,
     check_value_head,
     digest_base_weights,
+    list_unused,
     make_load_error,
+    open_slices,
 )
 from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
 from laminar.training.ranks import Ranks
@@ -155,7 +151,7 @@ def load_sharded(
 
     A frozen base stays float32: FSDP2 takes one type per layer.
     """
-    model = _build_meta_model(name)
+    model = build_meta_model(name)
     if adapt is not None:
         lora.inject_adapters(model, adapt.lora)
     limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
@@ -174,7 +170,7 @@ def load_sharded_critic(
     """Load what `load_critic` loads, sharded over the ranks; raises ConfigError.
 
     The head is one row, which the first rank has."""
-    model = _build_meta_model(name, AutoModelForTokenClassification, num_labels=1)
+    model = build_meta_model(name, AutoModelForTokenClassification, num_labels=1)
     check_value_head(name, model)
     heads = (HEAD, VALUE_HEAD)
     critic = _shard_and_fill(name, model, tokenizer_size, ranks, device, offload=offload, but=heads)
@@ -205,21 +201,6 @@ def _shard_and_fill(
     return policy
 
 
-def _build_meta_model(
-    name: str, kind: Any = AutoModelForCausalLM, **options: Any
-) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(name, **options)
-        with torch.device("meta"):
-            model = kind.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise make_load_error(name, error) from error
-    with suppress(OSError):  # optional in a model directory
-        model.generation_config = GenerationConfig.from_pretrained(name)
-    found: PreTrainedModel = model.eval()
-    return found
-
-
 def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
     """Rebuild the buffers that are in no file: after `to_empty` their content is undefined."""
     saved = model.state_dict().keys()
@@ -242,7 +223,7 @@ def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> No
 def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
     """Fill every tensor from the files, with none left over, except names that start with `but`."""
     with ExitStack() as files:
-        saved = _exclude_prefixes(_open_slices(Path(name), files), but)
+        saved = _exclude_prefixes(open_slices(Path(name), files), but)
         lacking = []
         tensors = lora.base_tensors(model.state_dict(keep_vars=True))
         for names, tensor in by_identity(_exclude_prefixes(tensors, but)).values():
@@ -253,24 +234,11 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> No
                 lacking.append(names[0])
             else:
                 copy_rows(names[0], tensor, found, cast=True)
-    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list(saved)})
+    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list_unused(model, saved)})
 
 
 def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
-
-
-def _open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
-    """Open all weight files; return by name a slice, which reads rows without the rest."""
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found: dict[str, Any] = {}
-    for name in names:
-        file = files.enter_context(safe_open(directory / name, framework="pt"))
-        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return found
 
 
 def copy_rows(name: str, tensor: Tensor, saved: Any, *, cast: bool = False) -> None:

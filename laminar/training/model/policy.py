@@ -19,20 +19,26 @@ on that mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,6 +56,9 @@ from laminar.training.steps import ModelLayout
 Entropy = Literal["none", "value", "gradient"]
 HEAD, VALUE_HEAD = "lm_head.", "score."
 """Name prefixes of the heads of a policy and of a critic in transformers."""
+UNUSED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Tensors in files of older models that transformers computes."""
+COMPARED_ROWS = 64
 CHECKED_TOKENS = 16
 HEAD_TOLERANCE = 1e-3
 """Nats. Float32 rounding is 1e-5; an effective scale or cap changes tenths and more."""
@@ -296,6 +305,7 @@ def load_policy(
         check_head(name, before)
         base = digest_base_weights(before)
         _add_adapters(model, adapt, device)
+    check_published_names(name, model)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
     once = not find_padding_reason(model, model.device)
     if once:
@@ -348,6 +358,110 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
                 f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
                 " its weights and config.json must match"
             )
+
+
+def check_published_names(name: str, model: PreTrainedModel) -> None:
+    """Require every tensor that will be published in the model's files, by name and shape.
+
+    transformers renames and fuses some tensors as it loads them. Engines and other programs expect
+    the names of the files, and may ignore others.
+    """
+    with ExitStack() as files:
+        slices = open_slices(Path(name), files).items()
+        saved = {key: tuple(found.get_shape()) for key, found in slices}
+    other = [
+        f"{names[0]} {tuple(tensor.shape)}"
+        for names, tensor in _group_tied(model)
+        if not any(saved.get(key) == tensor.shape for key in names)
+    ]
+    if other:
+        raise ConfigError(
+            f"model {name!r} is a {type(model).__name__}, and its files lack tensors of these "
+            f"names and shapes: {', '.join(other[:3])} ({len(other)} in all); engines could not "
+            "load what is trained; use a model whose tensors transformers leaves as they are, "
+            "such as Qwen2, Qwen3 or Llama"
+        )
+
+
+def check_files(config: Config) -> None:
+    """Check before a run that the files fill the model and the critic; raises ConfigError.
+
+    Only headers and a few rows are read.
+    """
+    name = config.model.name
+    model = build_meta_model(name)
+    if config.lora.rank:
+        lora.inject_adapters(model, config.lora)
+    check_published_names(name, model)
+    _check_unused_tensors(name, model)
+    if config.has_critic:
+        kind = AutoModelForTokenClassification
+        critic = build_meta_model(config.critic_name, kind, num_labels=1)
+        _check_unused_tensors(config.critic_name, critic)
+
+
+def _check_unused_tensors(name: str, model: PreTrainedModel) -> None:
+    """Refuse tensors that transformers would not use, and a second head of a tied model."""
+    with ExitStack() as files:
+        saved = open_slices(Path(name), files)
+        for names, _ in _group_tied(model):
+            tied = [(key, saved.pop(key)) for key in names if key in saved]
+            if len(tied) > 1 and not _have_equal_rows(tied[0][1], tied[1][1]):
+                raise ConfigError(
+                    f"model {name!r}: config.json ties {tied[1][0]} to {tied[0][0]} "
+                    "(tie_word_embeddings), but the weight files have different values for them; "
+                    f"set tie_word_embeddings to false, or remove {tied[1][0]} from the files"
+                )
+    info = {"missing_keys": (), "unexpected_keys": list_unused(model, saved)}
+    check_loaded(name, info if model.can_generate() else critic_info(info))
+
+
+def list_unused(model: PreTrainedModel, saved: Iterable[str]) -> list[str]:
+    """Return those names that the model neither uses nor is known to ignore."""
+    ignored = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    return [key for key in saved if not any(re.search(pattern, key) for pattern in ignored)]
+
+
+def _have_equal_rows(one: Any, other: Any) -> bool:
+    """Whether two slices have the same shape, and the same first and last rows."""
+    if one.get_shape() != other.get_shape():
+        return False
+    parts = (slice(COMPARED_ROWS), slice(max(0, one.get_shape()[0] - COMPARED_ROWS), None))
+    return all(torch.equal(one[part], other[part]) for part in parts)
+
+
+def _group_tied(model: PreTrainedModel) -> Iterable[tuple[list[str], Tensor]]:
+    """Return the model's tensors without adapters, each with all of its names."""
+    return by_identity(lora.base_tensors(model.state_dict(keep_vars=True))).values()
+
+
+def open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
+    """Open all weight files; return by name a slice, which reads rows without the rest."""
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(directory / name, framework="pt"))
+        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def build_meta_model(
+    name: str, kind: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
+    """Build a model without memory for its tensors; raises ConfigError."""
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise make_load_error(name, error) from error
+    with suppress(OSError):  # optional in a model directory
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    found: PreTrainedModel = model.eval()
+    return found
 
 
 @torch.no_grad()
