@@ -108,13 +108,17 @@ def check_machine(config: Config) -> None:
         check_devices(config)
 
 
-def look_at_data(config: Config) -> RunPlan:
-    """Check all of the data, the tokenizer and the reward, without writing; return the plan."""
+def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
+    """Check all of the data, the tokenizer and the reward, without writing; return the plan.
+
+    `known_digest`: of the data with which a resumed run began.
+    """
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
-    prompts, tools = load_prompts(config.data), decode_tools(config.env)
+    prompts = load_prompts(config.data, with_columns=bool(config.env.path))
+    prompts, tools = prompts.select_for(known_digest), decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
     if not config.data.filter_overlong_prompts:

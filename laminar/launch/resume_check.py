@@ -151,17 +151,22 @@ def safetensors_size(path: Path) -> tuple[Path, int]:
     return path, 8 + length + max(ends, default=0)
 
 
-def check_data(run_dir: Path, digest: str) -> None:
-    """Raise ConfigError for data other than those with which the run began."""
+def find_data_digest(run_dir: Path) -> str:
+    """Return the digest of the data with which the run began; empty if the log has none."""
     for _, record in read_log(RealDisk(run_dir / EVENTS_DIR)):
         event = decode_event(record.event) if isinstance(record, EventRecord) else None
         if isinstance(event, ev.DataLoaded):
-            if digest and event.digest != digest:
-                raise ConfigError(
-                    f"the data have digest {digest}, but the run {run_dir} began with data of "
-                    f"digest {event.digest}: put back the files that data.* names"
-                )
-            return
+            return event.digest
+    return ""
+
+
+def check_data(run_dir: Path, known: str, digest: str) -> None:
+    """Raise ConfigError for data other than those with which the run began."""
+    if known and digest and known != digest:
+        raise ConfigError(
+            f"the data have digest {digest}, but the run {run_dir} began with data of "
+            f"digest {known}: put back the files that data.* names"
+        )
 
 
 def state_of(run_dir: Path) -> State:

@@ -194,9 +194,11 @@ def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
 def test_other_data_are_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     with pytest.raises(ConfigError, match="the data have digest other, but the run"):
-        resume_check.check_data(run, "other")
+        resume_check.check_data(run, resume_check.find_data_digest(run), "other")
     (loaded,) = {e.digest for e in map(_event, read_log(RealDisk(run / "events"))) if e}
-    resume_check.check_data(run, loaded)
+    assert resume_check.find_data_digest(run) == loaded
+    resume_check.check_data(run, loaded, loaded)
+    resume_check.check_data(run, "", loaded)
 
 
 def test_another_file_of_the_users_loss_is_refused(tmp_path: Path) -> None:
