@@ -35,6 +35,7 @@ from laminar.launch.resume_check import (
     check_data,
     check_unchanged,
     claim_run_directory,
+    find_changed_files,
     find_data_digest,
 )
 from laminar.launch.reward_check import show_trial
@@ -133,6 +134,7 @@ def plan_run(
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
             check_data(run_dir, known, plan.data_digest)
+            plan.warnings.update(find_changed_files(run_dir, plan.config))
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
     console.print_lines(forked.lines if forked is not None else [])
