@@ -261,9 +261,10 @@ def _make_row(
 
 
 def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
-    """Check the prompt and remove the null fields that parquet adds to messages."""
+    """Check the prompt, join text parts, and remove the null fields that parquet adds."""
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+        prompt = [{**m, "content": _join_parts(where, m["content"])} for m in prompt]
     elif not isinstance(prompt, str):
         raise ConfigError(
             f"{where} has a prompt of the wrong type ({type(prompt).__name__}); it must be a "
@@ -274,9 +275,25 @@ def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (
+        isinstance(content, list) and all(isinstance(part, dict) for part in content)
     )
+
+
+def _join_parts(where: str, content: str | list[dict[str, Any]]) -> str:
+    """Return the content of a message as text; raise ConfigError for a part that is not text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where} has a message with a part of type {part.get('type')!r}; only parts of "
+                "type 'text', with a string text, can be used: drop the row, or write it as text"
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _find_answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:

@@ -175,6 +175,15 @@ def test_null_fields_that_parquet_adds_to_messages_go(tmp_path):
     assert found == [{"role": "system", "content": "s"}, {"role": "user", "content": "a", "n": "x"}]
 
 
+def test_content_as_a_list_of_text_parts_is_joined(tmp_path):
+    parts = [{"type": "text", "text": "a ", "image": None}, {"type": "text", "text": "b"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}]
+    for path in (jsonl(tmp_path / "a.jsonl", rows), parquet(tmp_path / "a.parquet", rows)):
+        assert load(path).train[0].prompt == [{"role": "user", "content": "a b"}]
+    parts[1] = {"type": "image", "image": "a.png"}
+    fails("part of type 'image'", "text", train_files=[jsonl(tmp_path / "b.jsonl", rows)])
+
+
 def test_file_errors(tmp_path):
     def put(name, text):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
