@@ -44,7 +44,7 @@ from laminar.tasks.environments.tool_calls import CallParser
 from laminar.tasks.environments.user_class import decode_tools, load_declaration
 from laminar.tasks.import_check import check_import
 from laminar.tasks.rewards.results import RewardCall, RewardSpec
-from laminar.tasks.rewards.reward_functions import check_rows, describe_function, reward_spec
+from laminar.tasks.rewards.reward_functions import check_rows, reward_spec
 from laminar.tasks.row_checks import row_warnings
 from laminar.training.model.lora_targets import check_lora
 
@@ -139,7 +139,7 @@ def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
         reward=spec,
         trial=trial_calls(
             spec,
-            [] if scores_itself else prompts.train,
+            [] if scores_itself or spec.takes_environments else prompts.train,
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
             config.rollout.group_size,
         ),
@@ -155,12 +155,6 @@ def look_at_environment(
     """Return the config with the environment's tools, and whether the environment scores."""
     if not config.env.path:
         return config, False
-    if spec.scope == "group":
-        names = ", ".join(map(describe_function, spec.functions))
-        raise ConfigError(
-            f"env.path = {config.env.path!r} with {names}, which scores all siblings in one call: "
-            "they end one by one; give a function that scores one response"
-        )
     found = load_declaration(config.env)
     env = msgspec.structs.replace(config.env, tools=found.tools)
     config, tools = msgspec.structs.replace(config, env=env), decode_tools(env)

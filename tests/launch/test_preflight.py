@@ -189,6 +189,19 @@ def test_an_environment_that_gives_the_reward_needs_no_answers(
     assert "reward     " not in capsys.readouterr().out
 
 
+def test_functions_over_lists_and_environments_score_one_response_per_call(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    key = "reward.custom_reward_function.path"
+    file.write_text("def f(completions, **columns): return [1.0 for _ in completions]")
+    plan = look_at_data(check_settings(of_calculator(tmp_path, f"{key}={file}")))
+    assert plan.reward.scope == plan.config.reward.scope == "trajectory" and plan.trial
+    file.write_text("def f(environments, **columns): return [e.total for e in environments]")
+    plan = look_at_data(check_settings(of_calculator(tmp_path, f"{key}={file}")))
+    assert plan.reward.takes_environments and not plan.trial
+    with pytest.raises(ConfigError, match=r"f of .* takes environments, but env.path is empty"):
+        check(config(tmp_path, f"{key}={file}"))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
