@@ -90,26 +90,27 @@ class Store:
 
     async def start(self) -> None:
         prompts = await self._prompts.load()
-        count = await self._disk.until_room(partial(self._load_prompts, prompts))
+        loaded = await self._disk.until_room(partial(self._load_prompts, prompts))
         await self.host.hit_failpoint("store-filled")
         await self.server.start()
         await self._disk.until_room(partial(self.host.publish_address, self.server.address))
         self.host.spawn(self.server.wait_closed())
-        loaded = ev.DataLoaded(
+        self.host.emit(loaded, train=loaded.num_train, held_out=loaded.num_eval)
+        self._ready = True
+        self._write_endings()
+
+    async def _load_prompts(self, prompts: LoadedPrompts) -> ev.DataLoaded:
+        if self.database is None:
+            self.database = await self._open_when_free()
+        prompts = prompts.select_for(self.database.prompt_count().digest)
+        self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
+        count = self.database.prompt_count()
+        return ev.DataLoaded(
             num_train=count.train,
             num_eval=count.held_out,
             overlap=prompts.overlap,
             digest=count.digest,
         )
-        self.host.emit(loaded, train=count.train, held_out=count.held_out)
-        self._ready = True
-        self._write_endings()
-
-    async def _load_prompts(self, prompts: LoadedPrompts) -> PromptCount:
-        if self.database is None:
-            self.database = await self._open_when_free()
-        self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
-        return self.database.prompt_count()
 
     async def _open_when_free(self) -> StoreBackend:
         """Open the database, once the previous store has ended.

@@ -276,7 +276,8 @@ def _check_model(config: Config, *, here: bool) -> str:
 
 
 def _check_data(config: Config) -> str:
-    prompts = load_prompts(localize_data(config).data)
+    data = localize_data(config).data
+    prompts = load_prompts(data, with_columns=bool(config.env.path))
     return f"{len(prompts.train)} prompts, {len(prompts.held_out)} held out"
 
 

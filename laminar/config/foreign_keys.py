@@ -14,6 +14,7 @@ _RECOMPUTE = "trainer.activation_checkpointing; it is auto, on or off"
 _RANKS = "trainer.ranks; the model is divided among as many GPUs (FSDP2)"
 _OFFLOAD = "trainer.offload; all keeps parameters, gradients and optimizer in host memory"
 _IS = "algorithm.rollout_correction.rollout_is"
+_ENV = "env.path; a Python file with a class, whose methods are the tools"
 _COMPLETIONS = "; it counts prompts, of which each has rollout.group_size completions"
 
 RENAMED = {
@@ -88,6 +89,11 @@ VERL = {
             ("penalty_factor", "penalty_factor"),
         )
     },
+    **dict.fromkeys(("multi_turn.enable", "multi_turn.tool_config_path"), _ENV),
+    **dict.fromkeys(
+        ("multi_turn.max_assistant_turns", "multi_turn.max_user_turns", "max_turns"),
+        "env.max_turns",
+    ),
     "overlong_buffer.enable": "reward.overlong_buffer.len; 0 turns it off",
     "async_training.staleness_threshold": "async.max_staleness",
     "async.staleness_threshold": "async.max_staleness",
@@ -152,6 +158,8 @@ TRL = {
     "peft_config.lora_alpha": "lora.alpha",
     "peft_config.target_modules": "lora.target_modules",
     "reward_funcs": "reward.functions",
+    **dict.fromkeys(("environment_factory", "tools"), _ENV),
+    "max_tool_calling_iterations": "env.max_turns; the turn after the last call counts, too",
     "reward_weights": "reward.functions",
     "vf_coef": "critic.lr; the critic has a separate optimizer",
     "cliprange_value": "critic.cliprange_value",
@@ -214,9 +222,15 @@ _ALL = VERL | TRL | OTHERS
 
 _SHARDED = "trainer.ranks divides the model among GPUs, trainer.offload keeps it in host memory"
 _WHOLE = "a rank computes whole layers of whole sequences; trainer.ranks divides what it keeps"
-_ONE_TURN = "a sample is one prompt and one response"
 _RESUME = "resume a run with `laminar train --resume RUN`"
 _LORA = "adapters have lora.rank, lora.alpha and lora.target_modules"
+
+#: Sections of other systems, of which any further key has this answer.
+SECTIONS = {
+    "multi_turn": _ENV,
+    "reward_kwargs": "reward.custom_reward_function.path; set them in that file, as defaults or by "
+    "functools.partial",
+}
 
 #: Unsupported features, by a part of their keys in other systems.
 UNSUPPORTED = {
@@ -226,7 +240,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("deepspeed", "megatron", "zero_stage"), _SHARDED),
     **dict.fromkeys(("ulysses_sequence_parallel_size", "context_parallel_size"), _WHOLE),
     "nnodes": "slurm.rollouts machines in addition to the first, by `laminar submit`",
-    **dict.fromkeys(("multi_turn", "max_turns", "tools", "environment_factory"), _ONE_TURN),
     "reward_model": "your function may call one: reward.custom_reward_function.path",
     **dict.fromkeys(
         ("use_kl_in_reward", "kl_ctrl", "kl_penalty"),
@@ -259,4 +272,5 @@ def explain_foreign_key(key: str) -> str:
             instead = UNSUPPORTED[part]
             return f"{part} is not supported" + (f": {instead}" if instead else "")
     known = next((_ALL[way] for way in ways[1:] if way in _ALL), "")
+    known = known or next((SECTIONS[part] for part in parts if part in SECTIONS), "")
     return f"here it is {known}" if known else ""

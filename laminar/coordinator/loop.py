@@ -64,6 +64,7 @@ from laminar.run.stop_requests import (
     pause_signals,
     stop_signals,
 )
+from laminar.run.user_file import run_file_digests
 
 FINAL_FLUSH_S = 3.0
 """The time for the last commands and acknowledgements of an ended run to leave."""
@@ -291,6 +292,7 @@ class Coordinator:
                 clock_ns=time.time_ns(),
                 config=text,
                 origin=None if machine.started else read_origin(self.run_dir),
+                files=run_file_digests(self.config),
             )
         )
         if self._resumed is not None:

@@ -153,6 +153,8 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if adapter := _describe_adapter(Path(directory)):
+            raise EngineError(adapter) from None
         raise EngineError(
             f"{path} cannot be read ({error.strerror}); give the directory of a model"
         ) from None
@@ -161,6 +163,22 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise EngineError(f"{path} holds a JSON {type(config).__name__}, not an object")
     return config
+
+
+def _describe_adapter(directory: Path) -> str:
+    """Return the reason to refuse a directory that has only an adapter; else empty."""
+    path = directory / "adapter_config.json"
+    if not path.is_file():
+        return ""
+    try:
+        base = repr(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, TypeError, KeyError):
+        base = "another model"
+    return (
+        f"{directory} has an adapter of {base}, not a model; merge it into that model "
+        "(merge_and_unload and save_pretrained of peft), or name that model and train another "
+        "adapter (lora.rank)"
+    )
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:

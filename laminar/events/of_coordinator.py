@@ -50,6 +50,8 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     clock_ns: int  #: wall clock of the coordinator's machine; event times are relative to it
     config: str  #: the resolved configuration as TOML, without secrets
     origin: ForkOrigin | None = None  #: origin of a fork, in its first record only
+    #: digests of the user's reward, environment and strategy files, by path
+    files: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 @reported_by(

@@ -54,7 +54,7 @@ from laminar.tasks.environments.tool_calls import CallParser
 from laminar.tasks.environments.user_class import decode_tools, load_declaration
 from laminar.tasks.import_check import check_import
 from laminar.tasks.rewards.results import RewardCall, RewardSpec
-from laminar.tasks.rewards.reward_functions import check_rows, describe_function, reward_spec
+from laminar.tasks.rewards.reward_functions import check_rows, reward_spec
 from laminar.tasks.row_checks import row_warnings
 from laminar.training.model.lora_targets import check_lora
 
@@ -119,15 +119,19 @@ def check_machine(config: Config) -> None:
         check_devices(config)
 
 
-def look_at_data(config: Config) -> RunPlan:
-    """Check all of the data, the tokenizer and the reward, without writing; return the plan."""
+def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
+    """Check all of the data, the tokenizer and the reward, without writing; return the plan.
+
+    `known_digest`: of the data with which a resumed run began.
+    """
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
     check_tokenizer(config.model.name, tokenizer)
     _check_files(config)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
-    prompts, tools = load_prompts(config.data), decode_tools(config.env)
+    prompts = load_prompts(config.data, with_columns=bool(config.env.path))
+    prompts, tools = prompts.select_for(known_digest), decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
     if not config.data.filter_overlong_prompts:
@@ -151,7 +155,7 @@ def look_at_data(config: Config) -> RunPlan:
         reward=spec,
         trial=trial_calls(
             spec,
-            [] if scores_itself else prompts.train,
+            [] if scores_itself or spec.takes_environments else prompts.train,
             response_sampler(tokenizer, ends),
             config.rollout.group_size,
         ),
@@ -181,12 +185,6 @@ def look_at_environment(
     """Return the config with the environment's tools, and whether the environment scores."""
     if not config.env.path:
         return config, False
-    if spec.scope == "group":
-        names = ", ".join(map(describe_function, spec.functions))
-        raise ConfigError(
-            f"env.path = {config.env.path!r} with {names}, which scores all siblings in one call: "
-            "they end one by one; give a function that scores one response"
-        )
     found = load_declaration(config.env)
     env = msgspec.structs.replace(config.env, tools=found.tools)
     config, tools = msgspec.structs.replace(config, env=env), decode_tools(env)

@@ -48,7 +48,7 @@ from laminar.run.directory import (
 from laminar.run.lock import RunLock, holders, in_use
 from laminar.run.renames import write_whole
 from laminar.run.secret import make_missing_secret, read_secret
-from laminar.run.user_file import file_digests
+from laminar.run.user_file import file_digests, run_file_digests
 from laminar.training.trainer_state import CheckpointError, decode
 
 CHANGEABLE = (
@@ -152,17 +152,38 @@ def safetensors_size(path: Path) -> tuple[Path, int]:
     return path, 8 + length + max(ends, default=0)
 
 
-def check_data(run_dir: Path, digest: str) -> None:
-    """Raise ConfigError for data other than those with which the run began."""
+def find_data_digest(run_dir: Path) -> str:
+    """Return the digest of the data with which the run began; empty if the log has none."""
     for _, record in read_log(RealDisk(run_dir / EVENTS_DIR)):
         event = decode_event(record.event) if isinstance(record, EventRecord) else None
         if isinstance(event, ev.DataLoaded):
-            if digest and event.digest != digest:
-                raise ConfigError(
-                    f"the data have digest {digest}, but the run {run_dir} began with data of "
-                    f"digest {event.digest}: put back the files that data.* names"
-                )
-            return
+            return event.digest
+    return ""
+
+
+def check_data(run_dir: Path, known: str, digest: str) -> None:
+    """Raise ConfigError for data other than those with which the run began."""
+    if known and digest and known != digest:
+        raise ConfigError(
+            f"the data have digest {digest}, but the run {run_dir} began with data of "
+            f"digest {known}: put back the files that data.* names"
+        )
+
+
+def find_changed_files(run_dir: Path, config: Config) -> dict[str, str]:
+    """Return a warning, by kind, for each file of the user's that has changed since the start."""
+    for _, record in read_log(RealDisk(run_dir / EVENTS_DIR)):
+        event = decode_event(record.event) if isinstance(record, EventRecord) else None
+        if isinstance(event, ev.CoordinatorStarted):
+            then, now = event.files, run_file_digests(config)
+            changed = [path for path in then.keys() & now.keys() if then[path] != now[path]]
+            return {
+                f"file-changed/{now[path][:8]}": f"{path} has digest {now[path]}, but had "
+                f"{then[path]} when the run began, so earlier steps used another reward, "
+                "environment or strategy: restore the file, unless the change is intended"
+                for path in sorted(changed)
+            }
+    return {}
 
 
 def state_of(run_dir: Path) -> State:

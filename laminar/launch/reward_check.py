@@ -2,7 +2,7 @@
 
 Reads   the first training rows, the resolved scorer
 Writes  the terminal: what each call returned
-Gives   a warning, when correct answers score no more than empty ones
+Gives   a warning, when correct answers fail, or score no more than empty ones
 Raises  ConfigError when the scorer cannot be loaded, or no call of it gives a score
 
 A reward that fails on everything, or gives every response the same, would waste an hour's run.
@@ -16,6 +16,7 @@ scores differently from an empty answer.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
@@ -34,7 +35,14 @@ from laminar.tasks.rewards.worker_pool import RewardPool
 
 ROWS = 3
 SHOWN_CHARS = 60
-FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
+FORMS = (
+    "{}",
+    "<answer>{}</answer>",
+    "\\boxed{{{}}}",
+    "#### {}",
+    "<think>Some thoughts.</think><answer>{}</answer>",
+    "<think>\nSome thoughts.\n</think>\n<answer>\n{}\n</answer>",
+)
 """Forms in which an answer is passed to a user's function."""
 NOT_TRIED = RewardResult(None, "not-tried", "an earlier call took too long")
 Sample = Callable[[str], tuple[str, list[int]]]
@@ -46,26 +54,29 @@ def trial_calls(
 ) -> list[RewardCall]:
     """Build the calls: for each row its answer, if any, in one or several forms, then an empty one.
 
-    A function of whole groups gets `group_size` siblings, as in the run, since it may rely on that.
+    A function of whole groups gets `group_size` siblings, as in the run, since it may rely on that;
+    a row then takes as many calls as its forms need.
     """
     return [
-        RewardCall(
-            row,
-            [sample(text) if text else ("", []) for text in _build_texts(spec, row, group_size)],
-        )
+        RewardCall(row, [sample(text) if text else ("", []) for text in texts])
         for row in rows[:ROWS]
+        for texts in _build_texts(spec, row, group_size)
     ]
 
 
-def _build_texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[str]:
+def _build_texts(spec: RewardSpec, row: PromptRow, group_size: int) -> list[list[str]]:
+    """Return the texts of each call for a row; the last text of the last call is empty."""
     truth = from_plain(row.ground_truth)
     only_custom = all(function.kind == "custom" for function in spec.functions)
     forms = FORMS if only_custom else FORMS[1:2]
     texts = [form.format(truth) for form in forms] if truth is not None else []
     if spec.scope != "group":
-        return [*texts, ""]
-    texts = texts[: group_size - 1]
-    return [*texts, *[""] * (group_size - len(texts))]
+        return [[*texts, ""]]
+    room = max(group_size - 1, 1)
+    parts = [texts[at : at + room] for at in range(0, len(texts), room)]
+    if not parts or group_size == 1:
+        parts.append([])
+    return [[*part, *[""] * (group_size - len(part))] for part in parts]
 
 
 def show_trial(
@@ -76,23 +87,62 @@ def show_trial(
     def show(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
+    tried = _merge_rows(calls, list(_run_calls(spec, reward, calls)))
     show(
-        f"reward     {_describe_functions(spec)}; called on {len(calls)} rows, with the answer "
+        f"reward     {_describe_functions(spec)}; called on {len(tried)} rows, with the answer "
         "in the data and "
         "with an empty one, it gives"
     )
     results: list[RewardResult] = []
     pairs: list[tuple[float | None, float | None]] = []
-    for call, found in zip(calls, _run_calls(spec, reward, calls), strict=True):
+    failed: list[RewardResult] = []
+    for call, found in tried:
         results += found
         for index in sorted({_find_best_call(found), len(found) - 1}):
             text, _ = call.completions[index]
             show(f"  row {call.row.index:<5}  {shorten_text(text)}: {_format_result(found[index])}")
         if found[1:]:  # else the data has no answer
-            pairs.append((_get_score(found[_find_best_call(found)]), _get_score(found[-1])))
+            best = found[_find_best_call(found)]
+            pairs.append((_get_score(best), _get_score(found[-1])))
+            failed += [best] if has_failed(best) and best.reason != NOT_TRIED.reason else []
     if results and all(_get_score(result) is None for result in results):
         raise ConfigError(_no_score(spec, calls, results[0]))
-    return _find_flat_reward(pairs, calls) or _backward(pairs)
+    return (
+        _find_failing_reward(pairs, failed, reward)
+        or _find_flat_reward(pairs, calls)
+        or _backward(pairs)
+    )
+
+
+def _merge_rows(
+    calls: Sequence[RewardCall], results: Sequence[list[RewardResult]]
+) -> list[tuple[RewardCall, list[RewardResult]]]:
+    """Merge the calls of each row into one, with its answers and the last empty one."""
+    merged = []
+    for _, parts in itertools.groupby(zip(calls, results, strict=True), lambda p: id(p[0].row)):
+        row_calls, found = zip(*parts, strict=True)
+        texts = [text for call in row_calls for text in call.completions]
+        all_found = list(itertools.chain(*found))
+        kept = [i for i, (text, _) in enumerate(texts) if text or i == len(texts) - 1]
+        call = RewardCall(row_calls[0].row, [texts[i] for i in kept])
+        merged.append((call, [all_found[i] for i in kept]))
+    return merged
+
+
+def _find_failing_reward(
+    pairs: Sequence[tuple[float | None, float | None]],
+    failed: Sequence[RewardResult],
+    reward: RewardConfig,
+) -> dict[str, str]:
+    """Return a warning if the function fails on correct answers and tells no others from empty."""
+    if not failed or any(empty is None or right not in (None, empty) for right, empty in pairs):
+        return {}
+    return {
+        "reward-fails": f"the reward fails on the answer in the data ({failed[0].reason}: "
+        f"{failed[0].detail}), but not on an empty one, on {len(failed)} of the {len(pairs)} rows "
+        "tried, and gives every other answer the score of an empty one: correct responses would "
+        f"get reward.error_score = {reward.error_score:g}; correct the function"
+    }
 
 
 def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
@@ -127,10 +177,16 @@ def _find_flat_reward(
 
 
 def _find_best_call(found: Sequence[RewardResult]) -> int:
-    """Return the index of the best score that differs from that of the empty answer."""
+    """Return the index of the best score that differs from that of the empty answer.
+
+    Without one, it is the first call that failed, if the empty one did not.
+    """
     scores = [_get_score(result) for result in found]
     scored = [(score, -i) for i, score in enumerate(scores) if score not in (None, scores[-1])]
-    return -max(scored)[1] if scored else 0
+    if scored:
+        return -max(scored)[1]
+    failed = [i for i, result in enumerate(found) if has_failed(result)]
+    return failed[0] if failed and not has_failed(found[-1]) else 0
 
 
 def _backward(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, str]:

@@ -35,6 +35,8 @@ from laminar.launch.resume_check import (
     check_data,
     check_unchanged,
     claim_run_directory,
+    find_changed_files,
+    find_data_digest,
 )
 from laminar.launch.reward_check import show_trial
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args, roles_of
@@ -137,10 +139,12 @@ def plan_run(
     places = check_memory(config, machines) if machines else []
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
-        plan = look_at_data(config)
+        known = find_data_digest(run_dir) if arguments.resume else ""
+        plan = look_at_data(config, known)
         if arguments.resume:
             check_unchanged(run_config(run_dir), plan.config)
-            check_data(run_dir, plan.data_digest)
+            check_data(run_dir, known, plan.data_digest)
+            plan.warnings.update(find_changed_files(run_dir, plan.config))
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
     console.print_lines(forked.lines if forked is not None else [])

@@ -1,8 +1,8 @@
 """User functions that a setting names as path.py:name, and the error messages when they fail.
 
 Reads   the user's Python file
-Gives   UserFunction, file_digests; describe_error, an exception of the user's code in one line;
-        replace_surrogates, for text from outside
+Gives   UserFunction, file_digests, run_file_digests; describe_error, an exception of the user's
+        code in one line; replace_surrogates, for text from outside
 Raises  ConfigError, which names the setting, the file and the fix
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from laminar.config import ConfigError
+from laminar.config import Config, ConfigError
 
 DETAIL_CHARS = 240
 HERE = Path(__file__).parent.parent
@@ -53,6 +53,14 @@ def file_digests(named: Mapping[str, str]) -> dict[str, str]:
         except OSError as error:
             raise ConfigError(f"{key} = {reference!r} cannot be read: {error}") from error
     return found
+
+
+def run_file_digests(config: Config) -> dict[str, str]:
+    """Return the digests of the reward, environment and strategy files that exist, by path."""
+    reward, strategy = config.reward, config.algorithm.batch_strategy
+    paths = [reward.custom_reward_function.path, *(entry.path for entry in reward.functions)]
+    paths += [config.env.path, strategy.rpartition(":")[0]]
+    return {path: _digest_file(Path(path)) for path in paths if Path(path).is_file()}
 
 
 def _digest_file(path: Path) -> str:

@@ -18,7 +18,7 @@ from laminar.config import Config
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
 from laminar.tasks.data.chat import CheckedPrompts, check_prompts, encode_prompt
-from laminar.tasks.data.prompts import PromptRow, load_prompts
+from laminar.tasks.data.prompts import PromptRow, PromptSet, load_prompts
 from laminar.tasks.data.tokenizer import load_tokenizer
 from laminar.tasks.environments.user_class import decode_tools
 
@@ -42,13 +42,18 @@ class RunPrompts:
         return await asyncio.to_thread(self._tokenise_prompts, prompts)
 
     def _load(self) -> LoadedPrompts:
-        data = self._config.data
-        prompts = load_prompts(data)
+        prompts = load_prompts(self._config.data, with_columns=bool(self._config.env.path))
         self._tokenizer = load_tokenizer(self._config.model.name)
-        train = check_prompts(self._tokenizer, prompts.train, data, self._tools)
-        held_out = check_prompts(self._tokenizer, prompts.held_out, data, self._tools)
-        overlap, digest = prompts.overlap, prompts.digest
-        return LoadedPrompts(_make_payloads(train), _make_payloads(held_out), overlap, digest)
+        return self._check_rows(self._tokenizer, prompts)
+
+    def _check_rows(self, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet) -> LoadedPrompts:
+        train, held_out = (
+            _make_payloads(check_prompts(tokenizer, rows, self._config.data, self._tools))
+            for rows in (prompts.train, prompts.held_out)
+        )
+        before = prompts.earlier
+        earlier = None if before is None else self._check_rows(tokenizer, before)
+        return LoadedPrompts(train, held_out, prompts.overlap, prompts.digest, earlier)
 
     def _tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         assert self._tokenizer is not None, "the data is not loaded yet"

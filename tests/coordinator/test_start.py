@@ -8,11 +8,12 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from laminar.config import Config
-from laminar.config.tree import CoordinatorConfig
+from laminar.config.tree import CoordinatorConfig, EnvConfig
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
@@ -21,10 +22,12 @@ from laminar.eventlog.record import MAX_HEADER_BYTES
 from laminar.eventlog.snapshot import read_snapshots
 from laminar.events import events as ev
 from laminar.events.base import Event
+from laminar.events.codec import encode
 from laminar.net.client import coordinator_address, write_address
 from laminar.net.session import RunOver
 from laminar.net.transport import PortTaken
 from laminar.net.user_requests import is_coordinator_alive
+from laminar.run.user_file import run_file_digests
 from tools.kit.memory_disk import MemoryDisk
 from tools.kit.secrets import KEYS
 from tools.kit.sim_worlds import LoggedRun
@@ -90,6 +93,17 @@ def test_an_observer_can_ask_for_more(world: LoggedRun, tmp_path: Path) -> None:
     _, seen, logged = start(run_dir_of(world.disk, tmp_path / "run"), replay_from=1)
     assert seen == list(range(1, world.state.seq + 1))
     assert logged[-1]["snapshot"] is None
+
+
+def test_the_log_has_the_digests_of_the_users_files(world: LoggedRun, tmp_path: Path) -> None:
+    mine = tmp_path / "games.py"
+    mine.write_text("class Game: ...")
+    config = Config(env=EnvConfig(path=str(mine)))
+    coordinator, _, _ = start(run_dir_of(world.disk, tmp_path / "run"), config=config)
+    (started,) = [e for e in coordinator._own if isinstance(e, ev.CoordinatorStarted)]
+    assert started.files == run_file_digests(config) and list(started.files) == [str(mine)]
+    bare = encode(msgspec.structs.replace(started, files={}))
+    assert "files" not in msgspec.msgpack.decode(bare)
 
 
 def test_a_snapshot_that_is_passed_over_is_reported(world: LoggedRun, tmp_path: Path) -> None:

@@ -159,5 +159,12 @@ def test_config_of_a_directory(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(EngineError, match="holds a JSON list"):
         read_hf_config(tmp_path)
+    path.unlink()
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(EngineError, match=r"an adapter of 'org/base', not a model.*lora\.rank"):
+        read_hf_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(EngineError, match="an adapter of another model"):
+        read_hf_config(tmp_path)
     path.write_text(json.dumps(QWEN25))
     assert parse_hf_config(read_hf_config(tmp_path)) == parse_hf_config(QWEN25)

@@ -22,6 +22,7 @@ from laminar.launch import preflight, train
 from laminar.launch.preflight import check_settings, look_at_data
 from laminar.names import exit_codes
 from laminar.observe.warnings import first_look
+from laminar.tasks.data.prompts import load_prompts
 from laminar.tasks.environments.user_class import decode_tools
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +181,21 @@ def test_the_tools_of_an_environment_are_known_before_a_run(tmp_path: Path) -> N
     assert plan.first_prompt.startswith("add(a, b)\n") and plan.trial
 
 
+def test_games_of_one_prompt_are_told_apart_by_their_columns(tmp_path: Path) -> None:
+    """A run begun before columns counted keeps its rows when it is resumed."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"game {n % 9}", "answer": f"{n}"} for n in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"data.train_files={data}", "data.dataset=", "data.dataset_config={}"]
+    checked = check_settings(of_calculator(tmp_path, *words, "data.val_size=4"))
+    plan = look_at_data(checked)
+    assert (plan.num_train, plan.num_held_out, plan.overlap) == (16, 4, 0)
+    before = load_prompts(checked.data)
+    resumed = look_at_data(checked, before.digest)
+    assert (resumed.num_train, resumed.data_digest) == (len(before.train), before.digest)
+    assert resumed.num_train < 16
+
+
 def test_an_environment_that_gives_the_reward_needs_no_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +216,19 @@ def test_an_environment_that_gives_the_reward_needs_no_answers(
     ]
     assert run_command(["train", *words]) == 0
     assert "reward     " not in capsys.readouterr().out
+
+
+def test_functions_over_lists_and_environments_score_one_response_per_call(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    key = "reward.custom_reward_function.path"
+    file.write_text("def f(completions, **columns): return [1.0 for _ in completions]")
+    plan = look_at_data(check_settings(of_calculator(tmp_path, f"{key}={file}")))
+    assert plan.reward.scope == plan.config.reward.scope == "trajectory" and plan.trial
+    file.write_text("def f(environments, **columns): return [e.total for e in environments]")
+    plan = look_at_data(check_settings(of_calculator(tmp_path, f"{key}={file}")))
+    assert plan.reward.takes_environments and not plan.trial
+    with pytest.raises(ConfigError, match=r"f of .* takes environments, but env.path is empty"):
+        check(config(tmp_path, f"{key}={file}"))
 
 
 @pytest.mark.parametrize(

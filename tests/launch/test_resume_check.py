@@ -22,7 +22,7 @@ from laminar.launch import resume_check
 from laminar.names import exit_codes, ids
 from laminar.run.directory import RESUME_FILE, run_config
 from laminar.run.lock import RunLock
-from laminar.run.user_file import file_digests
+from laminar.run.user_file import file_digests, run_file_digests
 from laminar.training.trainer_state import LearnerFacts, ResumeState, decode, encode
 from tests.run.conftest import laminar
 from tools.kit.logs import write_log
@@ -40,14 +40,20 @@ BASE = (
 )
 
 
-def run_of(tmp_path: Path, *overrides: str, step: int = 3) -> Path:
+def run_of(
+    tmp_path: Path, *overrides: str, step: int = 3, files: dict[str, str] | None = None
+) -> Path:
     """The directory of a run that was cut off when it had completed so many steps, with a
-    checkpoint of step 2; 0: one that has come to its end."""
+    checkpoint of step 2; 0: one that has come to its end. It began with these `files`."""
     run = tmp_path / "run"
     place = (f"run.output_dir={tmp_path}", "run.name=run")
     config = load_config([], [*place, *BASE, *overrides])
     settings = msgspec.structs.replace(make_settings(config), start_timeout_ms=60_000)
     log = World(settings, num_train=30, faults=Faults(save=1.0), seed=3).run().log
+    first = log[0][0]
+    assert isinstance(first.event, ev.CoordinatorStarted)
+    began = msgspec.structs.replace(first.event, files=files or {})
+    log[0] = (msgspec.structs.replace(first, event=began), log[0][1])
     done = [at for at, (s, _) in enumerate(log, 1) if isinstance(s.event, ev.StepCompleted)]
     run.mkdir()
     (run / "config.toml").write_text(dump_config(config))
@@ -194,9 +200,11 @@ def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
 def test_other_data_are_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     with pytest.raises(ConfigError, match="the data have digest other, but the run"):
-        resume_check.check_data(run, "other")
+        resume_check.check_data(run, resume_check.find_data_digest(run), "other")
     (loaded,) = {e.digest for e in map(_event, read_log(RealDisk(run / "events"))) if e}
-    resume_check.check_data(run, loaded)
+    assert resume_check.find_data_digest(run) == loaded
+    resume_check.check_data(run, loaded, loaded)
+    resume_check.check_data(run, "", loaded)
 
 
 def test_another_file_of_the_users_loss_is_refused(tmp_path: Path) -> None:
@@ -210,6 +218,38 @@ def test_another_file_of_the_users_loss_is_refused(tmp_path: Path) -> None:
     assert "restore that file" in said
     mine.unlink()
     assert f"{key} = '{mine}:loss' cannot be read" in refused(run)
+
+
+def test_another_file_of_the_reward_is_warned_of(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
+    for path in (mine, other):
+        path.write_text("def score(completion): return 1.0")
+    listed = f'reward.functions=[{{path="{mine}"}},{{name="math"}},{{path="{other}"}}]'
+    settings = (listed, f"algorithm.batch_strategy={other}:score")
+    config = load_config([], [*BASE, *settings])
+    then = run_file_digests(config)
+    assert list(then) == [str(mine), str(other)]
+    run = run_of(tmp_path, *settings, files=then)
+    assert resume_check.find_changed_files(run, config) == {}
+    for path in (mine, other):
+        path.write_text(f"def score(completion): return len({path.name!r})")
+    now = run_file_digests(config)
+    found = resume_check.find_changed_files(run, config)
+    assert list(found) == [f"file-changed/{now[str(path)][:8]}" for path in (mine, other)]
+    for path, text in zip((str(mine), str(other)), found.values(), strict=True):
+        assert all(part in text for part in (path, now[path], then[path]))
+    other.unlink()
+    assert list(resume_check.find_changed_files(run, config)) == list(found)[:1]
+
+
+def test_an_environment_is_such_a_file_and_an_older_log_has_no_digests(tmp_path: Path) -> None:
+    mine, games = tmp_path / "mine.py", tmp_path / "games.py"
+    for path in (mine, games):
+        path.write_text("def score(completion): return 1.0")
+    settings = (f"env.path={games}", f"reward.custom_reward_function.path={mine}")
+    config = load_config([], [*BASE, *settings])
+    assert list(run_file_digests(config)) == [str(mine), str(games)]
+    assert resume_check.find_changed_files(run_of(tmp_path, *settings), config) == {}
 
 
 def _event(item: tuple[object, object]) -> ev.DataLoaded | None:

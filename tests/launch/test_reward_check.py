@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from laminar.config import ConfigError, DataConfig, resolve_config
-from laminar.launch.reward_check import show_trial, trial_calls
+from laminar.launch.reward_check import FORMS, show_trial, trial_calls
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.rewards.reward_functions import reward_spec
 
@@ -66,7 +67,7 @@ def test_a_group_function_gets_all_as_siblings(tmp_path: Path) -> None:
             return [len(completions) + len(ids) for ids in completion_ids]
     """
     _, *lines = shown(tmp_path, source, ROWS[:1])
-    assert [line.split(": ", 1)[1] for line in lines] == ["26", "8"]
+    assert [line.split(": ", 1)[1] for line in lines] == ["60", "8"]
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 16])
@@ -77,9 +78,10 @@ def test_a_group_function_is_called_with_as_many_siblings_as_in_the_run(
     path.write_text(f"def f(prompts, completions):\n    assert len(completions) == {group_size}\n")
     flat = {"model.name": "m", "reward.custom_reward_function.path": str(path)}
     spec = reward_spec(resolve_config({**flat, "data.train_files": ["t.jsonl"]}))
-    (call,) = trial_calls(spec, ROWS[:1], lambda text: (text, [1]), group_size)
-    texts = [text for text, _ in call.completions]
-    assert len(texts) == group_size and texts[0] == "0" and texts[-1] == ""
+    calls = trial_calls(spec, ROWS[:1], lambda text: [1], group_size)
+    texts = [[text for text, _ in call.completions] for call in calls]
+    assert {len(part) for part in texts} == {group_size} and {part[-1] for part in texts} == {""}
+    assert texts[0][0] == "0" and sum(map(bool, chain(*texts))) == len(FORMS)
 
 
 TAGGED = """
@@ -166,6 +168,50 @@ def test_one_failure_of_several_is_no_reason_for_alarm(tmp_path: Path) -> None:
     lines, warnings = tried(tmp_path, "def f(completion): return 1 / len(completion)")
     assert sum("ZeroDivisionError" in line for line in lines) == 3
     assert len(lines) == 7 and warnings == {}
+
+
+@pytest.mark.parametrize("right", ["answer in completion", "f'<answer>{answer}</' in completion"])
+def test_a_function_that_fails_when_the_answer_is_right(tmp_path: Path, right: str) -> None:
+    source = f"def f(completion, answer, info): return info['turns'] if {right} else 0.0"
+    lines, warnings = tried(tmp_path, source, error_score=-0.5)
+    assert sum("FAILED, error: KeyError: 'turns'" in line for line in lines) == 3
+    assert list(warnings) == ["reward-fails"]
+    said = warnings["reward-fails"]
+    assert "KeyError: 'turns' (reward.py:1)" in said and "reward.error_score = -0.5" in said
+    assert "3 of the 3 rows" in said
+
+
+def test_a_function_that_fails_on_some_rows_and_is_flat_on_the_others(tmp_path: Path) -> None:
+    source = "def f(completion, answer): return 1 / 0 if '1' in completion else 0.0"
+    _, warnings = tried(tmp_path, source)
+    assert list(warnings) == ["reward-fails"] and "1 of the 3 rows" in warnings["reward-fails"]
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4, 16])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        r"^<think>.*?</think>\s*<answer>.*?</answer>$",
+        r"^<think>.*?</think><answer>.*?</answer>$",
+        r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$",
+    ],
+)
+def test_the_layout_of_r1_is_among_the_forms(tmp_path: Path, layout: str, group_size: int) -> None:
+    """A group function has as many siblings as in the run, so it may take several calls."""
+    source = f"""
+        import re
+        def f(completions, **columns):
+            return [float(bool(re.match({layout!r}, c, re.DOTALL))) for c in completions]
+    """
+    path = tmp_path / "reward.py"
+    path.write_text(textwrap.dedent(source))
+    flat = {"model.name": "m", "data.train_files": ["t.jsonl"]}
+    config = resolve_config({**flat, "reward.custom_reward_function.path": str(path)})
+    spec, out = reward_spec(config), io.StringIO()
+    calls = trial_calls(spec, ROWS, lambda text: [1], group_size)
+    found = show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
+    assert found == {} and "called on 3 rows" in out.getvalue()
+    assert len(out.getvalue().splitlines()) == 7
 
 
 def test_a_function_that_hangs_is_waited_for_once(tmp_path: Path) -> None:

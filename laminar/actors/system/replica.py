@@ -86,7 +86,9 @@ class RealParts:
         tokenizer = self._tokenizer
         return Environments(
             config,
-            SessionPool.from_config(config.env, on_output=self._printed),
+            SessionPool.from_config(
+                config.env, on_output=self._printed, reward=reward_spec(config)
+            ),
             Renderer(tokenizer, config.data, tools, self.stop_ids),
             CallParser(tokenizer, tools),
             self.decode,

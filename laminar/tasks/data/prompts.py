@@ -6,7 +6,9 @@ Gives   PromptSet: training rows, held-out rows, their overlap and a digest of a
 
 The split is part of the experiment, so it depends only on the prompts: held out are the prompts
 with the smallest xxh3_64 hexdigest of their text, independent of the order of rows, and training
-excludes all rows with such a prompt. The warm-up of the shipped base model excluded the prompts
+excludes all rows with such a prompt. With an environment, a row is its prompt and its columns,
+which `reset` gets: equal prompts are ordered by the digest of their columns, and training excludes
+only rows that are equal in both. The warm-up of the shipped base model excluded the prompts
 that come first in this order. Rows are kept in a form that MessagePack and JSON preserve. Values
 that those formats would change silently (tuples, dict keys that are not strings, integers beyond 64
 bits) are marked by `to_plain` and restored by `from_plain` before scoring.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +53,49 @@ class PromptSet:
     held_out: list[PromptRow]
     overlap: int  #: further rows left out of training because their prompt is held out
     digest: str  #: xxh3_128 of both lists
+    earlier: PromptSet | None = None  #: other split, of runs begun before columns counted
+
+    def select_for(self, digest: str) -> PromptSet:
+        """Return the split of a run that began with data of this digest."""
+        earlier = self.earlier
+        return earlier if earlier is not None and earlier.digest == digest else self
 
 
-def load_prompts(data: DataConfig) -> PromptSet:
-    """Load and split all rows of the run; raise ConfigError."""
+def load_prompts(data: DataConfig, *, with_columns: bool = False) -> PromptSet:
+    """Load and split all rows of the run; raise ConfigError.
+
+    `with_columns`: for an environment, where rows that differ in their columns differ.
+    """
     rows = list(_dataset_rows(data) if data.dataset else _file_rows(data.train_files, data))
-    digests = [prompt_digest(row.prompt) for row in rows]
-    if data.val_files:
-        held_out = list(_file_rows(data.val_files, data))
-        taken = 0
-    else:
-        held_out = _select_smallest(rows, digests, data.val_size)
-        taken = len(held_out)
-    keys = {prompt_digest(row.prompt) for row in held_out}
-    train = [row for row, key in zip(rows, digests, strict=True) if key not in keys]
-    if not train:
+    val = list(_file_rows(data.val_files, data)) if data.val_files else None
+    found = _split_rows(rows, val, data.val_size, with_columns=with_columns)
+    if not found.train:
         raise ConfigError(
             f"no training prompt is left: the prompts of all {len(rows)} rows are held out "
             f"(data.val_size = {data.val_size}, data.val_files = {data.val_files}); hold out "
             "fewer or give more data"
         )
-    overlap = len(rows) - len(train) - taken
+    if not with_columns:
+        return found
+    earlier = _split_rows(rows, val, data.val_size, with_columns=False)
+    same = earlier.digest == found.digest or not earlier.train
+    return found if same else replace(found, earlier=earlier)
+
+
+def _split_rows(
+    rows: list[PromptRow], val: list[PromptRow] | None, val_size: int, *, with_columns: bool
+) -> PromptSet:
+    """Hold out `val`, or else `val_size` of the rows; train on the rows that differ from these."""
+
+    def key_of(row: PromptRow) -> str:
+        columns = prompt_digest(_to_canonical_json(row.columns)) if with_columns else ""
+        return prompt_digest(row.prompt) + columns
+
+    digests = [key_of(row) for row in rows]
+    held_out = _select_smallest(rows, digests, val_size) if val is None else val
+    keys = {key_of(row) for row in held_out}
+    train = [row for row, key in zip(rows, digests, strict=True) if key not in keys]
+    overlap = len(rows) - len(train) - (len(held_out) if val is None else 0)
     return PromptSet(train, held_out, overlap, _digest_of(train, held_out))
 
 
@@ -82,7 +106,7 @@ def prompt_digest(prompt: Prompt) -> str:
 
 
 def _select_smallest(rows: list[PromptRow], digests: list[str], count: int) -> list[PromptRow]:
-    """Return the first row of each of the `count` distinct prompts with the smallest digests."""
+    """Return the first row of each of the `count` smallest distinct digests."""
     first: dict[str, PromptRow] = {}
     for row, digest in zip(rows, digests, strict=True):
         first.setdefault(digest, row)
@@ -246,9 +270,10 @@ def _make_row(
 
 
 def _check_prompt(where: str, key: str, prompt: Any) -> Prompt:
-    """Check the prompt and remove the null fields of messages."""
+    """Check the prompt, join text parts, and remove the null fields of messages."""
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+        prompt = [{**m, "content": _join_parts(where, m["content"])} for m in prompt]
     elif not isinstance(prompt, str):
         raise ConfigError(
             f"{where} has a prompt of the wrong type ({type(prompt).__name__}); it must be a "
@@ -268,9 +293,25 @@ def _remove_nulls(value: Any) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (
+        isinstance(content, list) and all(isinstance(part, dict) for part in content)
     )
+
+
+def _join_parts(where: str, content: str | list[dict[str, Any]]) -> str:
+    """Return the content of a message as text; raise ConfigError for a part that is not text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where} has a message with a part of type {part.get('type')!r}; only parts of "
+                "type 'text', with a string text, can be used: drop the row, or write it as text"
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _find_answer(where: str, columns: dict[str, Any], data: DataConfig) -> Any:

@@ -40,7 +40,7 @@ from laminar.tasks.environments.turns import (
     TrajectoryDone,
     TurnCall,
 )
-from laminar.tasks.rewards.results import RewardResult, apply_error_score
+from laminar.tasks.rewards.results import RewardCall, RewardResult, apply_error_score
 
 CUT_OFF = "length"  #: finish reason of a turn that ended at its limit
 ANSWERED_MAX = 1024
@@ -349,16 +349,20 @@ class Environments:
         """Finish a trajectory, with the reward of its environment if it has one."""
         result = None
         if self._pool.has_reward:
-            result = await self._get_reward(conversation, call)
+            result = await self._get_reward(conversation, call, text)
         return TrajectoryDone(result, text, reason, tuple(effects))
 
-    async def _get_reward(self, conversation: _Conversation, call: TurnCall) -> RewardResult:
-        """Return the result of get_reward, or a timeout if the session was killed."""
+    async def _get_reward(
+        self, conversation: _Conversation, call: TurnCall, text: str
+    ) -> RewardResult:
+        """Return the session's reward, or a timeout if the session was killed."""
         limit_s = self._env.tool_timeout_s
         if conversation.killed_after_s:
             return self._make_timeout_result(conversation.killed_after_s)
         try:
-            rated, _ = await self._send_request(conversation, call, RewardRequest(), limit_s)
+            ids = [i for _, part in call.parts for i in part]
+            request = RewardRequest(RewardCall(call.session.row, [(text, ids)]))
+            rated, _ = await self._send_request(conversation, call, request, limit_s)
         except _CallKilled:
             return self._make_timeout_result(limit_s)
         assert isinstance(rated, RewardReply)

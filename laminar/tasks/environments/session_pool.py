@@ -41,6 +41,7 @@ from laminar.tasks.environments.session_process import (
     TextReply,
 )
 from laminar.tasks.pipe_frames import LENGTH, encode_frame
+from laminar.tasks.rewards.results import RewardSpec
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 
 LATE_S = 0.1  #: wait for a reply that was on its way when the process ended
@@ -136,14 +137,17 @@ class SessionPool:
         start_timeout_s: float = IMPORT_TIMEOUT_S,
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
+        reward: RewardSpec | None = None,
     ) -> None:
         """Create the pool; `memory_mb` limits each process of a session, 0 means no limit.
 
         `env` is added to the environment of the processes; `on_output` gets their output.
+        `reward` are the functions that sessions call, because one takes the environment.
         """
-        self.has_reward = False  #: the class has get_reward; known after the start
+        self.has_reward = False  #: sessions give the reward; known after the start
+        reward = reward if reward is not None and reward.takes_environments else None
         self._start = msgspec.msgpack.encode(
-            ForkServerStart(path, name, unsafe_local_code, memory_mb)
+            ForkServerStart(path, name, unsafe_local_code, memory_mb, reward)
         )
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
@@ -151,7 +155,9 @@ class SessionPool:
         self._starting = asyncio.Lock()
 
     @classmethod
-    def from_config(cls, env: EnvConfig, *, on_output: Output = len) -> SessionPool:
+    def from_config(
+        cls, env: EnvConfig, *, on_output: Output = len, reward: RewardSpec | None = None
+    ) -> SessionPool:
         """Create a pool with the limits of the settings."""
         return cls(
             env.path,
@@ -159,6 +165,7 @@ class SessionPool:
             unsafe_local_code=env.unsafe_local_code,
             memory_mb=env.memory_mb,
             on_output=on_output,
+            reward=reward,
         )
 
     async def start(self) -> None:

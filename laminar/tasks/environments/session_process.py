@@ -41,7 +41,14 @@ from laminar.run.user_file import describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
 from laminar.tasks.pipe_frames import encode_frame, read_frame
-from laminar.tasks.rewards.results import RewardResult, call_guarded
+from laminar.tasks.rewards.results import (
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    Scorer,
+    call_guarded,
+)
+from laminar.tasks.rewards.reward_functions import open_scorer
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
 MESSAGE_BYTES_MAX = 1 << 16  #: limit of a message; a file name and a reason are shorter
@@ -56,6 +63,7 @@ class ForkServerStart(msgspec.Struct, tag="start"):
     name: str
     unsafe: bool  #: code may run without a sandbox
     memory_mb: int = 0  #: memory limit of a session's process above this one's; 0: no limit
+    reward: RewardSpec | None = None  #: functions that take the environment
 
 
 class ForkSession(msgspec.Struct, tag="fork"):
@@ -71,7 +79,7 @@ class KillSession(msgspec.Struct, tag="kill"):
 class ForkServerReady(msgspec.Struct, tag="ready"):
     """A report that the class is loaded."""
 
-    has_reward: bool  #: the class has get_reward
+    has_reward: bool  #: sessions give the reward
 
 
 class ForkServerRefused(msgspec.Struct, tag="refused"):
@@ -104,7 +112,9 @@ class ToolRequest(msgspec.Struct, tag="use"):
 
 
 class RewardRequest(msgspec.Struct, tag="rate"):
-    """A request for the result of get_reward."""
+    """A request for the result of get_reward, or else of functions that take the environment."""
+
+    call: RewardCall | None = None
 
 
 class TextReply(msgspec.Struct, tag="said"):
@@ -130,18 +140,24 @@ def main(number: str) -> None:
     permit_unsafe(start.unsafe)
     try:
         environment = load_class(start.path, start.name)
+        live: list[Any] = []  #: the environment of a session, in its process
+        scorer = open_scorer(start.reward, live) if start.reward is not None else None
     except ConfigError as error:
         control.send(msgspec.msgpack.encode(ForkServerRefused(str(error))))
         return
-    control.send(msgspec.msgpack.encode(ForkServerReady(has_reward(environment))))
-    _ForkServer(control, environment, start).serve_forever()
+    rewards = has_reward(environment) or scorer is not None
+    control.send(msgspec.msgpack.encode(ForkServerReady(rewards)))
+    host = _EnvironmentHost(environment, start.path, live, scorer)
+    _ForkServer(control, host, start).serve_forever()
 
 
 class _ForkServer:
     """The loop that forks, kills and reaps session processes."""
 
-    def __init__(self, control: socket.socket, environment: type, start: ForkServerStart) -> None:
-        self._control, self._environment, self._start = control, environment, start
+    def __init__(
+        self, control: socket.socket, host: _EnvironmentHost, start: ForkServerStart
+    ) -> None:
+        self._control, self._host, self._start = control, host, start
         self._numbers: dict[int, int] = {}  #: session numbers by process id
         self._guard = _fork_guard(control)  #: pipe for ids of sessions, negative once ended
         self._woken, wakes = os.pipe()
@@ -193,7 +209,7 @@ class _ForkServer:
             os.close(self._guard)
             if os.getppid() == parent:
                 _limit_memory(self._start.memory_mb)
-                _serve_session(socket.socket(fileno=channel), self._environment, self._start.path)
+                _serve_session(socket.socket(fileno=channel), self._host)
             code = 0
         except BaseException:  # not from user code, whose exceptions become replies
             traceback.print_exc()
@@ -273,24 +289,27 @@ def _limit_memory(limit_mb: int) -> None:
 # --- in a session ----------------------------------------------------------------------------
 
 
-def _serve_session(channel: socket.socket, environment: type, path: str) -> None:
+def _serve_session(channel: socket.socket, session: _EnvironmentHost) -> None:
     """Answer requests, one at a time, until the channel ends."""
-    session, requests = _EnvironmentHost(environment, path), channel.makefile("rb")
+    requests = channel.makefile("rb")
     while (body := read_frame(requests)) is not None:
         reply = session.handle_request(msgspec.msgpack.decode(body, type=Request))
         channel.sendall(encode_frame(reply))
 
 
 class _EnvironmentHost:
-    """The user's environment object; its exceptions become replies."""
+    """The user's environment object, and its rewards; its exceptions become replies."""
 
-    def __init__(self, environment: type, path: str) -> None:
+    def __init__(
+        self, environment: type, path: str, live: list[Any], scorer: Scorer | None
+    ) -> None:
         self._class, self._path = environment, path
+        self._live, self._scorer = live, scorer
         self._runner: asyncio.Runner | None = None  #: created for the first async method
 
     def handle_request(self, request: Request) -> Reply:
         if isinstance(request, RewardRequest):
-            return RewardReply(self._compute_reward())
+            return RewardReply(self._compute_reward(request.call))
         try:
             value = (
                 self._reset(request)
@@ -306,6 +325,7 @@ class _EnvironmentHost:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(request.seed % (1 << 32))
         self._object = self._class()
+        self._live[:] = [self._object]
         row = request.row
         columns = {"prompt": row.prompt, **from_plain(row.columns)}
         reset = getattr(self._object, RESET)
@@ -317,7 +337,9 @@ class _EnvironmentHost:
         value = self._await_value(method(**json.loads(request.arguments)))
         return replace_surrogates(value if isinstance(value, str) else str(value))
 
-    def _compute_reward(self) -> RewardResult:
+    def _compute_reward(self, call: RewardCall | None) -> RewardResult:
+        if call is not None and self._scorer is not None and not has_reward(self._class):
+            return self._scorer(call)[0]
         return call_guarded(lambda: self._await_value(getattr(self._object, REWARD)()), self._path)
 
     def _await_value(self, value: Any) -> Any:

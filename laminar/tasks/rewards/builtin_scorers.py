@@ -14,6 +14,12 @@ from typing import Any
 from laminar.tasks.data.prompts import PromptRow, make_dataset
 from laminar.tasks.rewards.results import FunctionSpec, RewardResult
 
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_TEXT_COMMAND = re.compile(r"\\(?:text\w*|mathrm|mbox)\b|\\[,;! ]")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+")
+_LETTER_UNIT = re.compile(r"(?=[^a-z]*\d)[-+\d.,/{}$\s]*+([a-z])[}$.\s]*")
+_ONLY_WORDS = re.compile(r"(?:[^\W\d_]|[\s.!?'\"{}$])*")
+
 
 def dataset_scorer(spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
     from reasoning_gym.utils import extract_answer
@@ -51,7 +57,8 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
         return late or 0.0
 
     def score(row: PromptRow, text: str) -> float | RewardResult:
-        gold = parse(_math_text(str(row.ground_truth)))
+        truth = _math_text(str(row.ground_truth))
+        gold = parse(truth)
         if not gold:
             raise ValueError(f"the ground truth {row.ground_truth!r} is not a mathematical answer")
         tagged = _find_tagged_answer(text)
@@ -61,7 +68,11 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
             return RewardResult(None, "timeout", "math-verify: timeout during parsing")
         except Exception:  # an answer that cannot be parsed is wrong
             return 0.0
-        return equal(gold, found)
+        answer = _find_boxed(text if tagged is None else _math_text(tagged))
+        if answer is None:
+            answer = next((one for one in reversed(found) if isinstance(one, str)), "")
+        same = _compare_words(_find_boxed(truth) or truth, answer)
+        return equal(gold, found) if same is None else float(same)
 
     return score
 
@@ -71,6 +82,35 @@ def _math_text(answer: str) -> str:
     answer = answer.rpartition("####")[2].strip()
     marked = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
     return answer if marked else f"\\boxed{{{answer}}}"
+
+
+def _find_boxed(text: str) -> str | None:
+    found = _BOXED.findall(text)
+    return found[-1] if found else None
+
+
+def _compare_words(truth: str, answer: str) -> bool | None:
+    """Return whether both say the same words; None if mathematics decides.
+
+    math-verify reads a word as the product of its letters, and drops units. Answers without
+    words, and those with the same words and something else, are left to it.
+    """
+    truth, answer = (_TEXT_COMMAND.sub("", text).casefold() for text in (truth, answer))
+    expected, found = _split_phrases(truth), _split_phrases(answer)
+    if not expected or not found:
+        return None
+    if expected != found:
+        return False
+    return True if _ONLY_WORDS.fullmatch(truth) and _ONLY_WORDS.fullmatch(answer) else None
+
+
+def _split_phrases(answer: str) -> list[str]:
+    """Return the phrases with a word of two letters or more, sorted, or a unit of one letter."""
+    plain = _COMMAND.sub(" ", answer)
+    if unit := _LETTER_UNIT.fullmatch(plain):
+        return [unit[1]]
+    phrases = re.split(r"\b(?:and|or)\b|[^\w\s]|[\d_]", plain)
+    return sorted(" ".join(p.split()) for p in phrases if re.search(r"[^\W\d_]{2}", p))
 
 
 def _find_tagged_answer(text: str) -> str | None:

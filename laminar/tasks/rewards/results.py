@@ -47,6 +47,7 @@ class FunctionSpec(msgspec.Struct, frozen=True):
     dataset_config: dict[str, Any] = {}
     weight: float = 1.0  #: weight of the score in the sum
     label: str = ""  #: unique name among several functions
+    takes_environments: bool = False  #: a custom function has TRL's parameter `environments`
 
 
 class RewardSpec(msgspec.Struct, frozen=True):
@@ -59,6 +60,11 @@ class RewardSpec(msgspec.Struct, frozen=True):
     def custom(self) -> bool:
         """Whether any of the functions is user code."""
         return any(function.kind == "custom" for function in self.functions)
+
+    @property
+    def takes_environments(self) -> bool:
+        """Whether a function reads the environment, so that sessions call all of them."""
+        return any(function.takes_environments for function in self.functions)
 
 
 class RewardCall(msgspec.Struct, frozen=True):

@@ -46,7 +46,15 @@ def reward_spec(config: Config) -> RewardSpec:
     """Resolve the reward section and import the user's files; raise ConfigError."""
     listed = config.reward.functions or [_the_only(config)]
     functions = _label_functions([_resolve_function(config, entry) for entry in listed])
-    return RewardSpec(scope=_choose_scope(config.reward.scope, functions), functions=functions)
+    one_by_one = config.env.path and config.reward.scope == "auto"  # as siblings end their turns
+    scope = "trajectory" if one_by_one else _choose_scope(config.reward.scope, functions)
+    spec = RewardSpec(scope=scope, functions=functions)
+    if spec.takes_environments and not config.env.path:
+        raise ConfigError(
+            f"{', '.join(map(describe_function, functions))} takes environments, but env.path is "
+            "empty: name the file of the environment's class"
+        )
+    return spec
 
 
 def _the_only(config: Config) -> WeightedFunctionConfig:
@@ -163,12 +171,13 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def open_scorer(spec: RewardSpec) -> Scorer:
+def open_scorer(spec: RewardSpec, environments: list[Any] | None = None) -> Scorer:
     """Import what the functions need and return their scorer; raises ConfigError.
 
     The scorer runs in the main thread of its process: math-verify ends a long parse by SIGALRM.
     """
-    scorers = [_open_single_scorer(function) for function in spec.functions]
+    environments = [] if environments is None else environments
+    scorers = [_open_single_scorer(function, environments) for function in spec.functions]
 
     def score(call: RewardCall) -> list[RewardResult]:
         call = RewardCall(_restore_row(call.row), call.completions, call.step)
@@ -177,9 +186,9 @@ def open_scorer(spec: RewardSpec) -> Scorer:
     return score
 
 
-def _open_single_scorer(function: FunctionSpec) -> Scorer:
+def _open_single_scorer(function: FunctionSpec, environments: list[Any]) -> Scorer:
     if function.kind == "custom":
-        return open_function(function)
+        return open_function(function, environments)
     score_text = BUILT_IN[function.kind](function)
     return lambda call: [
         call_guarded(partial(score_text, call.row, text), "") for text, _ in call.completions

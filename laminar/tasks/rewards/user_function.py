@@ -43,10 +43,14 @@ Function = Callable[..., Any]
 IMPORT_TIMEOUT_S = 120.0
 """Time limit of the import of a user's file."""
 
+ENVIRONMENTS = "environments"
+"""TRL's parameter for the environment objects of the completions."""
+
 #: Style by parameter name; the first of these names that a function has decides.
 MARKERS = {
     "solution_str": "verl",
     "completions": "group",
+    ENVIRONMENTS: "group",
     "completion": "single",
     "states": "group",
     "state": "single",
@@ -60,7 +64,13 @@ def custom_spec(path: str, name: str) -> FunctionSpec:
     """Build the spec of the function `name`, or of the file's only one; raise ConfigError."""
     name, function = load_quietly(path, name)
     style = _detect_style(function, f"{name} of {path}")
-    return FunctionSpec(kind="custom", style=style, path=str(Path(path).resolve()), name=name)
+    return FunctionSpec(
+        kind="custom",
+        style=style,
+        path=str(Path(path).resolve()),
+        name=name,
+        takes_environments=ENVIRONMENTS in inspect.signature(function).parameters,
+    )
 
 
 def load_quietly(path: str, name: str) -> tuple[str, Function]:
@@ -165,6 +175,7 @@ def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> N
         if spec.style == "group"
         else _make_values(spec.style, call)
     )
+    offered |= {ENVIRONMENTS: [None]} if spec.takes_environments else {}
     try:
         inspect.signature(function).bind(**_select_accepted(function, offered))
     except TypeError as error:
@@ -177,12 +188,16 @@ def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> N
 # --- in the worker ------------------------------------------------------------------------------
 
 
-def open_function(spec: FunctionSpec) -> Scorer:
-    """Return the scorer of a user's function; raise ConfigError."""
+def open_function(spec: FunctionSpec, environments: list[Any]) -> Scorer:
+    """Return the scorer of a user's function; raise ConfigError.
+
+    `environments`: in a session, its environment once it was reset.
+    """
     _, function = load_function(spec.path, spec.name)
     score = _score_group if spec.style == "group" else _score_one
     settle = _Awaiter()
-    return lambda call: score(spec, function, settle, call)
+    bound = partial(function, **{ENVIRONMENTS: environments}) if spec.takes_environments else None
+    return lambda call: score(spec, bound or function, settle, call)
 
 
 class _Awaiter:

@@ -195,6 +195,15 @@ def test_null_fields_that_parquet_adds_below_go_and_those_of_json_stay(tmp_path)
     assert row.prompt == messages(city=None)
 
 
+def test_content_as_a_list_of_text_parts_is_joined(tmp_path):
+    parts = [{"type": "text", "text": "a ", "image": None}, {"type": "text", "text": "b"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}]
+    for path in (jsonl(tmp_path / "a.jsonl", rows), parquet(tmp_path / "a.parquet", rows)):
+        assert load(path).train[0].prompt == [{"role": "user", "content": "a b"}]
+    parts[1] = {"type": "image", "image": "a.png"}
+    fails("part of type 'image'", "text", train_files=[jsonl(tmp_path / "b.jsonl", rows)])
+
+
 def test_file_errors(tmp_path):
     def put(name, text):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -288,6 +297,38 @@ def test_nothing_left_to_train_on(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     fails("no training prompt", "data.val_size = 2", train_files=[path], val_size=2)
     fails("no training prompt", "data.val_size", train_files=[path], val_files=[path])
+
+
+def test_with_an_environment_a_row_is_its_prompt_and_its_columns(tmp_path):
+    games = [{"prompt": "Reach the number.", "goal": i % 6} for i in range(12)]
+    path = jsonl(tmp_path / "a.jsonl", games)
+    data = DataConfig(train_files=[path], val_size=2)
+    found = load_prompts(data, with_columns=True)
+    held = [row.columns["goal"] for row in found.held_out]
+    assert len(set(held)) == 2
+    goals = [row.columns["goal"] for row in found.train]
+    assert goals == [i % 6 for i in range(12) if i % 6 not in held] and found.overlap == 2
+    val = jsonl(tmp_path / "v.jsonl", games[:1])
+    found = load_prompts(DataConfig(train_files=[path], val_files=[val]), with_columns=True)
+    assert (len(found.train), found.overlap) == (10, 2)
+    fails("no training prompt", train_files=[path], val_size=2)
+
+
+def test_distinct_prompts_are_split_alike_with_and_without_columns(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "n": i} for i in range(20)])
+    data = DataConfig(train_files=[path], val_size=5)
+    found = load_prompts(data, with_columns=True)
+    assert found == load_prompts(data) and found.earlier is None
+
+
+def test_a_run_from_before_the_columns_counted_keeps_its_rows(tmp_path):
+    games = [{"prompt": f"game {i % 4}", "goal": i} for i in range(12)]
+    data = DataConfig(train_files=[jsonl(tmp_path / "a.jsonl", games)], val_size=2)
+    found, before = load_prompts(data, with_columns=True), load_prompts(data)
+    assert (len(found.train), len(before.train)) == (10, 6)
+    assert found.select_for(before.digest) == before
+    assert found.select_for("") == found.select_for(found.digest) == found
+    assert found.select_for("other") == found and before.select_for(found.digest) == before
 
 
 def test_the_digest_covers_every_field_and_the_split(tmp_path):

@@ -28,6 +28,7 @@ from laminar.tasks.environments.turns import (
     TurnCall,
 )
 from laminar.tasks.environments.user_class import load_class, load_declaration
+from laminar.tasks.rewards.reward_functions import reward_spec
 from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
 
 pytestmark = pytest.mark.process
@@ -105,7 +106,7 @@ class Bench:
 
     model = tokenizer()
 
-    def __init__(self, path, *, reward=False, **settings):
+    def __init__(self, path, *, reward=False, functions=None, **settings):
         self.log = path / "log"
         self.log.touch()
         source = textwrap.dedent(SOURCE.format(log=str(self.log)) + (REWARD if reward else ""))
@@ -127,7 +128,9 @@ class Bench:
         self.printed, self.intended, self.noted_before = [], [], []
         self.environments = Environments(
             config,
-            SessionPool(config.env.path, "", memory_mb=512, on_output=self.printed.append),
+            SessionPool(
+                config.env.path, "", memory_mb=512, on_output=self.printed.append, reward=functions
+            ),
             self.renderer(TEMPLATE),
             CallParser(self.model, TOOLS),
             lambda ids: self.model.decode(ids, skip_special_tokens=True),
@@ -356,6 +359,40 @@ def test_with_pure_a_lost_session_is_made_again(tmp_path):
         assert bench.noted() == ["x", "died", "died"] and bench.intended == []
 
     in_bench(tmp_path, body, call_semantics="retryable")
+
+
+def test_functions_over_environments_are_called_in_the_session(tmp_path):
+    """Each gets lists of one; a session of its own has another object."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def words(environments, completions, prompts, count, **columns):\n"
+        "    (e,), (text,) = environments, completions\n"
+        "    return [{'score': len(e.words) / count[0], 'text': text}]\n"
+        "def fails(environments): return [environments[0].absent]\n"
+    )
+    flat = {"model.name": "m", "data.train_files": ["t.jsonl"], "env.path": str(path)}
+
+    def spec(*names):
+        listed = [{"path": str(path), "name": name} for name in names]
+        return reward_spec(resolve_config({**flat, "reward.functions": [*listed]}))
+
+    async def body(bench):
+        for name, used in (("a", 2), ("b", 0)):
+            session = bench.session(name, count=2)
+            for turn in range(used):
+                await bench.answer_turn(call("note", word="x"), turn, session)
+            done = await bench.answer_turn("All done.", used, session)
+            assert (done.result.score, done.result.reason) == (used / 2, "ok")
+            assert done.result.extras == {"text": "All done."}
+
+    in_bench(tmp_path, body, functions=spec("words"))
+
+    async def failing(bench):
+        done = await bench.answer_turn("All done.", 0, bench.session("a", count=2))
+        assert (done.result.score, done.result.reason) == (-1.0, "error")
+        assert "absent" in done.result.detail and "reward.py:4" in done.result.detail
+
+    in_bench(tmp_path, failing, functions=spec("words", "fails"))
 
 
 def test_siblings_begin_alike_and_a_reset_that_fails_is_tried_again(tmp_path):
