@@ -78,7 +78,7 @@ def test_a_group_function_is_called_with_as_many_siblings_as_in_the_run(
     path.write_text(f"def f(prompts, completions):\n    assert len(completions) == {group_size}\n")
     flat = {"model.name": "m", "reward.custom_reward_function.path": str(path)}
     spec = reward_spec(resolve_config({**flat, "data.train_files": ["t.jsonl"]}))
-    calls = trial_calls(spec, ROWS[:1], lambda text: [1], group_size)
+    calls = trial_calls(spec, ROWS[:1], lambda text: (text, [1]), group_size)
     texts = [[text for text, _ in call.completions] for call in calls]
     assert {len(part) for part in texts} == {group_size} and {part[-1] for part in texts} == {""}
     assert texts[0][0] == "0" and sum(map(bool, chain(*texts))) == len(FORMS)
@@ -208,7 +208,7 @@ def test_the_layout_of_r1_is_among_the_forms(tmp_path: Path, layout: str, group_
     flat = {"model.name": "m", "data.train_files": ["t.jsonl"]}
     config = resolve_config({**flat, "reward.custom_reward_function.path": str(path)})
     spec, out = reward_spec(config), io.StringIO()
-    calls = trial_calls(spec, ROWS, lambda text: [1], group_size)
+    calls = trial_calls(spec, ROWS, lambda text: (text, [1]), group_size)
     found = show_trial(spec, config.reward, calls, Console(file=out, soft_wrap=True))
     assert found == {} and "called on 3 rows" in out.getvalue()
     assert len(out.getvalue().splitlines()) == 7
