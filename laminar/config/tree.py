@@ -39,6 +39,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, doc("the run directory's name")] = "run"
     output_dir: Annotated[str, doc("the directory of run directories")] = "runs"
+    mode: Annotated[
+        Literal["0700", "0750", "0755"], doc("of a new run directory: who else may read it")
+    ] = "0700"
     #: 127.0.0.1, 127.0.0.2, ... 127.0.0.254
     nodes: Annotated[
         Count,

@@ -219,7 +219,8 @@ def move_aside(run_dir: Path) -> Path:
 def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Create the directory, locked before it has contents; the coordinator emits the warnings."""
     try:
-        run_dir.mkdir(parents=True)
+        run_dir.mkdir(0o700, parents=True)
+        run_dir.chmod(int(config.run.mode, 8))
         lock = RunLock.create(run_dir, "train")
         make_secret(run_dir)
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)

@@ -29,6 +29,7 @@ import msgspec
 from laminar.config import ConfigError
 from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
+from laminar.run.permissions import restrict_umask
 
 MOVE_WAIT_S = 5.0
 """Timeout for a process that moves the directory, which is one rename."""
@@ -64,6 +65,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path, fd: int, name: str, *, inherited: bool = False) -> None:
         """Use `create`, `join` or `inherit`."""
+        restrict_umask()  # of a process of the run
         self.run_dir, self.fd = run_dir, fd
         self.inherited = inherited  #: whether another process of the run started this one
         self._identity = _get_identity(os.fstat(fd))
