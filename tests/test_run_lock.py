@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -181,7 +182,7 @@ def test_a_disk_without_room_for_the_name_stops_nobody(
 
     monkeypatch.setattr(os, "pwrite", full)
     lock = RunLock.create(run_dir, "coordinator")
-    with pytest.raises(ConfigError, match=r"in use by the process that locks .*run\.lock"):
+    with pytest.raises(ConfigError, match=r"locks .*run\.lock, but all .* dead: `fuser -v"):
         move_aside(run_dir)
     lock.close()
 
@@ -198,3 +199,29 @@ def test_a_file_system_without_locks_is_named(
             attempt(run_dir, "train")
     with pytest.raises(ConfigError, match=r"without file locks"):
         move_aside(run_dir)
+
+
+def test_lock_of_a_coordinator_that_died_is_said_to_be_held_by_another_process(
+    run_dir: Path, start: Start
+) -> None:
+    first = holding(start("coordinator"))
+    first.kill()
+    first.wait()
+    card = run_dir / "processes" / "coordinator"
+    with card.open() as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        said = (
+            rf"served already, by coordinator \(pid {first.pid}\); that process is dead here.*fuser"
+        )
+        with pytest.raises(ConfigError, match=said):
+            RunLock.join(run_dir, "coordinator")
+
+
+def test_no_other_user_can_open_a_lock_even_one_of_an_earlier_release(run_dir: Path) -> None:
+    paths = [run_dir / "run.lock", run_dir / "processes" / "coordinator"]
+    paths[1].parent.mkdir()
+    for path in paths:
+        path.touch(0o644)
+        path.chmod(0o664)
+    RunLock.join(run_dir, "coordinator").close()
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}

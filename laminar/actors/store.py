@@ -116,14 +116,14 @@ class Store:
 
         That was replaced; its node, or the coordinator at its next request, tells it to end.
         """
-        told = False
+        told = ""
         while True:
             try:
                 return self._open_database()
             except DatabaseHeld as held:
-                if not told:
-                    self.host.notify_user(f"{held}: waiting for its end")
-                told = True
+                if told != str(held):
+                    told = str(held)
+                    self.host.notify_user(f"{told}: waiting for its end")
             await self.host.sleep_for(HELD_PAUSE_S)
 
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:

@@ -11,13 +11,16 @@ between its readers, which network file systems lack.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from laminar.config import ConfigError
+from laminar.names.ports import DiskError, DiskFull, no_room
 from laminar.run.fail_points import FailPoints
+from laminar.run.permissions import open_private
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
 from laminar.storage.rows import NotTokenised
@@ -79,6 +82,12 @@ class Database(Transactions):
 
 def _open_connection(path: Path) -> sqlite3.Connection:
     """Open a connection that starts no transaction by itself."""
+    try:
+        for file in (path, *path.parent.glob(f"{path.name}-*")):  # new ones get its mode
+            os.close(open_private(file))
+    except OSError as error:
+        kind = DiskFull if no_room(error) else DiskError
+        raise kind(error.errno, f"opening {path} failed: {error.strerror}") from error
     try:
         db = sqlite3.connect(path, isolation_level=None)
         modes = [db.execute(pragma).fetchone() for pragma in schema.WRITER_PRAGMAS]

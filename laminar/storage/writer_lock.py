@@ -23,7 +23,8 @@ from pathlib import Path
 import msgspec
 
 from laminar.names.ports import DatabaseHeld, DiskError, DiskFull, no_room
-from laminar.run.lock import try_lock
+from laminar.run.lock import describe_dead_owner, try_lock
+from laminar.run.permissions import open_private
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -47,12 +48,12 @@ class WriterLock:
         self._path = database.with_suffix(".lock")
         self._own = Writer(incarnation, socket.gethostname(), os.getpid())
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = open_private(self._path)
         except OSError as error:
             raise self._make_disk_error("opening", error) from error
         try:
             if not try_lock(self._fd, fcntl.LOCK_EX):
-                raise DatabaseHeld(f"{self._read_writer()} has {database} open")
+                raise DatabaseHeld(self._describe_holder(database))
             self.check_owner()
             self._write()
         except BaseException:
@@ -70,6 +71,10 @@ class WriterLock:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+    def _describe_holder(self, database: Path) -> str:
+        last = self._read_writer()
+        return f"{last} has {database} open{describe_dead_owner(self._path, last.host, last.pid)}"
 
     def _write(self) -> None:
         text = msgspec.json.encode(self._own)
