@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from laminar.config import ConfigError
 from laminar.launch.train import move_aside
 from laminar.run.lock import RunLock, holders, lock_for_move
+from laminar.storage.writer_lock import WriterLock
 
 HOLD = """
 import sys
@@ -225,3 +227,17 @@ def test_no_other_user_can_open_a_lock_even_one_of_an_earlier_release(run_dir: P
         path.chmod(0o664)
     RunLock.join(run_dir, "coordinator").close()
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
+
+
+def test_the_close_of_a_lock_on_a_failing_disk_does_not_hide_why_it_is_closed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    lock = RunLock.create(run_dir, "node-0")
+    store = WriterLock(run_dir / "store.sqlite", 1)
+    with pytest.raises(ValueError, match="the reason"), closing(lock), closing(store):
+        monkeypatch.setattr(Path, "unlink", fail)
+        monkeypatch.setattr(os, "close", fail)
+        raise ValueError("the reason")

@@ -196,8 +196,8 @@ class Store:
     def _answer_requests(self, requests: list[m.Request]) -> list[m.Reply | None]:
         """Answer requests; None for one that has to wait.
 
-        Writes wait while the disk is full (raises if that takes too long); requests that need
-        untokenised prompts wait for them.
+        Writes wait while the disk is full, and all while it fails (raises if that takes too long);
+        requests that need untokenised prompts wait for them.
         """
         assert self.database is not None, "the server starts after the database is filled"
         if not requests:
@@ -206,13 +206,15 @@ class Store:
             found = self.database.handle_batch(requests)
         except DiskError as error:
             self._disk.handle_failure(error)
+            if not self._disk.full:
+                return [None] * len(requests)
             reads = [request for request in requests if isinstance(request, READS)]
             answers = iter(self.database.handle_batch(reads))
             return [
                 self._reply_or_tokenise(next(answers)) if isinstance(r, READS) else None
                 for r in requests
             ]
-        if not all(isinstance(request, READS) for request in requests):
+        if not (self._disk.full and all(isinstance(request, READS) for request in requests)):
             self._disk.record_success()
         return [self._reply_or_tokenise(answer) for answer in found]
 

@@ -39,7 +39,7 @@ POLL_S = 0.2
 
 
 def main() -> None:
-    sys.exit(exit_code("laminar-node", run_node))
+    sys.exit(exit_code("laminar-node", run_node, daemon=True))
 
 
 def run_node(

@@ -326,7 +326,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         doc("0: the whole event log, as audit, report, retrain, fork and log why need it"),
     ] = 0
     disk_full_timeout_s: Annotated[
-        NonNegative, doc("the run waits so long for room on a full disk, then it ends")
+        NonNegative, doc("the run waits so long for a disk that is full or fails, then it ends")
     ] = 300.0
 
 

@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -128,13 +128,15 @@ class RunLock:
 
     def close(self) -> None:
         """Release the share, as far as this process holds it."""
-        os.close(self.fd)
-        if self._card is not None:
-            path, fd = self._card
-            if (
-                not self.find_lost_reason() and path.name not in SOLE
-            ):  # a waiting process has the card open
+        with suppress(OSError):  # of a disk that fails: it would hide why this process ends
+            os.close(self.fd)
+        if self._card is None:
+            return
+        path, fd = self._card
+        with suppress(OSError):
+            if not self.find_lost_reason() and path.name not in SOLE:  # a waiting one has it open
                 path.unlink(missing_ok=True)
+        with suppress(OSError):
             os.close(fd)
 
     def _write_card(self, name: str) -> None:

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -57,19 +58,20 @@ class WriterLock:
             self.check_owner()
             self._write()
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
 
     def check_owner(self) -> None:
         """Raise DiskError if a later incarnation of the store has taken the database over."""
         last = self._read_writer()
         if last.incarnation > self._own.incarnation:
-            raise DiskError(errno.ESTALE, f"{last} took over from {self._own}")
+            raise DiskError(errno.EPERM, f"{last} took over from {self._own}")
 
     def close(self) -> None:
         """Release the lock; harmless a second time, like the database's."""
         if self._fd >= 0:
-            os.close(self._fd)
+            with suppress(OSError):  # of a disk that fails: it would hide why this process ends
+                os.close(self._fd)
         self._fd = -1
 
     def _describe_holder(self, database: Path) -> str:
@@ -90,6 +92,8 @@ class WriterLock:
             return msgspec.json.decode(self._path.read_bytes(), type=Writer)
         except (FileNotFoundError, msgspec.DecodeError):  # empty: never locked; or half written
             return Writer()
+        except OSError as error:
+            raise self._make_disk_error("reading", error) from error
 
     def _make_disk_error(self, doing: str, error: OSError) -> DiskError:
         kind = DiskFull if no_room(error) else DiskError
