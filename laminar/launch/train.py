@@ -81,10 +81,7 @@ def run_training(
     config = check_settings(config)
     starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
-        early = []
-        for index in range(config.run.nodes if starts else 0):
-            node = PreforkedNode(config, roles_of(index))
-            early.append(ends.enter_context(contextlib.closing(node)))
+        early = _prefork_nodes(config, ends) if starts else []
         machines = 1 if arguments.prepare else config.run.nodes
         plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
@@ -100,6 +97,9 @@ def run_training(
             if arguments.prepare:
                 console.print_lines(_format_daemons(plan.config, run_dir))
                 return GiveUp(_get_exit_code(console))
+            if asked.level and not arguments.resume:  # its coordinator has not started
+                shutil.rmtree(run_dir)
+                return GiveUp(exit_codes.STOPPED_EARLY, f"stopped by {asked.reason}")
             console.when_gone(
                 f"the output is closed; the run continues, and `{shell_command('stop', run_dir)}` "
                 "ends it"
@@ -110,6 +110,15 @@ def run_training(
             console.print_lines(["", f"the run ended    {reason}"])
             return over
         return report_end(run_dir, console, over)
+
+
+def _prefork_nodes(config: Config, ends: contextlib.ExitStack) -> list[PreforkedNode]:
+    """Start importing nodes, which `ends` closes."""
+    nodes = []
+    for index in range(config.run.nodes):
+        node = PreforkedNode(config, roles_of(index))
+        nodes.append(ends.enter_context(contextlib.closing(node)))
+    return nodes
 
 
 def plan_run(
