@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from laminar.config import ConfigError
 from laminar.launch.train import move_aside
 from laminar.run.lock import RunLock, holders, lock_for_move
+from laminar.storage.writer_lock import WriterLock
 
 HOLD = """
 import sys
@@ -181,7 +184,7 @@ def test_a_disk_without_room_for_the_name_stops_nobody(
 
     monkeypatch.setattr(os, "pwrite", full)
     lock = RunLock.create(run_dir, "coordinator")
-    with pytest.raises(ConfigError, match=r"in use by the process that locks .*run\.lock"):
+    with pytest.raises(ConfigError, match=r"locks .*run\.lock, but all .* dead: `fuser -v"):
         move_aside(run_dir)
     lock.close()
 
@@ -198,3 +201,43 @@ def test_a_file_system_without_locks_is_named(
             attempt(run_dir, "train")
     with pytest.raises(ConfigError, match=r"without file locks"):
         move_aside(run_dir)
+
+
+def test_lock_of_a_coordinator_that_died_is_said_to_be_held_by_another_process(
+    run_dir: Path, start: Start
+) -> None:
+    first = holding(start("coordinator"))
+    first.kill()
+    first.wait()
+    card = run_dir / "processes" / "coordinator"
+    with card.open() as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        said = (
+            rf"served already, by coordinator \(pid {first.pid}\); that process is dead here.*fuser"
+        )
+        with pytest.raises(ConfigError, match=said):
+            RunLock.join(run_dir, "coordinator")
+
+
+def test_no_other_user_can_open_a_lock_even_one_of_an_earlier_release(run_dir: Path) -> None:
+    paths = [run_dir / "run.lock", run_dir / "processes" / "coordinator"]
+    paths[1].parent.mkdir()
+    for path in paths:
+        path.touch(0o644)
+        path.chmod(0o664)
+    RunLock.join(run_dir, "coordinator").close()
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
+
+
+def test_the_close_of_a_lock_on_a_failing_disk_does_not_hide_why_it_is_closed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    lock = RunLock.create(run_dir, "node-0")
+    store = WriterLock(run_dir / "store.sqlite", 1)
+    with pytest.raises(ValueError, match="the reason"), closing(lock), closing(store):
+        monkeypatch.setattr(Path, "unlink", fail)
+        monkeypatch.setattr(os, "close", fail)
+        raise ValueError("the reason")

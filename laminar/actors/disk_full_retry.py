@@ -1,11 +1,11 @@
-"""Retries for a full disk: a required write is repeated until there is space.
+"""Retries for a disk that is full or fails: a required write is repeated until it succeeds.
 
 Reads   exceptions of a write
 Gives   DiskFullRetry, one per kind of write: when to retry
 Raises  DiskStayedFull after coordinator.disk_full_timeout_s; any other exception of a write at once
 
-The start and the end of a wait are announced in the log and on the terminal. Other disk errors are
-not retried, because the content of the disk is unknown then.
+The start and the end of a wait are announced in the log and on the terminal. A file server that
+restarts fails for seconds (ports.is_transient); damage of a file is not retried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from laminar.config import Config
-from laminar.names.ports import no_room
+from laminar.names.ports import is_transient, no_room
 
 PAUSE_S, PAUSE_MAX_S = 0.25, 5.0
 QUIET_S = 10.0
@@ -39,7 +39,7 @@ class RetryHost(Protocol):
 
 
 class DiskStayedFull(OSError):
-    """The disk stayed full for longer than coordinator.disk_full_timeout_s."""
+    """The disk was full, or failed, for longer than coordinator.disk_full_timeout_s."""
 
 
 class DiskFullRetry:
@@ -53,11 +53,13 @@ class DiskFullRetry:
         self._told_s: float | None = None  #: when the start of a wait was last announced
         self._told = False
         self._pause_s = PAUSE_S
+        self.full = False  #: whether the last failure was for lack of space
 
     def handle_failure(self, error: Exception) -> float:
         """Return the seconds until the next try; raise if there should be none."""
-        if not no_room(error):
+        if not is_transient(error):
             raise error
+        self.full = no_room(error)
         now = self._now_s()
         if self._since_s is None:
             self._since_s, self._pause_s = now, PAUSE_S
@@ -65,7 +67,7 @@ class DiskFullRetry:
         if now - self._since_s >= self._limit_s:
             over = DiskStayedFull(
                 f"{self._what} could not be written for {self._limit_s:g} s "
-                f"(coordinator.disk_full_timeout_s), the disk is full: {error}"
+                f"(coordinator.disk_full_timeout_s), {self._state}: {error}"
             )
             self._owner.notify_user(str(over))  # the coordinator may be unable to receive it
             raise over from error
@@ -78,8 +80,13 @@ class DiskFullRetry:
             waited_s, self._since_s = self._now_s() - self._since_s, None
             if self._told:
                 self._owner.notify_user(
-                    f"{self._what}: there is free space again, after {waited_s:.1f} s"
+                    f"{self._what}: {'there is free space' if self.full else 'the disk works'} "
+                    f"again, after {waited_s:.1f} s"
                 )
+
+    @property
+    def _state(self) -> str:
+        return "the disk is full" if self.full else "the disk fails"
 
     def _now_s(self) -> float:
         return self._owner.now_ns() / 1e9
@@ -89,8 +96,8 @@ class DiskFullRetry:
         if self._told:
             self._told_s = now
             self._owner.notify_user(
-                f"{self._what} cannot be written, the disk is full ({error}): waiting at most "
-                f"{self._limit_s:g} s for room (coordinator.disk_full_timeout_s)"
+                f"{self._what} cannot be written, {self._state} ({error}): waiting at most "
+                f"{self._limit_s:g} s (coordinator.disk_full_timeout_s)"
             )
 
     async def until_room(self, write: Callable[[], Awaitable[Written]]) -> Written:

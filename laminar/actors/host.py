@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from laminar.actors.disk_full_retry import DiskStayedFull
 from laminar.actors.protocol import CommandFilter
 from laminar.config import Config, ConfigError
 from laminar.engines.protocol import EngineError
@@ -25,6 +26,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event
 from laminar.names import exit_codes
+from laminar.names.ports import is_transient
 from laminar.net.calls import Client, Handler, Server
 from laminar.net.session import LinkClosed, OutboxFull, RunOver
 
@@ -39,7 +41,7 @@ ACKNOWLEDGED_POLL_S = 0.1
 REASON_CHARS_MAX = 2_000
 """The longest reason of a failure, which goes to every process; the log has all of it."""
 
-_NO_FAILURES = (*UNHEARD, exit_codes.TERMINATED)
+_NO_FAILURES = (*UNHEARD, exit_codes.TERMINATED, exit_codes.LOG_UNWRITABLE)
 """Exit codes of processes that end through no fault of their own, such as by a signal."""
 
 Item = TypeVar("Item")
@@ -399,8 +401,16 @@ class Host:
         if isinstance(error, ProcessEnding):
             self.log.info("given-up", reason=str(error))
             return
-        engine, users = isinstance(error, EngineError), isinstance(error, ConfigError)
-        code = exit_codes.USER_ERROR if users else exit_codes.FAILED
-        told = str(error) if engine or users else f"{type(error).__name__}: {error}"
-        self.fail_process(told, code, engine=engine)
+        engine, code = isinstance(error, EngineError), _find_exit_code(error)
+        name = "" if engine or code == exit_codes.USER_ERROR else f"{type(error).__name__}: "
+        self.fail_process(f"{name}{error}", code, engine=engine)
+        if code == exit_codes.LOG_UNWRITABLE:
+            self.notify_user(f"the disk fails, this process ends: {error}")
         self.log.error(what, exc_info=error)
+
+
+def _find_exit_code(error: BaseException) -> int:
+    """Return the exit code for an error; a disk that failed leaves a run that can continue."""
+    if isinstance(error, ConfigError | DiskStayedFull):
+        return exit_codes.USER_ERROR
+    return exit_codes.LOG_UNWRITABLE if is_transient(error) else exit_codes.FAILED

@@ -176,11 +176,12 @@ class Node:
         """
         fenced = code == exit_codes.FENCED
         refused = fenced or (code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S)
-        healthy = child.role == "store" and (code < 0 or fenced)
+        disk = code == exit_codes.LOG_UNWRITABLE
+        healthy = child.role == "store" and (code < 0 or fenced or disk)
         final = code in (exit_codes.COMPLETE, exit_codes.USER_ERROR) or self._stopping
         if final or not (child.role in self._restarted or healthy):
             return None
-        if refused:
+        if refused or (disk and lived_s < TAKEN_S):
             return child.limit.record_refusal(lived_s)
         if child.process is not None and child.cut_off == child.process.boot_id:
             return 0.0

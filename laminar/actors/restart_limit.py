@@ -10,7 +10,8 @@ and the run waits for the process. From the second one on there is a pause of 1 
 to 60 s, and up to half of start_timeout_s, the coordinator's limit for a start.
 
 An end that proves nothing about the process does not count: the coordinator gave it up for its
-silence, which a network partition explains, or accepts no actors, for example while the run ends.
+silence, which a network partition explains, or accepts no actors, for example while the run ends;
+or the disk of the run failed at its start.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def decide_node_restart(
     """Return the same for a node with this exit code; None if its end was intended."""
     if code in NODE_ENDS:
         return None
-    if code == exit_codes.FENCED:
+    disk = code == exit_codes.LOG_UNWRITABLE and lived_s < TAKEN_S
+    if code == exit_codes.FENCED or disk:
         return limit.record_refusal(lived_s)
     pause_s = limit.record_exit(now_s)
     if code == exit_codes.COORDINATOR_ABSENT and isinstance(pause_s, float):

@@ -274,6 +274,13 @@ class Scorer:
     def _report_failed(
         self, order: cmd.Envelope, item: cmd.PlacedTrajectory, reason: FailureReason, detail: str
     ) -> None:
+        """Report a failure, unless this process ends: its workers and sessions end with it.
+
+        The response is then scored elsewhere, or after the pause.
+        """
+        if self.host.ending:
+            self.host.log.info("left-unscored", trajectory=item.trajectory_id, reason=detail)
+            return
         event = ev.TrajectoryFailed(
             trajectory_id=item.trajectory_id,
             placement=item.placement,

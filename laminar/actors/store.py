@@ -117,14 +117,14 @@ class Store:
 
         That was replaced; its node, or the coordinator at its next request, tells it to end.
         """
-        told = False
+        told = ""
         while True:
             try:
                 return self._open_database()
             except DatabaseHeld as held:
-                if not told:
-                    self.host.notify_user(f"{held}: waiting for its end")
-                told = True
+                if told != str(held):
+                    told = str(held)
+                    self.host.notify_user(f"{told}: waiting for its end")
             await self.host.sleep_for(HELD_PAUSE_S)
 
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
@@ -197,8 +197,8 @@ class Store:
     def _answer_requests(self, requests: list[m.Request]) -> list[m.Reply | None]:
         """Answer requests; None for one that has to wait.
 
-        Writes wait while the disk is full (raises if that takes too long); requests that need
-        untokenised prompts wait for them.
+        Writes wait while the disk is full, and all while it fails (raises if that takes too long);
+        requests that need untokenised prompts wait for them.
         """
         assert self.database is not None, "the server starts after the database is filled"
         if not requests:
@@ -207,13 +207,15 @@ class Store:
             found = self.database.handle_batch(requests)
         except DiskError as error:
             self._disk.handle_failure(error)
+            if not self._disk.full:
+                return [None] * len(requests)
             reads = [request for request in requests if isinstance(request, READS)]
             answers = iter(self.database.handle_batch(reads))
             return [
                 self._reply_or_tokenise(next(answers)) if isinstance(r, READS) else None
                 for r in requests
             ]
-        if not all(isinstance(request, READS) for request in requests):
+        if not (self._disk.full and all(isinstance(request, READS) for request in requests)):
             self._disk.record_success()
         return [self._reply_or_tokenise(answer) for answer in found]
 

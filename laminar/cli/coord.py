@@ -45,6 +45,7 @@ from laminar.observe.telemetry import Telemetry, print_last_line
 from laminar.observe.warnings import WarningMonitor, first_look
 from laminar.run.directory import CONFIG_FILE, SECRET_FILE, run_config
 from laminar.run.lock import RunLock
+from laminar.run.permissions import check_private
 from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
 
@@ -85,6 +86,8 @@ def main() -> None:
 def _run(arguments: argparse.Namespace) -> int:
     run_dir, asking = arguments.run_dir, arguments.asking
     config = _resolve_host(run_config(run_dir))
+    if arguments.lock_fd is None:
+        check_private(run_dir)
     if config.reward.scope == "auto":  # only loading the reward function tells
         raise ConfigError(
             f"{run_dir / CONFIG_FILE} has reward.scope = 'auto', so it was not prepared; write the "

@@ -40,6 +40,7 @@ from laminar.run.directory import (
     RESUME_FILE,
     run_config,
 )
+from laminar.run.permissions import check_private
 from laminar.run.user_file import file_digests
 from laminar.training.checkpoints.file_digests import check_digests
 from laminar.training.trainer_state import CheckpointError, decode
@@ -59,6 +60,7 @@ def run_fork(arguments: argparse.Namespace) -> int:
     """Train as `laminar train` does, from RUN's state after that step; return the exit code."""
     run, step, overrides = arguments.run, arguments.at_step, arguments.overrides
     before = run_config(run)
+    check_private(run, foreign=True)
     directory = _find_checkpoint(run, step)
     config = load_config(
         [], [*_default_overrides(run, step, overrides), *overrides], resolved=run / CONFIG_FILE

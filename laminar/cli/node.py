@@ -32,13 +32,14 @@ from laminar.net.session import RunOver
 from laminar.observe.hardware import describe_hardware
 from laminar.run.directory import COORDINATOR_FILE, run_config
 from laminar.run.lock import RunLock
+from laminar.run.permissions import check_private
 from laminar.run.stop_requests import add_child_option
 
 POLL_S = 0.2
 
 
 def main() -> None:
-    sys.exit(exit_code("laminar-node", run_node))
+    sys.exit(exit_code("laminar-node", run_node, daemon=True))
 
 
 def run_node(
@@ -53,6 +54,8 @@ def run_node(
     add_child_option(parser)
     arguments = parser.parse_args(words)
     config = run_config(arguments.run_dir)
+    if arguments.lock_fd is None:
+        check_private(arguments.run_dir)
     roles = parse_roles(arguments.roles) if arguments.roles else default_roles(config)
     check_roles(arguments.name, roles)
     try:

@@ -34,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("laminar-node", main))
+    sys.exit(exit_code("laminar-node", main, daemon=True))

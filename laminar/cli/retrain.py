@@ -27,6 +27,7 @@ from laminar.config import Config, ConfigError
 from laminar.core.steps.step_replay import find_other_function_reason
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE, run_config
+from laminar.run.permissions import check_private
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
@@ -47,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
 def run_retrain(arguments: argparse.Namespace) -> int:
     """Return 0 if every published version was reproduced, 1 at the first that was not."""
     config = run_config(arguments.run)
+    check_private(arguments.run, foreign=True)
     if config.is_emulated:
         raise ConfigError(f"{arguments.run} is emulated: it has no model to train")
     found = read_trained_steps(arguments.run)

@@ -49,6 +49,7 @@ from laminar.net.auth import RunKeys
 from laminar.observe.logs import create_attempt
 from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
 from laminar.run.lock import AlreadyServed, RunLock, holders, in_use
+from laminar.run.permissions import check_private
 from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import sweep_arenas
 
@@ -80,6 +81,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if index < 0:
         raise ConfigError(f"--node {index} is not a machine: give 1 or more")
     config = run_config(run_dir)
+    check_private(run_dir)
     keys = RunKeys(read_secret(run_dir))
     console = Terminal(plain=True)
     with StopRequest() as asked:

@@ -39,6 +39,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, doc("the run directory's name")] = "run"
     output_dir: Annotated[str, doc("the directory of run directories")] = "runs"
+    mode: Annotated[
+        Literal["0700", "0750", "0755"], doc("of a new run directory: who else may read it")
+    ] = "0700"
     #: 127.0.0.1, 127.0.0.2, ... 127.0.0.254
     nodes: Annotated[
         Count,
@@ -326,7 +329,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         doc("0: the whole event log, as audit, report, retrain, fork and log why need it"),
     ] = 0
     disk_full_timeout_s: Annotated[
-        NonNegative, doc("the run waits so long for room on a full disk, then it ends")
+        NonNegative, doc("the run waits so long for a disk that is full or fails, then it ends")
     ] = 300.0
 
 

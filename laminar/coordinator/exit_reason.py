@@ -14,7 +14,7 @@ from laminar.core.rules import LogicError
 from laminar.eventlog.record import LogRefused
 from laminar.eventlog.writer import LogGrew, LogTaken
 from laminar.names import exit_codes
-from laminar.names.ports import DiskError
+from laminar.names.ports import DiskError, find_transient
 
 
 class ReplayDiffers(RuntimeError):
@@ -29,6 +29,8 @@ def get_exit_code(error: BaseException) -> int:
     """Return the exit code of a coordinator that this exception ended."""
     if isinstance(error, LogGrew):
         return exit_codes.CRASHED
+    if find_transient(error) is not None:
+        return exit_codes.LOG_UNWRITABLE
     if isinstance(error, FINAL_ERRORS):
         return exit_codes.USER_ERROR
     if isinstance(error, HandlingFailed):
@@ -42,4 +44,6 @@ def describe_error(error: BaseException) -> str:
         return str(error)
     if isinstance(error, DiskError):
         return f"the event log cannot be written: {error}"
+    if (failed := find_transient(error)) is not None:
+        return f"the disk fails: {failed}"
     return f"the coordinator crashed: {type(error).__name__}: {error}"

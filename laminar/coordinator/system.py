@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from laminar.config import ConfigError
@@ -41,7 +42,8 @@ class RealAppendFile:
         _sync_data(self._fd, self._name)
 
     def close(self) -> None:
-        os.close(self._fd)
+        with suppress(OSError):  # of a disk that fails: what counts was synced
+            os.close(self._fd)
 
 
 class RealDisk:

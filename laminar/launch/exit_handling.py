@@ -19,13 +19,17 @@ from collections.abc import Callable
 
 from laminar.config import ConfigError
 from laminar.names import exit_codes
+from laminar.names.ports import find_transient
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 """Errors of printing to a full disk, a closed terminal or a closed descriptor."""
 
 
-def exit_code(program: str, command: Callable[[], int]) -> int:
-    """Run the command; return its exit code, or that of the exception that ended it."""
+def exit_code(program: str, command: Callable[[], int], *, daemon: bool = False) -> int:
+    """Run the command; return its exit code, or that of the exception that ended it.
+
+    A `daemon` that a failing disk has ended is to be restarted.
+    """
     escape_unencodable()
     try:
         code = command()
@@ -34,7 +38,8 @@ def exit_code(program: str, command: Callable[[], int]) -> int:
         return code
     except ConfigError as error:
         print_error(program, str(error))
-        return exit_codes.USER_ERROR
+        failed = daemon and find_transient(error) is not None
+        return exit_codes.LOG_UNWRITABLE if failed else exit_codes.USER_ERROR
     except KeyboardInterrupt:
         print_error(program, "interrupted")
         return exit_codes.STOPPED_EARLY

@@ -46,6 +46,7 @@ from laminar.run.directory import (
     run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use
+from laminar.run.permissions import check_private
 from laminar.run.renames import write_whole
 from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.user_file import file_digests, run_file_digests
@@ -72,6 +73,7 @@ _RESTART_HINT = "so there is nothing to resume: start it again, with --move-old 
 def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
     """Return the settings of the resumed run: its own, with the permitted changes."""
     own = run_config(run_dir)
+    check_private(run_dir)
     if holders(run_dir):
         raise ConfigError(in_use(run_dir))
     if (run_dir / SECRET_FILE).exists():

@@ -199,11 +199,12 @@ class Supervisor:
         self._told = StopRequest.NOTHING
 
     def _start_first(self, index: int) -> Process:
-        """Return the pre-started node, or start a new one."""
-        if not self._early:
-            return self._start_node(index)
-        words = [str(self.run_dir), *node_args(self.config, index)]
-        return self._early[index].start_node(words, self._lock.fd)
+        """Return the pre-started node, or start a new one if it has died."""
+        if self._early:
+            words = [str(self.run_dir), *node_args(self.config, index)]
+            with contextlib.suppress(ConnectionError):  # killed with all that was starting
+                return self._early[index].start_node(words, self._lock.fd)
+        return self._start_node(index)
 
     def _start_node(self, index: int) -> Process:
         return self._start("laminar.cli.node", *node_args(self.config, index))

@@ -87,10 +87,7 @@ def run_training(
     config = check_settings(config)
     starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
-        early = []
-        for index in range(config.run.nodes if starts else 0):
-            node = PreforkedNode(config, roles_of(index))
-            early.append(ends.enter_context(contextlib.closing(node)))
+        early = _prefork_nodes(config, ends) if starts else []
         machines = 1 if arguments.prepare else config.run.nodes
         plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
@@ -106,6 +103,9 @@ def run_training(
             if arguments.prepare:
                 console.print_lines(_format_daemons(plan.config, run_dir))
                 return GiveUp(_get_exit_code(console))
+            if asked.level and not arguments.resume:  # its coordinator has not started
+                shutil.rmtree(run_dir)
+                return GiveUp(exit_codes.STOPPED_EARLY, f"stopped by {asked.reason}")
             console.when_gone(
                 f"the output is closed; the run continues, and `{shell_command('stop', run_dir)}` "
                 "ends it"
@@ -122,6 +122,15 @@ def _end_dry_run(run_dir: Path, arguments: argparse.Namespace, console: Terminal
     if run_dir.exists() and not arguments.resume:
         console.print_lines([f"{run_dir} exists: add --move-old, or another run.name"])
     return GiveUp(_get_exit_code(console))
+
+
+def _prefork_nodes(config: Config, ends: contextlib.ExitStack) -> list[PreforkedNode]:
+    """Start importing nodes, which `ends` closes."""
+    nodes = []
+    for index in range(config.run.nodes):
+        node = PreforkedNode(config, roles_of(index))
+        nodes.append(ends.enter_context(contextlib.closing(node)))
+    return nodes
 
 
 def plan_run(
@@ -238,7 +247,8 @@ def move_aside(run_dir: Path) -> Path:
 def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
     """Create the directory, locked before it has contents; the coordinator emits the warnings."""
     try:
-        run_dir.mkdir(parents=True)
+        run_dir.mkdir(0o700, parents=True)
+        run_dir.chmod(int(config.run.mode, 8))
         lock = RunLock.create(run_dir, "train")
         make_secret(run_dir)
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)

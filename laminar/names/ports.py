@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_TRANSIENT = (*_NO_ROOM, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES)
+"""A full disk, and the errors of a file server that restarts."""
 
 
 class DiskError(OSError):
@@ -26,10 +28,23 @@ class DatabaseHeld(RuntimeError):
 
 
 def no_room(error: BaseException) -> bool:
-    """Return whether the disk, or a quota on it, is full; only this error may be cured by waiting.
-
-    The failed write is undone or was never begun."""
+    """Return whether the disk, or a quota on it, is full."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the error of a disk may end by itself.
+
+    A retry has to write all the data again: a sync that succeeds after one that failed proves
+    nothing about data that was written before."""
+    return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+
+def find_transient(error: BaseException | None) -> BaseException | None:
+    """Return the transient error of a disk that led to this error, if there is one."""
+    while error is not None and not is_transient(error):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class AppendFile(Protocol):

@@ -22,6 +22,7 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.events.base import WireError
+from laminar.names.ports import is_transient
 from laminar.net.addresses import MACHINE, is_loopback
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S
@@ -81,6 +82,10 @@ def _read(path: Path) -> AddressFile | None:
         return msgspec.json.decode(path.read_bytes(), type=AddressFile)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if is_transient(error):
+            return None  # it is read again
+        raise
     except BAD_BYTES as error:
         raise ConfigError(
             f"{path} is not an address file ({error}); delete it and restart its server"

@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ import msgspec
 from laminar.config import ConfigError
 from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
+from laminar.run.permissions import open_private, restrict_umask
 
 MOVE_WAIT_S = 5.0
 """Timeout for a process that moves the directory, which is one rename."""
@@ -64,6 +65,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path, fd: int, name: str, *, inherited: bool = False) -> None:
         """Use `create`, `join` or `inherit`."""
+        restrict_umask()  # of a process of the run
         self.run_dir, self.fd = run_dir, fd
         self.inherited = inherited  #: whether another process of the run started this one
         self._identity = _get_identity(os.fstat(fd))
@@ -76,7 +78,7 @@ class RunLock:
     @classmethod
     def create(cls, run_dir: Path, name: str) -> RunLock:
         """Lock a directory that was just made; ConfigError if another process has it already."""
-        fd = _open(run_dir, os.O_CREAT | os.O_EXCL)
+        fd = _open(run_dir, os.O_EXCL)
         _wait_for_share(fd, run_dir)
         return cls(run_dir, fd, name)
 
@@ -85,14 +87,14 @@ class RunLock:
         """Lock the directory of an existing run; wait while it is being moved."""
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {run_dir} does not exist")
-        fd = _open(run_dir, os.O_CREAT)
+        fd = _open(run_dir)
         _wait_for_share(fd, run_dir)
         return cls(run_dir, fd, name)
 
     @classmethod
     def join_idle_run(cls, run_dir: Path, name: str) -> RunLock:
         """Lock a run that has no live process; ConfigError if one lives or starts."""
-        fd = _open(run_dir, os.O_CREAT)
+        fd = _open(run_dir)
         try:
             free = try_lock(fd, fcntl.LOCK_EX) and try_lock(fd, fcntl.LOCK_SH)
         except OSError as error:
@@ -126,13 +128,15 @@ class RunLock:
 
     def close(self) -> None:
         """Release the share, as far as this process holds it."""
-        os.close(self.fd)
-        if self._card is not None:
-            path, fd = self._card
-            if (
-                not self.find_lost_reason() and path.name not in SOLE
-            ):  # a waiting process has the card open
+        with suppress(OSError):  # of a disk that fails: it would hide why this process ends
+            os.close(self.fd)
+        if self._card is None:
+            return
+        path, fd = self._card
+        with suppress(OSError):
+            if not self.find_lost_reason() and path.name not in SOLE:  # a waiting one has it open
                 path.unlink(missing_ok=True)
+        with suppress(OSError):
             os.close(fd)
 
     def _write_card(self, name: str) -> None:
@@ -148,7 +152,7 @@ class RunLock:
         path = self.run_dir / PROCESSES_DIR / card
         try:
             path.parent.mkdir(exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_private(path)
             ours = _wait_for(fd, fcntl.LOCK_EX, SOLE_WAIT_S if sole else ASK_WAIT_S)
             if sole and not ours:
                 os.close(fd)
@@ -167,7 +171,7 @@ def lock_for_move(run_dir: Path) -> Iterator[None]:
 
     ConfigError if one lives, with its name and how to end it.
     """
-    fd = _open(run_dir, os.O_CREAT)
+    fd = _open(run_dir)
     try:
         try:
             whole = try_lock(fd, fcntl.LOCK_EX)
@@ -195,17 +199,37 @@ def holders(run_dir: Path) -> list[Holder]:
 def in_use(run_dir: Path) -> str:
     """Return the error message for a directory whose run is alive."""
     living = holders(run_dir)
-    who = format_holders(living) if living else f"the process that locks {run_dir / LOCK_FILE}"
+    if not living:
+        path = run_dir / LOCK_FILE
+        return (
+            f"run directory {run_dir} is in use by a process that locks {path}, but all recorded "
+            f"processes are dead: {_find_locker(path)}"
+        )
     return (
-        f"run directory {run_dir} is in use by {who}; `{shell_command('stop', run_dir)}` ends a run"
+        f"run directory {run_dir} is in use by {format_holders(living)}; "
+        f"`{shell_command('stop', run_dir)}` ends a run"
     )
+
+
+def _find_locker(path: Path) -> str:
+    return f"`fuser -v {path}` on each machine names it"
+
+
+def describe_dead_owner(path: Path, host: str, *pids: int) -> str:
+    """Return what to do about a lock whose recorded owners are all dead; empty if one may live."""
+    if host != socket.gethostname() or any(Path("/proc", str(pid)).exists() for pid in pids):
+        return ""
+    return f"; that process is dead here, so another one locks {path}: {_find_locker(path)}"
 
 
 def _describe_sole_holder(run_dir: Path, card: Path) -> str:
     """Return the error message for a name that another process has."""
     holder = _read_live_holder(card)
     who = format_holders([holder]) if holder else f"the process that locks {card}"
-    return f"{run_dir} is served already, by {who}; `{shell_command('stop', run_dir)}` ends the run"
+    fix = f"; `{shell_command('stop', run_dir)}` ends the run"
+    if holder and holder.local:
+        fix = describe_dead_owner(card, holder.host, holder.pid) or fix
+    return f"{run_dir} is served already, by {who}{fix}"
 
 
 def format_holders(living: list[Holder]) -> str:
@@ -231,10 +255,10 @@ def _read_live_holder(card: Path) -> Holder | None:
         os.close(fd)
 
 
-def _open(run_dir: Path, flags: int) -> int:
+def _open(run_dir: Path, flags: int = 0) -> int:
     path = run_dir / LOCK_FILE
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+        return open_private(path, flags)
     except FileExistsError:
         raise ConfigError(in_use(run_dir)) from None
     except OSError as error:

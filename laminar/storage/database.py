@@ -11,18 +11,21 @@ between its readers, which network file systems lack.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from laminar.config import ConfigError
+from laminar.names.ports import DiskError, is_transient
 from laminar.run.fail_points import FailPoints
+from laminar.run.permissions import open_private
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
 from laminar.storage.rows import NotTokenised
 from laminar.storage.tables import Tables
-from laminar.storage.transactions import NO_ROOM, Transactions, disk_error
+from laminar.storage.transactions import Transactions, disk_error
 from laminar.storage.writer_lock import WriterLock
 
 
@@ -63,7 +66,8 @@ class Database(Transactions):
         replies = super().handle_batch(requests)
         self._fail_points.hit_failpoint("store-committed")
         if self._tables.unnamed:
-            self._unlink_unnamed()
+            with suppress(OSError):  # the requests are committed; the next ones find the error
+                self._unlink_unnamed()
         return replies
 
     def _before_commit(self) -> None:
@@ -80,11 +84,16 @@ class Database(Transactions):
 def _open_connection(path: Path) -> sqlite3.Connection:
     """Open a connection that starts no transaction by itself."""
     try:
+        for file in (path, *path.parent.glob(f"{path.name}-*")):  # new ones get its mode
+            os.close(open_private(file))
+    except OSError as error:
+        raise DiskError(error.errno, f"opening {path} failed: {error.strerror}") from error
+    try:
         db = sqlite3.connect(path, isolation_level=None)
         modes = [db.execute(pragma).fetchone() for pragma in schema.WRITER_PRAGMAS]
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode in NO_ROOM:
-            raise disk_error(error) from error
+        if is_transient(found := disk_error(error)):
+            raise found from error
         raise ConfigError(
             f"{path} cannot be opened as a store database ({error}): name another run directory"
         ) from error

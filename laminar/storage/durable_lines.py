@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,31 +18,38 @@ class DurableLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._size = 0  #: bytes of the complete lines
+        self._size = -1  #: bytes of the complete lines; unknown before the first line
 
     async def enter(self, line: bytes) -> None:
         """Append a line, durable on return."""
         await asyncio.to_thread(self._append_line, line)
 
     def _append_line(self, line: bytes) -> None:
-        if self._fd < 0:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._fd = os.open(self._path, flags, 0o644)
-            self._size = _whole_bytes(self._path)
-            os.ftruncate(self._fd, self._size)
         try:
+            self._open()
             rest = memoryview(line + b"\n")
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
             os.fdatasync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, self._size)
+            self.close()  # the next try removes what is left of the line
             raise
         self._size += len(line) + 1
 
+    def _open(self) -> None:
+        """Open the file and remove a torn line, unless it is open."""
+        if self._fd < 0:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o644)
+            if self._size < 0:
+                self._size = _whole_bytes(self._path)
+            os.ftruncate(self._fd, self._size)
+
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            with suppress(OSError):
+                os.close(self._fd)
+        self._fd = -1
 
 
 def _whole_bytes(path: Path) -> int:

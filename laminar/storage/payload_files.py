@@ -38,8 +38,7 @@ def write(folder: Path, data: bytes) -> str:
         else:
             sync(folder)
     except OSError as error:
-        kind = DiskFull if no_room(error) else DiskError
-        raise kind(error.errno, f"payload file {folder / name}: {error.strerror}") from error
+        raise _make_disk_error(folder / name, error) from error
     return name
 
 
@@ -48,9 +47,16 @@ def read(folder: Path, name: str) -> bytes:
         data = (folder / name).read_bytes()
     except FileNotFoundError:
         raise DamageError(f"payload file {folder / name} is missing") from None
+    except OSError as error:
+        raise _make_disk_error(folder / name, error) from error
     if xxhash.xxh3_128_hexdigest(data) != name:
         raise DamageError(f"payload file {folder / name} does not match the digest in its name")
     return data
+
+
+def _make_disk_error(path: Path, error: OSError) -> DiskError:
+    kind = DiskFull if no_room(error) else DiskError
+    return kind(error.errno, f"payload file {path}: {error.strerror}")
 
 
 def create_folder(folder: Path) -> None:

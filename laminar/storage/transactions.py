@@ -3,8 +3,8 @@
 Reads   typed requests (`messages`), the tables (`tables`)
 Writes  the tables; every reply follows its commit
 Raises  ConfigError if the database has another format or other data; ports.DiskError if a write
-        fails. After DiskFull nothing of it is left, and it can be retried; after any other the
-        process must end, because a failed sync leaves the content of the disk unknown
+        fails. Nothing of it is left: unless the file is damaged, it can be retried, since the next
+        transaction writes the same pages of SQLite's log again, also those that a sync lost
 
 Requests that arrived together share one transaction and one sync (group commit). Each is a
 savepoint in it, so that a bad one does not affect the others. The caller provides the connection:
@@ -28,7 +28,14 @@ from laminar.storage.rows import DamageError, NotTokenised, PromptCount, PromptK
 from laminar.storage.tables import Tables
 
 PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits into one message
-NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+_TRANSIENT = {
+    sqlite3.SQLITE_IOERR: errno.EIO,  # also the form of EDQUOT and ESTALE
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
+    sqlite3.SQLITE_PERM: errno.EACCES,
+}
+"""Primary codes of SQLite that may end by themselves, as errors of the system."""
 
 
 class Transactions:
@@ -121,6 +128,8 @@ class Transactions:
     @contextmanager
     def _begin_transaction(self) -> Iterator[None]:
         with disk_errors():
+            if self._db.in_transaction:  # a rollback failed, too
+                self._db.execute("ROLLBACK")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -155,10 +164,12 @@ def disk_errors() -> Iterator[None]:
 
 
 def disk_error(error: sqlite3.Error) -> DiskError:
-    """Return DiskFull if the disk was full, else DiskError."""
-    if getattr(error, "sqlite_errorcode", 0) in NO_ROOM:
+    """Return DiskFull if the disk was full, else DiskError; ports.is_transient tells of both."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code in _NO_ROOM:
         return DiskFull(errno.ENOSPC, str(error))
-    return DiskError(errno.EIO, f"{type(error).__name__}: {error}")
+    name = getattr(error, "sqlite_errorname", type(error).__name__)
+    return DiskError(_TRANSIENT.get(code & 0xFF, errno.EBADMSG), f"{name}: {error}")
 
 
 def _encode_prompts(prompts: Sequence[m.PromptPayload], purpose: str) -> Iterator[bytes]:

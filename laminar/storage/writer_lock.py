@@ -18,12 +18,14 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from laminar.names.ports import DatabaseHeld, DiskError, DiskFull, no_room
-from laminar.run.lock import try_lock
+from laminar.run.lock import describe_dead_owner, try_lock
+from laminar.run.permissions import open_private
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -47,29 +49,34 @@ class WriterLock:
         self._path = database.with_suffix(".lock")
         self._own = Writer(incarnation, socket.gethostname(), os.getpid())
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = open_private(self._path)
         except OSError as error:
             raise self._make_disk_error("opening", error) from error
         try:
             if not try_lock(self._fd, fcntl.LOCK_EX):
-                raise DatabaseHeld(f"{self._read_writer()} has {database} open")
+                raise DatabaseHeld(self._describe_holder(database))
             self.check_owner()
             self._write()
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
 
     def check_owner(self) -> None:
         """Raise DiskError if a later incarnation of the store has taken the database over."""
         last = self._read_writer()
         if last.incarnation > self._own.incarnation:
-            raise DiskError(errno.ESTALE, f"{last} took over from {self._own}")
+            raise DiskError(errno.EPERM, f"{last} took over from {self._own}")
 
     def close(self) -> None:
         """Release the lock; harmless a second time, like the database's."""
         if self._fd >= 0:
-            os.close(self._fd)
+            with suppress(OSError):  # of a disk that fails: it would hide why this process ends
+                os.close(self._fd)
         self._fd = -1
+
+    def _describe_holder(self, database: Path) -> str:
+        last = self._read_writer()
+        return f"{last} has {database} open{describe_dead_owner(self._path, last.host, last.pid)}"
 
     def _write(self) -> None:
         text = msgspec.json.encode(self._own)
@@ -85,6 +92,8 @@ class WriterLock:
             return msgspec.json.decode(self._path.read_bytes(), type=Writer)
         except (FileNotFoundError, msgspec.DecodeError):  # empty: never locked; or half written
             return Writer()
+        except OSError as error:
+            raise self._make_disk_error("reading", error) from error
 
     def _make_disk_error(self, doing: str, error: OSError) -> DiskError:
         kind = DiskFull if no_room(error) else DiskError

@@ -35,7 +35,8 @@ import msgspec
 
 from laminar.config import Config, ConfigError
 from laminar.names.process_end import describe_exit
-from laminar.run.lock import try_lock
+from laminar.run.lock import describe_dead_owner, try_lock
+from laminar.run.permissions import open_private
 from laminar.training.trainer_state import CheckpointError
 
 BEAT_S = 1.0
@@ -229,14 +230,15 @@ class RankProcesses:
 
     async def _take_lock(self, path: Path, deadline: float) -> None:
         """Wait until every process of a former trainer is gone."""
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = open_private(path)
         say_at: float = time.monotonic() + LOCK_QUIET_S
         while not try_lock(self._lock, fcntl.LOCK_EX):
             now, who = time.monotonic(), path.read_text() or "unknown"
             if now > deadline:
+                dead = _describe_dead_ranks(path, who)
                 raise RankError(
                     f"ranks of the former trainer (pids {who}) still lock {path} after "
-                    f"{self._start_s:g} s (coordinator.start_timeout_s)"
+                    f"{self._start_s:g} s (coordinator.start_timeout_s){dead}"
                 )
             if now > say_at:
                 say_at = deadline + 1.0  # say it once
@@ -248,7 +250,8 @@ class RankProcesses:
         if self._lock >= 0:
             pids = (os.getpid(), *(rank.process.pid for rank in self._ranks))
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, ", ".join(map(str, pids)).encode(), 0)
+            text = f"{', '.join(map(str, pids))} on {socket.gethostname()}"
+            os.pwrite(self._lock, text.encode(), 0)
 
     async def _launch_rank(self, number: int) -> _Rank:
         ours, theirs = socket.socketpair()
@@ -430,3 +433,9 @@ def frame_message(message: OrderMessage | Reply) -> bytes:
 async def receive_message(reader: asyncio.StreamReader, kind: Any) -> Any:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+
+
+def _describe_dead_ranks(path: Path, recorded: str) -> str:
+    """Return what to do about a lock whose recorded processes, "1, 2 on host", are all dead."""
+    pids, _, host = recorded.partition(" on ")
+    return describe_dead_owner(path, host, *map(int, pids.split(", "))) if host else ""

@@ -53,7 +53,7 @@ class FakeHost:
         self.keys, self.run_id, self.bulk_key = KEYS, SECRET.run_id, SECRET.derive_key("bulk")
         self.boot_id = f"{name}-{next(_boots):016x}"
         self.incarnation = incarnation
-        self.ordered_to_stop = False
+        self.ordered_to_stop = self.ending = False
         self.clock_offset_ns = 0
         self.config: Config = load_config([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()

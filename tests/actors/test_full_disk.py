@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.durable_lines import DurableLines
 from laminar.storage.rows import LoadedPrompts, PromptKey
+from laminar.storage.transactions import disk_error
 from tests.actors.parts import DEADLINE_S, FakeHost
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -83,13 +85,31 @@ def test_a_disk_that_stays_full_ends_the_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "I/O error"), DiskError(errno.EIO, "odd"), ConfigError("key")]
+    "error",
+    [OSError(errno.ENOENT, "none"), DiskError(errno.EBADMSG, "malformed"), ConfigError("key")],
 )
 def test_what_no_room_would_mend_is_not_waited_for(tmp_path: Path, error: Exception) -> None:
     wait, host, _ = waiting(tmp_path)
     with pytest.raises(type(error)):
         wait.handle_failure(error)
     assert not host.announced
+
+
+SERVER_RESTARTS = [errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", SERVER_RESTARTS)
+def test_a_file_server_that_restarts_is_waited_for_as_a_full_disk_is(
+    tmp_path: Path, number: int
+) -> None:
+    wait, host, clock = waiting(tmp_path)
+    assert wait.handle_failure(OSError(number, os.strerror(number))) > 0
+    clock.now = 12.0
+    wait.record_success()
+    state = "is full" if number == errno.EDQUOT else "fails"
+    begin, end = host.announced
+    assert f"the disk {state} ([Errno {number}]" in begin and "300 s" in begin
+    assert end.endswith("again, after 12.0 s")
 
 
 async def test_a_write_is_tried_until_there_is_room(tmp_path: Path) -> None:
@@ -242,6 +262,41 @@ async def test_the_store_waits_for_room_and_answers_who_only_reads(store: Store)
         assert len(row.tokens) == 2000 * 4
     assert [text.partition(":")[0] for text in host.announced][-1] == "the store"
     await replica.close()
+    await trainer.close()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_the_store_waits_while_its_disk_fails_also_with_reads(
+    store: Store, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """SQLite reports EDQUOT and ESTALE as IOERR; the name of the code is told."""
+    host, database = cast("FakeHost", store.host), database_of(store)
+    trainer, broken = await ask(store, "trainer-0"), [False]
+
+    def fail(requests: Any) -> Any:
+        if not broken[0]:
+            return handle(requests)
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+        error.sqlite_errorname = "SQLITE_IOERR_WRITE"
+        raise disk_error(error)
+
+    handle = database.handle_batch
+    monkeypatch.setattr(database, "handle_batch", fail)
+    async with asyncio.timeout(DEADLINE_S):
+        await trainer.send_request(opening(), m.OpenReply)
+        broken[0] = True
+        request: Any = trainer.fetch(["0.0.0"], with_prompt=False)
+        if writes:
+            request.close()
+            request = trainer.send_request(tokens(2), m.AppendReply)
+        asking = asyncio.create_task(request)
+        while not host.announced:
+            await asyncio.sleep(0.01)
+        assert not asking.done() and "SQLITE_IOERR_WRITE" in host.announced[0]
+        broken[0] = False
+        await asking
+        assert len(host.announced) == 2 and not host.failures
     await trainer.close()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 
+from laminar.actors.disk_full_retry import DiskStayedFull
 from laminar.actors.host import Host
 from laminar.config import dump_config, load_config
 from laminar.events import commands as cmd
@@ -101,6 +103,33 @@ def test_a_failure_ends_the_process_though_nothing_can_be_logged(
     actor, host, code = asyncio.run(run())
     assert code == exit_codes.FAILED and actor.stopped
     assert host._failure == ("ValueError: no room", exit_codes.FAILED, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DiskStayedFull("the disk was full for 300 s"), exit_codes.USER_ERROR),
+        (OSError(errno.EACCES, "Permission denied"), exit_codes.LOG_UNWRITABLE),
+        (OSError(errno.ENOENT, "No such file"), exit_codes.FAILED),
+    ],
+)
+def test_a_process_that_its_disk_ended_leaves_a_run_that_can_continue(
+    error: OSError, code: int, tmp_path: Path
+) -> None:
+    """A mistake of the user stops the run, to be resumed; after a short fault the node restarts."""
+
+    def fail(host: Host) -> None:
+        raise error
+
+    async def run() -> int:
+        host = host_on_a_full_disk(tmp_path)
+        async with asyncio.timeout(DEADLINE_S):
+            work = asyncio.create_task(host.run(Failing(host, fail)))
+            await asyncio.sleep(0)
+            host.handle_welcome(1)
+            return await work
+
+    assert asyncio.run(run()) == code
 
 
 def test_a_wait_that_the_end_of_the_process_cuts_short_is_no_failure(tmp_path: Path) -> None:

@@ -44,5 +44,7 @@ def test_a_node_that_was_fenced_for_its_silence_counts_towards_no_limit() -> Non
         0.0,
         1.0,
     ]
+    disk = exit_codes.LOG_UNWRITABLE  # at its start; later on it counts
+    assert [decide_node_restart(made, disk, 1.0, 0.0) for _ in range(3)] == [2, 4, 8]
     assert decide_node_restart(made, exit_codes.COORDINATOR_ABSENT, TAKEN_S, 0.0) == 1.0
     assert isinstance(decide_node_restart(made, exit_codes.COORDINATOR_ABSENT, TAKEN_S, 0.0), str)

@@ -189,6 +189,16 @@ async def test_siblings_whose_worker_was_lost_fail_and_nothing_is_stored(tmp_pat
     ]  # fmt: skip
 
 
+async def test_a_response_that_waits_for_its_score_is_kept_when_the_process_ends(
+    tmp_path: Path,
+) -> None:
+    """A pause ends the workers while they score: that is no failure of the response."""
+    scored = Scored(tmp_path, RewardWorkerLost("the reward pool is not running"))
+    scored.host.ending = True
+    store = await scored.run(names=("0.0.0", "0.0.1"))
+    assert not store.asked and not scored.host.events
+
+
 async def test_an_order_that_comes_when_the_tokens_are_gone_is_let_go(tmp_path: Path) -> None:
     """The replica stood still; its group was dropped meanwhile, and two checkpoints were made."""
     scored = Scored(tmp_path, RIGHT)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from laminar.config import ConfigError
+from laminar.config.reading import read_toml
 from laminar.coordinator.exit_reason import describe_error, get_exit_code
 from laminar.coordinator.restarts import (
     DEATHS_MAX,
@@ -34,6 +38,7 @@ def pause(verdict: Restart | GiveUp) -> float:
         (LogGrew("it wrote until a moment ago"), exit_codes.CRASHED),
         (DiskError(28, "No space left on device"), exit_codes.LOG_UNWRITABLE),
         (OSError(9, "Bad file descriptor"), exit_codes.CRASHED),
+        (OSError(116, "Stale file handle"), exit_codes.LOG_UNWRITABLE),
         (AssertionError("no fixpoint"), exit_codes.CRASHED),
         (ValueError("too large"), exit_codes.CRASHED),
     ],
@@ -84,3 +89,15 @@ def test_room_in_between_begins_the_wait_anew() -> None:
     assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Restart)
     assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Restart)
     assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 599.0), GiveUp)
+
+
+def test_a_configuration_that_a_failing_disk_hides_is_no_mistake_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied") as refused:
+        read_toml(tmp_path / "config.toml")
+    assert get_exit_code(refused.value) == exit_codes.LOG_UNWRITABLE

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
+from laminar.cli.commands import build_parser
 from laminar.config import load_config
 from laminar.launch import supervisor as supervisor_module
+from laminar.launch import train
+from laminar.launch.prefork import PreforkedNode
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
+from laminar.launch.train import prepare_directory
 from laminar.names import exit_codes
 from laminar.run.lock import RunLock
 
@@ -196,3 +202,39 @@ def test_nodes_of_a_run_beyond_loopback_find_their_own_address() -> None:
     assert node_args(here, 1)[-2:] == ["--host", "127.0.0.2"]
     beyond = load_config([], ["model.name=m", "data.dataset=gcd", "coordinator.host=10.1.2.3"])
     assert "--host" not in node_args(beyond, 1)
+
+
+def test_a_node_that_was_killed_before_the_run_began_is_replaced(tmp_path: Path) -> None:
+    """Not taken for a closed output (exit code 141), with the directory left."""
+
+    class Dead:
+        def start_node(self, words: Sequence[str], lock_fd: int) -> subprocess.Popen[bytes]:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    supervisor = StandIns(tmp_path / "run", "SIGTERM", exit_codes.COMPLETE)
+    supervisor._early = [cast("PreforkedNode", Dead())]
+    assert supervisor.run().code == exit_codes.COMPLETE
+    assert [name for name, _ in supervisor._nodes] == ["node-0"]
+
+
+def test_a_run_stopped_before_its_coordinator_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoNode:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    def prepare(*arguments: Any) -> RunLock:
+        lock = prepare_directory(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return lock
+
+    monkeypatch.setattr(train, "PreforkedNode", NoNode)
+    monkeypatch.setattr(train, "prepare_directory", prepare)
+    words = ["train", f"run.output_dir={tmp_path}", "rollout.engine=emulated"]
+    arguments = build_parser().parse_args(words)
+    assert arguments.function(arguments) == exit_codes.STOPPED_EARLY
+    assert not list(tmp_path.iterdir())

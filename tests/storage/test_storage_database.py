@@ -118,7 +118,7 @@ def test_open_tells_how_far_it_got(database):
     assert (generated.num_tokens, generated.tokens, generated.prompt_ids) == (3, b"", b"")
     answers(database, reward("0.1.0", 0.5, placement=3, reason="half"))
     rewarded = one(database, open_("0.1.0", 4))
-    assert (rewarded.answer, rewarded.score, rewarded.reward_reason) == ("rewarded", 0.5, "half")
+    assert (rewarded.answer, rewarded.reward, rewarded.reward_reason) == ("rewarded", 0.5, "half")
 
 
 def test_a_zombie_is_refused_whatever_it_sends(database, path):

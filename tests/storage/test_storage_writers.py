@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +60,31 @@ def test_a_store_of_which_a_later_one_has_had_the_database_writes_nothing(tmp_pa
     assert books.check_integrity(path) == []
     Database(path, 7).close()
     Database(path, 8).close()
+
+
+def test_a_lock_whose_recorded_store_is_dead_is_said_to_be_anothers(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    lock = path.with_suffix(".lock")
+    lock.write_bytes(msgspec.json.encode(Writer(7, socket.gethostname(), 3_999_999_999)))
+    with lock.open() as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        with pytest.raises(DatabaseHeld, match=f"that process is dead here.*`fuser -v {lock}`"):
+            Database(path, 8)
+
+
+def test_no_other_user_can_open_the_database_even_one_of_an_earlier_release(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    before = os.umask(0o002)
+    try:
+        for name in ("store.sqlite", "store.sqlite-shm", "store.sqlite-wal"):
+            (tmp_path / name).touch()
+        database = filled(path)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.glob("store.*[!s]")}
+    database.close()
+    names = ("store.lock", "store.sqlite", "store.sqlite-shm", "store.sqlite-wal")
+    assert modes == dict.fromkeys(names, 0o600)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ async def test_the_client_of_an_openenv_server():
                 assert said == " Add."
                 assert await use(opened, "add", a=20, b=22) == "42"
                 assert await use(opened, "add", a=-1, b=1) == "0"
-                assert (await opened.send_request(RewardRequest(), LIMIT_S)).result.score == 2.0
+                assert (await opened.send_request(RewardRequest(), LIMIT_S)).result.reward == 2.0
         finally:
             server.kill()
             await server.wait()
@@ -146,5 +146,5 @@ async def test_an_environment_of_skyrl_gym():
         assert "#### ANSWER" in await use(opened, "submit", text="It is 41. #### 41")
         assert await use(opened, "submit", text="No, 42. #### 42") == "The task is over."
         assert await use(opened, "submit", text="#### 42") == "The task is over."
-        score = (await opened.send_request(RewardRequest(), LIMIT_S)).result.score
+        score = (await opened.send_request(RewardRequest(), LIMIT_S)).result.reward
         assert score == pytest.approx(1.0 + 0.2 / 5)

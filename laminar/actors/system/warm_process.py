@@ -37,6 +37,7 @@ from laminar.actors.system.process import run_actors
 from laminar.actors.system.roles import make_actor
 from laminar.config import ConfigError
 from laminar.names import exit_codes
+from laminar.names.ports import find_transient
 from laminar.run.lock import RunLock
 from laminar.run.parent_death import die_with_parent
 
@@ -217,9 +218,12 @@ def _run_actor(actor: _Actor, node_pid: int) -> int:
         lock = RunLock.inherit(Path(launch.run_dir), launch.name, actor.lock_fd)
         names = (launch.name, *launch.beside)
         return run_actors(lock, names, launch.role, launch.node, launch.address, make_actor)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
+        failed = find_transient(error) is not None
+        if not (failed or isinstance(error, ConfigError)):
+            raise
         print(f"{launch.name}: {error}", file=sys.stderr)
-        return exit_codes.USER_ERROR
+        return exit_codes.LOG_UNWRITABLE if failed else exit_codes.USER_ERROR
 
 
 def exit_process(code: int) -> NoReturn:

@@ -266,7 +266,7 @@ def test_a_call_that_hangs_is_killed_with_all_it_started_and_costs_one_session(t
         other = bench.session("other")
         await bench.environments.reset(other)
         done = await bench.answer_turn(call("note", word="a") + call("do", what="hang"))
-        assert (done.reason, done.result.score, done.result.reason) == (
+        assert (done.reason, done.result.reward, done.result.reason) == (
             "tool-timeout",
             -1.0,
             "timeout",
@@ -293,11 +293,11 @@ def test_calls_together_end_a_turn_and_a_trajectory(tmp_path, spent, settings, r
             call("do", what="nap") + call("do", what="hang"), seconds=spent
         )
         first, killed = done.effects
-        assert (done.reason, done.result.score) == (reason, -1.0)
+        assert (done.reason, done.result.reward) == (reason, -1.0)
         assert (first.status, killed.status) == ("done", "timed-out")
         assert first.seconds > 0 and first.seconds + killed.seconds == pytest.approx(2.0)
         late = await bench.answer_turn(call("note", word="b"), 0, bench.session("s"), seconds=31.0)
-        assert (late.reason, late.effects, late.result.score) == ("trajectory-timeout", (), 0.0)
+        assert (late.reason, late.effects, late.result.reward) == ("trajectory-timeout", (), 0.0)
         assert "b" not in bench.noted()
 
     limits = {"tool_timeout_s": 1.9, "trajectory_timeout_s": 30.0, **settings}
@@ -382,14 +382,14 @@ def test_functions_over_environments_are_called_in_the_session(tmp_path):
             for turn in range(used):
                 await bench.answer_turn(call("note", word="x"), turn, session)
             done = await bench.answer_turn("All done.", used, session)
-            assert (done.result.score, done.result.reason) == (used / 2, "ok")
+            assert (done.result.reward, done.result.reason) == (used / 2, "ok")
             assert done.result.extras == {"text": "All done."}
 
     in_bench(tmp_path, body, functions=spec("words"))
 
     async def failing(bench):
         done = await bench.answer_turn("All done.", 0, bench.session("a", count=2))
-        assert (done.result.score, done.result.reason) == (-1.0, "error")
+        assert (done.result.reward, done.result.reason) == (-1.0, "error")
         assert "absent" in done.result.detail and "reward.py:4" in done.result.detail
 
     in_bench(tmp_path, failing, functions=spec("words", "fails"))

@@ -154,7 +154,7 @@ def test_an_object_that_can_be_called_is_a_function(script, name, style, scores)
     assert only(spec).style == style
     a_row = row(weight=9.0, extra_info={"base": 5.0})
     check_rows(spec, [a_row])
-    assert [r.score for r in scored(spec, ["4", "44"], a_row)] == scores
+    assert [r.reward for r in scored(spec, ["4", "44"], a_row)] == scores
 
 
 def test_an_object_is_what_a_file_is_about_only_without_a_function(script):
@@ -175,13 +175,13 @@ def test_a_decorated_function_is_found_under_its_own_name(script):
     """
     spec = spec_of(script(source))
     assert only(spec).name == "mine"
-    assert scored(spec, ["x"])[0].score == 2.0
+    assert scored(spec, ["x"])[0].reward == 2.0
 
 
 def test_a_helper_beside_the_file_can_be_imported(script):
     script("VALUE = 7.0", "reward_helper_beside.py")
     source = "from reward_helper_beside import VALUE\ndef f(completion): return VALUE"
-    assert custom(script, source)[0].score == 7.0
+    assert custom(script, source)[0].reward == 7.0
 
 
 def test_spec_errors(script, tmp_path):
@@ -225,7 +225,7 @@ def test_several_functions_are_one_weighted_sum_and_each_has_its_own_figure(scri
         {"name": "math", "weight": 0},
     )
     (result,) = scored(spec, ["4"])
-    assert (result.score, result.reason) == (0.5 * 1 + 2.0 * 1, "ok")
+    assert (result.reward, result.reason) == (0.5 * 1 + 2.0 * 1, "ok")
     assert result.extras == {
         "length": 1.0, "form": 1.0, "math": 1.0, "length/words": 1.0, "length/pred": "p",
     }  # fmt: skip
@@ -236,23 +236,23 @@ def test_one_listed_function_is_what_the_older_keys_name(script):
     assert listed({"path": path}) == spec_of(path)
     assert listed({"name": "math"}) == spec_of()
     (result,) = scored(listed({"path": path, "weight": 3}), ["ab"])
-    assert (result.score, result.extras) == (6.0, {"words": 1.0, "pred": "p"})
+    assert (result.reward, result.extras) == (6.0, {"words": 1.0, "pred": "p"})
 
 
 def test_a_function_that_does_not_apply_is_left_out_of_the_sum(script):
     none = script("def none(completion): return None", "none.py")
     (result,) = scored(listed({"path": none}, {"path": script(LENGTH), "weight": 2}), ["abc"])
-    assert (result.score, result.reason, "none" in result.extras) == (6.0, "ok", False)
+    assert (result.reward, result.reason, "none" in result.extras) == (6.0, "ok", False)
     other = script("def other(completion): return None", "other.py")
     (result,) = scored(listed({"path": none}, {"path": other}), ["abc"])
-    assert (result.score, result.reason) == (None, "unscored")
+    assert (result.reward, result.reason) == (None, "unscored")
 
 
 def test_an_answer_on_which_one_of_several_functions_fails_has_no_sum(script):
     """Its weight in the sum is unknown; the failure says whose it is."""
     broken = script("def broken(completion): raise KeyError('x')", "broken.py")
     (result,) = scored(listed({"path": script(LENGTH)}, {"path": broken}), ["abc"])
-    assert (result.score, result.reason) == (None, "error")
+    assert (result.reward, result.reason) == (None, "error")
     assert result.detail == "broken: KeyError: 'x' (broken.py:1)"
     assert result.extras["length"] == 3.0
 
@@ -260,7 +260,7 @@ def test_an_answer_on_which_one_of_several_functions_fails_has_no_sum(script):
 def test_a_sum_that_is_no_finite_number_is_a_failure(script):
     huge = script("def huge(completion): return 1e308", "huge.py")
     (result,) = scored(listed({"path": huge, "weight": 1e10}), ["a"])
-    assert (result.score, result.reason) == (None, "not-a-number")
+    assert (result.reward, result.reason) == (None, "not-a-number")
 
 
 def test_with_a_group_function_all_of_them_get_the_group(script):
@@ -268,7 +268,7 @@ def test_with_a_group_function_all_of_them_get_the_group(script):
     single = script(LENGTH, "single.py")
     spec = listed({"path": group, "weight": 10}, {"path": single})
     assert spec.scope == "group"
-    assert [r.score for r in scored(spec, ["a", "bb", "ccc"])] == [1.0, 12.0, 23.0]
+    assert [r.reward for r in scored(spec, ["a", "bb", "ccc"])] == [1.0, 12.0, 23.0]
 
 
 def test_functions_of_one_name_are_told_apart_by_their_files(script):
@@ -346,7 +346,7 @@ def test_verl(script):
     """
     for a_row in (row(extra_info={"n": 3}), row(n=3)):
         results = custom(script, source, ["a", "bb"], a_row)
-        assert [r.score for r in results] == [1.0, 2.0]
+        assert [r.reward for r in results] == [1.0, 2.0]
         assert [r.reason for r in results] == ["ok", "ok"]
         assert results[0].extras == {"acc": 1.0, "pred": "x", "n": 3.0}
 
@@ -356,7 +356,7 @@ def test_verl_with_kwargs_gets_no_more_than_verl_gives(script):
         def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw):
             return float(len(kw))
     """
-    assert custom(script, source, a_row=row(level=2))[0].score == 0.0
+    assert custom(script, source, a_row=row(level=2))[0].reward == 0.0
 
 
 def test_async_functions_share_one_event_loop(script):
@@ -368,7 +368,7 @@ def test_async_functions_share_one_event_loop(script):
             LOOPS.add(id(asyncio.get_running_loop()))
             return float(len(LOOPS))
     """
-    assert [r.score for r in custom(script, source, ["a", "b", "c"])] == [1.0, 1.0, 1.0]
+    assert [r.reward for r in custom(script, source, ["a", "b", "c"])] == [1.0, 1.0, 1.0]
 
 
 def test_trl(script):
@@ -386,7 +386,11 @@ def test_trl(script):
             return [1, None, trainer_state.global_step]
     """
     results = custom(script, source, ["a", "bb", ""], row(level=7, extra="e"), step=12)
-    assert [(r.score, r.reason) for r in results] == [(1.0, "ok"), (None, "unscored"), (12.0, "ok")]
+    assert [(r.reward, r.reason) for r in results] == [
+        (1.0, "ok"),
+        (None, "unscored"),
+        (12.0, "ok"),
+    ]
     assert [r.extras for r in results] == [
         {"calls": 1.0, "size": float(len(text)), "text": text} for text in ("a", "bb", "")
     ]
@@ -398,16 +402,16 @@ def test_trl_completions_are_messages_when_the_prompt_is(script):
             assert prompts[0] == [{"role": "user", "content": "2+2?"}]
             return [float(c == [{"role": "assistant", "content": "four"}]) for c in completions]
     """
-    assert custom(script, source, a_row=row(CHAT))[0].score == 1.0
+    assert custom(script, source, a_row=row(CHAT))[0].reward == 1.0
     assert (
-        custom(script, "def f(completions): return [float(completions == ['four'])]")[0].score == 1
+        custom(script, "def f(completions): return [float(completions == ['four'])]")[0].reward == 1
     )
 
 
 def test_a_column_wins_over_the_name_that_every_row_has(script):
     source = "def f(completions, answer, answers): return [answer[0] + answers[0]]"
     found = custom(script, source, a_row=row(answer=1.0, answers=2.0))
-    assert found[0].score == 3.0
+    assert found[0].reward == 3.0
 
 
 def test_verifiers(script):
@@ -418,7 +422,7 @@ def test_verifiers(script):
             return info["points"] * (completion[0]["content"] == "four")
     """
     results = custom(script, source, ["four", "five"], row(CHAT, info={"points": 0.5}))
-    assert [r.score for r in results] == [0.5, 0.0]
+    assert [r.reward for r in results] == [0.5, 0.0]
 
 
 def test_verifiers_group(script):
@@ -429,7 +433,7 @@ def test_verifiers_group(script):
             return [float(s["completion"] == c and a == "4")
                     for s, c, a in zip(states, completions, answers)]
     """
-    assert [r.score for r in custom(script, source, ["a", "b"])] == [1.0, 1.0]
+    assert [r.reward for r in custom(script, source, ["a", "b"])] == [1.0, 1.0]
 
 
 def test_columns_come_as_they_were_in_the_data(script):
@@ -438,7 +442,7 @@ def test_columns_come_as_they_were_in_the_data(script):
             return float(pair == (1, 2) and table == {1: "a"})
     """
     marked = row(pair={"!tuple": [1, 2]}, table={"!pairs": [[1, "a"]]})
-    assert custom(script, source, a_row=marked)[0].score == 1.0
+    assert custom(script, source, a_row=marked)[0].reward == 1.0
 
 
 # --- what a function may not do
@@ -455,7 +459,7 @@ def test_columns_come_as_they_were_in_the_data(script):
 )
 def test_what_a_function_raises_is_an_error_of_the_function(script, body, detail):
     (result,) = custom(script, f"\ndef f(completion):\n    {body}")
-    assert (result.score, result.reason) == (None, "error")
+    assert (result.reward, result.reason) == (None, "error")
     assert detail in result.detail
     assert len(result.detail) <= 240 and "\n" not in result.detail
 
@@ -483,7 +487,7 @@ def test_what_a_function_raises_is_an_error_of_the_function(script, body, detail
 def test_what_is_not_a_finite_number_is_an_error_of_its_own(script, value, detail):
     """Nothing is made a number that is none: a string would train as a score, NaN as any."""
     (result,) = custom(script, f"import numpy as np\ndef f(completion):\n    return {value}")
-    assert (result.score, result.reason) == (None, "not-a-number")
+    assert (result.reward, result.reason) == (None, "not-a-number")
     assert detail in result.detail
     assert len(result.detail) <= 240 and "\n" not in result.detail
 
@@ -521,7 +525,7 @@ def test_a_score_may_come_with_a_dict(script):
     )
     assert custom(script, source)[0] == RewardResult(0.5, "ok", "", {"words": 2.0, "pred": "x"})
     found = custom(script, "def f(completions): return [(1, {'n': 2}), {'score': 3, 'n': 4}]", "ab")
-    assert [(r.score, r.extras) for r in found] == [(1.0, {"n": 2.0}), (3.0, {"n": 4.0})]
+    assert [(r.reward, r.extras) for r in found] == [(1.0, {"n": 2.0}), (3.0, {"n": 4.0})]
 
 
 @pytest.mark.parametrize(
@@ -536,7 +540,7 @@ def test_a_score_may_come_with_a_dict(script):
 )
 def test_a_group_function_may_give_an_array(script, value):
     source = f"import numpy as np\nimport torch\ndef f(completions): return {value}"
-    assert [r.score for r in custom(script, source, ["a", "b"])] == [1.0, 2.0]
+    assert [r.reward for r in custom(script, source, ["a", "b"])] == [1.0, 2.0]
 
 
 EXAMPLES = (Path(__file__).parents[3] / "docs" / "data_and_rewards.md").read_text()
@@ -551,7 +555,7 @@ def test_the_examples_of_the_page_score_text_and_messages(script, prompt, name, 
     (source,) = re.findall(r"```python\n(.*?)```", EXAMPLES, re.DOTALL)
     for truth in ("4", 4):
         found = scored(spec_of(script(source), name=name), ["is 4", "abc"], row(prompt, truth))
-        assert [r.score for r in found] == scores, found
+        assert [r.reward for r in found] == scores, found
 
 
 def test_one_bad_response_leaves_its_siblings_alone(script):
@@ -564,7 +568,7 @@ def test_one_bad_response_leaves_its_siblings_alone(script):
 def test_none_is_unscored(script):
     assert custom(script, "def f(completion): return None")[0].reason == "unscored"
     found = custom(script, "def f(completion): return {'score': None, 'n': 2}")[0]
-    assert (found.score, found.reason, found.extras) == (None, "unscored", {"n": 2.0})
+    assert (found.reward, found.reason, found.extras) == (None, "unscored", {"n": 2.0})
 
 
 @pytest.mark.parametrize("value", ["1.0", "[1.0]", "[1.0] * 3", "None", "{'score': 1.0}"])
@@ -657,12 +661,12 @@ def test_rows_are_checked_for_the_dataset_item():
 )
 def test_math(truth, text, score):
     (result,) = scored(RewardSpec("trajectory", [FunctionSpec("math")]), [text], row(truth=truth))
-    assert (result.score, result.reason) == (score, "ok"), result.detail
+    assert (result.reward, result.reason) == (score, "ok"), result.detail
 
 
 def test_a_ground_truth_that_is_no_mathematics_is_an_error_not_a_zero():
     (result,) = scored(RewardSpec("trajectory", [FunctionSpec("math")]), ["1"], row(truth=""))
-    assert (result.score, result.reason) == (None, "error")
+    assert (result.reward, result.reason) == (None, "error")
     assert "ground truth" in result.detail
 
 
@@ -690,9 +694,9 @@ def test_exact():
         "<answer>4</answer><answer>5</answer>",
         "five",
     ]
-    assert [r.score for r in scored(spec, texts)] == [1.0, 0.0, 1.0, 0.0, 0.0]
-    assert scored(spec, ["4"], row(truth=4))[0].score == 1.0
-    assert scored(spec, ["a\nb"], row(truth="a\nb "))[0].score == 1.0
+    assert [r.reward for r in scored(spec, texts)] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert scored(spec, ["4"], row(truth=4))[0].reward == 1.0
+    assert scored(spec, ["a\nb"], row(truth="a\nb "))[0].reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -717,4 +721,4 @@ def test_dataset_settings_reach_the_scorer():
     data = DataConfig(dataset="composite", dataset_config=config, dataset_size=2, val_size=0)
     spec = dataset_spec("composite", config)
     for a_row in load_prompts(data).train:
-        assert scored(spec, [f"<answer>{a_row.ground_truth}</answer>"], a_row)[0].score == 1.0
+        assert scored(spec, [f"<answer>{a_row.ground_truth}</answer>"], a_row)[0].reward == 1.0

@@ -107,7 +107,7 @@ def call(*texts, truth="right"):
 
 
 def summary(results):
-    return [(r.score, r.reason) for r in results]
+    return [(r.reward, r.reason) for r in results]
 
 
 def running(pid):
@@ -177,11 +177,11 @@ async def test_a_call_that_runs_too_long_is_a_timeout(spec, counted, what):
     async with pool_of(spec, timeout_s=LIMIT_S) as pool:
         (before,) = await pool.compute_rewards(call("pid"))
         (late,) = await pool.compute_rewards(call(what))
-        assert not running(int(before.score))
+        assert not running(int(before.reward))
         (after,) = await pool.compute_rewards(call("pid"))
-    assert (late.score, late.reason) == (-1.0, "timeout")
+    assert (late.reward, late.reason) == (-1.0, "timeout")
     assert "0.5 s" in late.detail
-    assert after.reason == "ok" and after.score != before.score
+    assert after.reason == "ok" and after.reward != before.reward
     assert (pool.workers_lost, pool.workers_killed) == (0, 1)
     assert counted.read_text().split() == ["pid", what, "pid"]  # a timeout is not tried again
 
@@ -226,7 +226,7 @@ async def test_a_lost_call_is_made_again(spec, tmp_path):
 
 async def test_a_worker_that_dies_between_calls_costs_no_retry(spec):
     async with pool_of(spec, max_retries=0) as pool:
-        worker, child = (int(r.score) for r in await pool.compute_rewards(call("pid", "spawn")))
+        worker, child = (int(r.reward) for r in await pool.compute_rewards(call("pid", "spawn")))
         os.kill(worker, signal.SIGKILL)
         await ends(worker)
         await ends(child)
@@ -262,7 +262,7 @@ async def test_workers_run_at_the_same_time_and_no_more(tmp_path):
             return float(seen)
     """
     async with pool_of(spec_for(tmp_path, source), workers=2) as pool:
-        assert [r.score for r in await pool.compute_rewards(call("a", "b"))] == [2.0, 2.0]
+        assert [r.reward for r in await pool.compute_rewards(call("a", "b"))] == [2.0, 2.0]
 
 
 async def test_one_worker_takes_calls_in_the_order_of_asking(spec, counted):
@@ -280,7 +280,7 @@ async def test_a_cancelled_caller_frees_its_worker(spec):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await ends(int(worker.score))
+        await ends(int(worker.reward))
         assert summary(await pool.compute_rewards(call("right"))) == [(1.0, "ok")]
 
 
@@ -303,7 +303,7 @@ async def test_a_group_is_one_call(tmp_path):
 
 async def test_the_environment_reaches_the_workers(spec):
     async with pool_of(spec, env={"LAMINAR_TEST_VALUE": "2.5"}) as pool:
-        assert (await pool.compute_rewards(call("env LAMINAR_TEST_VALUE")))[0].score == 2.5
+        assert (await pool.compute_rewards(call("env LAMINAR_TEST_VALUE")))[0].reward == 2.5
 
 
 async def test_built_in_scorers_run_in_workers():
