@@ -1,4 +1,4 @@
-"""Permissions in a run directory: whoever can write to a run has its owner execute code.
+"""Permissions in a run directory: a user who can write to a run can execute code as its owner.
 
 Reads   owners and modes below RUN
 Writes  the umask of this process; the mode of a private file

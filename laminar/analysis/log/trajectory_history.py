@@ -199,7 +199,7 @@ class HistoryTracker:
             yield from _leave_placement(life, now, FINISHED)
 
     def _record_turn(self, event: ev.TurnFinished, state: State) -> Iterator[Change]:
-        """Record that another turn follows; its placement is no move unless the replica changes."""
+        """Record that another turn follows; only a change of replica counts as a move."""
         life, trajectory = (
             self.open.get(event.trajectory_id),
             state.trajectories.get(event.trajectory_id),
