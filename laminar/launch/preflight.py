@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,13 @@ from laminar.launch.reward_check import ROWS, Sample, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import check_prompts, encode_prompt, has_template, warn_turn_end
+from laminar.tasks.data.chat import (
+    Tools,
+    check_prompts,
+    encode_prompt,
+    has_template,
+    warn_turn_end,
+)
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
@@ -127,16 +133,13 @@ def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
-    check_tokenizer(config.model.name, tokenizer)
-    _check_files(config)
+    _check_files(config, tokenizer)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
     prompts = load_prompts(config.data, with_columns=bool(config.env.path))
     prompts, tools = prompts.select_for(known_digest), decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
-    if not config.data.filter_overlong_prompts:
-        longest = sorted(prompts.train, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
-        check_prompts(tokenizer, longest, config.data, tools)
+    _check_longest_prompts(config, tokenizer, prompts.train, tools)
     first = prompts.train[0]
     ids = encode_prompt(tokenizer, first, config.data, tools)
     reward = msgspec.structs.replace(config.reward, scope=spec.scope)
@@ -166,6 +169,17 @@ def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
             **warn_turn_end(tokenizer, config.data, sorted(ends)),
         },
     )
+
+
+def _check_longest_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    tools: Tools,
+) -> None:
+    if not config.data.filter_overlong_prompts:
+        longest = sorted(rows, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]
+        check_prompts(tokenizer, longest, config.data, tools)
 
 
 def response_sampler(tokenizer: PreTrainedTokenizerBase, ends: Container[int]) -> Sample:
@@ -351,9 +365,10 @@ def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check_files(config: Config) -> None:
+def _check_files(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     from laminar.training.model.policy import check_files  # imports torch, as tokenizers do
 
+    check_tokenizer(config.model.name, tokenizer)
     check_files(config)
 
 

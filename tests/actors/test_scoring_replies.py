@@ -46,7 +46,7 @@ class Store:
         self.asked.append(request)
         results = []
         for item in request.items:
-            stored = {"answer": "ok", "score": item.reward, "reward_reason": item.reason}
+            stored = {"answer": "ok", "reward": item.reward, "reward_reason": item.reason}
             results.append(m.StoredReward(trajectory_id=item.trajectory_id, **stored | self.reply))
         return m.PutRewardsReply(results=tuple(results))
 
@@ -152,14 +152,14 @@ async def test_figures_beside_the_score_travel_with_held_out_answers(
 async def test_the_reward_that_the_store_had_first_is_the_one_reported(tmp_path: Path) -> None:
     """Another replica scored it before it died: a batch may have been chosen by that score."""
     scored = Scored(tmp_path, RIGHT)
-    await scored.run(reply={"answer": "already", "score": 0.25, "reward_reason": "error"})
+    await scored.run(reply={"answer": "already", "reward": 0.25, "reward_reason": "error"})
     event = scored.rewarded()
     assert (event.reward_bits, event.correct, event.reason) == (bits_of(0.25), False, "error")
 
 
 async def test_what_the_store_refuses_is_a_failed_trajectory(tmp_path: Path) -> None:
     scored = Scored(tmp_path, RIGHT)
-    await scored.run(reply={"answer": "refused", "reason": "it is trained", "score": None})
+    await scored.run(reply={"answer": "refused", "reason": "it is trained", "reward": None})
     (event,) = scored.host.events
     assert isinstance(event, ev.TrajectoryFailed)
     assert (event.reason, event.detail, event.placement) == ("store-refused", "it is trained", 3)
@@ -168,7 +168,7 @@ async def test_what_the_store_refuses_is_a_failed_trajectory(tmp_path: Path) -> 
 async def test_what_is_fenced_is_not_reported(tmp_path: Path) -> None:
     """Somebody else has it, and reports it."""
     scored = Scored(tmp_path, RIGHT)
-    await scored.run(reply={"answer": "fenced", "score": None})
+    await scored.run(reply={"answer": "fenced", "reward": None})
     assert scored.host.events == []
 
 

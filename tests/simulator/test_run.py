@@ -111,7 +111,7 @@ def answers_by_seed(policy: str) -> tuple[list[Answers], int]:
         sorted((row.id, row.num_tokens, row.end or "") for row in world.rows.values())
         for world in worlds
     ]
-    return answers, sum(w.coverage.counts.get("move:releasing-hand over", 0) for w in worlds)
+    return answers, sum(w.coverage.counts.get("move:releasing-migrate", 0) for w in worlds)
 
 
 @pytest.fixture(scope="module")

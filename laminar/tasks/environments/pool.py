@@ -18,7 +18,7 @@ import json
 from collections.abc import Awaitable, Callable
 
 from laminar.config import Config, ConfigError
-from laminar.config.tree import EnvConfig
+from laminar.config.tree import EnvConfig, RewardConfig
 from laminar.events.reasons import EndedBy
 from laminar.tasks.environments.renderer import CallResult, Renderer
 from laminar.tasks.environments.session_pool import AllSessionsDied, SessionDied, SessionPool
@@ -358,18 +358,19 @@ class Environments:
         """Return the session's reward, or a timeout if the session was killed."""
         limit_s = self._env.tool_timeout_s
         if conversation.killed_after_s:
-            return self._make_timeout_result(conversation.killed_after_s)
+            return _make_timeout_result(self._reward, conversation.killed_after_s)
         try:
             ids = [i for _, part in call.parts for i in part]
             request = RewardRequest(RewardCall(call.session.row, [(text, ids)]))
             rated, _ = await self._send_request(conversation, call, request, limit_s)
         except _CallKilled:
-            return self._make_timeout_result(limit_s)
+            return _make_timeout_result(self._reward, limit_s)
         assert isinstance(rated, RewardReply)
         return apply_error_score(rated.result, self._reward.error_score)
 
-    def _make_timeout_result(self, limit_s: float) -> RewardResult:
-        return RewardResult(self._reward.error_score, "timeout", _describe_timeout(limit_s))
+
+def _make_timeout_result(reward: RewardConfig, limit_s: float) -> RewardResult:
+    return RewardResult(reward.error_score, "timeout", _describe_timeout(limit_s))
 
 
 def _describe_timeout(limit_s: float) -> str:

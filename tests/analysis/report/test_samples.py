@@ -228,7 +228,7 @@ def test_jsonl_for_tools_and_one_sentence_for_a_mistake(tmp_path: Path, cli: Cli
     assert code == 0
     assert [json.loads(line)["reward"] for line in out.splitlines()] == [-1.0, 0.5, 0.0, 1.0]
     code, out = cli("samples", run_dir, "-n", "1")
-    assert code == 0 and out.startswith("0.1.1  trained by step 3\n  score -1\n")
+    assert code == 0 and out.startswith("0.1.1  trained by step 3\n  reward -1\n")
     assert "\n  6 tokens, truncated (length), by version 11 (made by 1 steps) on rollout-1\n" in out
     code, out = cli("samples", run_dir, "--step", "9")
     assert code == 2 and out.endswith("there are steps 1, 3")

@@ -51,8 +51,8 @@ PARTS = list(parts(State, {}))
 def test_parts_are_found() -> None:
     names = {part.__name__ for part in PARTS}
     assert {
-        "Actor",
-        "Book",
+        "ActorState",
+        "LedgerCounts",
         "Settings",
         "OutstandingCommand",
         "TrainStep",

@@ -127,12 +127,12 @@ def test_a_call_nested_too_deep_is_refused_without_its_arguments(parts, levels):
     model, renderer, parser = parts
     deep = '{"x": %s1%s}' % ("[" * levels, "]" * levels)  # noqa: UP031
     (call,) = parser.parse_calls(_tagged(model, "add", deep), [])
-    assert "levels of arguments" in call.refused or "not valid JSON" in call.refused
+    assert "levels of arguments" in call.refusal_reason or "not valid JSON" in call.refusal_reason
     assert call.arguments == {} and renderer.render_results([(call, "no")])
     (call,) = parser.parse_calls(
         _tagged(model, "add", '{"x": ' + "[" * 31 + "1" + "]" * 31 + "}"), []
     )
-    assert not call.refused
+    assert not call.refusal_reason
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -155,7 +155,7 @@ FENCED = '<tool_call>{"name": "add", "arguments": {"x": "\\n```\\nx\\n```"}}</to
 def test_what_is_thought_mentioned_or_shown_is_no_call(parts, text, count):
     model, _, parser = parts
     calls = parser.parse_calls(model.encode(text + END), [])
-    assert [(c.tool, c.refused) for c in calls] == [("add", "")] * count
+    assert [(c.tool, c.refusal_reason) for c in calls] == [("add", None)] * count
 
 
 def test_a_thought_that_the_prompt_opened_and_nothing_ended_has_no_call(parts):
@@ -199,8 +199,8 @@ def test_arguments_have_the_types_of_the_tool(parts, given, taken):
     tool["function"]["parameters"] |= {"properties": KINDS, "required": ["i"]}
     (call,) = CallParser(model, [tool]).parse_calls(_tagged(model, "do", json.dumps(given)), [])
     if isinstance(taken, str):
-        return taken in call.refused or pytest.fail(call.refused)
-    assert not call.refused and repr(call.arguments) == repr(taken)
+        return taken in call.refusal_reason or pytest.fail(call.refusal_reason)
+    assert not call.refusal_reason and repr(call.arguments) == repr(taken)
 
 
 def test_a_tool_with_a_union_of_types_passes_the_check():
