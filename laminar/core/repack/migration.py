@@ -1,7 +1,7 @@
 """Migration: a replica releases its trajectories to the store, and they continue elsewhere.
 
 Reads   TrajectoriesReleased, the plan of core/repack/packing.py
-Writes  trajectory statuses and placements, replica.given, replica.incoming
+Writes  trajectory statuses and placements, replica.outgoing, replica.incoming
 Emits   ReleaseTrajectories, GenerateTrajectory, AbortTrajectories
 
 Room is reserved at the destination from the order on. The source takes and loads nothing until

@@ -1,7 +1,7 @@
 """The end of a batch's wait: act on the group that an idle trainer waits for.
 
 Reads   the first group that the next batch lacks, replicas with room
-Writes  trajectory.waits, trajectory.status, state.unscored
+Writes  trajectory.batch_timeouts, trajectory.status, state.unscored
 Emits   GenerateTrajectory, EndTrajectories
 """
 

@@ -104,7 +104,8 @@ def estimate_grpo(batch: AdvantageInputs) -> Floats:
 
 def estimate_rloo(batch: AdvantageInputs) -> Floats:
     """Scale R - mean by n / (n - 1), which gives R minus the mean of the others."""
-    return batch.centred * (batch.group_sizes / np.maximum(batch.group_sizes - 1, 1))
+    scale: Floats = batch.group_sizes / np.maximum(batch.group_sizes - 1, 1)
+    return batch.centred * scale
 
 
 def estimate_reinforce_pp(batch: AdvantageInputs) -> Floats:
@@ -188,7 +189,8 @@ def _whiten_values(values: Floats, lengths: Ints) -> Floats:
 def _sample_std(batch: AdvantageInputs) -> Floats:
     """Return the reward's standard deviation in each sequence's group; 0 for a group of one."""
     squares = batch.group_sums(batch.centred**2)
-    return np.sqrt(squares / np.maximum(batch.group_sizes - 1, 1))
+    deviations: Floats = np.sqrt(squares / np.maximum(batch.group_sizes - 1, 1))
+    return deviations
 
 
 ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
