@@ -231,7 +231,7 @@ STRANGERS: dict[Callable[[Place], str], str] = {
     plain_client: "without the secret of this run",
     unknown_key: "refused the secret of this process",
     no_handler: "does not have the secret of this run",
-    secret_of_others: "start all processes of a run as the user who made its directory",
+    secret_of_others: "could change what this process runs as user",
     replayed_greeting: "relay-9 does not have the secret of run",
     reflected_greeting: "relay-9 does not have the secret of run",
     other_run: "does not have the secret of this run: it probably belongs to another run",
