@@ -135,7 +135,7 @@ def look_at(config: str, settings: Sequence[str]) -> Shown:
         hits=hits(forms, {**shown, **files}),
         processes=len(living),
         files=len(files),
-        scored=any("reward_worker" in name for name in shown),
+        scored=any("rewards.worker" in name for name in shown),
         boards=any("/wandb/" in name for name in files),
     )
 
