@@ -43,7 +43,12 @@ class Lab:
 
     def node(self, command: str, *words: str) -> None:
         """local_slurm.sh COMMAND of this Slurm."""
-        program = [str(ROOT / "tools" / "local_slurm.sh"), command, str(self.directory), *words]
+        program = [
+            str(ROOT / "tools" / "kit" / "local_slurm.sh"),
+            command,
+            str(self.directory),
+            *words,
+        ]
         subprocess.run(program, check=True, timeout=WAIT_S)
 
     def queue(self) -> dict[str, tuple[str, str]]:
