@@ -68,7 +68,7 @@ class SlotArena(Protocol):
         ...
 
 
-class RestoredVersion(Protocol):
+class CheckpointBytes(Protocol):
     """A version in separate memory."""
 
     @property
@@ -93,7 +93,7 @@ class WeightFiles(Protocol):
         """Map the memory of a relay by its path; NotReadable."""
         ...
 
-    async def read_checkpoint(self, directory: Path, version: int) -> RestoredVersion:
+    async def read_checkpoint(self, directory: Path, version: int) -> CheckpointBytes:
         """Read a version, proved by its digest; NotReadable."""
         ...
 

@@ -91,8 +91,6 @@ class Renderer:
 
         Flat arguments are not tried: `check_template` has tried such.
         """
-        if all(_is_flat(call) or self._can_write(call) for call in calls):
-            return calls
         refused = "the chat template cannot write its arguments"
         return [
             call if _is_flat(call) or self._can_write(call) else ToolCall(call.tool, {}, refused)
