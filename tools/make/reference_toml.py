@@ -26,13 +26,17 @@ HEAD = """\
 # A run needs model.name and one of data.dataset and data.train_files; all other keys are optional.
 # Files are combined from left to right, then `key=value` of the command line: the last one wins.
 """
+ADVANCED = ("weights", "coordinator", "repack", "recovery", "emulation")
+ADVANCED_HEAD = "# ---- Advanced: the defaults of these sections fit almost every run. ----"
 
 
 def text() -> str:
-    """Return the file: keys without a section first, then each section with its keys."""
+    """Return the file: keys without a section first, each section, the advanced ones last."""
     defaults = msgspec.to_builtins(Config())
     lines = [HEAD]
-    for section, struct in list_sections().items():
+    for section, struct in sorted(list_sections().items(), key=lambda item: item[0] in ADVANCED):
+        if section == ADVANCED[0]:
+            lines += ["", ADVANCED_HEAD]
         if section:
             lines += ["", *_comment(inspect.cleandoc(struct.__doc__ or "")), f"[{section}]"]
         lines += _keys(section, defaults)
