@@ -179,7 +179,7 @@ async def test_after_a_load_that_fails_nothing_runs_until_another(tmp_path: Path
     await flight.add("a")
     await flight.replica.until("a", 5)
     short = {n: t for n, t in tensors_of(model).items() if "layers.1.mlp.down_proj" not in n}
-    with pytest.raises(EngineError, match="nothing for model"):
+    with pytest.raises(EngineError, match="the version lacks model"):
         await flight.replica.load(short, "keep")
     assert not await flight.engine.abort_request("a")
     flight.models[2] = None

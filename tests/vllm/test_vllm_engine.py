@@ -210,7 +210,9 @@ async def test_what_cannot_be_done_is_refused_alone(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no weights"):
         await replica.generate("early")
     short = {n: t for n, t in tensors.items() if "layers.1.mlp.down_proj" not in n}
-    with pytest.raises(EngineError, match=r"nothing for model\.layers\.1\.mlp\.down_proj\.weight"):
+    with pytest.raises(
+        EngineError, match=r"the version lacks model\.layers\.1\.mlp\.down_proj\.weight"
+    ):
         await replica.load(short)
     with pytest.raises(EngineError, match="no weights"):
         await replica.generate("after")
@@ -329,7 +331,7 @@ asyncio.run(main())
             ["extra={max_log_len=1}"],
             "max_log_len is not an argument of vLLM; the nearest is max_model_len",
         ),
-        ({}, ["extra={max_num_seqs=1}"], "is decided by the settings of rollout"),
+        ({}, ["extra={max_num_seqs=1}"], "is set by other keys of rollout"),
         ({}, ["extra={quantization='none'}"], "Unknown quantization method: none"),
         ({}, ["tensor_parallel_size=3"], r"heads \(2\) must be divisible by .*size \(3\)"),
         ({"architectures": ["Foo"]}, [], r"architectures \['Foo'\] are not supported for now$"),
