@@ -161,7 +161,10 @@ def test_a_second_service_of_a_live_run_ends_and_changes_nothing(served: Served)
     service = served.serve()
     served.trains()
     serving = served.pid_of("coordinator")
-    for said in ("is served already, by serve (pid", "which answers at tcp://127.0.0.1:"):
+    for said in (
+        "is served already, by serve (pid",
+        "already has a coordinator at tcp://127.0.0.1:",
+    ):
         assert said in served.ends(served.serve(), exit_codes.USER_ERROR)
         second = subprocess.run(
             [sys.executable, "-m", "laminar.cli.coord", str(served.run)],

@@ -98,7 +98,7 @@ def _removed_payloads(run: Finished) -> None:
     again = laminar("retrain", str(run.directory))
     assert again.returncode == 0, again.stdout + again.stderr
     *steps, verdict = again.stdout.splitlines()
-    assert steps[0].startswith("step 3, of a checkpoint: ") and len(steps) == 4
+    assert steps[0].startswith("step 3, a checkpoint: ") and len(steps) == 4
     assert verdict.startswith("identical: 3 steps repeated, ")
     published = [e for e in history(run.directory) if isinstance(e, ev.WeightsPublished)]
     assert published[-1].step == STEPS and published[-1].digest in steps[-1]  # of the export
