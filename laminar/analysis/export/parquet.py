@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.trajectory_history import (
-    ENDED,
     EventClock,
     HistoryTracker,
     Moment,
+    Stage,
     TrajectoryHistory,
 )
 from laminar.config import ConfigError
@@ -180,7 +180,7 @@ class _Exporter:
             row = (stamped.seq, index, _get_tag(command), command.to, _encode_json(command))
             self._add_decision(row)
         for what, life in self._lives.record_event(now, stamped.event, commands, state):
-            if what == ENDED:
+            if what == Stage.ENDED:
                 self._add_trajectory(_build_trajectory_row(life))
 
     def finish(self) -> None:

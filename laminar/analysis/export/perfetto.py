@@ -24,19 +24,12 @@ from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans
 from laminar.analysis.log.trajectory_history import (
-    DISPATCHED,
-    ENDING,
-    FINISHED,
-    LOST,
-    REWARDED,
-    SCORING,
-    STARTED,
-    UPDATED,
     Change,
     EventClock,
     HistoryTracker,
     Moment,
     Placement,
+    Stage,
     TrajectoryHistory,
 )
 from laminar.analysis.report.repack_book import was_given_away
@@ -56,20 +49,9 @@ VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN = (
     "version", "pull", "refused", "migration", "slot", "reward", "own record",
 )  # fmt: skip
 KINDS = (
-    PHASE,
-    EVALUATION,
-    LOST_WORK,
-    FLAGS,
-    WORK,
-    PUBLISHING,
-    VERSION,
-    PULL,
-    REFUSED,
-    MIGRATION,
-    SLOT,
-    REWARD,
-    OWN,
-)
+    PHASE, EVALUATION, LOST_WORK, FLAGS, WORK, PUBLISHING,
+    VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN,
+)  # fmt: skip
 """Tracks of a process, from top to bottom."""
 
 ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
@@ -189,26 +171,26 @@ class TraceWriter:
     def _trace_change(self, change: Change, now: Moment, us: float, given: bool) -> None:
         what, life = change
         slot = _slot_span(life, life.placement)
-        if what == DISPATCHED:
+        if what == Stage.DISPATCHED:
             self._trace_dispatch(life, now, us, given)
-        elif what == STARTED:
+        elif what == Stage.STARTED:
             resumed = life.placement.tokens_resumed
             self._tracks.begin_inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
-        elif what == UPDATED:
+        elif what == Stage.UPDATED:
             _, version = life.placement.updates[-1]
             self._tracks.begin_inner(slot, us, f"continues with v{version}", event=now.seq)
-        elif what == FINISHED:
+        elif what == Stage.FINISHED:
             facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
             self._tracks.end_span(slot, us, event=now.seq, **facts)
-        elif what == LOST:
+        elif what == Stage.LOST:
             self._trace_loss(life, now, us)
-        elif what == SCORING:
+        elif what == Stage.SCORING:
             self._end_scoring(life, us, scored_elsewhere=True)
             span = self._scoring[life.trajectory_id] = (life.scorer, REWARD, life.trajectory_id)
             self._tracks.begin_span(span, us, life.trajectory_id, event=now.seq)
-        elif what == REWARDED:
+        elif what == Stage.REWARDED:
             self._end_scoring(life, us, event=now.seq, reward=life.reward)
-        elif what == ENDING:
+        elif what == Stage.ENDING:
             facts = {"end": life.end, "reason": life.end_reason}
             self._tracks.end_span(slot, us, event=now.seq, **facts)
             self._tracks.end_span(_lost_span(life), us, event=now.seq, **facts)
