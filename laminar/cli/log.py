@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.log.display import get_tag
 from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.run_log import (
     WallClock,
@@ -236,10 +237,10 @@ def run_stats(arguments: argparse.Namespace) -> int:
             segments.add(record.segment)
         elif isinstance(record, EventRecord):
             event = parse_event(record)
-            events[_get_tag(event.event)] += 1
+            events[get_tag(event.event)] += 1
             times.append(clock.unix_ns(event))
         elif isinstance(record, DecisionRecord):
-            decisions[_get_tag(parse_command(record))] += 1
+            decisions[get_tag(parse_command(record))] += 1
     size, tail = log_size(arguments.run)
     seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
     _print_lines(
@@ -251,10 +252,6 @@ def run_stats(arguments: argparse.Namespace) -> int:
         ]
     )
     return 0
-
-
-def _get_tag(message: msgspec.Struct) -> str:
-    return str(message.__struct_config__.tag)
 
 
 def _format_counts(title: str, counts: Counter[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from laminar.analysis.export.perfetto_tracks import FLAGS, Span, Tracks
-from laminar.analysis.log.display import step_number
+from laminar.analysis.log.display import get_tag, step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans
 from laminar.analysis.log.trajectory_history import (
@@ -144,7 +144,7 @@ class TraceWriter:
         if isinstance(event, NOTABLE_EVENTS):
             self._actors.setdefault(stamped.peer)
             self._tracks.add_instant(
-                stamped.peer, us, _get_tag(event), event=now.seq, **_select_fields(event)
+                stamped.peer, us, get_tag(event), event=now.seq, **_select_fields(event)
             )
         for change in self._lives.record_event(now, event, commands, state):
             self._trace_change(change, now, us, was_given_away(stamped))
@@ -239,7 +239,7 @@ class TraceWriter:
             outstanding = state.commands.get(key)
             if outstanding is None or outstanding.cause == stamped.seq:
                 del self._orders[span]
-                self._tracks.end_span(span, us, event=stamped.seq, ended_by=_get_tag(stamped.event))
+                self._tracks.end_span(span, us, event=stamped.seq, ended_by=get_tag(stamped.event))
         for command in commands:
             self._trace_order(command, stamped.seq, us, state)
         event = stamped.event
@@ -370,10 +370,6 @@ def _slot_span(life: TrajectoryHistory, placement: Placement) -> Span:
 
 def _lost_span(life: TrajectoryHistory) -> Span:
     return COORDINATOR, LOST_WORK, life.trajectory_id
-
-
-def _get_tag(event: Event) -> str:
-    return str(event.__struct_config__.tag)
 
 
 def _select_fields(event: Event) -> dict[str, Any]:
