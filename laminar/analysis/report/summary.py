@@ -108,7 +108,7 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
 
 
 class RunReplay:
-    """One replay of a run for all figures, with the timelines of its processes."""
+    """Replay of a run for all figures, with the timelines of its processes."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
