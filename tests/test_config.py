@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from laminar.config import Config, ConfigError, dump_config, known_keys, load_config, resolve_config
-from laminar.config.foreign_keys import OTHERS, TRL, UNSUPPORTED, VERL
+from laminar.config.foreign_keys import FOREIGN, UNSUPPORTED
 from laminar.config.rules import slurm_seconds
 from tools.make import reference_toml
 
@@ -418,7 +418,7 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
         load_config([unknown])
 
 
-@pytest.mark.parametrize("foreign", [*VERL, *TRL, *OTHERS])
+@pytest.mark.parametrize("foreign", FOREIGN)
 def test_a_key_of_another_system_is_answered_with_ours(foreign: str) -> None:
     """By the table, whose answers exist and whose questions are no keys of ours."""
     assert foreign not in known_keys()

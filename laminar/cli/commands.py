@@ -42,25 +42,9 @@ def build_parser() -> CommandParser:
     made.add_argument("--version", action="version", version=f"laminar {__version__}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (
-        quickstart,
-        init,
-        train,
-        fork,
-        doctor,
-        submit,
-        serve,
-        watch,
-        ps,
-        tail,
-        scale,
-        stop,
-        clean,
-        samples,
-        log,
-        audit,
-        report,
-        retrain,
-    ):
+        quickstart, init, train, fork, doctor, submit, serve, watch, ps,
+        tail, scale, stop, clean, samples, log, audit, report, retrain,
+    ):  # fmt: skip
         module.add_parser(subparsers)
     return made
 

@@ -19,17 +19,9 @@ from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
 
 WORDS = [
-    "elephant",
-    "mountain",
-    "sandwich",
-    "umbrella",
-    "keyboard",
-    "hospital",
-    "notebook",
-    "airplane",
-    "calendar",
-    "dinosaur",
-]
+    "elephant", "mountain", "sandwich", "umbrella", "keyboard",
+    "hospital", "notebook", "airplane", "calendar", "dinosaur",
+]  # fmt: skip
 
 CONFIG = """\
 # A run of your own: laminar train -c run.toml --dry-run, then without --dry-run.

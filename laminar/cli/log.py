@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.log.display import get_tag
 from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.run_log import (
     WallClock,
@@ -52,42 +53,33 @@ def add_parser(subparsers: Any) -> None:
 def _add_records(commands: Any) -> None:
     """Add the commands that show the log itself, record by record."""
     replay = _add_command(commands, "replay", "repeat all decisions and compare them", run_replay)
-    replay.add_argument("run", type=Path, metavar="RUN", help="run directory")
     replay.add_argument("--from-snapshot", action="store_true", help="start at the newest snapshot")
     replay.add_argument("--until", type=parse_positive, metavar="SEQ", help="stop after this event")
     replay.add_argument("--state", action="store_true", help="print the state at the end as JSON")
     replay.add_argument("--diff", action="store_true", help="show only what differs")
 
     dumped = _add_command(commands, "dump", "one line per record", run_dump)
-    dumped.add_argument("run", type=Path, metavar="RUN", help="run directory")
     dumped.add_argument("--raw", action="store_true", help="all records as JSON, of any schema")
 
     tail = _add_command(commands, "tail", "the last records", run_tail)
-    tail.add_argument("run", type=Path, metavar="RUN", help="run directory")
     tail.add_argument(
         "-n", type=parse_positive, default=20, metavar="N", help="number of records (20)"
     )
 
-    stats = _add_command(commands, "stats", "counts by type, bytes, time span", run_stats)
-    stats.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    _add_command(commands, "stats", "counts by type, bytes, time span", run_stats)
 
 
 def _add_questions(commands: Any) -> None:
     """Add the commands that tell the story of one thing, and its causes."""
-    parser = _add_command(
-        commands, "story", "all events of one trajectory, group, version or actor", run_story
-    )
-    parser.add_argument(
-        "id", metavar="ID", help="trajectory 0.17.3, group 0.17, version v12, actor"
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    told = "all events of one trajectory, group, version or actor"
+    subject = "trajectory 0.17.3, group 0.17, version v12, actor"
+    parser = _add_command(commands, "story", told, run_story, subject)
     parser.add_argument(
         "--logs", action="store_true", help="include what processes logged about it"
     )
 
-    asked = _add_command(commands, "why", "why it migrated, was idle, or waited", run_why)
-    asked.add_argument("id", metavar="ID", help="trajectory 0.17.3, replica rollout-0, step-57")
-    asked.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    subject = "trajectory 0.17.3, replica rollout-0, step-57"
+    asked = _add_command(commands, "why", "why it migrated, was idle, or waited", run_why, subject)
     when = "of a replica: seconds since the run's first event, or an event as '#1234'"
     asked.add_argument("--at", default="", metavar="T", help=when)
 
@@ -95,19 +87,23 @@ def _add_questions(commands: Any) -> None:
 def _add_tables(commands: Any) -> None:
     """Add the commands that convert the log for other programs."""
     traced = _add_command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
-    traced.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "trace file (RUN/trace.json)"
     traced.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
 
     exported = _add_command(commands, "export", "tables of events, decisions, lives", run_export)
-    exported.add_argument("run", type=Path, metavar="RUN", help="run directory")
     where = "write three Parquet files into this directory"
     exported.add_argument("--parquet", type=Path, metavar="DIR", required=True, help=where)
     exported.add_argument("--force", action="store_true", help="replace existing tables")
 
 
-def _add_command(commands: Any, name: str, text: str, function: Any) -> argparse.ArgumentParser:
+def _add_command(
+    commands: Any, name: str, text: str, function: Any, subject: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command about a run, or about the given kinds of subject in it."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    if subject:
+        parser.add_argument("id", metavar="ID", help=subject)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=function)
     return parser
 
@@ -241,10 +237,10 @@ def run_stats(arguments: argparse.Namespace) -> int:
             segments.add(record.segment)
         elif isinstance(record, EventRecord):
             event = parse_event(record)
-            events[_get_tag(event.event)] += 1
+            events[get_tag(event.event)] += 1
             times.append(clock.unix_ns(event))
         elif isinstance(record, DecisionRecord):
-            decisions[_get_tag(parse_command(record))] += 1
+            decisions[get_tag(parse_command(record))] += 1
     size, tail = log_size(arguments.run)
     seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
     _print_lines(
@@ -256,10 +252,6 @@ def run_stats(arguments: argparse.Namespace) -> int:
         ]
     )
     return 0
-
-
-def _get_tag(message: msgspec.Struct) -> str:
-    return str(message.__struct_config__.tag)
 
 
 def _format_counts(title: str, counts: Counter[str]) -> list[str]:

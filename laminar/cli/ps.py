@@ -11,7 +11,6 @@ comes from the coordinator's status, whose age is shown.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from laminar.config import ConfigError
 from laminar.config.tree import RunConfig
 from laminar.core.state.statuses import Phase
 from laminar.names import exit_codes
-from laminar.run.directory import CONFIG_FILE, STATUS_FILE
+from laminar.run.directory import CONFIG_FILE, STATUS_FILE, read_status
 from laminar.run.lock import Holder, holders
 
 COMMANDS = ("stop",)
@@ -139,15 +138,6 @@ def _format_state(status: dict[str, Any]) -> tuple[str, str, str]:
     phase = str(status.get("pause") or status["phase"])
     total = f"/{status['total_steps']}" if status["total_steps"] else ""
     return phase, f"{status['step']}{total}", f"{status['tokens_per_s']:.0f}"
-
-
-def read_status(run: Path) -> dict[str, Any]:
-    """Return the coordinator's latest status; empty before its first report."""
-    try:
-        found: dict[str, Any] = json.loads((run / STATUS_FILE).read_bytes())
-        return found
-    except (OSError, ValueError):
-        return {}
 
 
 def _format_age(run: Path) -> str:

@@ -26,7 +26,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.ps import read_status
 from laminar.cluster.requeue import SlurmJob
 from laminar.cluster.slurm import resume_command
 from laminar.config import Config, ConfigError
@@ -47,7 +46,7 @@ from laminar.names import exit_codes
 from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys
 from laminar.observe.logs import create_attempt
-from laminar.run.directory import EVENTS_DIR, STATUS_FILE, run_config
+from laminar.run.directory import EVENTS_DIR, STATUS_FILE, read_status, run_config
 from laminar.run.lock import AlreadyServed, RunLock, holders, in_use
 from laminar.run.permissions import check_private
 from laminar.run.secret import read_secret

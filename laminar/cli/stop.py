@@ -13,7 +13,6 @@ asked through its socket.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ from laminar.net.auth import RunKeys
 from laminar.net.client import read_address
 from laminar.net.user_requests import is_coordinator_alive, send_user_event
 from laminar.run.command_line import shell_command
-from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, STATUS_FILE, run_config
+from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, read_status, run_config
 from laminar.run.lock import Holder, RunLock, format_holders, holders
 from laminar.run.secret import read_secret
 from laminar.run.stop_requests import END, get_pause_timeout_ms
@@ -230,11 +229,8 @@ def _report_result(run_dir: Path, arguments: argparse.Namespace, ended: bool) ->
 
 def _describe_progress(run_dir: Path) -> str:
     """Describe the coordinator's latest status."""
-    try:
-        status = json.loads((run_dir / STATUS_FILE).read_bytes())
-        failure = f": {status['failure']}" if status["failure"] else ""
-        return (
-            f" ({status.get('pause') or status['phase']}, {status['step']} steps trained{failure})"
-        )
-    except (OSError, ValueError, KeyError):
+    status = read_status(run_dir)
+    if not status:
         return ""
+    failure = f": {status['failure']}" if status["failure"] else ""
+    return f" ({status['pause'] or status['phase']}, {status['step']} steps trained{failure})"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laminar.cli.train import take_train_settings
+from laminar.cli.train import add_move_old, add_sources, take_train_settings
 from laminar.cluster.job_scripts import ROLLOUT, SERVICE, JobScripts, scripts_of
 from laminar.cluster.slurm import (
     Jobs,
@@ -51,16 +51,10 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 def add_parser(subparsers: Any) -> None:
     text = "run on a Slurm cluster, as jobs"
     parser = subparsers.add_parser("submit", help=text, description=text)
-    parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="resume a run that was interrupted"
-    )
-    parser.add_argument(
-        "--print", action="store_true", help="show the plan and the batch scripts, submit nothing"
-    )
-    parser.add_argument(
-        "--move-old", action="store_true", help="move an existing run directory aside"
-    )
+    add_sources(parser)
+    text = "show the plan and the batch scripts, submit nothing"
+    parser.add_argument("--print", action="store_true", help=text)
+    add_move_old(parser)
     take_train_settings(parser)
     parser.set_defaults(function=run_submit)
 

@@ -21,27 +21,31 @@ from laminar.launch.train import place_of, run_training
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="run everything on this machine")
-    parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="resume a run that was interrupted"
-    )
+    add_sources(parser)
     add_ways(parser)
     take_train_settings(parser)
     parser.set_defaults(function=run_train)
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the settings of a run: new ones, or those of a run to resume."""
+    parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
+    text = "resume a run that was interrupted"
+    parser.add_argument("--resume", type=Path, metavar="RUN", help=text)
 
 
 def add_ways(parser: argparse.ArgumentParser) -> None:
     """Add the options for a new run: check it only, prepare it only, replace an old one."""
     less = parser.add_mutually_exclusive_group()
     less.add_argument("--dry-run", action="store_true", help="check and show the plan, no run")
-    less.add_argument(
-        "--prepare",
-        action="store_true",
-        help="write the run directory, for daemons that you start yourself",
-    )
-    parser.add_argument(
-        "--move-old", action="store_true", help="move an existing run directory aside"
-    )
+    text = "write the run directory, for daemons that you start yourself"
+    less.add_argument("--prepare", action="store_true", help=text)
+    add_move_old(parser)
+
+
+def add_move_old(parser: argparse.ArgumentParser) -> None:
+    text = "move an existing run directory aside"
+    parser.add_argument("--move-old", action="store_true", help=text)
 
 
 def take_train_settings(parser: CommandParser) -> None:

@@ -10,7 +10,6 @@ Ctrl-C ends the command; the run is not affected by it.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from laminar.launch.terminal import Terminal
 from laminar.launch.train import summary_lines
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
-from laminar.run.directory import STATUS_FILE, run_config
+from laminar.run.directory import read_status, run_config
 from laminar.run.lock import holders
 
 POLL_S = 0.25
@@ -47,7 +46,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
     try:
         with ProgressPanel(run_dir, console, attached=True) as progress:
             alive_at = 0.0
-            while _read_phase(run_dir) != Phase.ENDED and not console.gone:
+            while read_status(run_dir).get("phase") != Phase.ENDED and not console.gone:
                 progress.update()
                 time.sleep(POLL_S)
                 if (now := time.monotonic()) - alive_at >= ALIVE_S:
@@ -62,14 +61,6 @@ def run_watch(arguments: argparse.Namespace) -> int:
     console.print_lines(_format_end(run_dir))
     console.flush_output()
     return exit_codes.PIPE_CLOSED if console.gone else exit_codes.COMPLETE
-
-
-def _read_phase(run_dir: Path) -> str:
-    """Return the phase; empty before the coordinator's first report."""
-    try:
-        return str(json.loads((run_dir / STATUS_FILE).read_bytes())["phase"])
-    except (OSError, ValueError, KeyError):
-        return ""
 
 
 def _format_end(run_dir: Path) -> list[str]:

@@ -12,7 +12,6 @@ handled this way: after SIGTERM, the fate of the job was decided by Slurm or the
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -24,7 +23,7 @@ from laminar.cluster.slurm import cancel_jobs, list_queued, read_jobs, run_slurm
 from laminar.config import Config, ConfigError
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
-from laminar.run.directory import STATUS_FILE
+from laminar.run.directory import read_status
 
 WARNING = signal.SIGUSR1.name
 """Signal that Slurm sends some time before it ends the job."""
@@ -99,7 +98,9 @@ class SlurmJob:
     def node_left(self, signalled: str) -> None:
         """Requeue this node's job after a warning; hold it if the run is about to pause."""
         if self._id and self._chain is None and signalled == WARNING:
-            self._requeue_job("requeuehold" if _is_pausing(self._run_dir) else "requeue")
+            self._requeue_job(
+                "requeuehold" if read_status(self._run_dir).get("pause") else "requeue"
+            )
 
     def _requeue_job(self, how: str) -> bool:
         """Requeue this job; return False if that fails."""
@@ -129,11 +130,3 @@ class SlurmJob:
             time.sleep(POLL_S)
         if list_queued(arrays):
             cancel_jobs(arrays)
-
-
-def _is_pausing(run_dir: Path) -> bool:
-    """Return whether the coordinator's latest status reports a pause."""
-    try:
-        return bool(json.loads((run_dir / STATUS_FILE).read_bytes())["pause"])
-    except (OSError, ValueError, KeyError):
-        return False

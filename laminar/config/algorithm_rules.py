@@ -30,15 +30,9 @@ LOSS_OPTIONS: dict[str, dict[str, float | None]] = {
 OWN_AGGREGATION = dict.fromkeys(("sapo", "geo_mean"), "seq-mean-token-mean")
 """Losses that are defined with one loss_agg_mode, which overrides the setting; as in verl."""
 ESTIMATORS = (
-    "grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "gae",
-)
+    "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg",
+    "grpo_passk", "gae",
+)  # fmt: skip
 """The values of algorithm.adv_estimator."""
 REJECTIONS = (
     *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),

@@ -7,7 +7,6 @@ Writes  the terminal, from a thread, so that a missing or blocked terminal delay
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import Counter, deque
 from pathlib import Path
@@ -24,7 +23,7 @@ from laminar.config import ConfigError
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
-from laminar.run.directory import STATUS_FILE
+from laminar.run.directory import read_status
 
 PACE_STEPS = 20
 """Number of recent steps from which the remaining time is estimated."""
@@ -59,7 +58,7 @@ class ProgressPanel:
 
     def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
         """Initialize; `attached`: another process started the run, so the start is not reported."""
-        self._path = run_dir / STATUS_FILE
+        self._run_dir = run_dir
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         telemetry = Telemetry()
@@ -117,8 +116,8 @@ class ProgressPanel:
             self._live.stop()
 
     def _draw_status(self) -> None:
-        status = self._read()
-        if status is None:
+        status = read_status(self._run_dir)
+        if not status:
             return
         self._tell_trouble(status)
         self._tell_silence(status["silent_nodes"])
@@ -133,13 +132,6 @@ class ProgressPanel:
         if not self._live.is_started:
             self._live.start()
         self._live.update(self._build_panel(status), refresh=True)
-
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            status: dict[str, Any] = json.loads(self._path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
-        return status
 
     def _tell_trouble(self, status: dict[str, Any]) -> None:
         """Report, once each: the first reward failure, warnings, mismatches, and a failure."""
@@ -160,7 +152,7 @@ class ProgressPanel:
         self._told.add("start")
         begun_ns = int(psutil.Process().create_time() * 1e9)
         with contextlib.suppress(ConfigError):  # an unreadable log is reported elsewhere
-            parts = start_parts(self._path.parent, begun_ns)
+            parts = start_parts(self._run_dir, begun_ns)
             text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
             total = sum(seconds for _, seconds in parts)
             if total > 0:  # else the run was resumed

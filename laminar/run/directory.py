@@ -28,7 +28,9 @@ export/           the trained model as a Hugging Face directory
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from laminar.config import Config, ConfigError, load_config
 
@@ -72,6 +74,15 @@ def run_config(run_dir: Path) -> Config:
     return load_config([], resolved=run_dir / CONFIG_FILE)
 
 
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """Return the coordinator's latest status; empty before its first report."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / STATUS_FILE).read_bytes())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
 def older_parts(path: Path) -> list[tuple[int, Path]]:
     """Return (number, file) of the earlier parts of a file that is split when large, oldest first.
 
@@ -79,6 +90,11 @@ def older_parts(path: Path) -> list[tuple[int, Path]]:
     """
     named = ((file.name.removeprefix(f"{path.name}."), file) for file in _list_siblings(path))
     return sorted((int(number), file) for number, file in named if number.isdigit())
+
+
+def list_parts(newest: Path) -> list[Path]:
+    """Return all parts of such a file, oldest first."""
+    return [*(path for _, path in older_parts(newest)), newest]
 
 
 def _list_siblings(path: Path) -> list[Path]:

@@ -31,14 +31,14 @@ def says(run_dir: Path, phase: str, step: int) -> None:
 
 def each_look(monkeypatch: pytest.MonkeyPatch, acts: list[Callable[[], None]]) -> None:
     """What happens in the run before the command looks at it: the first time, the second, ..."""
-    look = watch._read_phase
+    look = watch.read_status
 
-    def phase(run_dir: Path) -> str:
+    def status(run_dir: Path) -> dict[str, object]:
         if acts:
             acts.pop(0)()
         return look(run_dir)
 
-    monkeypatch.setattr(watch, "_read_phase", phase)
+    monkeypatch.setattr(watch, "read_status", status)
 
 
 def test_a_run_that_has_ended_shows_its_end(

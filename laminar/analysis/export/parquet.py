@@ -21,13 +21,13 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laminar.analysis.log.display import step_number
+from laminar.analysis.log.display import get_tag, step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.trajectory_history import (
-    ENDED,
     EventClock,
     HistoryTracker,
     Moment,
+    Stage,
     TrajectoryHistory,
 )
 from laminar.config import ConfigError
@@ -61,39 +61,59 @@ SCHEMAS = {
             ("payload", pa.string()),  # JSON
         ]
     ),
-    "trajectories": pa.schema(
-        [
-            ("trajectory", pa.string()),
-            ("group", pa.string()),
-            ("sibling", pa.int32()),
-            ("purpose", pa.string()),
-            ("row_index", pa.int64()),
-            ("replica", pa.string()),  # the latest; all of them, in order:
-            ("replicas", pa.list_(pa.string())),
-            ("version", pa.int64()),
-            ("version_step", pa.int64()),
-            ("attempts", pa.int32()),
-            ("placements", pa.int32()),
-            ("dispatched", TIME),
-            ("started", TIME),  # of the last placement
-            ("finished", TIME),
-            ("rewarded", TIME),
-            ("chosen", TIME),
-            ("ended", TIME),
-            ("tokens", pa.int64()),
-            ("tokens_lost", pa.int64()),
-            ("finish_reason", pa.string()),
-            ("reward", pa.float64()),
-            ("reward_reason", pa.string()),
-            ("end", pa.string()),  # trained | evaluated | dropped; null while it is open
-            ("end_reason", pa.string()),
-            ("step", pa.int64()),  # that trained it, from 1, or completed before its evaluation
-            ("staleness", pa.int64()),  # of trained trajectories
-        ]
-    ),
 }
 
 Row = tuple[Any, ...]
+
+
+def _to_us(moment: Moment | None) -> int | None:
+    return moment.unix_ns // 1_000 if moment is not None else None
+
+
+def _get_step(life: TrajectoryHistory) -> int | None:
+    if life.end == "trained":
+        return step_number(life.end_step)
+    return life.end_step if life.end_step >= 0 else None
+
+
+def _get_staleness(life: TrajectoryHistory) -> int | None:
+    return life.end_step - life.placement.step if life.end == "trained" else None
+
+
+#: Name, type and value of each column.
+TRAJECTORY_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[TrajectoryHistory], Any]], ...] = (
+    ("trajectory", pa.string(), lambda life: life.trajectory_id),
+    ("group", pa.string(), lambda life: life.group),
+    ("sibling", pa.int32(), lambda life: life.sibling),
+    ("purpose", pa.string(), lambda life: life.purpose),
+    ("row_index", pa.int64(), lambda life: life.row_index),
+    ("replica", pa.string(), lambda life: life.placement.replica),  # the latest
+    ("replicas", pa.list_(pa.string()), lambda life: [p.replica for p in life.placements]),
+    ("version", pa.int64(), lambda life: life.placement.version),
+    ("version_step", pa.int64(), lambda life: life.placement.step),
+    ("attempts", pa.int32(), lambda life: life.placement.attempt),
+    ("placements", pa.int32(), lambda life: life.placement.number),
+    ("dispatched", TIME, lambda life: _to_us(life.placements[0].dispatched)),
+    ("started", TIME, lambda life: _to_us(life.placement.started)),  # of the last placement
+    ("finished", TIME, lambda life: _to_us(life.finished)),
+    ("rewarded", TIME, lambda life: _to_us(life.rewarded)),
+    ("chosen", TIME, lambda life: _to_us(life.chosen)),
+    ("ended", TIME, lambda life: _to_us(life.ended)),
+    ("tokens", pa.int64(), lambda life: life.num_tokens),
+    ("tokens_lost", pa.int64(), lambda life: life.tokens_lost),
+    ("finish_reason", pa.string(), lambda life: life.finish_reason or None),
+    ("reward", pa.float64(), lambda life: life.reward),
+    ("reward_reason", pa.string(), lambda life: life.reward_reason or None),
+    ("end", pa.string(), lambda life: life.end or None),  # trained | evaluated | dropped | null
+    ("end_reason", pa.string(), lambda life: life.end_reason or None),
+    ("step", pa.int64(), _get_step),  # that trained it, from 1, or completed before its evaluation
+    ("staleness", pa.int64(), _get_staleness),  # of trained trajectories
+)
+SCHEMAS["trajectories"] = pa.schema([(name, kind) for name, kind, _ in TRAJECTORY_COLUMNS])
+
+
+def _build_trajectory_row(life: TrajectoryHistory) -> Row:
+    return tuple(get_value(life) for _, _, get_value in TRAJECTORY_COLUMNS)
 
 
 def export_tables(run_dir: Path, directory: Path, *, force: bool = False) -> dict[str, int]:
@@ -175,63 +195,18 @@ class _Exporter:
         now = self._moments.locate_event(stamped)
         place = (stamped.seq, stamped.time_ns, _to_us(now))
         sender = (stamped.peer, stamped.incarnation, stamped.peer_seq)
-        self._add_event((*place, *sender, _get_tag(stamped.event), _encode_json(stamped.event)))
+        self._add_event((*place, *sender, get_tag(stamped.event), _encode_json(stamped.event)))
         for index, command in enumerate(commands):
-            row = (stamped.seq, index, _get_tag(command), command.to, _encode_json(command))
+            row = (stamped.seq, index, get_tag(command), command.to, _encode_json(command))
             self._add_decision(row)
         for what, life in self._lives.record_event(now, stamped.event, commands, state):
-            if what == ENDED:
+            if what == Stage.ENDED:
                 self._add_trajectory(_build_trajectory_row(life))
 
     def finish(self) -> None:
         """Add the trajectories that have not ended."""
         for life in self._lives.open.values():
             self._add_trajectory(_build_trajectory_row(life))
-
-
-def _build_trajectory_row(life: TrajectoryHistory) -> Row:
-    last = life.placement
-    return (
-        life.trajectory_id,
-        life.group,
-        life.sibling,
-        life.purpose,
-        life.row_index,
-        last.replica,
-        [placement.replica for placement in life.placements],
-        last.version,
-        last.step,
-        last.attempt,
-        last.number,
-        _to_us(life.placements[0].dispatched),
-        _to_us(last.started),
-        _to_us(life.finished),
-        _to_us(life.rewarded),
-        _to_us(life.chosen),
-        _to_us(life.ended),
-        life.num_tokens,
-        life.tokens_lost,
-        life.finish_reason or None,
-        life.reward,
-        life.reward_reason or None,
-        life.end or None,
-        life.end_reason or None,
-        *_step_and_staleness(life),
-    )
-
-
-def _step_and_staleness(life: TrajectoryHistory) -> tuple[int | None, int | None]:
-    if life.end == "trained":
-        return step_number(life.end_step), life.end_step - life.placement.step
-    return (life.end_step if life.end_step >= 0 else None), None
-
-
-def _to_us(moment: Moment | None) -> int | None:
-    return moment.unix_ns // 1_000 if moment is not None else None
-
-
-def _get_tag(message: Event | Command) -> str:
-    return str(message.__struct_config__.tag)
 
 
 def _encode_json(message: Event | Command) -> str:

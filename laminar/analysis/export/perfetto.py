@@ -20,23 +20,16 @@ from typing import Any, TextIO
 import msgspec
 
 from laminar.analysis.export.perfetto_tracks import FLAGS, Span, Tracks
-from laminar.analysis.log.display import step_number
+from laminar.analysis.log.display import get_tag, step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans
 from laminar.analysis.log.trajectory_history import (
-    DISPATCHED,
-    ENDING,
-    FINISHED,
-    LOST,
-    REWARDED,
-    SCORING,
-    STARTED,
-    UPDATED,
     Change,
     EventClock,
     HistoryTracker,
     Moment,
     Placement,
+    Stage,
     TrajectoryHistory,
 )
 from laminar.analysis.report.repack_book import was_given_away
@@ -56,20 +49,9 @@ VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN = (
     "version", "pull", "refused", "migration", "slot", "reward", "own record",
 )  # fmt: skip
 KINDS = (
-    PHASE,
-    EVALUATION,
-    LOST_WORK,
-    FLAGS,
-    WORK,
-    PUBLISHING,
-    VERSION,
-    PULL,
-    REFUSED,
-    MIGRATION,
-    SLOT,
-    REWARD,
-    OWN,
-)
+    PHASE, EVALUATION, LOST_WORK, FLAGS, WORK, PUBLISHING,
+    VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN,
+)  # fmt: skip
 """Tracks of a process, from top to bottom."""
 
 ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
@@ -162,7 +144,7 @@ class TraceWriter:
         if isinstance(event, NOTABLE_EVENTS):
             self._actors.setdefault(stamped.peer)
             self._tracks.add_instant(
-                stamped.peer, us, _get_tag(event), event=now.seq, **_select_fields(event)
+                stamped.peer, us, get_tag(event), event=now.seq, **_select_fields(event)
             )
         for change in self._lives.record_event(now, event, commands, state):
             self._trace_change(change, now, us, was_given_away(stamped))
@@ -189,26 +171,26 @@ class TraceWriter:
     def _trace_change(self, change: Change, now: Moment, us: float, given: bool) -> None:
         what, life = change
         slot = _slot_span(life, life.placement)
-        if what == DISPATCHED:
+        if what == Stage.DISPATCHED:
             self._trace_dispatch(life, now, us, given)
-        elif what == STARTED:
+        elif what == Stage.STARTED:
             resumed = life.placement.tokens_resumed
             self._tracks.begin_inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
-        elif what == UPDATED:
+        elif what == Stage.UPDATED:
             _, version = life.placement.updates[-1]
             self._tracks.begin_inner(slot, us, f"continues with v{version}", event=now.seq)
-        elif what == FINISHED:
+        elif what == Stage.FINISHED:
             facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
             self._tracks.end_span(slot, us, event=now.seq, **facts)
-        elif what == LOST:
+        elif what == Stage.LOST:
             self._trace_loss(life, now, us)
-        elif what == SCORING:
+        elif what == Stage.SCORING:
             self._end_scoring(life, us, scored_elsewhere=True)
             span = self._scoring[life.trajectory_id] = (life.scorer, REWARD, life.trajectory_id)
             self._tracks.begin_span(span, us, life.trajectory_id, event=now.seq)
-        elif what == REWARDED:
+        elif what == Stage.REWARDED:
             self._end_scoring(life, us, event=now.seq, reward=life.reward)
-        elif what == ENDING:
+        elif what == Stage.ENDING:
             facts = {"end": life.end, "reason": life.end_reason}
             self._tracks.end_span(slot, us, event=now.seq, **facts)
             self._tracks.end_span(_lost_span(life), us, event=now.seq, **facts)
@@ -257,7 +239,7 @@ class TraceWriter:
             outstanding = state.commands.get(key)
             if outstanding is None or outstanding.cause == stamped.seq:
                 del self._orders[span]
-                self._tracks.end_span(span, us, event=stamped.seq, ended_by=_get_tag(stamped.event))
+                self._tracks.end_span(span, us, event=stamped.seq, ended_by=get_tag(stamped.event))
         for command in commands:
             self._trace_order(command, stamped.seq, us, state)
         event = stamped.event
@@ -388,10 +370,6 @@ def _slot_span(life: TrajectoryHistory, placement: Placement) -> Span:
 
 def _lost_span(life: TrajectoryHistory) -> Span:
     return COORDINATOR, LOST_WORK, life.trajectory_id
-
-
-def _get_tag(event: Event) -> str:
-    return str(event.__struct_config__.tag)
 
 
 def _select_fields(event: Event) -> dict[str, Any]:

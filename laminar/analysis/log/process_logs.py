@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from laminar.analysis.log.timeline import left_out
 from laminar.config import ConfigError
-from laminar.run.directory import LOGS_DIR, older_parts
+from laminar.run.directory import LOGS_DIR, list_parts
 
 MACHINE = "machine"  #: name of the line in which a node describes its machine
 OWN_KEYS = ("run", "process", "timestamp", "level", "event", "event_seq")
@@ -34,10 +34,10 @@ class LogLine(NamedTuple):
     fields: dict[str, Any]  #: remaining fields
 
 
-def log_lines(run_dir: Path) -> Iterator[LogLine]:
-    """Yield the log lines file by file, attempt by attempt."""
-    for newest in _list_log_files(run_dir):
-        for path in [*(path for _, path in older_parts(newest)), newest]:
+def log_lines(run_dir: Path, process: str = "*") -> Iterator[LogLine]:
+    """Yield the log lines of processes file by file, attempt by attempt."""
+    for newest in _list_log_files(run_dir, process):
+        for path in list_parts(newest):
             yield from _read_lines(path)
 
 
@@ -46,14 +46,7 @@ def read_machines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
     Nodes whose log has lost its beginning are left out.
     """
-    files = sorted((run_dir / LOGS_DIR).glob("attempt_*/node-*.jsonl"))
-    said = [
-        line
-        for newest in files
-        for path in [*(path for _, path in older_parts(newest)), newest]
-        for line in _read_lines(path)
-        if line.name == MACHINE
-    ]
+    said = (line for line in log_lines(run_dir, "node-*") if line.name == MACHINE)
     return {line.process: line.fields for line in sorted(said, key=lambda line: line.unix_ns)}
 
 
@@ -64,8 +57,8 @@ def cut_logs(run_dir: Path) -> list[str]:
     ]
 
 
-def _list_log_files(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / LOGS_DIR).glob("attempt_*/*.jsonl"))
+def _list_log_files(run_dir: Path, process: str = "*") -> list[Path]:
+    return sorted((run_dir / LOGS_DIR).glob(f"attempt_*/{process}.jsonl"))
 
 
 def _read_lines(path: Path) -> Iterator[LogLine]:

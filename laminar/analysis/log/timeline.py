@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from laminar.analysis.log.intervals import Intervals, merge_intervals
 from laminar.config import ConfigError
-from laminar.run.directory import TIMELINE_DIR, older_parts
+from laminar.run.directory import TIMELINE_DIR, list_parts, older_parts
 
 ROW_BYTES = 4 * 8
 COUNT_MAX = 1 << 40
@@ -50,7 +50,7 @@ def read_spans(run_dir: Path, process: str) -> list[TimelineSpan]:
     """Return the spans in the order in which they ended; empty if the process wrote none."""
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
-    for path in [*(path for _, path in older_parts(newest)), newest]:
+    for path in list_parts(newest):
         found = ((number, _parse_fields(line)) for number, line in whole_lines(path))
         spans += [
             _parse_span(path, number, fields) for number, fields in found if fields is not None

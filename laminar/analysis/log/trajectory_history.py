@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import NamedTuple
 
 from laminar.analysis.log.run_log import WallClock
@@ -24,20 +25,21 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
 from laminar.names.ids import GroupId, TrajectoryId
 
-#: changes of a history, in their usual order
-DISPATCHED, STARTED, UPDATED, LOST, FINISHED, TURN, SCORING, REWARDED, CHOSEN, ENDING, ENDED = (
-    "dispatched",
-    "started",
-    "updated",
-    "lost",
-    "finished",
-    "turn",
-    "scoring",
-    "rewarded",
-    "chosen",
-    "ending",
-    "ended",
-)
+
+class Stage(StrEnum):
+    """Changes of a history, in their usual order."""
+
+    DISPATCHED = auto()
+    STARTED = auto()
+    UPDATED = auto()
+    LOST = auto()
+    FINISHED = auto()
+    TURN = auto()
+    SCORING = auto()
+    REWARDED = auto()
+    CHOSEN = auto()
+    ENDING = auto()
+    ENDED = auto()
 
 
 class Moment(NamedTuple):
@@ -124,7 +126,7 @@ class TrajectoryHistory:
 class Change(NamedTuple):
     """Change that an event made to a history."""
 
-    what: str
+    what: Stage
     life: TrajectoryHistory
 
 
@@ -175,67 +177,58 @@ class HistoryTracker:
             last = placement.updates[-1][1] if placement.updates else placement.version
             if last < trajectory.version:
                 placement.updates.append((now, trajectory.version))
-                yield Change(UPDATED, self.open[name])
+                yield Change(Stage.UPDATED, self.open[name])
 
     def _record_start(
         self, now: Moment, event: ev.TrajectoryStarted, state: State
     ) -> Iterator[Change]:
-        life = self._find_accepted(
-            event.trajectory_id, event.placement, state, TrajectoryStatus.RUNNING
-        )
+        life = self._find_accepted(event, state, TrajectoryStatus.RUNNING)
         if life is not None and life.placement.started is None:
             life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
-            yield Change(STARTED, life)
+            yield Change(Stage.STARTED, life)
 
     def _record_finish(
         self, now: Moment, event: ev.TrajectoryFinished, state: State
     ) -> Iterator[Change]:
-        life = self._find_accepted(
-            event.trajectory_id, event.placement, state, TrajectoryStatus.GENERATED
-        )
+        life = self._find_accepted(event, state, TrajectoryStatus.GENERATED)
         if life is not None and life.finished is None:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
-            yield from _leave_placement(life, now, FINISHED)
+            yield from _leave_placement(life, now, Stage.FINISHED)
 
     def _record_turn(self, event: ev.TurnFinished, state: State) -> Iterator[Change]:
         """Record that another turn follows; only a change of replica counts as a move."""
-        life, trajectory = (
-            self.open.get(event.trajectory_id),
-            state.trajectories.get(event.trajectory_id),
-        )
+        life = self.open.get(event.trajectory_id)
+        trajectory = state.trajectories.get(event.trajectory_id)
         if life is None or trajectory is None or life.finished is None:
             return
-        waits = (trajectory.placement, trajectory.status) == (
-            event.placement,
-            TrajectoryStatus.GENERATED,
-        )
+        generated = trajectory.status == TrajectoryStatus.GENERATED
+        waits = generated and trajectory.placement == event.placement
         if life.placement.number == event.placement and not waits:
             life.finished, life.turns = None, life.turns + 1
-            yield Change(TURN, life)
+            yield Change(Stage.TURN, life)
 
     def _find_accepted(
-        self, name: TrajectoryId, placement: int, state: State, status: str
+        self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
     ) -> TrajectoryHistory | None:
         """Return the history of the trajectory if the state accepted its event."""
-        trajectory = state.trajectories.get(name)
-        if trajectory is None or (trajectory.placement, trajectory.status) != (placement, status):
+        trajectory = state.trajectories.get(event.trajectory_id)
+        accepted = event.placement, status
+        if trajectory is None or (trajectory.placement, trajectory.status) != accepted:
             return None
-        return self.open[name]
+        return self.open[event.trajectory_id]
 
     def _record_reward(
         self, now: Moment, event: ev.TrajectoryRewarded, state: State
     ) -> Iterator[Change]:
-        life, trajectory = (
-            self.open.get(event.trajectory_id),
-            state.trajectories.get(event.trajectory_id),
-        )
+        life = self.open.get(event.trajectory_id)
+        trajectory = state.trajectories.get(event.trajectory_id)
         if life is None or trajectory is None or life.rewarded is not None:
             return
         if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
             life.rewarded, life.reward = now, float_of(event.reward_bits)
             life.reward_reason, life.ended_by = event.reason, event.ended_by
-            yield Change(REWARDED, life)
+            yield Change(Stage.REWARDED, life)
 
     def _record_ends(
         self, now: Moment, event: ev.TrajectoriesEnded, state: State
@@ -245,13 +238,13 @@ class HistoryTracker:
                 life = self.open.pop(row.trajectory_id)
                 life.ended, life.num_tokens = now, row.num_tokens
                 life.tokens_lost = row.tokens_lost
-                yield Change(ENDED, life)
+                yield Change(Stage.ENDED, life)
 
     def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
         for name in state.lost_trajectories:
             life = self.open[name]
             if life.placement.left is None:
-                yield from _leave_placement(life, now, LOST)
+                yield from _leave_placement(life, now, Stage.LOST)
 
     def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
         if isinstance(command, cmd.GenerateTrajectory):
@@ -260,12 +253,12 @@ class HistoryTracker:
             for item in command.items:
                 life = self.open[item.trajectory_id]
                 life.scorer = command.to
-                yield Change(SCORING, life)
+                yield Change(Stage.SCORING, life)
         elif isinstance(command, cmd.TrainStep):
             for name in command.trajectories:
                 life = self.open[name]
                 life.chosen = now
-                yield Change(CHOSEN, life)
+                yield Change(Stage.CHOSEN, life)
         elif isinstance(command, cmd.EndTrajectories):
             for ending in command.endings:
                 yield from self._record_ending(now, ending)
@@ -273,15 +266,11 @@ class HistoryTracker:
     def _record_dispatch(self, now: Moment, command: cmd.GenerateTrajectory) -> Iterator[Change]:
         life = self.open.get(command.trajectory_id)
         if life is None:
-            life = self.open[command.trajectory_id] = TrajectoryHistory(
-                command.trajectory_id,
-                command.group,
-                command.sibling,
-                command.purpose,
-                command.row_index,
-            )
+            name, group, row_index = command.trajectory_id, command.group, command.row_index
+            life = TrajectoryHistory(name, group, command.sibling, command.purpose, row_index)
+            self.open[name] = life
         elif life.placement.left is None:  # lost and placed again by the same event
-            yield from _leave_placement(life, now, LOST)
+            yield from _leave_placement(life, now, Stage.LOST)
         life.placements.append(
             Placement(
                 command.placement,
@@ -292,18 +281,18 @@ class HistoryTracker:
                 dispatched=now,
             )
         )
-        yield Change(DISPATCHED, life)
+        yield Change(Stage.DISPATCHED, life)
 
     def _record_ending(self, now: Moment, ending: cmd.TrajectoryEnding) -> Iterator[Change]:
         life = self.open[ending.trajectory_id]
         life.ending, life.end, life.end_reason = now, ending.end, ending.reason
         life.end_step = ending.step
         if life.placement.left is None:
-            yield from _leave_placement(life, now, ENDING)
+            yield from _leave_placement(life, now, Stage.ENDING)
         else:
-            yield Change(ENDING, life)
+            yield Change(Stage.ENDING, life)
 
 
-def _leave_placement(life: TrajectoryHistory, now: Moment, what: str) -> Iterator[Change]:
+def _leave_placement(life: TrajectoryHistory, now: Moment, what: Stage) -> Iterator[Change]:
     life.placement.left = now
     yield Change(what, life)

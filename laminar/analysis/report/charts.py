@@ -368,11 +368,8 @@ def _measured_bar(bar: Bar, x: _Scale, y: float, colour: str) -> Iterator[str]:
     size = f'width="{x(bar.value) - BAR_LEFT:.1f}" height="{BAR_HEIGHT - 7}"'
     yield f'<rect x="{BAR_LEFT}" y="{y}" {size} fill="{colour}"><title>{tip}</title></rect>'
     if bar.error:
-        middle, low, high = (
-            y + (BAR_HEIGHT - 7) / 2,
-            x(bar.value - bar.error),
-            x(bar.value + bar.error),
-        )
+        low, high = x(bar.value - bar.error), x(bar.value + bar.error)
+        middle = y + (BAR_HEIGHT - 7) / 2
         ends = "".join(f"M{end:.1f} {middle - 5:.1f}v10" for end in (low, high))
         yield f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}{ends}" stroke="#1c1c1c" fill="none"/>'
 

@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from laminar.analysis.log.engine_use import EngineUse
 from laminar.analysis.log.process_logs import read_machines
-from laminar.analysis.log.run_log import WallClock
-from laminar.analysis.log.timeline import read_steps, whole_lines
-from laminar.analysis.report.prompt_lengths import split_ranges
-from laminar.analysis.report.repack_book import LatencyStats
+from laminar.analysis.log.timeline import whole_lines
+from laminar.analysis.report.prompt_lengths import split_by_length
 from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
 from laminar.analysis.report.samples import Decode, Sample, SampleFilter, find_samples
-from laminar.analysis.report.summary import summary_of
+from laminar.analysis.report.summary import RunReplay, summarize_replay
 from laminar.config import Config, ConfigError, load_config
-from laminar.core.state.state import State
-from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
 from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
 from laminar.storage import books
 from laminar.storage.rows import Response
@@ -40,21 +33,6 @@ LENGTH_BINS = 6  #: of trained responses, with about equally many in each
 SCORE_BINS = 16  #: of trained responses, with about equally many in each
 HISTOGRAM_BINS = 30  #: of response lengths
 SAMPLES = 3  #: shown of each kind
-
-
-class StepTimes:
-    """Replay observer of each step's completion time and response tokens."""
-
-    def __init__(self) -> None:
-        self.first_ns = 0
-        self.done: dict[int, tuple[int, int]] = {}  #: by index of the step
-        self._clock = WallClock()
-
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self._clock.unix_ns(stamped)
-        self.first_ns = self.first_ns or now
-        if isinstance(stamped.event, ev.StepCompleted):
-            self.done.setdefault(stamped.event.step_index, (now, stamped.event.num_tokens))
 
 
 class Rates(NamedTuple):
@@ -101,24 +79,24 @@ class PageData(NamedTuple):
 
 def page_data(run_dir: Path, decode: Decode | None) -> PageData:
     """Collect the data of a page; without `decode`, no samples."""
-    times, use, course = StepTimes(), EngineUse(), LatencyStats()
-    summary = summary_of(run_dir, times, use=use, course=course)
+    run = RunReplay(run_dir)
+    summary, first_ns = summarize_replay(run), run.windows.first_ns
     responses = _read_responses(run_dir)
     return PageData(
         name=run_dir.resolve().name,
         run_dir=run_dir,
         summary=summary,
         steps=_read_metrics(run_dir),
-        rates=_compute_rates(run_dir, summary, times),
+        rates=_compute_rates(run, summary["seconds"]),
         lengths=_compute_lengths(responses),
         staleness=_compute_staleness(responses),
         scores=_compute_scores(responses),
         samples={} if decode is None else _select_samples(run_dir, decode),
-        series=build_series(use, course.repack, course.moments.first_ns),
+        series=build_series(run.use, run.course.repack, first_ns),
         histogram=_compute_histograms(responses),
         config=_load_config(run_dir),
         machines=read_machines(run_dir),
-        started=datetime.fromtimestamp(times.first_ns / 1e9, UTC) if times.first_ns else None,
+        started=datetime.fromtimestamp(first_ns / 1e9, UTC) if first_ns else None,
     )
 
 
@@ -149,15 +127,13 @@ def _read_responses(run_dir: Path) -> list[Response]:
         return list(tables.iter_responses())
 
 
-def _compute_rates(run_dir: Path, summary: Mapping[str, Any], times: StepTimes) -> Rates:
-    engines = [name for name in summary["time_shares"] if name.startswith("rollout")]
-    rows = [read_steps(run_dir, name) for name in engines]
-    sampled = [(row[:, 1], row[:, 3]) for row in rows if len(row)]
-    trained = np.array(list(times.done.values()), dtype=np.int64).reshape(-1, 2)
-    seconds = max(float(summary["seconds"]), 1e-3)
+def _compute_rates(run: RunReplay, seconds: float) -> Rates:
+    first_ns, seconds = run.windows.first_ns, max(seconds, 1e-3)
+    sampled = [(rows[:, 1], rows[:, 3]) for rows in run.steps.values() if len(rows)]
+    trained = np.array(list(run.milestones.completed.values()), dtype=np.int64).reshape(-1, 2)
     return Rates(
-        _bin_rate(sampled, times.first_ns, seconds),
-        _bin_rate([(trained[:, 0], trained[:, 1])], times.first_ns, seconds),
+        _bin_rate(sampled, first_ns, seconds),
+        _bin_rate([(trained[:, 0], trained[:, 1])], first_ns, seconds),
     )
 
 
@@ -190,12 +166,9 @@ def _compute_percentiles(responses: list[Response]) -> dict[int, Points]:
     }
 
 
-def _by_length(responses: list[Response], count: int) -> Iterator[list[Response]]:
-    """Yield the trained responses, shortest first, in parts of about equal size."""
-    trained = [r for r in responses if r.trained]
-    lengths = np.array(sorted(r.num_tokens for r in trained), dtype=np.int64)
-    for low, high in split_ranges(lengths, count):
-        yield [r for r in trained if low <= r.num_tokens <= high]
+def _by_length(responses: list[Response], count: int) -> list[list[Response]]:
+    """Return the trained responses, shortest first, in parts of about equal size."""
+    return split_by_length([r for r in responses if r.trained], lambda r: r.num_tokens, count)
 
 
 def _compute_staleness(responses: list[Response]) -> dict[str, dict[str, float]]:

@@ -38,10 +38,8 @@ def render_head(runs: Sequence[PageData]) -> Iterator[str]:
     yield f'<p class="faint">{escape(", ".join(str(d.run_dir) for d in runs))}</p>'
     if len(runs) == 1:
         yield f'<div class="tiles">{"".join(_render_tiles(runs[0]))}</div>'
-    figures, facts = (
-        [_by_name(format_headline(d)) for d in runs],
-        [_by_name(list_run_facts(d)) for d in runs],
-    )
+    figures = [_by_name(format_headline(d)) for d in runs]
+    facts = [_by_name(list_run_facts(d)) for d in runs]
     yield '<div class="halves">'
     yield f"<div><h2>Results</h2>{''.join(_render_table(runs, figures))}</div>"
     yield f"<div><h2>Run</h2>{''.join(_render_table(runs, facts))}"

@@ -8,12 +8,13 @@ Prompts of equal length stay together, and each range has about a quarter of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from laminar.config import ConfigError
 from laminar.core.state.evaluation_scores import EvaluationResult
@@ -26,6 +27,8 @@ from laminar.storage.rules import TOKEN_BYTES
 from laminar.storage.tables import Tables, TrajectoryFilter
 
 RANGES = 4
+
+Item = TypeVar("Item")
 
 
 class EvaluationResponse(msgspec.Struct, frozen=True):
@@ -48,30 +51,32 @@ def by_prompt_length(
     if not evaluations or not (run_dir / STORE_FILE).is_file():
         return []
     answers = _read_responses(run_dir, rewarded)
-    lengths = np.array(sorted(a.prompt_tokens for a in answers), dtype=np.int64)
+    parts = split_by_length(answers, lambda a: a.prompt_tokens, RANGES)
     found = []
-    parts = split_ranges(lengths, RANGES)
-    for low, high in parts if len(parts) > 1 else []:
-        inside = [a for a in answers if low <= a.prompt_tokens <= high]
-        first = [a.correct for a in inside if a.evaluation == evaluations[0].index]
-        last = [a.correct for a in inside if a.evaluation == evaluations[-1].index]
+    for part in parts if len(parts) > 1 else []:
+        first = [a.correct for a in part if a.evaluation == evaluations[0].index]
+        last = [a.correct for a in part if a.evaluation == evaluations[-1].index]
         counts = {"first_correct": sum(first), "first_total": len(first)}
         counts |= {"last_correct": sum(last), "last_total": len(last)}
+        low, high = part[0].prompt_tokens, part[-1].prompt_tokens
         found.append({"prompt_tokens_min": low, "prompt_tokens_max": high, **counts})
     return found
 
 
-def split_ranges(lengths: NDArray[np.int64], count: int) -> list[tuple[int, int]]:
-    """Split sorted lengths into up to `count` (shortest, longest) ranges of about equal size.
+def split_by_length(
+    items: Sequence[Item], get_length: Callable[[Item], int], count: int
+) -> list[list[Item]]:
+    """Split items, shortest first, into up to `count` parts of about equal size.
 
-    Equal lengths stay together.
+    Items of equal length stay together.
     """
-    if not len(lengths):
+    if not items:
         return []
-    quantiles = [i / count for i in range(1, count)]
-    tops = sorted({*np.quantile(lengths, quantiles, method="lower").tolist(), int(lengths[-1])})
-    parts = np.split(lengths, np.searchsorted(lengths, tops[:-1], side="right"))
-    return [(int(part[0]), int(part[-1])) for part in parts]
+    ordered = sorted(items, key=get_length)
+    lengths = np.array([get_length(item) for item in ordered], dtype=np.int64)
+    tops = np.quantile(lengths, [i / count for i in range(1, count)], method="lower")
+    ends = np.unique([*np.searchsorted(lengths, tops, side="right"), len(ordered)]).tolist()
+    return [ordered[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 def _read_responses(

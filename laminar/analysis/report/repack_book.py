@@ -16,16 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laminar.analysis.log.trajectory_history import (
-    DISPATCHED,
-    ENDING,
-    FINISHED,
-    LOST,
-    STARTED,
-    TURN,
     Change,
     EventClock,
     HistoryTracker,
     Moment,
+    Stage,
 )
 from laminar.core.state import keys
 from laminar.core.state.state import State
@@ -121,13 +116,15 @@ class RepackStats:
         if hand_over is None:
             return
         there = life.placement.replica == hand_over.destination
-        if what == DISPATCHED and there:
+        if what == Stage.DISPATCHED and there:
             hand_over.moves += 1
-        elif what == STARTED and there:
+        elif what == Stage.STARTED and there:
             event = stamped.event
             assert isinstance(event, ev.TrajectoryStarted)
             hand_over.prefilled += event.prompt_tokens + event.tokens_resumed
-        elif what in (FINISHED, ENDING, DISPATCHED) or (what == LOST and hand_over.placed):
+        elif what in (Stage.FINISHED, Stage.ENDING, Stage.DISPATCHED) or (
+            what == Stage.LOST and hand_over.placed
+        ):
             self._end_trajectory(life.trajectory_id, now)
 
     def _end_trajectory(self, trajectory_id: TrajectoryId, now: Moment) -> None:
@@ -186,13 +183,13 @@ class LatencyStats:
         for what, life in changes:
             if life.purpose != Purpose.TRAIN:
                 continue
-            if what == FINISHED:
+            if what == Stage.FINISHED:
                 took_ns = now.unix_ns - life.placements[0].dispatched.unix_ns
                 self._turns[life.trajectory_id] = took_ns
                 self._add_latency(took_ns)
-            elif what in (TURN, ENDING):
+            elif what in (Stage.TURN, Stage.ENDING):
                 took_ns = self._turns.pop(life.trajectory_id, 0)
-                if what == TURN:  # the turn that finished was not the last
+                if what == Stage.TURN:  # the turn that finished was not the last
                     self._add_latency(-took_ns, count=-1)
         self.repack.record_event(now, stamped, commands, changes, state)
 

@@ -37,7 +37,7 @@ from laminar.analysis.log.timeline import (
 from laminar.analysis.log.tool_calls import ToolCallStats
 from laminar.analysis.report import utilization
 from laminar.analysis.report.confidence import estimate_mean
-from laminar.analysis.report.prompt_lengths import by_prompt_length
+from laminar.analysis.report.prompt_lengths import by_prompt_length, split_by_length
 from laminar.analysis.report.repack_book import LatencyStats
 from laminar.analysis.report.utilization import PublishTiming
 from laminar.config import ConfigError
@@ -47,7 +47,6 @@ from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.eventlog.replay import Observer
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason
@@ -74,6 +73,7 @@ class Milestones:
     def __init__(self) -> None:
         self.coordinators = 0
         self.published_ns: dict[int, int] = {}  #: by version
+        self.completed: dict[int, tuple[int, int]] = {}  #: time and response tokens, by step index
         self.names: dict[str, list[str]] = {}  #: processes that became ready, by role
         self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
         self.losses = ProcessFailures()
@@ -87,6 +87,8 @@ class Milestones:
             self.coordinators += 1
         elif isinstance(event, ev.WeightsPublished):
             self.published_ns.setdefault(event.version, now)
+        elif isinstance(event, ev.StepCompleted):
+            self.completed.setdefault(event.step_index, (now, event.num_tokens))
         elif isinstance(event, ev.WeightsLoaded) and event.probe_kl is not None:
             self.probe_kls.append(event.probe_kl)
         elif isinstance(event, ev.TrainerReady | ev.ReplicaReady):
@@ -105,26 +107,31 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def summary_of(
-    run_dir: Path,
-    *observers: Observer,
-    use: EngineUse | None = None,
-    course: LatencyStats | None = None,
-) -> dict[str, Any]:
-    """Compute the summary without writing it.
+class RunReplay:
+    """Replay of a run for all figures, with the timelines of its processes."""
 
-    All observers see the same replay; `use` and `course` default to new ones.
-    """
-    account, windows, milestones = Account(), StateIntervals(), Milestones()
-    use, course = use or EngineUse(), course or LatencyStats()
-    calls = ToolCallStats()
-    replayed = replay_log(run_dir, account, windows, milestones, use, course, calls, *observers)
-    state = replayed.machine.state
-    trainers = {n: read_spans(run_dir, n) for n in milestones.names.get("trainer", [])}
-    replicas = sorted(milestones.names.get("rollout", []))
-    pulls = {name: read_spans(run_dir, name) for name in replicas}
-    steps = {name: read_steps(run_dir, name) for name in replicas}
-    cut = cut_timelines(run_dir)
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.account, self.windows, self.milestones = Account(), StateIntervals(), Milestones()
+        self.use, self.course, self.calls = EngineUse(), LatencyStats(), ToolCallStats()
+        observers = self.account, self.windows, self.milestones, self.use, self.course, self.calls
+        replayed = replay_log(run_dir, *observers)
+        self.state, self.events = replayed.machine.state, replayed.events
+        names = self.milestones.names
+        replicas = sorted(names.get("rollout", []))
+        self.trainers = {name: read_spans(run_dir, name) for name in names.get("trainer", [])}
+        self.pulls = {name: read_spans(run_dir, name) for name in replicas}
+        self.steps = {name: read_steps(run_dir, name) for name in replicas}
+        self.cut = cut_timelines(run_dir)  #: processes whose first spans were removed
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Compute the summary without writing it."""
+    return summarize_replay(RunReplay(run_dir))
+
+
+def summarize_replay(run: RunReplay) -> dict[str, Any]:
+    state, account, milestones = run.state, run.account, run.milestones
     return {
         **_summarize_outcome(state, milestones),
         **_summarize_unchanged(account),
@@ -135,18 +142,18 @@ def summary_of(
         "lost_by": milestones.losses.why,
         "warnings": state.warnings,
         **_summarize_rewards(state, account),
-        "calls": calls.compute_summary(run_dir),
-        "eval_by_prompt_length": by_prompt_length(run_dir, state.evaluations, account.rewarded),
+        "calls": run.calls.compute_summary(run.run_dir),
+        "eval_by_prompt_length": by_prompt_length(run.run_dir, state.evaluations, account.rewarded),
         "seed": state.settings.seed,
-        **_compute_throughput(steps.values()),
-        "nearly_empty_steps": utilization.nearly_empty_share(steps, milestones.slots),
-        **use.compute_summary(),
-        **course.compute_summary(),
-        **_summarize_timing(account, windows, milestones, trainers, pulls, steps, cut),
-        "timelines_cut": cut,
-        "processes": _read_pids(run_dir, state),
-        "seconds": (windows.last_ns - windows.first_ns) / 1e9,
-        "events": replayed.events,
+        **_compute_throughput(run.steps.values()),
+        "nearly_empty_steps": utilization.nearly_empty_share(run.steps, milestones.slots),
+        **run.use.compute_summary(),
+        **run.course.compute_summary(),
+        **_summarize_timing(run),
+        "timelines_cut": run.cut,
+        "processes": _read_pids(run.run_dir, state),
+        "seconds": (run.windows.last_ns - run.windows.first_ns) / 1e9,
+        "events": run.events,
     }
 
 
@@ -293,37 +300,28 @@ def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
 # --- times ------------------------------------------------------------------------------------
 
 
-def _trainer_shares(
-    windows: StateIntervals, trainers: dict[str, list[TimelineSpan]], cut: list[str]
-) -> dict[str, dict[str, float]]:
+def _trainer_shares(run: RunReplay) -> dict[str, dict[str, float]]:
+    windows = run.windows
     working = merge_intervals(
         np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)])
     )
     return {
         name: utilization.trainer_shares(
-            intersect_intervals(windows["live", name], _find_covered(name in cut, spans)),
+            intersect_intervals(windows["live", name], _find_covered(name in run.cut, spans)),
             spans,
             windows["trainer-free",],
             windows["phase", Phase.FINAL_EVALUATION],
             working,
         )
-        for name, spans in trainers.items()
+        for name, spans in run.trainers.items()
     }
 
 
-def _summarize_timing(
-    account: Account,
-    windows: StateIntervals,
-    milestones: Milestones,
-    trainers: dict[str, list[TimelineSpan]],
-    pulls: dict[str, list[TimelineSpan]],
-    steps: dict[str, Steps],
-    cut: list[str],
-) -> dict[str, Any]:
-    """Return the time figures; `cut`: processes whose first spans were removed."""
-    trainer_spans = [span for spans in trainers.values() for span in spans]
-    time_shares = _trainer_shares(windows, trainers, cut)
-    pulling = {name: select_state(spans, "pulling") for name, spans in pulls.items()}
+def _summarize_timing(run: RunReplay) -> dict[str, Any]:
+    windows, steps = run.windows, run.steps
+    trainer_spans = [span for spans in run.trainers.values() for span in spans]
+    time_shares = _trainer_shares(run)
+    pulling = {name: select_state(spans, "pulling") for name, spans in run.pulls.items()}
     for name in steps:
         time_shares[name] = utilization.replica_shares(
             windows["live", name],
@@ -339,10 +337,10 @@ def _summarize_timing(
         "decode_gap_ratio": utilization.decode_gap_ratio(
             steps,
             {name: windows["running", name] for name in steps},
-            publish_windows(trainer_spans, milestones.published_ns),
+            publish_windows(trainer_spans, run.milestones.published_ns),
             pulling,
         ),
-        "publish_stall_share": _publish_stall(account, milestones, trainer_spans),
+        "publish_stall_share": _publish_stall(run, trainer_spans),
         "time_shares": time_shares,
     }
 
@@ -362,14 +360,12 @@ def publish_windows(spans: list[TimelineSpan], published_ns: dict[int, int]) -> 
     )
 
 
-def _publish_stall(
-    account: Account, milestones: Milestones, spans: list[TimelineSpan]
-) -> float | None:
+def _publish_stall(run: RunReplay, spans: list[TimelineSpan]) -> float | None:
     """Compute the stall over the trained steps whose weights were published, deferred included."""
     received = {span.step: span.start_ns for span in spans if span.state == "busy"}
     publishes, made_by = [], set()
-    for index, step in account.steps.items():
-        published = milestones.published_ns.get(step.command.version)
+    for index, step in run.account.steps.items():
+        published = run.milestones.published_ns.get(step.command.version)
         if published is not None and index in received:
             publishes.append(PublishTiming(received[index], published))
             made_by.add(index + 1)  # weights are named by the number of steps that made them
@@ -440,17 +436,8 @@ def by_length(account: Account) -> list[dict[str, Any]]:
     finished are classed by the tokens they had.
     """
     closed = [c for name, c in account.closed.items() if account.issued[name] == Purpose.TRAIN]
-    lengths = np.array([c.num_tokens for c in closed], dtype=np.int64)
-    if not len(lengths):
-        return []
-    edges = np.percentile(lengths, np.linspace(0, 100, CLASSES + 1)[1:-1], method="lower")
-    classes = np.searchsorted(np.unique(edges), lengths, side="left")
-    return [
-        _summarize_class(
-            account, [c for c, found in zip(closed, classes, strict=True) if found == number]
-        )
-        for number in np.unique(classes)
-    ]
+    parts = split_by_length(closed, lambda c: c.num_tokens, CLASSES)
+    return [_summarize_class(account, part) for part in parts]
 
 
 def _summarize_class(account: Account, closed: list[ClosedTrajectory]) -> dict[str, Any]:

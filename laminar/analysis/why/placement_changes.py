@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import (
-    DISPATCHED,
-    LOST,
-    TURN,
     EventClock,
     HistoryTracker,
     Placement,
+    Stage,
     TrajectoryHistory,
 )
 from laminar.analysis.report.repack_book import was_given_away
@@ -75,7 +73,7 @@ class PlacementChanges:
             if life.trajectory_id == self.name:
                 self._life = life
                 self._record_change(what, life, stamped, state)
-            elif what == DISPATCHED and self._is_repeated_by(life):
+            elif what == Stage.DISPATCHED and self._is_repeated_by(life):
                 self._again = self._again or life.trajectory_id
         if self._lost is not None:
             self._watch_lost_work(stamped, state)
@@ -87,16 +85,16 @@ class PlacementChanges:
     def _record_change(
         self, what: str, life: TrajectoryHistory, stamped: Stamped, state: State
     ) -> None:
-        if what == TURN:
+        if what == Stage.TURN:
             self._turn = stamped
-        elif what == LOST:
+        elif what == Stage.LOST:
             self._lost, self._restart, self._waited = stamped, False, False
             self._sources = {}
             self._watch_lost_work(stamped, state)
-        elif what == DISPATCHED and self._lost is None:
+        elif what == Stage.DISPATCHED and self._lost is None:
             self._first = self._first or stamped
             self._note_turn(life, stamped)
-        elif what == DISPATCHED and self._lost is not None:
+        elif what == Stage.DISPATCHED and self._lost is not None:
             self._watch_lost_work(stamped, state)
             before, after = life.placements[-2:]
             self._restart = self._restart or _get_timer(stamped) == keys.BATCH_TIMEOUT

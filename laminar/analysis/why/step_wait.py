@@ -12,12 +12,11 @@ from typing import Literal
 
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import (
-    DISPATCHED,
-    ENDED,
     EventClock,
     HistoryTracker,
     Moment,
     Placement,
+    Stage,
     TrajectoryHistory,
 )
 from laminar.analysis.why.idle_spells import IdlePeriod, IdleTracker, Spell
@@ -62,9 +61,9 @@ class StepWait:
             return
         now = self._moments.locate_event(stamped)
         for what, life in self._lives.record_event(now, stamped.event, commands, state):
-            if what == DISPATCHED:
+            if what == Stage.DISPATCHED:
                 self._dispatch[life.trajectory_id] = stamped
-            elif what == ENDED:
+            elif what == Stage.ENDED:
                 self._dispatch.pop(life.trajectory_id, None)
         for idle in self._idleness.record_event(now, stamped, state):
             self._idle[idle.replica, now.seq] = idle

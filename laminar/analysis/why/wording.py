@@ -20,16 +20,8 @@ QUESTION_HINT = (
 )
 
 NAMING_FIELDS = (
-    "trajectory",
-    "actor",
-    "name",
-    "node",
-    "timer",
-    "version",
-    "step",
-    "code",
-    "reason",
-)
+    "trajectory", "actor", "name", "node", "timer", "version", "step", "code", "reason",
+)  # fmt: skip
 """Fields that distinguish events of one type."""
 
 

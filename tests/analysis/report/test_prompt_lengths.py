@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from laminar.analysis.audit.ledger_book import Account
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.report.prompt_lengths import by_prompt_length, split_ranges
+from laminar.analysis.report.prompt_lengths import by_prompt_length, split_by_length
 from laminar.analysis.report.summary import summarize_run
 from laminar.analysis.report.summary_lines import range_line
 from laminar.storage import messages as m
@@ -29,7 +28,7 @@ from tools.kit.run_directory import make_run, world_log
     ],
 )
 def test_ranges_hold_every_length_once(lengths: list[int], expected: list[tuple[int, int]]) -> None:
-    assert split_ranges(np.array(lengths, dtype=np.int64), 4) == expected
+    assert [(part[0], part[-1]) for part in split_by_length(lengths, int, 4)] == expected
 
 
 def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
