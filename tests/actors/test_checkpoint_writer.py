@@ -168,9 +168,9 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No model is written before this is set."""
     may, write_model = threading.Event(), export.write_model
 
-    def slowly(*args: object) -> None:
+    def slowly(*args: object) -> object:
         assert may.wait(30)
-        write_model(*args)  # type: ignore[arg-type]
+        return write_model(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_model", slowly)
     return may
@@ -259,10 +259,10 @@ async def test_one_that_is_ordered_waits_for_room(
     errors = [OSError(28, "No space left on device")]
     write_model = export.write_model
 
-    def once_full(*args: object) -> None:
+    def once_full(*args: object) -> object:
         if errors:
             raise errors.pop()
-        write_model(*args)  # type: ignore[arg-type]
+        return write_model(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_model", once_full)
     trainer = Trainer(tmp_path, "trainer.save_freq=9")
