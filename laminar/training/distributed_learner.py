@@ -30,28 +30,17 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.storage.rules import TokenSpan
 from laminar.training import shared_safetensors
-from laminar.training.checkpoints import checkpoint, export
+from laminar.training.checkpoints import checkpoint, export, file_digests
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
 from laminar.training.checkpoints.checkpoint import iter_moments
-from laminar.training.checkpoints.file_digests import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    WrittenSpan,
-    write_digests,
-)
+from laminar.training.checkpoints.file_digests import MODEL_FILE, OPTIMIZER_FILE
 from laminar.training.learner import Learner, no_point, replace_weights, run_measured_step
 from laminar.training.model import lora
 from laminar.training.model.fsdp import ShardedPolicy, load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import BasePolicy, named_weights, weight_forms
 from laminar.training.ranks import Ranks, join_rank_group
-from laminar.training.shared_safetensors import (
-    Rows,
-    TensorLayouts,
-    get_layouts,
-    rows_of,
-    sort_rows,
-)
+from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
 from laminar.training.threaded import CopyBuffers, device_of
 from laminar.training.trainer_state import LearnerFacts, ResumeState
@@ -156,7 +145,7 @@ def _decode_array(kind: Any, data: bytes) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
-_written_decoder = msgspec.msgpack.Decoder(dict[str, list[WrittenSpan]])
+_written_decoder = msgspec.msgpack.Decoder(dict[str, list[file_digests.WrittenSpan]])
 
 
 class RankGroup(Protocol):
@@ -200,9 +189,7 @@ class RankWorker:
         self._copied: dict[str, dict[str, Rows]] = {}  #: by destination file
 
     async def handle_order(self, order: bytes) -> bytes:
-        """Carry out an order of rank 0; the reply has digests of what this rank wrote.
-
-        Otherwise it is empty, as rank 0 has the result."""
+        """Carry out an order of rank 0, which has the result; reply with digests of files."""
         decoded = _decoder.decode(order)
         result = await asyncio.to_thread(self.execute_order, decoded)
         return _encoder.encode(result) if isinstance(decoded, WriteFilesOrder) else b""
@@ -227,12 +214,8 @@ class RankWorker:
                 return self._put(target, ((name, r.first, r.data) for name, r in rows))
             case WriteFilesOrder(directory, copied):
                 self._reached("rank-write")
-                return {
-                    name: shared_safetensors.write_rows(
-                        Path(directory, name), forms, rows, self._rank
-                    )
-                    for name, (forms, rows) in self.plan_files(copied=copied).items()
-                }
+                write, files = shared_safetensors.write_rows, self.plan_files(copied=copied)
+                return {n: write(Path(directory, n), *files[n], self._rank) for n in files}
             case RestoreOrder(directory):
                 return checkpoint.restore_checkpoint(Path(directory), self.learner)
             case ReloadOrder(directory):
@@ -325,7 +308,7 @@ def _copy_rows(kept: CopyBuffers, tensors: Iterable[tuple[str, Tensor]]) -> dict
     for name, tensor in tensors:
         rows = rows_of(tensor)
         found[name] = rows._replace(data=kept.copy([(name, rows.data)])[name])
-    return sort_rows(found)
+    return shared_safetensors.sort_rows(found)
 
 
 class _AllRanks:
@@ -336,8 +319,7 @@ class _AllRanks:
 
     async def __call__(self, order: RankOrder) -> Any:
         """Carry out an order on all ranks; return the result of rank 0."""
-        result, _ = await self.collect(order)
-        return result
+        return (await self.collect(order))[0]
 
     async def collect(self, order: RankOrder) -> tuple[Any, list[bytes]]:
         """Carry out an order on all ranks; return the result of rank 0, and all replies."""
@@ -414,12 +396,11 @@ class RankedFiles(ThreadedDirectories):
 
     async def write(self, directory: Path, copied: bool | None, extra: Mapping[str, bytes]) -> None:
         await asyncio.to_thread(self._create_files, directory, bool(copied), extra)
-        order = WriteFilesOrder(os.fspath(directory), bool(copied))
-        own, replies = await self._all.collect(order)
+        own, replies = await self._all.collect(WriteFilesOrder(os.fspath(directory), bool(copied)))
         if copied:
             by_rank = [own, *map(_written_decoder.decode, replies)]
             spans = {n: [span for files in by_rank for span in files.get(n, ())] for n in own}
-            await asyncio.to_thread(write_digests, directory, spans)
+            await asyncio.to_thread(file_digests.write_digests, directory, spans)
 
     def _create_files(self, directory: Path, copied: bool, extra: Mapping[str, bytes]) -> None:
         """Write everything except the rows."""

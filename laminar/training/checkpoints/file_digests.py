@@ -67,10 +67,8 @@ class SpanDigests:
 
     @property
     def spans(self) -> list[WrittenSpan]:
-        nbytes = self._end - self._start
-        if not nbytes:
-            return self._ended
-        return [*self._ended, WrittenSpan(self._start, nbytes, self._open.hexdigest())]
+        last = WrittenSpan(self._start, self._end - self._start, self._open.hexdigest())
+        return [*self._ended, last] if last.nbytes else self._ended
 
 
 def write_digests(directory: Path, written: WrittenFiles | None = None) -> None:
