@@ -145,7 +145,7 @@ def _decode_array(kind: Any, data: bytes) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
-_written_decoder = msgspec.msgpack.Decoder(dict[str, list[file_digests.WrittenSpan]])
+_written_decoder = msgspec.msgpack.Decoder(dict[str, list[shared_safetensors.WrittenSpan]])
 
 
 class RankGroup(Protocol):

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from laminar.training.checkpoints.file_digests import BLOCK_BYTES, SpanDigests, WrittenSpan
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8
 """The header is padded with spaces to a multiple of this."""
+BLOCK_BYTES = 1 << 24  #: in one write
 
 
 class Rows(NamedTuple):
@@ -52,6 +52,40 @@ def get_row_range(length: int, rank: int, size: int) -> tuple[int, int]:
     """Return [first, end) of the rows of a rank, as FSDP2 shards them."""
     each = -(-length // size)
     return min(rank * each, length), min((rank + 1) * each, length)
+
+
+class WrittenSpan(NamedTuple):
+    """Consecutive bytes of a file, as one process wrote them."""
+
+    offset: int
+    nbytes: int
+    digest: str  #: xxh3_128
+
+
+WrittenFiles = Mapping[str, Iterable[WrittenSpan]]
+"""Spans by file, in any order."""
+
+
+class SpanDigests:
+    """Digests of what a process writes to a file."""
+
+    def __init__(self) -> None:
+        self._ended: list[WrittenSpan] = []
+        self._start = self._end = 0
+        self._open = xxhash.xxh3_128()
+
+    def update(self, offset: int, data: bytes | memoryview) -> None:
+        """Add bytes at an offset; they extend the last span or begin another."""
+        if offset != self._end:
+            self._ended, self._start, self._end = self.spans, offset, offset
+            self._open = xxhash.xxh3_128()
+        self._open.update(data)
+        self._end += len(data)
+
+    @property
+    def spans(self) -> list[WrittenSpan]:
+        last = WrittenSpan(self._start, self._end - self._start, self._open.hexdigest())
+        return [*self._ended, last] if last.nbytes else self._ended
 
 
 class TensorLayout(NamedTuple):

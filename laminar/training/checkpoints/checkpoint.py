@@ -29,8 +29,6 @@ from laminar.training.checkpoints.file_digests import (
     CRITIC_OPTIMIZER_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
-    WrittenFiles,
-    WrittenSpan,
     check_digests,
     write_digests,
 )
@@ -52,7 +50,7 @@ def complete_checkpoint(
     directory: Path,
     moments: Mapping[str, Tensor],
     critic: Mapping[str, Mapping[str, Tensor]],
-    model: WrittenFiles,
+    model: shared_safetensors.WrittenFiles,
 ) -> None:
     """Add optimizer, critic (tensors by file) and digests to a directory; OSError from the disk.
 
@@ -100,7 +98,7 @@ def _make_damage_error(directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {directory} cannot be trained on: {error}")
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> list[WrittenSpan]:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> list[shared_safetensors.WrittenSpan]:
     """Write whole tensors of one process to a file; OSError from the disk."""
     rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
     forms = shared_safetensors.get_layouts(rows)

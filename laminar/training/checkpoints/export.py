@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from laminar.training import shared_safetensors
 from laminar.training.checkpoints.checkpoint import save_tensors
-from laminar.training.checkpoints.file_digests import MODEL_FILE, WrittenFiles
+from laminar.training.checkpoints.file_digests import MODEL_FILE
 from laminar.training.model import lora
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import named_weights, weight_forms
-from laminar.training.shared_safetensors import rows_of
+from laminar.training.shared_safetensors import WrittenFiles, rows_of
 
 TOKENIZER_FILES = (
     "tokenizer*.json",

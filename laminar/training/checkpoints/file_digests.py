@@ -2,7 +2,7 @@
 
 Reads   a directory with digests.json, and the files that it names
 Writes  digests.json
-Gives   `SpanDigests`, `write_digests`, `check_digests`; CheckpointError for damaged files
+Gives   `write_digests`, `check_digests`; CheckpointError for damaged files
 
 Each process digests what it writes, so no file is read again. A file that one process wrote in
 order has one digest, of the whole; else it has one for each span of it.
@@ -11,9 +11,8 @@ Without torch: a fork is checked before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 import xxhash
@@ -21,6 +20,9 @@ import xxhash
 from laminar.run.directory import RESUME_FILE
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.trainer_state import CheckpointError
+
+if TYPE_CHECKING:
+    from laminar.training.shared_safetensors import WrittenFiles
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -35,40 +37,6 @@ BLOCK_BYTES = 1 << 24
 NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
 _Digests = dict[str, str | list[tuple[int, str]]]
 """By file: the digest of the whole, or lengths and digests of its spans, in order."""
-
-
-class WrittenSpan(NamedTuple):
-    """Consecutive bytes of a file, as one process wrote them."""
-
-    offset: int
-    nbytes: int
-    digest: str  #: xxh3_128
-
-
-WrittenFiles = Mapping[str, Iterable[WrittenSpan]]
-"""Spans by file, in any order."""
-
-
-class SpanDigests:
-    """Digests of what a process writes to a file."""
-
-    def __init__(self) -> None:
-        self._ended: list[WrittenSpan] = []
-        self._start = self._end = 0
-        self._open = xxhash.xxh3_128()
-
-    def update(self, offset: int, data: bytes | memoryview) -> None:
-        """Add bytes at an offset; they extend the last span or begin another."""
-        if offset != self._end:
-            self._ended, self._start, self._end = self.spans, offset, offset
-            self._open = xxhash.xxh3_128()
-        self._open.update(data)
-        self._end += len(data)
-
-    @property
-    def spans(self) -> list[WrittenSpan]:
-        last = WrittenSpan(self._start, self._end - self._start, self._open.hexdigest())
-        return [*self._ended, last] if last.nbytes else self._ended
 
 
 def write_digests(directory: Path, written: WrittenFiles | None = None) -> None:
