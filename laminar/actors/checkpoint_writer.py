@@ -7,15 +7,18 @@ Emits   CheckpointSaved
 The trainer pauses for one copy of its tensors and for the probe; files, digests and the removal of
 old checkpoints are done in the background. An old checkpoint is removed once the coordinator knows
 the new one, because until then no trainer would resume from the new one. The same holds for
-payloads that all kept checkpoints cover. If the previous checkpoint is still being written, the
-next one is skipped: the trainer waits for a disk only if the coordinator waits for the checkpoint,
-because the run pauses. The checkpoint that a fork began with counts like any other, but stays on
-disk, because the fork cannot be trained again without it.
+payloads that all kept checkpoints cover. A checkpoint is due after steps or after minutes, which
+limit the work that a lost trainer repeats; the coordinator decides from the checkpoints that it
+knows, so its replay needs no clock. One that falls due during another follows it: the trainer waits
+for a disk only if the coordinator waits for the checkpoint, because the run pauses. The checkpoint
+that a fork began with counts like any other, but stays on disk, because the fork cannot be trained
+again without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -65,6 +68,12 @@ class CheckpointWriter:
         self._files, self._specs, self._probe = files, specs, probe
         self._disk = DiskFullRetry(host, "the checkpoint")
         self._freq = host.config.trainer.save_freq
+        self._longest_ns = int(host.config.trainer.save_minutes * 60e9) or sys.maxsize
+        self._newest_ns = host.now_ns()  #: time of the newest checkpoint, else of the start
+        self._due: tuple[int, int, int] | None = None  #: arguments of the save that is due
+        self.job_lock = (
+            asyncio.Lock()
+        )  #: held by the trainer during a job, which may change weights
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: checkpoints by version, oldest first
         self._steps: dict[int, int] = {}  #: steps of each version that was kept
@@ -101,13 +110,17 @@ class CheckpointWriter:
         self._batches.append(batch)
 
     async def save_if_due(self, version: int, step: int, event_seq: int) -> None:
-        """Start a checkpoint after `step` steps, if due; the weights may change on return."""
-        if not self._freq or step % self._freq:
+        """Start a checkpoint after `step` steps, if due; the weights may change on return.
+
+        One that is due while another is being written follows it, at the latest after the next
+        step."""
+        if not self._freq:
             return
-        if not self._idle.is_set():
-            self.host.log.warning("checkpoint-left-out", step=step, reason="still writing one")
-            return
-        await self._start_save(version, step, event_seq, ordered=False)
+        overdue = self.host.now_ns() - self._newest_ns >= self._longest_ns
+        if self._due or overdue or step % self._freq == 0:
+            self._due = version, step, event_seq
+            if self._idle.is_set():
+                await self._start_save(*self._due, ordered=False)
 
     async def save(self, version: int, step: int, event_seq: int) -> None:
         """Start a checkpoint that the coordinator waits for, unless this version has one."""
@@ -115,12 +128,17 @@ class CheckpointWriter:
         if version not in self._kept:
             await self._start_save(version, step, event_seq, ordered=True)
 
-    async def _start_save(self, version: int, step: int, event_seq: int, *, ordered: bool) -> None:
-        started = self.host.now_ns()
+    async def _start_save(
+        self, version: int, step: int, event_seq: int, *, ordered: bool, waits: bool = False
+    ) -> None:
+        """Copy the weights, and write them in the background; `waits`: the trainer has no job."""
+        started = self._newest_ns = self.host.now_ns()
+        self._due = None
         weights = await self._files.copy()
         resume = self._take_resume_state(version, step)
         probe = await self._probe()
-        self.host.record_span("saving", started, self.host.now_ns(), step=step)
+        if not waits:  # the span of the wait has this time, too
+            self.host.record_span("saving", started, self.host.now_ns(), step=step)
         self._idle.clear()
         write = partial(self._write, resume, weights, probe, event_seq)
         self.host.spawn(self._save(step, write, ordered=ordered))
@@ -158,9 +176,16 @@ class CheckpointWriter:
                 raise
         finally:
             self._idle.set()
+        self.host.spawn(self._follow())
         covered = min((self._steps[version] for version in self._kept), default=0)
         await self._remove_old()
         await self._covered(covered)
+
+    async def _follow(self) -> None:
+        """Start the checkpoint that fell due during another, unless a job has started it."""
+        async with self.job_lock:
+            if self._due and self._idle.is_set():
+                await self._start_save(*self._due, ordered=False, waits=True)
 
     async def _write(
         self, resume: ResumeState, weights: Weights, probe: mf.Probe, event_seq: int

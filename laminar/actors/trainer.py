@@ -154,11 +154,10 @@ class Trainer:
         )
         self.host.spawn(self._run_jobs(self.publisher, self.checkpoints))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
-        weights_bytes = mf.check_tensors(specs)
         found = await self.checkpoints.find_checkpoints()
         ready = ev.TrainerReady(
             num_parameters=parameters,
-            weights_bytes=weights_bytes,
+            weights_bytes=mf.check_tensors(specs),
             checkpoints=tuple(map(self._describe_checkpoint, found, found.values())),
             functions=tuple(
                 ev.TrainFunction(setting=setting, digest=digest)
@@ -204,28 +203,28 @@ class Trainer:
         """Run one job at a time, in the order of the commands."""
         while True:
             order, command = await self.jobs.get()
-            self._probed = None  # each job may change the weights before it needs a probe
             self.host.record_span("waiting", self._waiting_from_ns, self.host.now_ns())
-            if isinstance(command, cmd.TrainStep):
-                result, contents, seconds = await self._train_step(command)
-                checkpoints.record_batch(command.trajectories)
-                await publisher.publish_or_skip(
-                    command.version, command.step_index + 1, order.cause
-                )
-                await self.host.hit_failpoint("trainer-copy")
-                line = _book_line(command, result, contents, self.host.incarnation)
-                await self._report_step(order, command, result, line, seconds)
-                await checkpoints.save_if_due(command.version, command.step_index + 1, order.cause)
-            elif isinstance(command, cmd.PublishWeights):
-                await publisher.publish_owed(command.version, command.step)
-            elif isinstance(command, cmd.ExportModel):
-                await self._export_model(order, command, publisher)
-            elif isinstance(command, cmd.SaveCheckpoint):
-                await checkpoints.save(command.version, command.step, order.cause)
-            elif isinstance(command, cmd.LoadCheckpoint):
-                await self._load_checkpoint(order, command, checkpoints)
-            elif isinstance(command, cmd.RepeatStep):
-                await self._repeat_step(order, command, checkpoints)
+            async with checkpoints.job_lock:
+                self._probed = None  # each job may change the weights before it needs a probe
+                if isinstance(command, cmd.TrainStep):
+                    result, contents, seconds = await self._train_step(command)
+                    checkpoints.record_batch(command.trajectories)
+                    done = command.version, command.step_index + 1, order.cause
+                    await publisher.publish_or_skip(*done)
+                    await self.host.hit_failpoint("trainer-copy")
+                    line = _book_line(command, result, contents, self.host.incarnation)
+                    await self._report_step(order, command, result, line, seconds)
+                    await checkpoints.save_if_due(*done)
+                elif isinstance(command, cmd.PublishWeights):
+                    await publisher.publish_owed(command.version, command.step)
+                elif isinstance(command, cmd.ExportModel):
+                    await self._export_model(order, command, publisher)
+                elif isinstance(command, cmd.SaveCheckpoint):
+                    await checkpoints.save(command.version, command.step, order.cause)
+                elif isinstance(command, cmd.LoadCheckpoint):
+                    await self._load_checkpoint(order, command, checkpoints)
+                elif isinstance(command, cmd.RepeatStep):
+                    await self._repeat_step(order, command, checkpoints)
             self._waiting_from_ns = self.host.now_ns()
 
     # --- training -----------------------------------------------------------------------------

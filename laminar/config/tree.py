@@ -219,6 +219,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         Natural, doc("first steps that train the critic alone, and leave the policy as it is")
     ] = 0
     save_freq: Annotated[Natural, doc("steps from one checkpoint to the next; 0: none")] = 20
+    save_minutes: Annotated[
+        NonNegative, doc("longest time from one checkpoint to the next; 0: save_freq alone counts")
+    ] = 10.0
     max_ckpt_to_keep: Annotated[Natural, doc("newest checkpoints that are kept; 0: all")] = 2
     max_nonfinite_updates: Annotated[
         Natural, doc("updates with a non-finite gradient, in a row, that end the run; 0: never")

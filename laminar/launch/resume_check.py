@@ -60,6 +60,7 @@ CHANGEABLE = (
     "trainer.total_training_steps",
     "trainer.test_freq",
     "trainer.save_freq",
+    "trainer.save_minutes",
     "store.payload_gb",
     "reward.trial",
 )

@@ -30,10 +30,10 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.storage.rules import TokenSpan
 from laminar.training import shared_safetensors
-from laminar.training.checkpoints import checkpoint, export
+from laminar.training.checkpoints import checkpoint, export, file_digests
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
 from laminar.training.checkpoints.checkpoint import iter_moments
-from laminar.training.checkpoints.file_digests import MODEL_FILE, OPTIMIZER_FILE, write_digests
+from laminar.training.checkpoints.file_digests import MODEL_FILE, OPTIMIZER_FILE
 from laminar.training.learner import Learner, no_point, replace_weights, run_measured_step
 from laminar.training.model import lora
 from laminar.training.model.fsdp import ShardedPolicy, load_sharded, load_sharded_critic
@@ -145,6 +145,7 @@ def _decode_array(kind: Any, data: bytes) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
+_written_decoder = msgspec.msgpack.Decoder(dict[str, list[shared_safetensors.WrittenSpan]])
 
 
 class RankGroup(Protocol):
@@ -188,9 +189,10 @@ class RankWorker:
         self._copied: dict[str, dict[str, Rows]] = {}  #: by destination file
 
     async def handle_order(self, order: bytes) -> bytes:
-        """Carry out an order of rank 0; the reply is empty, as rank 0 has the result."""
-        await asyncio.to_thread(self.execute_order, _decoder.decode(order))
-        return b""
+        """Carry out an order of rank 0, which has the result; reply with digests of files."""
+        decoded = _decoder.decode(order)
+        result = await asyncio.to_thread(self.execute_order, decoded)
+        return _encoder.encode(result) if isinstance(decoded, WriteFilesOrder) else b""
 
     def execute_order(self, order: RankOrder) -> Any:
         if self._device.type == "cuda":
@@ -212,9 +214,8 @@ class RankWorker:
                 return self._put(target, ((name, r.first, r.data) for name, r in rows))
             case WriteFilesOrder(directory, copied):
                 self._reached("rank-write")
-                for path, (forms, rows) in self.plan_files(Path(directory), copied=copied).items():
-                    shared_safetensors.write_rows(path, forms, rows)
-                return None
+                write, files = shared_safetensors.write_rows, self.plan_files(copied=copied)
+                return {n: write(Path(directory, n), *files[n], self._rank) for n in files}
             case RestoreOrder(directory):
                 return checkpoint.restore_checkpoint(Path(directory), self.learner)
             case ReloadOrder(directory):
@@ -222,20 +223,16 @@ class RankWorker:
                     return checkpoint.read_back(Path(directory), self.learner)
                 return replace_weights(self.learner, lambda: self._load_policy(directory))
 
-    def plan_files(
-        self, directory: Path, *, copied: bool
-    ) -> dict[Path, tuple[TensorLayouts, FoundRows]]:
+    def plan_files(self, *, copied: bool) -> dict[str, tuple[TensorLayouts, FoundRows]]:
         """Return for each file of a directory its tensors, and this rank's rows of them."""
-        found: dict[str, tuple[TensorLayouts, FoundRows]]
         if copied:
-            found = {name: (get_layouts(rows), rows.items()) for name, rows in self._copied.items()}
-        else:
-            model = self.learner.policy.model
-            found = {MODEL_FILE: (weight_forms(model), self._iter_weight_rows())}
-            if self.learner.policy.base:
-                adapters = {name: rows_of(tensor) for name, tensor in lora.file_tensors(model)}
-                found[ADAPTER_FILE] = get_layouts(adapters), adapters.items()
-        return {directory / name: what for name, what in found.items()}
+            return {name: (get_layouts(rows), rows.items()) for name, rows in self._copied.items()}
+        model = self.learner.policy.model
+        found = {MODEL_FILE: (weight_forms(model), self._iter_weight_rows())}
+        if self.learner.policy.base:
+            adapters = {name: rows_of(tensor) for name, tensor in lora.file_tensors(model)}
+            found[ADAPTER_FILE] = get_layouts(adapters), adapters.items()
+        return found
 
     def _iter_weight_rows(self) -> FoundRows:
         return ((n, rows_of(tensor)) for n, tensor in named_weights(self.learner.policy.model))
@@ -311,7 +308,7 @@ def _copy_rows(kept: CopyBuffers, tensors: Iterable[tuple[str, Tensor]]) -> dict
     for name, tensor in tensors:
         rows = rows_of(tensor)
         found[name] = rows._replace(data=kept.copy([(name, rows.data)])[name])
-    return found
+    return shared_safetensors.sort_rows(found)
 
 
 class _AllRanks:
@@ -322,9 +319,12 @@ class _AllRanks:
 
     async def __call__(self, order: RankOrder) -> Any:
         """Carry out an order on all ranks; return the result of rank 0."""
+        return (await self.collect(order))[0]
+
+    async def collect(self, order: RankOrder) -> tuple[Any, list[bytes]]:
+        """Carry out an order on all ranks; return the result of rank 0, and all replies."""
         own = asyncio.to_thread(self.worker.execute_order, order)
-        result, _ = await self.gang.run_on_all_ranks(_encoder.encode(order), own)
-        return result
+        return await self.gang.run_on_all_ranks(_encoder.encode(order), own)
 
 
 class RankedLearner:
@@ -396,13 +396,15 @@ class RankedFiles(ThreadedDirectories):
 
     async def write(self, directory: Path, copied: bool | None, extra: Mapping[str, bytes]) -> None:
         await asyncio.to_thread(self._create_files, directory, bool(copied), extra)
-        await self._all(WriteFilesOrder(os.fspath(directory), bool(copied)))
+        own, replies = await self._all.collect(WriteFilesOrder(os.fspath(directory), bool(copied)))
         if copied:
-            await asyncio.to_thread(write_digests, directory)
+            by_rank = [own, *map(_written_decoder.decode, replies)]
+            spans = {n: [span for files in by_rank for span in files.get(n, ())] for n in own}
+            await asyncio.to_thread(file_digests.write_digests, directory, spans)
 
     def _create_files(self, directory: Path, copied: bool, extra: Mapping[str, bytes]) -> None:
         """Write everything except the rows."""
         model = self._worker.learner.policy.model
         export.write_all_but_weights(model, self._source, directory, extra)
-        for path, (forms, _) in self._worker.plan_files(directory, copied=copied).items():
-            shared_safetensors.create_file(path, forms)
+        for name, (forms, _) in self._worker.plan_files(copied=copied).items():
+            shared_safetensors.create_file(directory / name, forms)

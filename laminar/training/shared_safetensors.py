@@ -2,8 +2,8 @@
 
 Writes  the file: `create_file` its header and size, `write_rows` rows into it
 Raises  OSError from the disk
-Gives   the bytes that the safetensors library would write, whichever process wrote which rows;
-        `rows_of`
+Gives   the bytes that the safetensors library would write, whichever process wrote which rows, and
+        digests of them; `rows_of`
 
 The library takes only whole tensors of one process. Tensors are in its order: longest elements
 first, then by name.
@@ -19,12 +19,14 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8
 """The header is padded with spaces to a multiple of this."""
+BLOCK_BYTES = 1 << 24  #: in one write
 
 
 class Rows(NamedTuple):
@@ -52,6 +54,40 @@ def get_row_range(length: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
+class WrittenSpan(NamedTuple):
+    """Consecutive bytes of a file, as one process wrote them."""
+
+    offset: int
+    nbytes: int
+    digest: str  #: xxh3_128
+
+
+WrittenFiles = Mapping[str, Iterable[WrittenSpan]]
+"""Spans by file, in any order."""
+
+
+class SpanDigests:
+    """Digests of what a process writes to a file."""
+
+    def __init__(self) -> None:
+        self._ended: list[WrittenSpan] = []
+        self._start = self._end = 0
+        self._open = xxhash.xxh3_128()
+
+    def update(self, offset: int, data: bytes | memoryview) -> None:
+        """Add bytes at an offset; they extend the last span or begin another."""
+        if offset != self._end:
+            self._ended, self._start, self._end = self.spans, offset, offset
+            self._open = xxhash.xxh3_128()
+        self._open.update(data)
+        self._end += len(data)
+
+    @property
+    def spans(self) -> list[WrittenSpan]:
+        last = WrittenSpan(self._start, self._end - self._start, self._open.hexdigest())
+        return [*self._ended, last] if last.nbytes else self._ended
+
+
 class TensorLayout(NamedTuple):
     """Shape and type of a whole tensor."""
 
@@ -60,6 +96,12 @@ class TensorLayout(NamedTuple):
 
 
 TensorLayouts = Mapping[str, TensorLayout]
+
+
+def sort_rows(tensors: Mapping[str, Rows]) -> dict[str, Rows]:
+    """Return the rows in the order of a file, so that one process writes it as one span."""
+    layouts = get_layouts(tensors)
+    return {name: tensors[name] for name in _sort_names(layouts)}
 
 
 def get_layouts(tensors: Mapping[str, Rows]) -> TensorLayouts:
@@ -75,28 +117,34 @@ def create_file(path: Path, tensors: TensorLayouts) -> None:
         file.truncate(end)
 
 
-def write_rows(path: Path, tensors: TensorLayouts, found: Iterable[tuple[str, Rows]]) -> None:
+def write_rows(
+    path: Path, tensors: TensorLayouts, found: Iterable[tuple[str, Rows]], rank: int = 0
+) -> list[WrittenSpan]:
     """Write rows at their positions in a file that was created for the same tensors.
 
-    Only one item of `found` needs to exist at a time."""
-    _, begins, _ = _plan_file(tensors)
+    Only one item of `found` needs to exist at a time. Rank 0 alone writes what all ranks have, and
+    digests the header."""
+    header, begins, _ = _plan_file(tensors)
+    digests = SpanDigests()
+    digests.update(0, b"" if rank else header)
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for name, rows in found:
-            if rows.data.numel():
+            if rows.data.numel() and (rows.first or not rank):
                 row_bytes = rows.data.element_size() * math.prod(rows.shape[1:])
-                _write_at(fd, rows.data, begins[name] + rows.first * row_bytes)
+                _write_at(fd, rows.data, begins[name] + rows.first * row_bytes, digests)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         os.close(fd)
+    return digests.spans
 
 
 def _plan_file(tensors: TensorLayouts) -> tuple[bytes, dict[str, int], int]:
     """Return the header, the offset of each tensor in the file, and the file's size."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+    for name in _sort_names(tensors):
         shape, dtype = tensors[name]
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         described[name] = {
@@ -110,9 +158,14 @@ def _plan_file(tensors: TensorLayouts) -> tuple[bytes, dict[str, int], int]:
     return header, {name: len(header) + at for name, at in begins.items()}, len(header) + end
 
 
-def _write_at(fd: int, tensor: Tensor, offset: int) -> None:
-    """Write all bytes of a tensor, in several calls: one writes two gigabytes at most."""
+def _sort_names(tensors: TensorLayouts) -> list[str]:
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def _write_at(fd: int, tensor: Tensor, offset: int, digests: SpanDigests) -> None:
+    """Write all bytes of a tensor, in blocks that are digested while they are in the cache."""
     left = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     while left:
-        written = os.pwrite(fd, left, offset)
+        written = os.pwrite(fd, left[:BLOCK_BYTES], offset)
+        digests.update(offset, left[:written])
         left, offset = left[written:], offset + written

@@ -172,9 +172,9 @@ class ThreadedFiles(ThreadedDirectories):
     ) -> None:
         weights, adapters = (copied.weights, copied.adapters) if copied else (None, None)
         model = self._learner().policy.model
-        export.write_model(model, self._source, directory, weights, extra, adapters)
+        written = export.write_model(model, self._source, directory, weights, extra, adapters)
         if copied is not None:
-            checkpoint.complete_checkpoint(directory, copied.moments, copied.critic)
+            checkpoint.complete_checkpoint(directory, copied.moments, copied.critic, written)
 
 
 def device_of(name: str) -> torch.device:

@@ -25,6 +25,7 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import tensor_view
 from tests.actors.parts import PROBE, FakeHost, until
 
+MINUTE_NS = 60 * 10**9
 MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m")
 
 
@@ -58,9 +59,10 @@ class Trainer:
 
     async def step(self, step: int) -> None:
         """Every parameter becomes the number of the step."""
-        self.change(step)
-        self.writer.record_batch((f"0.{step}.0", f"0.{step}.1"))
-        await self.writer.save_if_due(step, step, 1)
+        async with self.writer.job_lock:
+            self.change(step)
+            self.writer.record_batch((f"0.{step}.0", f"0.{step}.1"))
+            await self.writer.save_if_due(step, step, 1)
 
     def change(self, value: float) -> None:
         with torch.no_grad():
@@ -168,26 +170,67 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No model is written before this is set."""
     may, write_model = threading.Event(), export.write_model
 
-    def slowly(*args: object) -> None:
+    def slowly(*args: object) -> object:
         assert may.wait(30)
-        write_model(*args)  # type: ignore[arg-type]
+        return write_model(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_model", slowly)
     return may
 
 
-async def test_a_slow_disk_costs_checkpoints_and_no_time(
+async def test_one_that_falls_due_during_another_follows_it(
     tmp_path: Path, go_on: threading.Event
 ) -> None:
-    """The one that is due while another is being written is left out."""
-    trainer = Trainer(tmp_path, "trainer.save_freq=1")
-    await trainer.step(1)
-    await trainer.step(2)
+    """With the newest weights, at once or after the step that is running."""
+    trainer = Trainer(tmp_path, "trainer.save_freq=2")
+    for step in (2, 3, 4, 5):
+        await trainer.step(step)
+    assert not trainer.saved
     go_on.set()
+    await trainer.host.wait(ev.CheckpointSaved, 2)
+    go_on.clear()
+    await trainer.step(6)
+    await trainer.step(8)
+    async with trainer.writer.job_lock:
+        go_on.set()
+        await trainer.host.wait(ev.CheckpointSaved, 3)
+        trainer.change(9)
+        trainer.writer.record_batch(("0.9.0", "0.9.1"))
+        await trainer.writer.save_if_due(9, 9, 1)
+    await trainer.host.wait(ev.CheckpointSaved, 4)
     await trainer.writer.close()
-    await trainer.step(3)
+    assert [event.version for event in trainer.saved] == [2, 5, 6, 9]
+    directory = tmp_path / "checkpoints" / "step_9"
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert {float(tensor.min()) for _, tensor in named_weights(loaded)} == {9.0}
+    found = trainer_state.decode((directory / RESUME_FILE).read_bytes())
+    steps = (2, 3, 4, 5, 6, 8, 9)
+    assert found.digest == ids.extend_chain_digest("", *((f"0.{k}.0", f"0.{k}.1") for k in steps))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [(["trainer.save_minutes=10"], [5, 8, 100]), (["trainer.save_minutes=0"], [100])],
+)
+async def test_one_is_due_after_minutes_or_steps_whichever_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], expected: list[int]
+) -> None:
+    """Minutes count from the checkpoint before, or from the start."""
+    now = 7 * MINUTE_NS
+    monkeypatch.setattr(FakeHost, "now_ns", lambda host: now)
+    trainer = Trainer(tmp_path, "trainer.save_freq=100", *settings)
+    for minute, step in ((9, 4), (10, 5), (19, 6), (19.9, 7), (20, 8), (29, 99), (29, 100)):
+        now = (7 + minute) * MINUTE_NS
+        await trainer.step(step)
+        await trainer.writer.close()
+    assert [event.version for event in trainer.saved] == expected
+
+
+async def test_without_save_freq_no_time_makes_one_due(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, "trainer.save_freq=0", "trainer.save_minutes=1e-9")
+    await trainer.step(1)
     await trainer.writer.close()
-    assert [event.version for event in trainer.saved] == [1, 3]
+    assert not trainer.saved
 
 
 async def test_a_disk_that_fails_ends_nothing_and_the_file_is_named(
@@ -259,10 +302,10 @@ async def test_one_that_is_ordered_waits_for_room(
     errors = [OSError(28, "No space left on device")]
     write_model = export.write_model
 
-    def once_full(*args: object) -> None:
+    def once_full(*args: object) -> object:
         if errors:
             raise errors.pop()
-        write_model(*args)  # type: ignore[arg-type]
+        return write_model(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_model", once_full)
     trainer = Trainer(tmp_path, "trainer.save_freq=9")

@@ -93,7 +93,8 @@ def test_a_run_that_was_cut_off_goes_on_with_what_may_be_changed(tmp_path: Path)
     run = run_of(tmp_path)
     before = content(run)
     changed = ["trainer.total_training_steps=9", "rollout.replicas=3", "trainer.test_freq=7"]
-    changed += ["trainer.save_freq=5", "store.payload_gb=0.5", "reward.trial=false"]
+    changed += ["trainer.save_freq=5", "trainer.save_minutes=1"]
+    changed += ["store.payload_gb=0.5", "reward.trial=false"]
     config = resume_check.resumed_config(run, [], changed)
     trainer = config.trainer
     assert (trainer.total_training_steps, trainer.test_freq, trainer.save_freq) == (9, 7, 5)

@@ -6,13 +6,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from laminar.actors.system import rank_process
 from laminar.training import shared_safetensors
-from laminar.training.shared_safetensors import Rows, TensorLayouts
 
 _serve, _write = rank_process.serve_orders, shared_safetensors.write_rows
 
@@ -22,10 +19,10 @@ async def to_the_end(*args: Any) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def late(path: Path, forms: TensorLayouts, rows: Iterable[tuple[str, Rows]]) -> None:
+def late(*args: Any) -> Any:
     shared_safetensors.write_rows = _write
     signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
-    _write(path, forms, rows)
+    return _write(*args)
 
 
 rank_process.die_with_parent = lambda pid: None  # type: ignore[attr-defined]

@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 from laminar.actors.trainer import NO_PROBE
 from laminar.run.directory import RESUME_FILE
 from laminar.training.checkpoints import checkpoint
-from laminar.training.checkpoints.file_digests import CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE
+from laminar.training.checkpoints.file_digests import (
+    CRITIC_MODEL_FILE,
+    CRITIC_OPTIMIZER_FILE,
+    write_digests,
+)
 from laminar.training.distributed_learner import WireSample, row_of, sample_of
 from laminar.training.learner import Learner
 from laminar.training.model.lora_targets import ADAPTER_FILE
@@ -147,7 +151,24 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
         assert digest == one.digest()
         assert files_of(target) == files_of(saved)
         assert decode((target / RESUME_FILE).read_bytes()).learner.ranks == size
+        check_damage_is_seen(target)
     checkpoint.load_checkpoint(target, one.learner)
+    write_digests(target)  # of each file as a whole, as earlier checkpoints have them
+    checkpoint.verify_checkpoint(target)
+
+
+def check_damage_is_seen(directory: Path) -> None:
+    """Wherever in a file, whichever rank wrote it; each file ends with its last span."""
+    path = directory / "optimizer.safetensors"
+    content = path.read_bytes()
+    places = (4, 200, len(content) // 2, len(content) * 3 // 4)
+    changed = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in places]
+    for damaged in (*changed, content[:-4], content + b"\0"):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is damaged"):
+            checkpoint.verify_checkpoint(directory)
+    path.write_bytes(content)
+    checkpoint.verify_checkpoint(directory)
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -240,7 +261,8 @@ async def test_bugs_of_what_is_saved_and_published_are_seen(
     assert differs("") == set()
     both = {"model.safetensors", "digest"}
     assert differs("tied by address") == both
-    assert differs("rows elsewhere") == {*both, "optimizer.safetensors", *CRITIC_FILES}
+    elsewhere = {*both, "optimizer.safetensors", *CRITIC_FILES, "damaged"}
+    assert differs("rows elsewhere") == elsewhere
     assert differs("others write late") == {"digest", "damaged"}
 
 

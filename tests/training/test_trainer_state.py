@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from xxhash import xxh3_128_hexdigest
 
 from laminar.config import ConfigError
-from laminar.training import trainer_state
+from laminar.training import shared_safetensors, trainer_state
 from laminar.training.checkpoints import checkpoint
 from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner
@@ -143,11 +145,38 @@ async def test_one_flipped_bit_is_refused(
     trained = run()
     trained.train(0)
     directory = await trained.save(tmp_path / "step_2")
-    content = bytearray((directory / name).read_bytes())
-    content[-3] ^= 1
-    (directory / name).write_bytes(content)
+    flip_bit(directory / name)
     with pytest.raises(CheckpointError, match=rf"step_2 .*{name} is damaged"):
         checkpoint.load_checkpoint(directory, trained.learner)
+
+
+async def test_what_changes_before_it_is_digested_is_refused(
+    tmp_path: Path, run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests are of what was written, not of what a disk gives back; else they are as they were
+    when each file was read."""
+    trained = run()
+    trained.train(0)
+    sound = await trained.save(tmp_path / "step_2")
+    digests = json.loads((sound / "digests.json").read_bytes())
+    assert digests == {name: xxh3_128_hexdigest((sound / name).read_bytes()) for name in digests}
+    write_rows = shared_safetensors.write_rows
+
+    def damaged(path: Path, *args: Any) -> Any:
+        written = write_rows(path, *args)
+        flip_bit(path)
+        return written
+
+    monkeypatch.setattr(shared_safetensors, "write_rows", damaged)
+    directory = await trained.save(tmp_path / "step_3")
+    with pytest.raises(CheckpointError, match=r"step_3 .*model\.safetensors is damaged"):
+        checkpoint.load_checkpoint(directory, trained.learner)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "digests.json"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
@@ -95,6 +96,29 @@ def test_other_types_and_strides_are_converted_on_the_way() -> None:
         back = dict(read_tensors(view, specs))
         for key, tensor in tensors.items():
             assert torch.equal(back[key], tensor.to(TORCH_DTYPES[name]))
+
+
+class CopiesToSlots(TorchDispatchMode):
+    """Records what reaches a slot, and stands in for the copy from a device that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default or args[0].device.type != "cpu":
+            return func(*args, **kwargs or {})
+        self.sources.append((args[1].device.type, args[1].dtype))
+        return args[0]
+
+
+def test_a_device_converts_before_its_tensor_is_copied_to_the_host() -> None:
+    """A blocking copy to the host in another type makes a whole temporary in the old one."""
+    specs = mf.make_layout([("embed", (7, 5))], "bfloat16")
+    with CopiesToSlots() as copies:
+        for device in ("meta", "cpu"):
+            write_tensors(slot(), specs, [("embed", torch.empty(7, 5, device=device))])
+    assert copies.sources == [("meta", torch.bfloat16), ("cpu", torch.float32)]
 
 
 def test_tensors_are_views_of_the_slot() -> None:

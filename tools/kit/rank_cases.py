@@ -359,7 +359,7 @@ def others_write_late() -> Iterator[None]:
         if dist.get_rank() and isinstance(
             order, distributed_learner.PutWeightsOrder | distributed_learner.WriteFilesOrder
         ):
-            return late.append(order)
+            return late.append(order) or {}
         return usual(self, order)
 
     with replaced(RankWorker, "execute_order", carry_out):
@@ -395,8 +395,7 @@ class GroupGang:
     async def run_on_all_ranks(self, body: bytes, own: Awaitable[Any]) -> tuple[Any, list[bytes]]:
         _broadcast(self._group, body)
         result = await own
-        await asyncio.to_thread(dist.barrier, self._group)
-        return result, []
+        return result, (await asyncio.to_thread(_gather, self._group))[1:]
 
 
 def _broadcast(group: Any, body: bytes = b"") -> bytes:
@@ -409,6 +408,13 @@ def _broadcast(group: Any, body: bytes = b"") -> bytes:
     if len(data):
         dist.broadcast(data, 0, group=group)
     return data.numpy().tobytes()
+
+
+def _gather(group: Any, reply: bytes = b"") -> list[bytes]:
+    """Return the replies of all ranks, once each has one."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, reply, group=group)
+    return found
 
 
 class GroupWorker(RankWorker):
@@ -466,11 +472,12 @@ def on_ranks(
                 _broadcast(ranks._group)
         failed: Exception | None = None
         while order := _broadcast(ranks._group):
+            reply = b""
             try:
-                asyncio.run(worker.handle_order(order))
+                reply = asyncio.run(worker.handle_order(order))
             except Exception as error:
                 failed = error
-            dist.barrier(ranks._group)
+            _gather(ranks._group, reply)
         if failed:
             raise failed
         return None

@@ -38,7 +38,7 @@ from laminar.training.model import lora
 from laminar.training.model.fsdp import copy_rows
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import get_base_weights, named_weights
-from laminar.training.shared_safetensors import Rows, rows_of
+from laminar.training.shared_safetensors import Rows, rows_of, sort_rows
 from laminar.training.trainer_state import CheckpointError, ForeignError, ResumeState
 
 ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
@@ -47,13 +47,17 @@ names: a step after a restart gives the same bytes as without it."""
 
 
 def complete_checkpoint(
-    directory: Path, moments: Mapping[str, Tensor], critic: Mapping[str, Mapping[str, Tensor]]
+    directory: Path,
+    moments: Mapping[str, Tensor],
+    critic: Mapping[str, Mapping[str, Tensor]],
+    model: shared_safetensors.WrittenFiles,
 ) -> None:
-    """Add optimizer, critic (tensors by file) and digests to a directory; OSError from the disk."""
-    save_tensors(directory / OPTIMIZER_FILE, moments)
-    for name, tensors in critic.items():
-        save_tensors(directory / name, tensors)
-    write_digests(directory)
+    """Add optimizer, critic (tensors by file) and digests to a directory; OSError from the disk.
+
+    `model`: digests of the model's files."""
+    files = {OPTIMIZER_FILE: moments, **critic}
+    own = {name: save_tensors(directory / name, tensors) for name, tensors in files.items()}
+    write_digests(directory, {**model, **own})
 
 
 def load_checkpoint(directory: Path, learner: Learner) -> ResumeState:
@@ -94,12 +98,12 @@ def _make_damage_error(directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {directory} cannot be trained on: {error}")
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> list[shared_safetensors.WrittenSpan]:
     """Write whole tensors of one process to a file; OSError from the disk."""
     rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
     forms = shared_safetensors.get_layouts(rows)
     shared_safetensors.create_file(path, forms)
-    shared_safetensors.write_rows(path, forms, rows.items())
+    return shared_safetensors.write_rows(path, forms, sort_rows(rows).items())
 
 
 def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:

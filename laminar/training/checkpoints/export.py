@@ -23,7 +23,7 @@ from laminar.training.checkpoints.file_digests import MODEL_FILE
 from laminar.training.model import lora
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import named_weights, weight_forms
-from laminar.training.shared_safetensors import rows_of
+from laminar.training.shared_safetensors import WrittenFiles, rows_of
 
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -43,22 +43,22 @@ def write_model(
     tensors: Mapping[str, Tensor] | None = None,
     extra: Mapping[str, bytes] | None = None,
     adapters: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write `model` into `directory`, float32; OSError from the disk.
+) -> WrittenFiles:
+    """Write `model` into `directory`, float32, and return digests; OSError from the disk.
 
     `tokenizer_source` is the model directory that the run's tokenizer came from. `tensors` and
     `adapters` replace the model's own, by the same names; `extra` are further files.
     """
     write_all_but_weights(model, tokenizer_source, directory, extra or {})
-    forms, path = weight_forms(model), directory / MODEL_FILE
-    shared_safetensors.create_file(path, forms)
-    weights = named_weights(model) if tensors is None else tensors.items()
-    shared_safetensors.write_rows(
-        path, forms, ((name, rows_of(tensor)) for name, tensor in weights)
-    )
     found = dict(lora.file_tensors(model)) if adapters is None else adapters
-    if found:
-        save_tensors(directory / ADAPTER_FILE, found)
+    written = {ADAPTER_FILE: save_tensors(directory / ADAPTER_FILE, found)} if found else {}
+    path = directory / MODEL_FILE
+    if tensors is not None:
+        return written | {MODEL_FILE: save_tensors(path, tensors)}
+    forms = weight_forms(model)
+    shared_safetensors.create_file(path, forms)
+    weights = ((name, rows_of(tensor)) for name, tensor in named_weights(model))
+    return written | {MODEL_FILE: shared_safetensors.write_rows(path, forms, weights)}
 
 
 def write_all_but_weights(

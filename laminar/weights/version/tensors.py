@@ -4,8 +4,9 @@ Reads   torch tensors
 Writes  the slot (uint8 view of shared memory); ManifestError for tensors outside the layout
 
 Tensors of the published type are copied by numpy, whose copy is memcpy: torch's copy never uses
-non-temporal stores and takes up to twice as long. A tensor of another type or device is
-converted by torch straight into the slot, which saves the temporary and its page faults.
+non-temporal stores and takes up to twice as long. A CPU tensor of another type is converted by
+torch straight into the slot, which saves the temporary and its page faults; a GPU's is converted
+there first: torch would copy it to pageable memory as it is, and convert it on one more pass.
 memcpy itself uses non-temporal stores only above a threshold, by default three quarters of the L3
 cache, which no tensor reaches on a large machine; GLIBC_TUNABLES can lower it.
 """
@@ -103,8 +104,10 @@ def _write_tensor(view: Bytes, place: TensorSpec | _RowSpan, tensor: torch.Tenso
     if tensor.dtype == TORCH_DTYPES[place.dtype] and _is_plain(tensor):
         source = tensor.view(-1).view(torch.uint8).numpy()
         np.copyto(view[place.offset : place.offset + place.nbytes], source)
-    else:
-        tensor_view(view, place).copy_(tensor)
+        return
+    if tensor.device.type != "cpu":
+        tensor = tensor.to(TORCH_DTYPES[place.dtype])
+    tensor_view(view, place).copy_(tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
