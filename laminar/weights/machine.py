@@ -94,7 +94,7 @@ class ArenaMemory:
         if self._filler is not None:
             self._filler.join()
         if not self.kept:
-            Arena.unlink(Path(self.path))
+            Path(self.path).unlink(missing_ok=True)
 
     @property
     def _made(self) -> Arena:

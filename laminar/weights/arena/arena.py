@@ -287,15 +287,6 @@ class Arena:
             os.close(self._fd)
             self._fd = NO_FILE
 
-    @staticmethod
-    def unlink(path: Path) -> bool:
-        """Remove the file and return whether it existed; processes that map it keep it."""
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        return True
-
 
 def _open(path: Path, flags: int) -> int:
     try:
