@@ -120,7 +120,7 @@ class Relay:
             self._max_bytes,
             machine.versions,
             host.spawn,
-            host.fail_process,
+            self._fail_relay,
         )
         self._order: tuple[int, cmd.ForwardWeights] | None = None  #: command id, successor
         self._linked = False  #: whether the order was answered
@@ -221,16 +221,19 @@ class Relay:
             self._neighbour_down(report)
         else:
             assert isinstance(report, PlaneFailed)
-            self.host.fail_process(f"the transfer thread failed: {report.reason}")
+            self._fail_relay(f"the transfer thread failed: {report.reason}")
+
+    def _fail_relay(self, reason: str) -> None:
+        """End this process and leave its arena to the next one."""
+        self.machine.slots.kept = True
+        self.host.fail_process(reason)
 
     async def _grant_slot(self, wanted: SlotWanted) -> None:
         """Find a slot for an offered version; a reader or a sender may delay it."""
         try:
             self.slots.ensure_slots(wanted.nbytes)
         except (ArenaError, SlotError) as error:
-            if wanted.fetched:
-                return self.plane.fetch_into(-1)
-            return self.plane.deny_slot(str(error))
+            return self.plane.fetch_into(-1) if wanted.fetched else self.plane.deny_slot(str(error))
         while (slot := self.slots.grant_to(FETCH if wanted.fetched else CHAIN)) < 0:
             await asyncio.sleep(SLOT_POLL_S)
         (self.plane.fetch_into if wanted.fetched else self.plane.grant_slot)(slot)

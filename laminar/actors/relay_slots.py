@@ -5,8 +5,10 @@ Writes  the slots' states; their content is described by the version table
 Gives   RelaySlots and its replies; Fetches; SlotMemory, the port to the machine
 Raises  SlotError, ArenaError and ManifestError for wrong requests
 
-One process has one arena with a unique name. A writer is a process, not a name: a restarted trainer
-gets another slot than the one that its previous process may have left incomplete.
+One process has one arena with a unique name. Its memory may be that of this node's former relay:
+late readers find a wrong digest, and the slot that a trainer may still write to is not granted to
+relays. A writer is a process, not a name: a restarted trainer gets another slot than the one that
+its previous process may have left incomplete.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from laminar.weights.version.table import VersionTable
 
 CHAIN, FETCH = "chain", "fetch"
 """Writers that are other relays: the previous one of the chain, and any that is fetched from."""
+FORMER = "former"
+"""A trainer that may still write to the slot that this node's former relay granted."""
+CREATE_TRIES = 30
+"""Failures to create the slots that end the relay; a trainer tries once a second."""
 
 
 class SlotMemory(Protocol):
@@ -30,9 +36,17 @@ class SlotMemory(Protocol):
 
     path: str  #: unique to every relay process
     slot_bytes: int  #: 0 until `create_slots`
+    kept: bool  #: whether `close` leaves the memory to this node's next relay
 
-    def create_slots(self, slots: int, slot_bytes: int) -> None:
-        """Create so many equal slots, whose memory is populated later. ArenaError."""
+    def create_slots(self, slots: int, slot_bytes: int) -> int:
+        """Create so many equal slots, whose memory is populated later. ArenaError.
+
+        Those of this node's former relay are taken over. Returns the slot that it last granted to
+        a trainer, or -1.
+        """
+
+    def note_trainer_slot(self, slot: int) -> None:
+        """Note for this node's next relay that a trainer may write to this slot."""
 
     def get_region(self, slot: int) -> Region:
         """Return all bytes of a slot."""
@@ -64,6 +78,7 @@ class RelaySlots:
         self._memory, self._num_slots, self._max_bytes = memory, slots, max_bytes
         self._versions, self._spawn, self._on_shortage = versions, spawn, on_shortage
         self._table: SlotTable | None = None
+        self._failures = 0  #: to create the slots
         self._granted: dict[str, int] = {}  #: slots by writing process, until complete
         self._digesting: set[int] = set()
         self._pin = -1  #: a pinned version, which may not be here yet
@@ -83,8 +98,16 @@ class RelaySlots:
         """
         if self._table is None:
             count = slots_within(version_bytes, self._num_slots, self._max_bytes)
-            self._memory.create_slots(count, version_bytes)
-            self._table = SlotTable(count, self._versions.try_forget)
+            try:
+                former = self._memory.create_slots(count, version_bytes)
+            except ArenaError as error:
+                self._failures += 1
+                if self._failures >= CREATE_TRIES:
+                    self._on_shortage(str(error))
+                raise
+            self._granted = {FORMER: former} if former >= 0 else {}
+            writers = {slot: writer for writer, slot in self._granted.items()}
+            self._table = SlotTable(count, self._versions.try_forget, writers)
             self._spawn(self._populate_slots())
         if self._memory.slot_bytes < version_bytes:
             raise ArenaError(
@@ -110,7 +133,9 @@ class RelaySlots:
         slot = self._granted.get(boot_id, -1)
         if slot in self._digesting:
             return m.SlotGranted(slot=-1)
-        return m.SlotGranted(slot=slot if slot >= 0 else self._grant_slot(boot_id))
+        if slot < 0 and (slot := self._grant_slot(boot_id)) >= 0:
+            self._memory.note_trainer_slot(slot)
+        return m.SlotGranted(slot=slot)
 
     def grant_to(self, writer: str) -> int:
         """Return a slot for a version of another relay (CHAIN, FETCH); -1: none is free now."""
@@ -125,12 +150,15 @@ class RelaySlots:
         return grant.slot
 
     def _abandon_former(self, boot_id: str) -> None:
-        """Free the slots of earlier processes of this name; a node starts one after the other."""
+        """Free the slots of earlier processes of this name; a node starts one after the other.
+
+        A trainer asks for a slot when it no longer writes to one of the former relay.
+        """
         name = _parse_process_name(boot_id)
         former = [
             w
             for w in self._granted
-            if w not in (boot_id, CHAIN, FETCH) and _parse_process_name(w) == name
+            if w not in (boot_id, CHAIN, FETCH) and (w == FORMER or _parse_process_name(w) == name)
         ]
         for writer in former:
             if self._granted[writer] not in self._digesting:

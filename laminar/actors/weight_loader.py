@@ -10,8 +10,8 @@ Two proofs: the digest of the loaded bytes, taken after the load (a slot must no
 during the read), and the probe: the engine scores a few fixed sequences and must agree with the
 trainer. A correct digest with a wrong probe means a tensor in the wrong place.
 
-The relay may die at any moment and return with another arena and without versions: bytes of the old
-arena with the right digest are good, all others are requested again.
+The relay may die at any moment and return without versions, and with its arena under another name:
+bytes with the right digest are good, all others are requested again.
 """
 
 from __future__ import annotations
@@ -150,8 +150,7 @@ class Leases:
     async def release(self, lease: m.VersionLeased) -> bool:
         """Release a lease; return whether the slot was surely not written during the read.
 
-        The slots of a dead relay are never written again; if the relay is only slow, the digest,
-        checked after the load, decides.
+        If the relay is slow or dead, the digest, checked after the load, decides.
         """
         request = m.ReleaseLease(arena=lease.arena, lease_id=lease.lease_id)
         try:

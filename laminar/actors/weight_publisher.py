@@ -5,9 +5,9 @@ Writes  slots of its arena, through SlotWriter
 Emits   PublishSkipped
 
 Publishing costs the trainer one copy into a slot that was granted in advance; the relay computes
-digests. The relay may die at any moment and return with another arena. Training never waits for it:
-a background task finds the new arena and the next slot. A version without a slot, or in the old
-arena, is skipped, and the coordinator requests it again.
+digests. The relay may die at any moment and return with its arena under another name. Training
+never waits for it: a background task finds the new arena and the next slot. A version without a
+slot, or in the old arena, is skipped, and the coordinator requests it again.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from laminar.run.memory_limit import memory_limit
 from laminar.weights import messages as m
-from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
-from laminar.weights.arena.region import ArenaError, Region
+from laminar.weights.arena.arena import Arena, arena_path, claim_arena, sweep_arenas
+from laminar.weights.arena.region import NO_FILE, ArenaError, Region
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import Report
 from laminar.weights.chain.transfer_thread import Plane
@@ -32,13 +32,24 @@ class ArenaMemory:
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self.slot_bytes = 0
+        self.kept = False
+        self._former = NO_FILE
         self._arena: Arena | None = None
         self._filler: threading.Thread | None = None
         self._closed = False
 
-    def create_slots(self, slots: int, slot_bytes: int) -> None:
-        self._arena = Arena.create(Path(self.path), slots, slot_bytes)
+    def claim_former(self) -> None:
+        """Take over the arena of this node's former relay, if it left one."""
+        self._former = claim_arena(Path(self.path))
+
+    def create_slots(self, slots: int, slot_bytes: int) -> int:
+        former, self._former = self._former, NO_FILE
+        self._arena = Arena.create(Path(self.path), slots, slot_bytes, former)
         self.slot_bytes = slot_bytes
+        return self._arena.trainer_slot
+
+    def note_trainer_slot(self, slot: int) -> None:
+        self._made.trainer_slot = slot
 
     def get_region(self, slot: int) -> Region:
         return self._made.get_region(slot)
@@ -76,13 +87,14 @@ class ArenaMemory:
         )
 
     def close(self) -> None:
-        """Remove the file; processes that have it mapped keep the memory."""
+        """Remove the file unless it is kept; processes that have it mapped keep the memory."""
         self._closed = True
         if self._arena is not None:
             self._arena.close()
         if self._filler is not None:
             self._filler.join()
-        Arena.unlink(Path(self.path))
+        if not self.kept:
+            Path(self.path).unlink(missing_ok=True)
 
     @property
     def _made(self) -> Arena:
@@ -100,6 +112,7 @@ class RelayMachine:
         self._plane: Plane | None = None
 
     async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
+        self.slots.claim_former()
         found = await asyncio.to_thread(sweep_arenas)
         return [(str(swept.path), swept.num_bytes) for swept in found]
 

@@ -86,7 +86,7 @@ class ArenaOpened(RelayMessage, frozen=True, kw_only=True):
 class ArenaReplaced(RelayMessage, frozen=True, kw_only=True):
     """A reply to a request that names the arena of a former relay process.
 
-    Grants and leases in that arena are void, and nothing writes to it any more.
+    Grants and leases in that arena are void; this process may have taken its memory over.
     """
 
 

@@ -299,3 +299,4 @@ async def test_a_fault_of_the_moving_thread_ends_the_process(machine: Make) -> N
     first.plane._post_order(lambda: 1 / 0)
     await until(lambda: bool(first.host.failures))
     assert "ZeroDivisionError" in first.host.failures.pop()
+    assert first.machine.slots.kept  # for its next process

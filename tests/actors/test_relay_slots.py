@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from laminar.actors.relay_slots import CHAIN, RelaySlots
+from laminar.actors.relay_slots import CHAIN, CREATE_TRIES, FETCH, RelaySlots
 from laminar.weights import messages as m
 from laminar.weights.arena.arena import Arena
 from laminar.weights.arena.region import ArenaError
@@ -187,6 +187,38 @@ async def test_a_version_that_came_over_the_chain_first_makes_the_written_one_us
     assert grant(slots) >= 0  # the slot was given back
     with pytest.raises(SlotError, match="version 2 is older than 3"):
         slots.begin_commit(TRAINER, commit(arena_of(slots), grant(slots), 2))
+
+
+async def test_a_slot_that_the_former_relay_granted_goes_to_no_other_relay(tmp_path: Path) -> None:
+    """Its trainer may be writing to it until it asks this one for a slot."""
+    former, now = slots_in(tmp_path), slots_in(tmp_path)
+    former.memory.path, now.memory.path = str(tmp_path / "arena-a"), str(tmp_path / "arena-b")
+    written = grant(former)
+    former.memory.kept = True
+    former.close()
+    now.memory.claim_former()
+    now.ensure_slots(VERSION_BYTES)
+    others = {now.grant_to(CHAIN), now.grant_to(FETCH)}
+    assert others == {0, 1, 2} - {written}
+    assert grant(now) == written
+    now.close()
+
+
+async def test_slots_that_cannot_be_created_end_the_relay_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    slots = Slots(tmp_path, 1 << 20, 3, ended.append)
+
+    def create(*_: object) -> Arena:
+        raise ArenaError("no room")
+
+    monkeypatch.setattr(Arena, "create", create)
+    for _ in range(CREATE_TRIES):
+        assert not ended
+        with pytest.raises(ArenaError):
+            slots.ensure_slots(VERSION_BYTES)
+    assert ended == ["no room"]
 
 
 async def test_fewer_slots_where_memory_is_short_and_a_clear_refusal(tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ async def test_an_arena_that_went_with_its_relay_is_asked_for_again_later(
     relay: Machine, trainer: Writer, replica: Replica
 ) -> None:
     await publish(relay, trainer, 1)
-    Arena.unlink(Path(trainer.arena))
+    Path(trainer.arena).unlink()
     assert await replica.pull(1) == ev.VersionMissing(version=1, held=())
 
 

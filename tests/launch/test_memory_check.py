@@ -117,6 +117,14 @@ def test_every_part_is_counted(large: Path) -> None:
     assert found["casts of the weights"] == 13.9
 
 
+@pytest.mark.parametrize(("ranks", "copies"), [(1, 130.9), (4, 130.9), (6, 129.9)])
+def test_pinned_copies_are_rounded_to_powers_of_two(large: Path, ranks: int, copies: float) -> None:
+    """As torch does for each tensor of each rank; without a GPU nothing is pinned."""
+    gpus = {f"gpu{index}": 192 for index in range(ranks + 1)}
+    places = check_memory(config(large, trainer__ranks=ranks), 1, host(900, **gpus))
+    assert parts(places, "this machine")["checkpoint copies"] == copies
+
+
 def test_a_gpu_has_the_trainer_and_others_the_replicas(large: Path) -> None:
     machine = host(400, gpu0=192, gpu1=80, gpu2=80)
     places = check_memory(config(large, rollout__replicas=3), 1, machine)
@@ -127,7 +135,7 @@ def test_a_gpu_has_the_trainer_and_others_the_replicas(large: Path) -> None:
     assert parts(places, "GPU 1") == {"2 replicas' weights": 32.8}
     assert parts(places, "GPU 2") == {"a replica's weights": 16.4}
     assert parts(places, "this machine") == {
-        "checkpoint copies": 98.3, "a version for its digest": 16.4, "3 weight slots": 49.1,
+        "checkpoint copies": 130.9, "a version for its digest": 16.4, "3 weight slots": 49.1,
     }  # fmt: skip
     said = refused(config(large), host(400, gpu0=80, gpu1=80))
     assert "149.3 of 80.0 GB of GPU 0 (parameters 32.8" in said and "smaller model" in said
@@ -173,7 +181,7 @@ def test_the_table_has_a_column_for_each_place(large: Path) -> None:
         "memory, 10^9 bytes", "GPU 0", "GPU 1,2", "this machine", "/dev/shm",
     ]  # fmt: skip
     assert "  Adam's moments             65.5" in lines
-    assert lines[-3].split() == ["all", "149.3", "16.4", "163.8", "49.1"]
+    assert lines[-3].split() == ["all", "149.3", "16.4", "196.4", "49.1"]
     assert lines[-2].split() == ["there", "is", "192.0", "80.0", "400.0", "400.0"]
     assert "come on top" in lines[-1]
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ def arguments(directory: Path) -> list[str]:
     ]
 
 
-def start(directory: Path, *further: str) -> subprocess.Popen[str]:
+def start(directory: Path, *further: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`within`: a command that runs the one appended to it, in an environment of its choice."""
     return subprocess.Popen(
-        command("train", *arguments(directory), *further),
+        [*within, *command("train", *arguments(directory), *further)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

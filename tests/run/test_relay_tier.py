@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ RELAYS = [f"relay-{index}" for index in range(MACHINES)]
 THREE = [f"run.nodes={MACHINES}", "rollout.replicas=1"]
 
 
+SMALL_SHM = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=9m t /dev/shm && "$@"', "sh"]
+"""Command that runs another one with 9 MB of /dev/shm: room for one arena, not for two."""
 EMULATED = (
     "rollout.engine=emulated",
     "emulation.median_response=20",
@@ -168,4 +171,25 @@ def test_a_relay_that_dies_again_and_again_ends_the_run_with_a_reason(tmp_path: 
     assert run.code == 1, run.output
     assert "relay-0" in run.summary["failure"]
     assert "Traceback" not in run.output
+    check_books(run)
+
+
+@pytest.mark.skipif(
+    subprocess.run([*SMALL_SHM, "true"], capture_output=True).returncode != 0,
+    reason="this user may not mount a file system in another namespace (unshare -m)",
+)
+@pytest.mark.parametrize("engine", ["emulated", pytest.param("torch", marks=pytest.mark.long)])
+def test_a_killed_relay_returns_where_there_is_room_for_one_arena(
+    tmp_path: Path, engine: str
+) -> None:
+    """Trainer and replicas map the dead relay's arena, so only its memory can be had again."""
+    settings = ["trainer.total_training_steps=12", *(EMULATED if engine == "emulated" else ())]
+    process = start(tmp_path, *settings, within=SMALL_SHM)
+    until(lambda: status(tmp_path)["step"] >= 2, "step 2")
+    os.kill(status(tmp_path)["processes"]["relay-0"], signal.SIGKILL)
+    run = end(process, tmp_path)
+    assert run.code == 0, run.output
+    assert run.summary["steps"] == 12
+    ready = [each for each in events(run) if isinstance(each.event, ev.RelayReady)]
+    assert len(ready) == 2
     check_books(run)

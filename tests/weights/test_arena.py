@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar.weights.arena.arena import Arena, arena_path, sweep_arenas
+from laminar.weights.arena.arena import Arena, arena_path, claim_arena, sweep_arenas
 from laminar.weights.arena.region import NO_FILE, ArenaError, Region
 
 ATTACH = """
@@ -78,8 +78,7 @@ def test_stale_file_is_unlinked_and_its_readers_keep_their_memory(tmp_path: Path
     path = tmp_path / "arena"
     old = Arena.create(path, 3, 64)
     old.get_slot(0)[:] = 9
-    assert Arena.unlink(path)
-    assert not Arena.unlink(path)
+    path.unlink()
     new = Arena.create(path, 3, 64)
     assert (old.get_slot(0) == 9).all()
     assert not new.get_slot(0).any()
@@ -311,6 +310,34 @@ def test_a_sweep_leaves_alone_what_is_not_its_own(
     assert sweep_arenas(tmp_path) == []
     monkeypatch.undo()
     assert [each.path for each in sweep_arenas(tmp_path)] == [empty]
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_the_next_relay_takes_over_the_memory_of_a_dead_one(tmp_path: Path, slots: int) -> None:
+    """Its trainer and readers have it mapped; one of another size is removed."""
+    old = Arena.create(tmp_path / _name(tmp_path, "run", "a"), 3, 5000)
+    old.trainer_slot = 2
+    reader, new = Arena.attach(old.path), tmp_path / _name(tmp_path, "run", "b")
+    assert claim_arena(new) == NO_FILE  # its creator lives
+    old.close()
+    other = tmp_path / _name(tmp_path, "other-run", "b")
+    assert claim_arena(other) == NO_FILE
+    arena = Arena.create(new, slots, 5000, claim_arena(new))
+    assert list(tmp_path.iterdir()) == [new]
+    assert sweep_arenas(tmp_path) == []
+    arena.get_slot(1)[:] = 7
+    assert bool((reader.get_slot(1) == 7).all()) == (slots == 3)
+    assert arena.trainer_slot == (2 if slots == 3 else -1)
+
+
+def test_too_little_space_names_the_processes_that_hold_removed_arenas(tmp_path: Path) -> None:
+    old = Arena.create(tmp_path / _name(tmp_path, "run", "a"), 3, 5000)
+    old.path.unlink()
+    with pytest.raises(ArenaError, match=rf" \(pid {os.getpid()}\) still map removed arenas; give"):
+        Arena.create(tmp_path / "arena", 3, 1 << 50)
+    old.close()
+    with pytest.raises(ArenaError, match=rf"free in {tmp_path}; give it more room"):
+        Arena.create(tmp_path / "arena", 3, 1 << 50)
 
 
 def test_a_creation_survives_a_sweep_that_comes_before_its_lock(

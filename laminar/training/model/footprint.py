@@ -54,6 +54,7 @@ class ModelSizes:
     largest_layer: int  #: parameters
     largest_matrix: int  #: parameters of the largest matrix of a layer
     matrices: Mapping[str, int]  #: by name, such as q_proj: inputs plus outputs, summed over layers
+    shapes: tuple[tuple[int, ...], ...]  #: of all tensors that `parameters` counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class TrainingPlan:
     offload: Offload = "none"
     rank: int = 0  #: rank of the adapters; 0: the model itself is trained
     modules: tuple[str, ...] = ()  #: modules that have adapters
+    gpu: bool = False  #: whether host copies are pinned for transfers
 
     @property
     def base(self) -> int:
@@ -120,6 +122,7 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
         largest_layer=max(layers.values(), default=0),
         largest_matrix=max(matrices, default=0),
         matrices=matrices_of(own),
+        shapes=tuple(own.values()),
     )
 
 
@@ -144,6 +147,7 @@ def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Tr
         offload=trainer.offload,
         rank=config.lora.rank,
         modules=tuple(config.lora.target_modules),
+        gpu=gpu,
     )
 
 
@@ -177,13 +181,30 @@ def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
         device["gathered layers"] = gathered
     if way.copies:
         copied = model.parameters + 2 * trained + (trained if way.rank else 0)
-        copied += 3 * critic.parameters if critic is not None else 0
-        host["checkpoint copies"] = FLOAT32 * copied
+        host["checkpoint copies"] = _copied_bytes(model, copied, way)
+        if critic is not None:
+            host["checkpoint copies"] += _copied_bytes(critic, 3 * critic.parameters, way)
         host["a version for its digest"] = way.published * model.parameters
     taken = _pass_bytes(model, way)
     if critic is not None:  # it has no adapters
         taken = max(taken, _pass_bytes(critic, replace(way, rank=0)), key=sum_bytes)
     return Footprint(_drop_zeros(device | taken), _drop_zeros(host))
+
+
+def _copied_bytes(model: ModelSizes, parameters: int, way: TrainingPlan) -> int:
+    """Return the bytes of float32 copies in host memory, which belong to tensors like the model's.
+
+    torch rounds each pinned block up to a power of two; a block holds the rows of one rank."""
+    if not way.gpu or way.offload != "none":
+        return FLOAT32 * parameters
+    exact = rounded = 0
+    for rows, *others in (shape or (1,) for shape in model.shapes):
+        per_rank = -(-rows // way.ranks)
+        for first in range(0, rows, max(per_rank, 1)):
+            size = FLOAT32 * min(per_rank, rows - first) * math.prod(others)
+            exact += size
+            rounded += 1 << (size - 1).bit_length() if size else 0
+    return FLOAT32 * parameters * rounded // max(exact, 1)
 
 
 def _state_bytes(

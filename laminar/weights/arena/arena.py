@@ -2,7 +2,7 @@
 
 Reads   a path below /dev/shm (or another directory), the number of slots and their size
 Writes  that file: one page of header, then the slots
-Gives   Arena, arena_path, sweep_arenas
+Gives   Arena, arena_path, sweep_arenas, claim_arena
 Raises  ArenaError with one sentence for a user
 
 The first touch of a page costs about nine times the copy of its bytes, so nothing waits for the
@@ -15,11 +15,14 @@ multiprocessing.SharedMemory is not used: its tracker unlinks the memory when an
 attached to it ends.
 
 The creator holds an exclusive lock on the file for as long as it lives. A file that is not
-locked was left by a killed process, and any process that finds it may remove it.
+locked was left by a killed process. The next relay of its run and node takes it over: the processes
+that map it hold its memory, and /dev/shm may lack room for a second arena. Any other process that
+finds it may remove it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -40,6 +43,7 @@ from laminar.weights.arena.region import NO_FILE, ArenaError, ArenaTooLargeError
 SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = b"LAMARENA"
 _HEADER = struct.Struct("<8sIIQ")  # magic, format, number of slots, bytes of a slot
+_WRITING = struct.Struct("<I")  # follows: 1 + the slot last granted to a trainer, or 0
 _FORMAT = 2  # 2: locked by its creator
 _NAME = re.compile(r"laminar-.+-[0-9a-f]{16}-[0-9a-f]{16}")
 _PAGE = mmap.PAGESIZE
@@ -57,9 +61,9 @@ def arena_path(
 ) -> Path:
     """Return the arena's file path, unique per run, node and relay process.
 
-    A restarted relay makes another file: readers of the former one keep their mapping, and nothing
-    is written there any more. The name contains a hash of the run's identity and the node, since
-    two users may both have a "run".
+    A restarted relay renames the file of its predecessor, which voids the leases and grants in it.
+    The name contains a hash of the run's identity and the node, since two users may both have a
+    "run".
     """
     where = hash64(run_id, node)
     return directory / f"laminar-{run}-{where:016x}-{hash64(boot_id):016x}"
@@ -86,23 +90,55 @@ def sweep_arenas(directory: Path = SHARED_MEMORY) -> list[RemovedArena]:
     return [each for each in swept if each is not None]
 
 
+def claim_arena(path: Path) -> int:
+    """Rename the arena of a dead relay of the same run and node to `path`.
+
+    Returns its locked descriptor, for `Arena.create`; NO_FILE if there is none.
+    """
+    former = path.name.rpartition("-")[0] + "-"
+    for found in path.parent.iterdir() if path.parent.is_dir() else ():
+        if found.name.startswith(former) and (fd := _lock_stale(found)) != NO_FILE:
+            found.rename(path)
+            return fd
+    return NO_FILE
+
+
 def _sweep_arena(path: Path) -> RemovedArena | None:
+    if (fd := _lock_stale(path)) == NO_FILE:
+        return None
+    removed = RemovedArena(path, os.fstat(fd).st_blocks * 512)
+    path.unlink()
+    os.close(fd)
+    return removed
+
+
+def _lock_stale(path: Path) -> int:
+    """Lock an arena of this user whose creator is dead, and return its descriptor, or NO_FILE."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # removed meanwhile, or another user's
-        return None
+        return NO_FILE
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = os.fstat(fd)
         ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and status.st_nlink
-        if not ours or (status.st_size and not _is_arena(fd)):  # empty: killed at its creation
-            return None
-        path.unlink()
+        if ours and (not status.st_size or _is_arena(fd)):  # empty: killed at its creation
+            return fd
     except BlockingIOError:
-        return None
-    finally:
-        os.close(fd)
-    return RemovedArena(path, status.st_blocks * 512)
+        pass
+    os.close(fd)
+    return NO_FILE
+
+
+def _list_mappers(directory: Path) -> list[str]:
+    """Return the processes that keep removed arenas of this directory mapped."""
+    found = []
+    removed = re.compile(rf" {re.escape(str(directory))}/{_NAME.pattern} \(deleted\)$", re.M)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if removed.search((process / "maps").read_text()):
+                found.append(f"{(process / 'comm').read_text().strip()} (pid {process.name})")
+    return found
 
 
 class Arena:
@@ -120,19 +156,26 @@ class Arena:
         self._filled = [0] * slots  #: number of leading bytes per slot that have pages
 
     @classmethod
-    def create(cls, path: Path, slots: int, slot_bytes: int) -> Arena:
+    def create(cls, path: Path, slots: int, slot_bytes: int, former: int = NO_FILE) -> Arena:
         """Create and map the file (mode 0600), without its pages (see `populate_slot`).
 
+        `former`: descriptor of a claimed arena, which is used if its slots are equal, else removed.
         Raises ArenaError, and leaves nothing behind, if the file exists or there is too little
         space.
         """
         if slots < 1 or slot_bytes < 1:
             raise ArenaError(f"arena {path}: {slots} slots of {slot_bytes} bytes are empty")
-        fd = _create_locked(path)
+        total = _file_bytes(slots, slot_bytes)
+        header = _HEADER.pack(_MAGIC, _FORMAT, slots, slot_bytes)
+        equal = former != NO_FILE and os.pread(former, _HEADER.size, 0) == header
+        if former != NO_FILE and not equal:
+            path.unlink(missing_ok=True)
+            os.close(former)
+        fd = former if equal else _create_locked(path)
         try:
-            total = _file_bytes(slots, slot_bytes)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, _FORMAT, slots, slot_bytes), 0)
-            _check_space(fd, path, total)
+            if not equal:
+                os.pwrite(fd, header, 0)
+                _check_space(fd, path, total)
             os.truncate(fd, total)
             arena = cls(path, mmap.mmap(fd, total), slots, slot_bytes, fd)
             arena._reserve_where_needed()
@@ -206,6 +249,15 @@ class Arena:
 
     # --- slots --------------------------------------------------------------------------------
 
+    @property
+    def trainer_slot(self) -> int:
+        """The slot last granted to a trainer, also by the former relay, or -1; kept in the file."""
+        return int(_WRITING.unpack(os.pread(self._fd, _WRITING.size, _HEADER.size))[0]) - 1
+
+    @trainer_slot.setter
+    def trainer_slot(self, slot: int) -> None:
+        os.pwrite(self._fd, _WRITING.pack(slot + 1), _HEADER.size)
+
     def get_slot(self, index: int) -> npt.NDArray[np.uint8]:
         """Return a writable view of a slot, uint8 [slot_bytes], aligned to a page."""
         if self._bytes is None:
@@ -235,15 +287,6 @@ class Arena:
             os.close(self._fd)
             self._fd = NO_FILE
 
-    @staticmethod
-    def unlink(path: Path) -> bool:
-        """Remove the file and return whether it existed; processes that map it keep it."""
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        return True
-
 
 def _open(path: Path, flags: int) -> int:
     try:
@@ -270,10 +313,12 @@ def _check_space(fd: int, path: Path, total: int) -> None:
     space = os.fstatvfs(fd)
     free = space.f_bavail * space.f_frsize
     if total > free:
+        mappers = ", ".join(_list_mappers(path.parent))
+        held = f", {mappers} still map removed arenas" if mappers else ""
         too_large = total > space.f_blocks * space.f_frsize
         raise (ArenaTooLargeError if too_large else ArenaError)(
-            f"arena {path} needs {total} bytes, {free} are free in {path.parent}; give it more "
-            "room (containers limit /dev/shm) or publish in a smaller weights.dtype"
+            f"arena {path} needs {total} bytes, {free} are free in {path.parent}{held}; give it "
+            "more room (containers limit /dev/shm) or publish in a smaller weights.dtype"
         )
 
 

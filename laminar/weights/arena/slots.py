@@ -13,7 +13,7 @@ named together with its writer and a lease id is never reused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 MIN_SLOTS = 3
@@ -93,10 +93,18 @@ class SlotTable:
     promises that the version is not sent to other relays from now on.
     """
 
-    def __init__(self, num_slots: int, forget: Callable[[int], bool] = _allow_always) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        forget: Callable[[int], bool] = _allow_always,
+        writers: Mapping[int, str] | None = None,
+    ) -> None:
+        """Start with free slots, except those that have writers already."""
         if num_slots < MIN_SLOTS:
             raise SlotError(f"{num_slots} slots, at least {MIN_SLOTS} are needed")
         self._slots: list[FreeSlot | WritingSlot | HeldSlot] = [FreeSlot()] * num_slots
+        for slot, writer in (writers or {}).items():
+            self._slots[slot] = WritingSlot(writer)
         self._leases: dict[int, ReadLease] = {}
         self._next_lease = 0
         self._pinned: int | None = None

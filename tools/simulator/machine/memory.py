@@ -36,6 +36,7 @@ class SimArena:
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.num_bytes = slots * slot_bytes
+        self.trainer_slot = -1
         self._slots = [np.zeros(slot_bytes, np.uint8) for _ in range(slots)]
 
     def slot(self, index: int) -> Bytes:
@@ -53,10 +54,17 @@ class SimMemory:
     def __init__(self, process: SimProcess, arenas: Arenas) -> None:
         self.path, self.slot_bytes = f"arena-{process.boot_id}", 0
         self._process, self._arenas = process, arenas
+        self.kept = False
+        self.former: SimArena | None = None
 
-    def create_slots(self, slots: int, slot_bytes: int) -> None:
-        self._arenas[self.path] = self._arena = SimArena(slots, slot_bytes)
+    def create_slots(self, slots: int, slot_bytes: int) -> int:
+        self._arena = self.former or SimArena(slots, slot_bytes)
+        self._arenas[self.path] = self._arena
         self.slot_bytes = slot_bytes
+        return self._arena.trainer_slot
+
+    def note_trainer_slot(self, slot: int) -> None:
+        self._arena.trainer_slot = slot
 
     def get_region(self, slot: int) -> Region:
         return Region(self.view(slot).data)

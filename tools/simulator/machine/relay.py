@@ -136,11 +136,13 @@ class SimMachine:
         self._chance = process.world.chance_of(process)
 
     async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
-        """Remove the arenas of earlier boots; processes that mapped them keep them."""
+        """Take over the arena of an earlier boot."""
         await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
         arenas, name = self._arenas, f"arena-{self.process.name}/"
         former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
-        return [(path, arenas.pop(path).num_bytes) for path in former]
+        for path in former:
+            self.slots.former = arenas.pop(path)
+        return []
 
     def make_plane(
         self, identity: RelayIdentity, notify: Callable[[Report], None], options: PlaneOptions
