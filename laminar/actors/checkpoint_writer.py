@@ -71,9 +71,8 @@ class CheckpointWriter:
         self._longest_ns = int(host.config.trainer.save_minutes * 60e9) or sys.maxsize
         self._newest_ns = host.now_ns()  #: time of the newest checkpoint, else of the start
         self._due: tuple[int, int, int] | None = None  #: arguments of the save that is due
-        self.job_lock = (
-            asyncio.Lock()
-        )  #: held by the trainer during a job, which may change weights
+        #: held by the trainer during a job, which may change weights
+        self.job_lock = asyncio.Lock()
         self._keep = host.config.trainer.max_ckpt_to_keep
         self._kept: dict[int, Path] = {}  #: checkpoints by version, oldest first
         self._steps: dict[int, int] = {}  #: steps of each version that was kept
